@@ -1,0 +1,65 @@
+# `make demo` and `make test` do all their own set-up: they need python3 (3.10 or newer) and make, nothing else.
+
+PYTHON ?= python3
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := pyproject.toml constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test lint types layers unit format bench clean
+
+help:
+	@echo "make demo     the quickstart: break a training run, repair only what was lost"
+	@echo "make test     lint, types, layers and unit, in this order"
+	@echo "make format   rewrite the sources the way that lint wants them"
+	@echo "make bench    every benchmark, one after the other"
+	@echo "make clean    remove $(VENV), caches and build results"
+
+demo: $(VENV)/.examples
+	$(BIN)/python examples/quickstart/quickstart.py
+
+test: lint types layers unit
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+layers: $(VENV)/.dev
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.dev
+	@set -e; for file in $(wildcard benchmarks/*.py); do echo "== $$file"; $(BIN)/python "$$file"; done
+
+clean:
+	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp per set of extras; the development set contains the one for the examples.
+$(VENV)/.dev: $(SETUP) | $(BIN)/python
+	$(INSTALL) '.[dev]'
+	@touch $(VENV)/.examples $@
+
+$(VENV)/.examples: $(SETUP) | $(BIN)/python
+	$(INSTALL) '.[examples]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "scarctl needs Python 3.10 or newer, and '$(PYTHON)' is: $$($(PYTHON) --version 2>&1)" >&2; \
+	    echo "name another one: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	    echo "'$(PYTHON) -m venv' failed: Debian and Ubuntu keep it in the package python3-venv" >&2; exit 1; }

@@ -1,0 +1,1 @@
+"""Adapters between scarctl and training frameworks, found through the entry points `scarctl.adapters`."""

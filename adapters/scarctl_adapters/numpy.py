@@ -1,0 +1,106 @@
+"""Training without torch: a dict of numpy arrays that the loop changes or replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from scarctl.adapter import StateGroup
+from scarctl.errors import UsageError
+from scarctl.layout import Layout
+from scarctl.stateful import (
+    capture_host_rng,
+    check_names,
+    check_stateful,
+    restore_host_rng,
+    restore_state,
+    state_of,
+)
+
+
+class NumpyAdapter:
+    """State of a dict of arrays: every array is a group without slots.
+
+    There is nothing to hook into: the loop calls `session.step()` at the end of every iteration.
+    """
+
+    automatic: ClassVar[bool] = False
+
+    def __init__(self, state: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
+        self._state = state
+        self._extras = dict(extras)
+
+    @classmethod
+    def build(
+        cls,
+        model: Any,
+        optimizers: Sequence[Any],
+        *,
+        schedulers: Sequence[Any] = (),
+        scaler: Any = None,
+        extras: Mapping[str, Any] | None = None,
+    ) -> NumpyAdapter:
+        """`model` maps names to writable arrays. Raises UsageError for anything else, and for optimizers."""
+        if optimizers or schedulers or scaler is not None:
+            raise UsageError(
+                "a dict of arrays takes no optimizer, scheduler or scaler", hint="pass their arrays too"
+            )
+        for name, item in (extras or {}).items():
+            check_stateful(name, item)
+        adapter = cls(model, extras or {})
+        adapter.groups()
+        return adapter
+
+    @property
+    def optimizer(self) -> str:
+        """Always "": arrays of an optimizer are groups like any other."""
+        return ""
+
+    def groups(self) -> list[StateGroup]:
+        """The arrays that the dict holds now: a loop may replace them."""
+        groups = []
+        for name, array in self._state.items():
+            if not isinstance(array, np.ndarray):
+                raise UsageError(
+                    f"state[{name!r}] is a {type(array).__name__}, not a numpy array",
+                    hint="make it an array, or pass it in extras",
+                )
+            if not array.flags.writeable:
+                raise UsageError(
+                    f"state[{name!r}] is read-only, so it could not be restored", hint="pass a copy"
+                )
+            try:
+                groups.append(StateGroup(name, "parameter", {"": torch.from_numpy(array)}))
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"state[{name!r}] has dtype {array.dtype}: {error}") from error
+        return groups
+
+    def capture_early(self) -> dict[str, Any]:
+        """Random number generators of Python and numpy, and the user's extras."""
+        return {
+            "rng": capture_host_rng(),
+            "extras": {name: state_of(item) for name, item in self._extras.items()},
+        }
+
+    def capture_late(self) -> None:
+        """Nothing: `session.step()` is called when the iteration is over."""
+        return
+
+    def restore(self, early: Any, late: Any) -> None:
+        """Put `capture_early` back."""
+        check_names("extras", early["extras"], self._extras)
+        for name, item in self._extras.items():
+            restore_state(item, early["extras"][name])
+        restore_host_rng(early["rng"])
+
+    def create_slots(self, layout: Layout) -> None:
+        """Nothing: there are no slots."""
+
+    def install(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+        """Not possible. Raises UsageError."""
+        raise UsageError(
+            "a loop over numpy arrays has no hooks", hint="call session.step() after every iteration"
+        )

@@ -1,0 +1,6 @@
+"""`python -m scarctl`."""
+
+from scarctl.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What a training framework has to offer to be checkpointed, and how its adapter is found.
+
+An adapter is a class named by an entry point in the group `scarctl.adapters`. The entry point's name is the
+root module of the objects that it understands ("torch" for an `nn.Module`), so that looking for an adapter
+imports no framework that the user does not use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from scarctl.errors import UsageError
+from scarctl.layout import Layout
+
+ENTRY_POINTS = "scarctl.adapters"
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """One parameter or buffer and the optimizer's slots of the same shape.
+
+    `tensors` maps a slot's name to its live tensor, "" (first) to the parameter itself; all have the same shape. A
+    slot that the optimizer has not made yet may be given as an expanded zero: it is saved as zeros, and never loaded.
+    """
+
+    name: str
+    kind: str
+    """"parameter", or "buffer" for what a forward pass may change."""
+    tensors: Mapping[str, torch.Tensor]
+
+
+class Adapter(Protocol):
+    """A training framework's state, seen as groups of tensors and two small structures of extras."""
+
+    automatic: ClassVar[bool]
+    """Whether `install` hooks into the training loop; otherwise the user calls `session.step()`."""
+
+    @classmethod
+    def build(cls, model: Any, optimizers: Sequence[Any], **options: Any) -> Adapter:
+        """An adapter for the objects. Raises UsageError when it cannot handle them."""
+
+    @property
+    def optimizer(self) -> str:
+        """Names of the optimizers' classes, part of the layout's identity; "" when there is none."""
+
+    def groups(self) -> list[StateGroup]:
+        """The state as it is now. Names, order, shapes and dtypes are stable once a first step was taken."""
+
+    def capture_early(self) -> Any:
+        """Extras that must be read right after a step, because the next batch changes them (RNG, data position)."""
+
+    def capture_late(self) -> Any:
+        """Extras that must be read right before the next step, because the loop changes them after one (schedulers)."""
+
+    def restore(self, early: Any, late: Any) -> None:
+        """Put back what the two captures gave. Raises UsageError when the structures do not fit."""
+
+    def create_slots(self, layout: Layout) -> None:
+        """Make the optimizer's slots that `layout` has and the optimizer, before its first step, has not."""
+
+    def install(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+        """Call `before` before every optimizer step and `after` after every iteration's last; returns the removal."""
+
+
+def find_adapter(model: Any, optimizers: Sequence[Any], **options: Any) -> Adapter:
+    """The adapter for `model`, by the modules of its classes (of its values' classes, when it is a mapping).
+
+    Raises UsageError naming what is installed when there is none.
+    """
+    installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    for root in _roots(model):
+        if root in installed:
+            return installed[root].load().build(model, optimizers, **options)  # type: ignore[no-any-return]
+    raise UsageError(
+        f"no adapter for {type(model).__module__}.{type(model).__qualname__}",
+        hint=f"installed adapters: {', '.join(sorted(installed)) or 'none'}; or pass a dict of numpy arrays",
+    )
+
+
+def _roots(model: Any) -> list[str]:
+    classes = list(type(model).__mro__)
+    if isinstance(model, Mapping):
+        for value in model.values():
+            classes += type(value).__mro__
+    return list(dict.fromkeys(c.__module__.partition(".")[0] for c in classes))

@@ -1,0 +1,124 @@
+"""`scarctl checkpoint`: one partial checkpoint of a state file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from scarctl.cli.output import EXIT_OK, EXIT_PARTLY, common_options, emit, human_bytes, note, warn
+from scarctl.config import DEFAULT_FRACTION, DEFAULT_POLICY, POLICIES, parse_fraction
+
+if TYPE_CHECKING:
+    from scarctl.oneshot import Checkpoint
+
+EXAMPLES = """\b
+Examples:
+  scarctl checkpoint model.safetensors --store ckpt --step 0 --shards 8
+  scarctl checkpoint model.safetensors --store ckpt --step 100 --fraction 1/4
+  scarctl checkpoint state.pt --store ckpt --step 200 --policy full --json
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("state", type=click.Path(path_type=Path))
+@click.option(
+    "--step", type=int, required=True, envvar="SCARCTL_STEP", help="Iterations done when STATE was written."
+)
+@click.option(
+    "--fraction",
+    default=str(DEFAULT_FRACTION),
+    show_default="1/8",
+    envvar="SCARCTL_FRACTION",
+    help="Share of the state's bytes to write at most: 0.125 or 1/8.",
+)
+@click.option(
+    "--policy",
+    type=click.Choice(POLICIES),
+    default=DEFAULT_POLICY,
+    show_default=True,
+    envvar="SCARCTL_POLICY",
+    help="What to save: what changed most, in turn, at random, or all.",
+)
+@click.option(
+    "--shards",
+    type=int,
+    envvar="SCARCTL_SHARDS",
+    help="Parts that fail together; fixed by the first checkpoint.  [default: 1]",
+)
+@click.option(
+    "--partition-bytes",
+    type=int,
+    envvar="SCARCTL_PARTITION_BYTES",
+    help="Size of a partition; fixed by the first checkpoint.  [default: from the state's size]",
+)
+@click.option(
+    "--arena-dir", metavar="DIR", envvar="SCARCTL_ARENA_DIR", help="Where arenas are, if not the default."
+)
+@click.option(
+    "--dry-run", is_flag=True, envvar="SCARCTL_DRY_RUN", help="Say what would be saved; write nothing."
+)
+@common_options
+def command(
+    state: Path,
+    store: str,
+    step: int,
+    fraction: str | float,
+    policy: str,
+    shards: int | None,
+    partition_bytes: int | None,
+    arena_dir: str | None,
+    dry_run: bool,
+    as_json: bool,
+    debug: bool,
+) -> int:
+    """Save the part of the state file STATE that changed most since it was last saved.
+
+    STATE is a .safetensors file, a .pt file with tensors only, or a folder of torch.distributed.checkpoint. The
+    first call creates the store and saves everything. Values that are not finite never replace a good copy: then the
+    exit code is 3.
+    """
+    from scarctl.oneshot import CheckpointSettings, checkpoint
+    from scarctl.statefile import open_state
+
+    settings = CheckpointSettings(
+        store=store,
+        step=step,
+        fraction=parse_fraction(str(fraction)),
+        policy=policy,
+        shards=shards,
+        partition_bytes=partition_bytes,
+        arena_dir=arena_dir,
+    )
+    done = checkpoint(open_state(state), settings, dry_run=dry_run)
+    for reason in done.damaged:
+        warn(f"{reason}; what it held is saved again")
+    if done.nonfinite_partitions:
+        warn(_about_nonfinite(done))
+    emit(
+        {**done.to_json(), "policy": policy, "dry_run": dry_run},
+        as_json=as_json,
+        text=_text(done, store, dry_run),
+    )
+    if done.left_out_partitions:
+        note("exit code 3: not everything that was due is saved")
+    return EXIT_PARTLY if done.left_out_partitions else EXIT_OK
+
+
+def _about_nonfinite(done: Checkpoint) -> str:
+    if not done.left_out_partitions:
+        return f"{done.nonfinite_partitions} partitions are not finite; they had no copy before, so they are saved"
+    more = "" if done.left_out_partitions <= len(done.left_out) else ", ..."
+    names = ", ".join(done.left_out) + more
+    return f"{done.left_out_partitions} partitions are not finite, their last good copy is kept: {names}"
+
+
+def _text(done: Checkpoint, store: str, dry_run: bool) -> str:
+    share = done.saved_bytes / done.total_bytes if done.total_bytes else 1.0
+    verb = "would save" if dry_run else "saved"
+    exact = "; the whole state is of this step" if done.exact else ""
+    return (
+        f"step {done.step}: {verb} {done.saved_partitions} of {done.total_partitions} partitions, "
+        f"{human_bytes(done.saved_bytes)} of {human_bytes(done.total_bytes)} ({share:.1%}), to {store}{exact}"
+    )

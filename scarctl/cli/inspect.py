@@ -1,0 +1,308 @@
+"""`scarctl inspect`: what a store holds, how old it is, and what losing a shard now would change."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scarctl.cli.output import EXIT_OK, common_options, emit, human_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from scarctl.layout import Layout
+    from scarctl.store import Store
+
+EXAMPLES = """\b
+Examples:
+  scarctl inspect --store ckpt
+  scarctl inspect --store ckpt --json --limit all
+"""
+TOP = 8
+
+
+class _Limit(click.ParamType[Any]):
+    name = "N|all"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if value is None or str(value).lower() == "all":
+            return None
+        try:
+            number = int(value)
+        except ValueError:
+            number = -1
+        if number < 0:
+            self.fail(f"{value!r} is neither a number, 0 or more, nor 'all'", param, ctx)
+        return number
+
+
+@click.command(epilog=EXAMPLES)
+@click.option(
+    "--limit",
+    type=_Limit(),
+    default="1000",
+    show_default=True,
+    metavar="N|all",
+    envvar="SCARCTL_LIMIT",
+    help="Partitions that --json lists.",
+)
+@click.option(
+    "--arena-dir", metavar="DIR", envvar="SCARCTL_ARENA_DIR", help="Where arenas are, if not the default."
+)
+@common_options
+def command(store: str, limit: int | None, arena_dir: str | None, as_json: bool, debug: bool) -> int:
+    """Show what a store holds: ages, shards, sizes, and what losing each shard now would change.
+
+    Distances and the newest step of a run are known as long as its arena is on this host.
+    """
+    from scarctl.store import Store
+
+    view = survey(Store.open(store), arena_dir)
+    if as_json:
+        emit(view.to_json(limit), as_json=True)
+    elif sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+        from rich.console import Console
+
+        from scarctl.cli.screen import draw
+
+        draw(view, Console())
+    else:
+        emit({}, as_json=False, text=_plain(view))
+    return EXIT_OK
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A store at one moment. Arrays are over all partitions of the layout, in order."""
+
+    url: str
+    step: int | None
+    """The run's newest step, or the newest saved one. None when nothing is saved."""
+    layout: Layout | None
+    shard_of: NDArray[np.int32]
+    saved_step: NDArray[np.int64]
+    """-1: never saved."""
+    distance: NDArray[np.float64]
+    """NaN: not known."""
+    usage: dict[str, int]
+    run: dict[str, Any] | None
+    """What the arena says about the run, None when there is no arena on this host."""
+
+    @property
+    def staleness(self) -> NDArray[np.int64]:
+        """Iterations since each partition was saved; -1 where it never was."""
+        import numpy as np
+
+        return np.where(self.saved_step < 0, -1, np.maximum((self.step or 0) - self.saved_step, 0))
+
+    def partitions(self, ids: NDArray[np.int64]) -> list[dict[str, Any]]:
+        """A line for each of `ids`."""
+        import numpy as np
+
+        if self.layout is None or not len(ids):
+            return []
+        groups = [group.name for group in self.layout.groups]
+        starts, stops = self.layout.row_ranges(ids)
+        columns = zip(
+            self.layout.group_of(ids).tolist(),
+            starts.tolist(),
+            stops.tolist(),
+            self.shard_of[ids].tolist(),
+            self.layout.partition_bytes[ids].tolist(),
+            self.saved_step[ids].tolist(),
+            self.staleness[ids].tolist(),
+            self.distance[ids].tolist(),
+            np.isfinite(self.distance[ids]).tolist(),
+            strict=True,
+        )
+        return [
+            {
+                "name": f"{groups[g]}[{start}:{stop}]",
+                "group": groups[g],
+                "start": start,
+                "stop": stop,
+                "shard": shard,
+                "bytes": nbytes,
+                "saved_step": saved if saved >= 0 else None,
+                "staleness": stale if stale >= 0 else None,
+                "distance": distance if known else None,
+            }
+            for g, start, stop, shard, nbytes, saved, stale, distance, known in columns
+        ]
+
+    def shards(self) -> list[dict[str, Any]]:
+        """A line for each shard that has partitions."""
+        import numpy as np
+
+        lines: list[dict[str, Any]] = []
+        if self.layout is None:
+            return lines
+        for shard in np.unique(self.shard_of).tolist():
+            ids = np.flatnonzero(self.shard_of == shard)
+            steps = self.saved_step[ids]
+            saved = steps[steps >= 0]
+            known = bool(np.isfinite(self.distance[ids]).all())
+            lines.append(
+                {
+                    "shard": shard,
+                    "partitions": len(ids),
+                    "bytes": int(self.layout.partition_bytes[ids].sum()),
+                    "oldest_step": int(saved.min()) if len(saved) else None,
+                    "newest_step": int(saved.max()) if len(saved) else None,
+                    "never_saved": len(steps) - len(saved),
+                    "perturbation": {
+                        "value": float(np.linalg.norm(self.distance[ids])) if known else None,
+                        "kind": "estimated" if known else "unknown",
+                    },
+                }
+            )
+        return lines
+
+    def stalest(self, count: int) -> list[dict[str, Any]]:
+        """The partitions that were saved longest ago; never saved first."""
+        import numpy as np
+
+        order = np.argsort(self.saved_step, kind="stable")[:count]
+        return self.partitions(order)
+
+    def most_changed(self, count: int) -> list[dict[str, Any]]:
+        """The partitions that are farthest from their saved copy, of those whose distance is known."""
+        import numpy as np
+
+        known = np.flatnonzero(np.isfinite(self.distance) & (self.distance > 0))
+        return self.partitions(known[np.argsort(-self.distance[known], kind="stable")[:count]])
+
+    def to_json(self, limit: int | None) -> dict[str, Any]:
+        """The document's fields; at most `limit` partitions, in order of the layout."""
+        import numpy as np
+
+        total = len(self.saved_step)
+        return {
+            "step": self.step,
+            "total_partitions": total,
+            "total_bytes": 0 if self.layout is None else self.layout.nbytes,
+            "shards": self.shards(),
+            "partitions": self.partitions(np.arange(total if limit is None else min(limit, total))),
+            "store": self.usage,
+            "run": self.run,
+        }
+
+
+def survey(store: Store, arena_dir: str | None) -> Survey:
+    """Look at a store and, if it is on this host, its run's arena. Takes no lock and changes nothing."""
+    import numpy as np
+
+    from scarctl.daemon.peek import peek
+    from scarctl.version import step_of
+
+    layout = store.current_layout()
+    states = {shard: store.state(shard) for shard in store.shards()}
+    usage = store.usage(states)
+    if layout is None:
+        return Survey(
+            store.url, None, None, np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0), usage, None
+        )
+    version = np.full(layout.partitions, -1, dtype=np.int64)
+    for state in states.values():
+        if state.layout == layout:
+            version[state.ids] = state.version
+    step = max((state.step for state in states.values()), default=-1)
+    distance = np.full(layout.partitions, np.nan)
+    run: dict[str, Any] | None = None
+    arena = peek(arena_dir, store.id)
+    if arena is not None and arena.layout == layout:
+        distance, step = arena.distance, max(step, arena.head_step)
+        run = {
+            "pid": arena.pid,
+            "alive": arena.alive,
+            "head_step": arena.head_step,
+            "pending_partitions": arena.pending,
+            "errors": arena.errors,
+        }
+    shard_of = layout.shards(store.settings.shards, store.settings.seed)
+    return Survey(
+        store.url, step if step >= 0 else None, layout, shard_of, step_of(version), distance, usage, run
+    )
+
+
+def summary(view: Survey) -> list[str]:
+    """The lines above the tables."""
+    if view.layout is None:
+        return [f"{view.url}: nothing is saved yet"]
+    usage = view.usage
+    lines = [
+        f"store {view.url}: step {view.step}, {view.layout.partitions} partitions, {human_bytes(view.layout.nbytes)}",
+        f"on disk {human_bytes(usage['bytes'])}, of which live {human_bytes(usage['live_bytes'])}; "
+        f"{usage['segments']} segments, {usage['records']} records",
+    ]
+    if view.run is not None:
+        lines.append(
+            f"run on this host: process {view.run['pid']} ({'alive' if view.run['alive'] else 'stopped'}), "
+            f"step {view.run['head_step']}, {view.run['pending_partitions']} partitions not durable yet, "
+            f"{view.run['errors']} errors"
+        )
+    return lines
+
+
+def shard_rows(view: Survey) -> list[tuple[str, ...]]:
+    """Cells of the shards' table."""
+    rows: list[tuple[str, ...]] = []
+    for line in view.shards():
+        oldest, newest, change = line["oldest_step"], line["newest_step"], line["perturbation"]["value"]
+        age = "never saved" if oldest is None or line["never_saved"] else str((view.step or 0) - oldest)
+        rows.append(
+            (
+                str(line["shard"]),
+                str(line["partitions"]),
+                human_bytes(line["bytes"]),
+                "-" if oldest is None else f"{oldest}..{newest}",
+                age,
+                "unknown" if change is None else f"{change:.4g}",
+            )
+        )
+    return rows
+
+
+SHARD_COLUMNS = ("shard", "partitions", "bytes", "saved steps", "age", "losing it changes")
+PARTITION_COLUMNS = ("partition", "shard", "saved", "staleness", "distance")
+
+
+def partition_rows(lines: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Cells of a table of partitions."""
+    return [
+        (
+            line["name"],
+            str(line["shard"]),
+            "never" if line["saved_step"] is None else str(line["saved_step"]),
+            "-" if line["staleness"] is None else str(line["staleness"]),
+            "unknown" if line["distance"] is None else f"{line['distance']:.4g}",
+        )
+        for line in lines
+    ]
+
+
+def _plain(view: Survey) -> str:
+    lines = summary(view)
+    if view.layout is not None:
+        tables = [
+            ("shards", SHARD_COLUMNS, shard_rows(view)),
+            ("stalest", PARTITION_COLUMNS, partition_rows(view.stalest(TOP))),
+            ("most changed", PARTITION_COLUMNS, partition_rows(view.most_changed(TOP))),
+        ]
+        for title, columns, rows in tables:
+            if rows:
+                lines += ["", title, *_aligned([columns, *rows])]
+    return "\n".join(lines)
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,206 @@
+"""What every command shares: one document on stdout, messages on stderr, exceptions to exit codes.
+
+With `--json` exactly one document goes to stdout, also when the command fails:
+`{"schema_version": 1, "command": ..., "error": {"kind", "message", "hint", "exit_code"}}`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar, cast
+
+import click
+
+from scarctl.errors import ScarError
+
+SCHEMA_VERSION = 1
+EXIT_OK = 0
+EXIT_ERROR = 1
+EXIT_USAGE = 2
+EXIT_PARTLY = 3
+EXIT_CORRUPT = 13
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Terminated(BaseException):
+    """A signal asked the process to end. Not an Exception, so that only cleanup runs."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def common_options(command: Command) -> Command:
+    """Add the options that every command has: `--store`, `--json`, `--debug`."""
+    options: tuple[Callable[[Any], Any], ...] = (
+        click.option(
+            "--debug", is_flag=True, envvar="SCARCTL_DEBUG", help="Show a traceback when something fails."
+        ),
+        click.option(
+            "--json", "as_json", is_flag=True, envvar="SCARCTL_JSON", help="Print one JSON document."
+        ),
+        click.option(
+            "--store",
+            required=True,
+            metavar="URL",
+            envvar="SCARCTL_STORE",
+            help="The store: a folder, or file://...",
+        ),
+    )
+    result: Any = command
+    for option in options:
+        result = option(result)
+    return cast("Command", result)
+
+
+def emit(fields: Mapping[str, Any], *, as_json: bool, text: str = "") -> None:
+    """Write a command's result to stdout: the JSON document of `fields`, or `text`."""
+    if as_json:
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "command": click.get_current_context().info_name,
+            **fields,
+        }
+        text = json.dumps(document, allow_nan=False, ensure_ascii=False)
+    if text:
+        # A name may hold bytes that stdout's encoding cannot show; a listing must not die of it.
+        data = (text + "\n").encode(sys.stdout.encoding or "utf-8", "backslashreplace")
+        click.echo(data, nl=False)
+
+
+def warn(message: str) -> None:
+    """Write a warning to stderr."""
+    click.echo(f"scarctl: warning: {message}", err=True)
+
+
+def note(message: str) -> None:
+    """Write a message to stderr."""
+    click.echo(f"scarctl: {message}", err=True)
+
+
+class _ToStderr(logging.Handler):
+    """The library's log as messages of the command."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(f"scarctl: {record.levelname.lower()}: {record.getMessage()}", err=True)
+
+
+@contextmanager
+def logging_to_stderr() -> Iterator[None]:
+    """Show the library's warnings on stderr."""
+    logger, handler = logging.getLogger("scarctl"), _ToStderr(logging.WARNING)
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagate
+
+
+def human_bytes(count: int) -> str:
+    """`count` bytes for people: 1536 -> "1.5 KiB"."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+@contextmanager
+def signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into an exception, so that temporary files are removed. Main thread only."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Terminated(number)
+
+    previous = {}
+    try:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            # nohup's SIG_IGN stays.
+            if signal.getsignal(number) is signal.SIG_DFL:
+                previous[number] = signal.signal(number, end)
+    except ValueError:
+        pass  # not the main thread: whoever owns the process handles its signals
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Exit code of the command-line contract for an exception that ended a command."""
+    if isinstance(error, ScarError):
+        return error.exit_code
+    if isinstance(error, Terminated):
+        return 128 + error.number
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        return 128 + signal.SIGINT
+    if isinstance(error, BrokenPipeError):
+        return 128 + signal.SIGPIPE
+    if isinstance(error, click.ClickException):
+        return EXIT_USAGE
+    return EXIT_ERROR
+
+
+def report_error(error: BaseException, *, command: str | None, as_json: bool, debug: bool) -> int:
+    """Tell about an exception that ended a command, and return its exit code."""
+    code = exit_code_of(error)
+    if isinstance(error, BrokenPipeError):
+        _drop_stdout()
+        return code
+    kind, message, hint = _describe(error)
+    if debug:
+        click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+    if as_json:
+        fields = {"kind": kind, "message": message, "hint": hint, "exit_code": code}
+        document = {"schema_version": SCHEMA_VERSION, "command": command, "error": fields}
+        click.echo(json.dumps(document, ensure_ascii=True))
+    elif isinstance(error, click.exceptions.NoArgsIsHelpError):
+        click.echo(message, err=True)
+    else:
+        click.echo(f"{' '.join(filter(None, ['scarctl', command]))}: {message}", err=True)
+        if hint:
+            click.echo(f"  {hint}", err=True)
+    return code
+
+
+def _describe(error: BaseException) -> tuple[str, str, str]:
+    """(kind, message, hint) of an exception."""
+    if isinstance(error, ScarError):
+        return error.kind, error.message, error.hint
+    if isinstance(error, click.ClickException):
+        context = getattr(error, "ctx", None)
+        hint = f"see `{context.command_path} --help`" if context else "see `scarctl --help`"
+        return "usage", error.format_message(), hint
+    if isinstance(error, Terminated):
+        return (
+            "signal",
+            f"ended by {signal.Signals(error.number).name}",
+            "nothing that was acknowledged is lost",
+        )
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        return "signal", "interrupted", "nothing that was acknowledged is lost"
+    detail = str(error) or "no message"
+    return "unexpected", f"unexpected {type(error).__name__}: {detail}", "run again with --debug to see where"
+
+
+def _drop_stdout() -> None:
+    """Point stdout at nothing: its reader is gone, and flushing it at exit would complain."""
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    except (OSError, ValueError):
+        return  # stdout is no file: nothing is flushed into the pipe

@@ -1,0 +1,108 @@
+"""`scarctl recover`: restore what was lost, into a state file, a new file, or a stopped run's arena."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from scarctl.cli.output import EXIT_OK, EXIT_PARTLY, common_options, emit, human_bytes, note, warn
+
+if TYPE_CHECKING:
+    from scarctl.repair import Recovery
+
+EXAMPLES = """\b
+Examples:
+  scarctl recover --store ckpt --lost 2,5 --into survivors.safetensors
+  scarctl recover --store ckpt --lost 'layers.3.*' --output lost.safetensors
+  scarctl recover --store ckpt --lost all --mode rollback --output whole.pt
+  scarctl recover --store ckpt --lost all --dry-run --json
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.option(
+    "--lost",
+    required=True,
+    multiple=True,
+    metavar="SPEC",
+    envvar="SCARCTL_LOST",
+    help="Shards (2,5), patterns of names ('layers.3.*', 'emb.weight[0:512]'), or all. May be repeated.",
+)
+@click.option(
+    "--into",
+    type=click.Path(path_type=Path),
+    envvar="SCARCTL_INTO",
+    help="State file (.safetensors, .pt) whose lost rows are patched, atomically.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    envvar="SCARCTL_OUTPUT",
+    help="New file for the restored rows: .pt, .pth or else safetensors.",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["partial", "rollback"]),
+    default="partial",
+    show_default=True,
+    envvar="SCARCTL_MODE",
+    help="Only what was lost, or everything to the newest state of one step.",
+)
+@click.option(
+    "--arena-dir", metavar="DIR", envvar="SCARCTL_ARENA_DIR", help="Where arenas are, if not the default."
+)
+@click.option("--dry-run", is_flag=True, envvar="SCARCTL_DRY_RUN", help="Print the plan; change nothing.")
+@common_options
+def command(
+    store: str,
+    lost: tuple[str, ...],
+    into: Path | None,
+    output: Path | None,
+    mode: str,
+    arena_dir: str | None,
+    dry_run: bool,
+    as_json: bool,
+    debug: bool,
+) -> int:
+    """Restore the lost partitions; everything else stays as it is.
+
+    Every copy is verified. Without --into and --output the partitions go into the arena of the stopped run on this
+    host. Exit code 3: something could only be restored from an older copy than the newest one.
+    """
+    from scarctl.repair import RecoverSettings, recover
+
+    settings = RecoverSettings(
+        store=store, lost=lost, mode=mode, into=into, output=output, arena_dir=arena_dir
+    )
+    done = recover(settings, dry_run=dry_run)
+    for reason in done.problems:
+        warn(reason)
+    if done.left_out:
+        warn(
+            f"{into} holds no optimizer slots: {len(done.left_out)} tensors such as {min(done.left_out)!r} are left out"
+        )
+    emit({**done.to_json(), "dry_run": dry_run}, as_json=as_json, text=_text(done, dry_run))
+    if done.plan.degraded:
+        note("exit code 3: the newest copy of something is damaged, an older one was taken")
+    return EXIT_PARTLY if done.plan.degraded else EXIT_OK
+
+
+def _text(done: Recovery, dry_run: bool) -> str:
+    plan = done.plan
+    tiers = ", ".join(f"{count} from {tier}" for tier, count in plan.to_json()["tiers"].items()) or "none"
+    label = f"exact, of step {plan.step}" if plan.exact else "perturbed: not all of one step"
+    lines = [
+        f"{'would restore' if dry_run else 'restored'} {len(plan.ids)} partitions ({tiers}), "
+        f"{human_bytes(plan.nbytes)}, to {done.output or 'the arena'}",
+        f"the state is {label}",
+    ]
+    value, kind = done.perturbation.value, done.perturbation.kind
+    lines.append(f"perturbation: {kind}" if value is None else f"perturbation: {value:.6g} ({kind})")
+    for shard in plan.to_json()["shards"]:
+        lines.append(
+            f"  shard {shard['shard']}: {shard['partitions']} partitions, {human_bytes(shard['bytes'])}, "
+            f"steps {shard['oldest_step']} to {shard['newest_step']}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,231 @@
+"""Settings: what can be set, in which unit, and where a value may come from.
+
+A value is taken from the first that has it: the call or the command line, the environment
+(`SCARCTL_FRACTION`), the file `scarctl.toml` in the current folder, the default. The environment is read here
+and by the command line, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from scarctl.errors import UsageError
+
+FILE_NAME = "scarctl.toml"
+DEFAULT_FRACTION = 1 / 8
+DEFAULT_POLICY = "priority"
+POLICIES = ("priority", "round", "random", "full")
+NORMS = ("l2", "rms", "relative")
+MAX_FILE_BYTES = 1 << 20
+
+Norm = str | Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionSettings:
+    """How a training process saves its state. Bad values and combinations are refused at construction."""
+
+    store: str
+    """Folder of the store, or a `file://` URL."""
+    fraction: float = DEFAULT_FRACTION
+    """Share of the state's bytes that one partial checkpoint may write, in (0, 1]."""
+    interval: int = 10
+    """Iterations between two partial checkpoints."""
+    policy: str = DEFAULT_POLICY
+    """Which partitions a partial checkpoint picks: priority, round, random or full."""
+    norm: Norm = "l2"
+    """What the distance is: l2, rms, relative, or a function of (live, saved): one distance per partition."""
+    max_staleness: int | None = None
+    """A changed partition is saved when its copy is this many iterations old. None: no such limit."""
+    shards: int | None = None
+    """Parts that fail together; the state is split at random. Fixed when the store is created (None: 1)."""
+    seed: int | None = None
+    """Seed of that split and of the random policy. Fixed when the store is created (None: 0)."""
+    partition_bytes: int | None = None
+    """Size of a partition in bytes. Fixed when the store is created (None: from the state's size)."""
+    by_layer: bool | None = None
+    """Every group is one partition. Fixed when the store is created (None: no)."""
+    rows: Mapping[str, int] | None = None
+    """Rows per partition by pattern of group names, first match wins. Fixed when the store is created."""
+    on_error: str = "warn"
+    """A fault while saving is logged and counted ("warn"), or raised from the next call or step ("raise")."""
+    arena_dir: str | None = None
+    """Folder that holds the arena instead of shared memory. None: /dev/shm, or the temporary folder."""
+    validate: bool = False
+    """Compare every copy with the live values before it is kept, at the price of reading both again."""
+    drain_timeout: float = 60.0
+    """Seconds that closing a session waits for the store to take what is still queued."""
+
+    def __post_init__(self) -> None:
+        check_store(self.store)
+        check_fraction(self.fraction)
+        check_policy(self.policy)
+        _at_least("interval", self.interval, 1)
+        _at_least("max_staleness", self.max_staleness, 1)
+        check_fixed(self.shards, self.partition_bytes)
+        _at_least("seed", self.seed, 0)
+        for pattern, rows in (self.rows or {}).items():
+            _at_least(f"rows of {pattern!r}", rows, 1)
+        if self.by_layer and (self.partition_bytes is not None or self.rows):
+            raise UsageError(
+                "by_layer makes every group one partition: partition_bytes and rows contradict it",
+                hint="give by_layer alone, or leave it out",
+            )
+        if not callable(self.norm) and self.norm not in NORMS:
+            raise UsageError(
+                f"unknown norm {self.norm!r}", hint=f"use one of {', '.join(NORMS)}, or a function"
+            )
+        if self.on_error not in ("warn", "raise"):
+            raise UsageError(f"on_error is {self.on_error!r}", hint='use "warn" or "raise"')
+        if not (isinstance(self.drain_timeout, int | float) and self.drain_timeout >= 0):
+            raise UsageError(f"drain_timeout is {self.drain_timeout!r}", hint="give seconds, 0 or more")
+
+    def fixed(self) -> dict[str, Any]:
+        """What a store fixes when it is created; None where the store decides."""
+        names = ("shards", "seed", "partition_bytes", "by_layer", "rows")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def resolve(
+        cls, given: Mapping[str, object], *, environ: Mapping[str, str], folder: Path | None = None
+    ) -> SessionSettings:
+        """Settings from `given` (None: not given), `environ`, and `scarctl.toml` in `folder`, in that order.
+
+        Raises UsageError for an unknown name, a value that cannot be read, or a missing store.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in given:
+            if name not in names:
+                raise UsageError(f"unknown setting {name!r}", hint=f"known settings: {', '.join(names)}")
+        in_file = read_file(folder or Path())
+        values: dict[str, Any] = {}
+        for name in names:
+            if given.get(name) is not None:
+                values[name] = given[name]
+            elif (text := environ.get(f"SCARCTL_{name.upper()}")) and name in _FROM_TEXT:
+                values[name] = _parse(f"SCARCTL_{name.upper()}", text, _FROM_TEXT[name])
+            elif name in in_file:
+                values[name] = in_file[name]
+        if isinstance(values.get("fraction"), str):
+            values["fraction"] = parse_fraction(values["fraction"])
+        if "store" not in values:
+            raise UsageError("no store given", hint='pass store="a/folder", or set SCARCTL_STORE')
+        return cls(**values)
+
+
+KNOWN_NAMES = frozenset(field.name for field in dataclasses.fields(SessionSettings))
+
+
+def check_store(store: object) -> None:
+    """Raise UsageError unless `store` is a text that is not empty."""
+    if not isinstance(store, str) or not store:
+        raise UsageError(f"the store is {store!r}", hint="give the path of a folder, or a file:// URL")
+
+
+def check_fraction(fraction: object) -> None:
+    """Raise UsageError unless `fraction` is a number in (0, 1]."""
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+        raise UsageError(
+            f"the fraction is {fraction!r}, not a number above 0 and up to 1",
+            hint="it is the share of the state that one checkpoint writes, such as 1/8 or 0.125",
+        )
+
+
+def check_policy(policy: object) -> None:
+    """Raise UsageError unless `policy` is one of `POLICIES`."""
+    if policy not in POLICIES:
+        raise UsageError(f"unknown policy {policy!r}", hint=f"use one of {', '.join(POLICIES)}")
+
+
+def check_fixed(shards: int | None, partition_bytes: int | None) -> None:
+    """Raise UsageError unless the settings that a store fixes are None or positive."""
+    _at_least("shards", shards, 1)
+    _at_least("partition_bytes", partition_bytes, 1)
+
+
+def parse_fraction(text: str) -> float:
+    """A fraction written as `0.125` or `1/8`. Raises UsageError when it is neither, or not in (0, 1]."""
+    try:
+        value = float(Fraction(text.strip()))
+    except (ValueError, ZeroDivisionError, OverflowError):
+        value = math.nan
+    if not 0 < value <= 1:
+        raise UsageError(
+            f"the fraction is {text!r}, not a number above 0 and up to 1",
+            hint="it is the share of the state that one checkpoint writes, such as 1/8 or 0.125",
+        )
+    return value
+
+
+def read_file(folder: Path) -> dict[str, Any]:
+    """Content of `scarctl.toml` in `folder`, {} when there is none. Raises UsageError if it is unreadable."""
+    path = folder / FILE_NAME
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise UsageError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        return tomllib.loads(data.decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path} is not TOML: {error}") from error
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise UsageError(f"{name} is {value!r}", hint=f"give a whole number, {least} or more")
+
+
+def _flag(text: str) -> bool:
+    words = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+    }
+    return words[text.strip().lower()]
+
+
+def _parse(name: str, text: str, read: Callable[[str], object]) -> object:
+    try:
+        return read(text)
+    except (ValueError, KeyError):
+        raise UsageError(f"{name} is {text!r}, which cannot be read") from None
+
+
+# A norm function and row patterns have no form as text.
+_FROM_TEXT: dict[str, Callable[[str], object]] = {
+    "store": str,
+    "fraction": parse_fraction,
+    "interval": int,
+    "policy": str,
+    "norm": str,
+    "max_staleness": int,
+    "shards": int,
+    "seed": int,
+    "partition_bytes": int,
+    "by_layer": _flag,
+    "on_error": str,
+    "arena_dir": str,
+    "validate": _flag,
+    "drain_timeout": float,
+}

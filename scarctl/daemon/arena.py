@@ -1,0 +1,388 @@
+"""The arena: one mapped file that is staging buffer, last-saved cache, and recovery tier in one.
+
+    header (4096 bytes) | layout as JSON | per-partition arrays | tensors
+
+It holds one copy of the state, with every partition as it was last saved. A process that dies leaves it behind, whole:
+the next one maps it again. Per partition there are
+
+    generation uint64   odd while a copy is under way, even after it: what a killed process spoiled is known
+    version    int64    (epoch, step) of the copy, see `scarctl.version`; -1 when there is none
+    durable    int64    version that the store has; a difference means that the copy still waits for the store
+    distance   float64  last known distance of the live values from the copy; NaN when unknown
+
+One process writes copies, one thread acknowledges them. On x86-64 stores become visible in order, which the generations
+rely on; elsewhere the interpreter's own locks between the two calls do the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import mmap
+import os
+import stat
+import struct
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.daemon.folder import arena_folder, check_private, folder_error, make_private
+from scarctl.errors import Contention, Corruption, ScarError, Unavailable
+from scarctl.layout import Layout
+from scarctl.version import NEVER
+
+__all__ = ["Arena", "arena_folder"]
+
+Ids = NDArray[np.int64]
+
+FILE = "arena"
+_TEMPORARY = ".arena-new"
+_MAGIC = b"SCARaren"
+_FORMAT = 1
+_HEADER = 4096
+_FIXED = struct.Struct(
+    "<8sIIQQQQQQ32s16s"
+)  # magic, format, header, file, partitions, json at, json, arrays, tensors
+_FIELDS_AT = 256
+_FIELDS = ("epoch", "head_step", "pid", "heartbeat", "errors")
+_PAGE = 4096
+_ALIGNED = 64
+_MAX_LAYOUT_JSON = 64 << 20
+
+
+class _Geometry:
+    """Offsets of everything in the file, from the layout alone."""
+
+    def __init__(self, layout: Layout, layout_json: bytes) -> None:
+        self.json_at = _HEADER
+        self.arrays_at = _round_up(self.json_at + len(layout_json), _ALIGNED)
+        self.tensors_at = _round_up(self.arrays_at + 4 * 8 * layout.partitions, _PAGE)
+        self.tensor_at: list[list[int]] = []
+        at = self.tensors_at
+        for group in layout.groups:
+            offsets = []
+            for spec in group.tensors:
+                offsets.append(at)
+                at = _round_up(at + spec.nbytes, _ALIGNED)
+            self.tensor_at.append(offsets)
+        self.size = _round_up(at, _PAGE)
+
+
+class Arena:
+    """See the module. Made by `create`, `open_existing` or `anonymous`.
+
+    `generation`, `version`, `durable` and `distance` are views of the map, of shape (layout.partitions,).
+    """
+
+    def __init__(
+        self, memory: mmap.mmap, layout: Layout, geometry: _Geometry, folder: Path | None, fd: int
+    ) -> None:
+        self.layout = layout
+        self._folder = folder
+        self._fd = fd
+        self._memory = memory
+        self._geometry = geometry
+        n, at = layout.partitions, geometry.arrays_at
+        self.generation: NDArray[np.uint64] = np.frombuffer(memory, np.uint64, n, at)
+        self.version: Ids = np.frombuffer(memory, np.int64, n, at + 8 * n)
+        self.durable: Ids = np.frombuffer(memory, np.int64, n, at + 16 * n)
+        self.distance: NDArray[np.float64] = np.frombuffer(memory, np.float64, n, at + 24 * n)
+        self._fields: Ids = np.frombuffer(memory, np.int64, len(_FIELDS), _FIELDS_AT)
+        if fd >= 0:
+            _open_arenas.add(self)
+
+    # -- making and finding -------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, folder: Path, layout: Layout, *, store_id: str, epoch: int) -> Arena:
+        """A new arena in `folder`, which is made if need be. It appears there only when it is complete.
+
+        Raises Unavailable (not enough memory: says how much), AccessDenied, Contention (there is one in use).
+        """
+        make_private(folder)
+        layout_json = json.dumps(layout.to_json(), separators=(",", ":")).encode()
+        geometry = _Geometry(layout, layout_json)
+        temporary = folder / _TEMPORARY
+        fd = _open_new(temporary)
+        try:
+            _lock(fd, folder)
+            _reserve(fd, geometry.size, folder)
+            memory = _map(fd, geometry.size)
+            _write_header(memory, layout, layout_json, geometry, store_id)
+            arena = cls(memory, layout, geometry, folder, fd)
+            arena._reset(epoch)
+            os.rename(temporary, folder / FILE)
+        except BaseException as error:
+            os.close(fd)
+            temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise folder_error(error, temporary) from error
+            raise
+        return arena
+
+    @classmethod
+    def open_existing(cls, folder: Path, *, store_id: str) -> Arena | None:
+        """The arena that a run of this store left in `folder`, None when there is none.
+
+        Raises Contention when a live process uses it, AccessDenied when it is not ours, Corruption when it is not an
+        arena of this store.
+        """
+        path = folder / FILE
+        try:
+            check_private(folder.parent)
+            check_private(folder)
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _not_an_arena(path, error.strerror or "unreadable") from error
+        except ScarError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
+        try:
+            _lock(fd, folder)
+            layout, geometry = _read_header(fd, path, store_id)
+            return cls(_map(fd, geometry.size), layout, geometry, folder, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def anonymous(cls, layout: Layout, *, epoch: int = 1) -> Arena:
+        """An arena without a file, for one process's use."""
+        geometry = _Geometry(layout, b"")
+        arena = cls(mmap.mmap(-1, geometry.size), layout, geometry, None, -1)
+        arena._reset(epoch)
+        return arena
+
+    def _reset(self, epoch: int) -> None:
+        self.version[:] = NEVER
+        self.durable[:] = NEVER
+        self.distance[:] = np.nan
+        self.epoch = epoch
+        self.pid = os.getpid()
+
+    # -- fields -------------------------------------------------------------------------------------------------
+
+    @property
+    def folder(self) -> Path:
+        """The arena's folder, where hand-overs wait as well."""
+        assert self._folder is not None, "an anonymous arena has no folder"
+        return self._folder
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the process that writes copies."""
+        return int(self._fields[0])
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        self._fields[0] = value
+
+    @property
+    def head_step(self) -> int:
+        """Iterations that the training process has finished."""
+        return int(self._fields[1])
+
+    @head_step.setter
+    def head_step(self, value: int) -> None:
+        self._fields[1] = value
+
+    @property
+    def pid(self) -> int:
+        """Process that writes copies."""
+        return int(self._fields[2])
+
+    @pid.setter
+    def pid(self, value: int) -> None:
+        self._fields[2] = value
+
+    @property
+    def errors(self) -> int:
+        """Faults while saving that the run has counted."""
+        return int(self._fields[4])
+
+    @errors.setter
+    def errors(self, value: int) -> None:
+        self._fields[4] = value
+
+    # -- copies -------------------------------------------------------------------------------------------------
+
+    def rows(self, g: int, t: int) -> NDArray[np.uint8]:
+        """Rows of tensor `t` of group `g`: a writable view, uint8 of shape (rows, bytes per row)."""
+        spec = self.layout.groups[g].tensors[t]
+        flat = np.frombuffer(self._memory, np.uint8, spec.nbytes, self._geometry.tensor_at[g][t])
+        return flat.reshape(spec.rows, spec.row_bytes)
+
+    def source(self, g: int, t: int, start: int, stop: int) -> memoryview:
+        """Bytes of rows [start, stop) of a tensor, without a copy, for writing a segment."""
+        spec = self.layout.groups[g].tensors[t]
+        at = self._geometry.tensor_at[g][t]
+        return memoryview(self._memory)[at + start * spec.row_bytes : at + stop * spec.row_bytes]
+
+    def begin(self, ids: Ids) -> None:
+        """A copy into these partitions starts: until `end` they are not intact."""
+        self.generation[ids] |= np.uint64(1)
+
+    def end(self, ids: Ids, version: int) -> None:
+        """The copy into these partitions is complete, and is `version`."""
+        self.version[ids] = version
+        self.generation[ids] += self.generation[ids] & np.uint64(1)
+
+    def acknowledge(self, ids: Ids, version: int) -> None:
+        """The store has `version` of these partitions, durably."""
+        self.durable[ids] = version
+
+    def pending(self) -> NDArray[np.bool_]:
+        """Partitions whose copy still waits for the store: bool of shape (layout.partitions,)."""
+        return (self.version != self.durable) & (self.version >= 0)
+
+    def intact(self) -> NDArray[np.bool_]:
+        """Partitions that have a complete copy: bool of shape (layout.partitions,)."""
+        return ((self.generation & np.uint64(1)) == 0) & (self.version >= 0)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of the lock. The file stays; views stay valid."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def remove(self) -> None:
+        """Delete the file, and the folder when nothing else is in it."""
+        if self._folder is not None:
+            (self._folder / FILE).unlink(missing_ok=True)
+            try:
+                os.rmdir(self._folder)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                    raise folder_error(error, self._folder) from error
+        self.close()
+
+
+def _open_new(path: Path) -> int:
+    """A new private file; what a killed process left under this name is replaced."""
+    try:
+        path.unlink(missing_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise folder_error(error, path) from error
+
+
+def _lock(fd: int, folder: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Contention(
+            f"the arena in {folder} is in use by a live process",
+            hint="stop that run first, or wait until it ends",
+        ) from None
+
+
+def _reserve(fd: int, size: int, folder: Path) -> None:
+    """Take the space now: a tmpfs that is full when a page is touched kills the process with SIGBUS."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, size)
+        else:
+            os.ftruncate(fd, size)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
+            raise
+        free = os.statvfs(folder)
+        raise Unavailable(
+            f"the arena needs {size:,} bytes in {folder}, {free.f_bavail * free.f_frsize:,} are free",
+            hint="give arena_dir (SCARCTL_ARENA_DIR) a folder with room, on disk if need be, or enlarge /dev/shm",
+            kind="arena-full",
+        ) from error
+
+
+def _map(fd: int, size: int) -> mmap.mmap:
+    # Populated at once: page by page on first touch, the first checkpoint would take several times as long.
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _write_header(
+    memory: mmap.mmap, layout: Layout, layout_json: bytes, geometry: _Geometry, store_id: str
+) -> None:
+    memory[geometry.json_at : geometry.json_at + len(layout_json)] = layout_json
+    fixed = _FIXED.pack(
+        _MAGIC,
+        _FORMAT,
+        _HEADER,
+        geometry.size,
+        layout.partitions,
+        geometry.json_at,
+        len(layout_json),
+        geometry.arrays_at,
+        geometry.tensors_at,
+        bytes.fromhex(layout.digest),
+        bytes.fromhex(store_id),
+    )
+    memory[: len(fixed)] = fixed
+
+
+def _read_header(fd: int, path: Path, store_id: str) -> tuple[Layout, _Geometry]:
+    """Layout and offsets of an existing arena. Every number in it is checked against what the layout gives."""
+    status = os.fstat(fd)
+    if (
+        not stat.S_ISREG(status.st_mode)
+        or status.st_uid != os.getuid()
+        or stat.S_IMODE(status.st_mode) & 0o077
+    ):
+        raise _not_an_arena(path, "it is not a private file of yours")
+    head = os.pread(fd, _FIXED.size, 0)
+    if len(head) < _FIXED.size:
+        raise _not_an_arena(path, "it is too short")
+    fields: tuple[Any, ...] = _FIXED.unpack(head)
+    magic, version, header, size, partitions, json_at, json_size, arrays_at, tensors_at, digest, store = (
+        fields
+    )
+    if magic != _MAGIC or header != _HEADER or json_at != _HEADER:
+        raise _not_an_arena(path, "its header is not one")
+    if version != _FORMAT:
+        raise _not_an_arena(path, f"it has format {version}, this scarctl knows {_FORMAT}")
+    if store.hex() != store_id:
+        raise _not_an_arena(path, "it belongs to another store")
+    if size != status.st_size or json_size > _MAX_LAYOUT_JSON or json_at + json_size > size:
+        raise _not_an_arena(path, "its size is not what the header says")
+    layout_json = os.pread(fd, json_size, json_at)
+    try:
+        layout = Layout.from_json(json.loads(layout_json))
+    except (ValueError, RecursionError, Corruption) as error:
+        raise _not_an_arena(path, f"its layout cannot be read: {error}") from error
+    geometry = _Geometry(layout, layout_json)
+    mine = (geometry.size, layout.partitions, geometry.arrays_at, geometry.tensors_at, layout.digest)
+    if mine != (size, partitions, arrays_at, tensors_at, digest.hex()):
+        raise _not_an_arena(path, "its header does not fit its layout")
+    return layout, geometry
+
+
+def _not_an_arena(path: Path, reason: str) -> Corruption:
+    return Corruption(
+        f"{path} is not an arena of this run: {reason}",
+        hint="the store is not affected; remove that file to go on without it",
+    )
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+_open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # A child that outlives its parent must not keep the lock.
+    for arena in list(_open_arenas):
+        arena.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)

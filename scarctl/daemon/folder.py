@@ -1,0 +1,75 @@
+"""The private folder of one run's arena, found again by its path.
+
+    <base>/scarctl-<uid>/<store id>/
+
+Other users can neither read it nor put something in its place: both levels are ours, mode 0700, and no symbolic links.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+from scarctl.errors import AccessDenied, ScarError, Unavailable
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def arena_folder(base: str | None, store_id: str) -> Path:
+    """Where the arena of the run that saves to this store lies. Creates nothing.
+
+    base: None means shared memory; where there is none, the temp directory (which may be on a disk: a warning says so).
+    """
+    if base is not None:
+        root = Path(base).absolute()
+    elif sys.platform == "linux" and _SHARED_MEMORY.is_dir():
+        root = _SHARED_MEMORY
+    else:
+        root = Path(tempfile.gettempdir())
+        warnings.warn(f"no shared memory here: the arena goes to {root}, which may be slower", stacklevel=3)
+    return root / f"scarctl-{os.getuid()}" / store_id
+
+
+def make_private(folder: Path) -> None:
+    """Create the arena's folder and the one above it, or check that they are ours alone.
+
+    Raises AccessDenied when somebody else made one of them; Unavailable when it cannot be made.
+    """
+    for level in (folder.parent, folder):
+        try:
+            os.mkdir(level, 0o700)
+        except FileExistsError:
+            check_private(level)
+        except OSError as error:
+            raise folder_error(error, level) from error
+
+
+def check_private(folder: Path) -> None:
+    """Raise AccessDenied unless `folder` is a real directory that belongs to this user and nobody else can enter."""
+    try:
+        status = os.lstat(folder)
+    except OSError as error:
+        raise folder_error(error, folder) from error
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.getuid()
+        or stat.S_IMODE(status.st_mode) & 0o077
+    ):
+        raise AccessDenied(
+            f"{folder} is not a folder of yours with mode 0700",
+            hint="somebody else may have made it: remove it, or give another arena_dir",
+        )
+
+
+def folder_error(error: OSError, path: Path) -> ScarError:
+    """The scarctl error for a failed system call on something in the arena's folder."""
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return AccessDenied(f"{path}: {error.strerror}", hint="give an arena_dir that you can write to")
+    return Unavailable(
+        f"{path}: {error.strerror or error}", hint="give another arena_dir, or free some space"
+    )

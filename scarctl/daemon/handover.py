@@ -1,0 +1,157 @@
+"""The queue between the training process and the persister: small files in the arena's folder.
+
+A hand-over names partitions whose copies in the arena are complete, and brings the extras of their step. It is a
+safetensors file that appears by one rename, so the queue outlives both processes, and what is found in it is whole. It
+is not synced: like the arena it lives in memory, and both are gone after a reboot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl import extras as codec
+from scarctl.daemon.folder import folder_error
+from scarctl.errors import Corruption
+from scarctl.store.format import dump_header, encode_header, parse_header
+from scarctl.version import MAX_EPOCH, pack
+
+log = logging.getLogger("scarctl")
+Ids = NDArray[np.int64]
+
+_NAME = re.compile(r"handover-([0-9]{20})\.safetensors", re.ASCII)
+_TEMPORARY = ".handover-new"
+_IDS = "scarctl/partitions"
+_EXTRAS = "scarctl/extras/"
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Copies in the arena that are to become durable."""
+
+    number: int
+    """Place in the queue."""
+    version: int
+    ids: Ids
+    """Ascending."""
+    sealed: bool
+    """Whatever is not in `ids` equals its newest copy: the whole state is of this version."""
+    extras: Any
+    """None when the process died before it could bring them."""
+
+
+class HandOverQueue:
+    """Hand-overs in an arena's folder, in the order in which they were put."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        (folder / _TEMPORARY).unlink(missing_ok=True)
+        self._next = max(self.numbers(), default=0) + 1
+
+    def put(self, *, version: int, ids: Ids, sealed: bool, extras: Any) -> int:
+        """Queue a hand-over and return its number. Raises Unavailable when the folder is full."""
+        text, tensors = "", {}
+        if extras is not None:
+            text, tensors = codec.encode(extras)
+        parts = [np.ascontiguousarray(ids, dtype="<i8").tobytes(), *(bytes(t.data) for t in tensors.values())]
+        digest = hashlib.sha256(text.encode() + b"".join(parts)).hexdigest()
+        metadata = {"version": str(version), "sealed": str(int(sealed)), "extras": text, "digest": digest}
+        header = dump_header(
+            [(_IDS, "I64", (len(ids),)), *((_EXTRAS + n, t.dtype, t.shape) for n, t in tensors.items())],
+            metadata,
+        )
+        with self._lock:
+            number = self._next
+            temporary = self._folder / _TEMPORARY
+            try:
+                with open(temporary, "xb", opener=_private) as file:
+                    file.writelines([encode_header(header), *parts])
+                os.rename(temporary, self._path(number))
+            except OSError as error:
+                temporary.unlink(missing_ok=True)
+                raise folder_error(error, temporary) from error
+            self._next = number + 1
+        return number
+
+    def numbers(self) -> list[int]:
+        """Numbers of all that waits, in order."""
+        try:
+            names = os.listdir(self._folder)
+        except OSError as error:
+            raise folder_error(error, self._folder) from error
+        return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+    def read(self, number: int) -> HandOver:
+        """One hand-over. Raises FileNotFoundError; Corruption when it is not what `put` wrote."""
+        path = self._path(number)
+        with open(path, "rb", opener=_no_links) as file:
+            data = file.read()
+        prefix = 8 + int.from_bytes(data[:8], "little")
+        header = parse_header(data[:prefix], len(data), path)
+        try:
+            version, sealed = int(header.metadata["version"]), header.metadata["sealed"] == "1"
+            text, digest = header.metadata["extras"], header.metadata["digest"]
+        except (KeyError, ValueError) as error:
+            raise Corruption(f"{path} is not a hand-over: {error}") from error
+        if hashlib.sha256(text.encode() + data[prefix:]).hexdigest() != digest:
+            raise Corruption(f"{path}: its checksum does not match its content")
+        entry = header.entry(_IDS, "I64", (-1,), path)
+        ids = np.frombuffer(data[entry.start : entry.stop], "<i8").astype(np.int64)
+        tensors = {
+            name.removeprefix(_EXTRAS): codec.RawTensor(e.dtype, e.shape, data[e.start : e.stop])
+            for name, e in header.tensors.items()
+            if name.startswith(_EXTRAS)
+        }
+        if not 0 < version < pack(MAX_EPOCH, 0) or (np.diff(ids) <= 0).any():
+            raise Corruption(f"{path} is not a hand-over: its numbers are impossible")
+        return HandOver(number, version, ids, sealed, codec.decode(text, tensors) if text else None)
+
+    def pending(self) -> list[HandOver]:
+        """All that waits and can be read. What cannot is set aside as `*.bad`, and logged: its partitions are
+        still in the arena, marked as pending.
+        """
+        found = []
+        for number in self.numbers():
+            try:
+                found.append(self.read(number))
+            except FileNotFoundError:
+                continue  # the persister was faster
+            except Corruption as error:
+                log.error("a hand-over cannot be read and is set aside: %s", error)
+                self.set_aside(number)
+        return found
+
+    def set_aside(self, number: int) -> None:
+        """Take one that cannot be used out of the queue, for people to look at."""
+        path = self._path(number)
+        os.replace(path, path.with_suffix(".bad"))
+
+    def remove(self, number: int) -> None:
+        """Take one out of the queue: it is durable."""
+        self._path(number).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Forget all that waits, and what was set aside."""
+        for path in self._folder.glob("handover-*"):
+            path.unlink(missing_ok=True)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"handover-{number:020d}.safetensors"
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _no_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

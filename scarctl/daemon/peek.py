@@ -1,0 +1,109 @@
+"""Looking at an arena without its lock: what a run that may be alive knows about its partitions."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.daemon.arena import _FIELDS, _FIELDS_AT, FILE, Arena, _read_header
+from scarctl.daemon.folder import arena_folder
+from scarctl.errors import AccessDenied, Contention, Corruption
+from scarctl.layout import Layout
+
+log = logging.getLogger("scarctl")
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaView:
+    """Copies of an arena's small arrays at one moment. The state itself is not read."""
+
+    layout: Layout
+    head_step: int
+    pid: int
+    errors: int
+    """Faults while saving that the run has counted."""
+    version: NDArray[np.int64]
+    durable: NDArray[np.int64]
+    distance: NDArray[np.float64]
+
+    @property
+    def alive(self) -> bool:
+        """Whether a process with the run's number is there now."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+    @property
+    def pending(self) -> int:
+        """Partitions whose copy still waits for the store."""
+        return int(((self.version != self.durable) & (self.version >= 0)).sum())
+
+
+def peek(base: str | None, store_id: str) -> ArenaView | None:
+    """What the arena of this store's run on this host says, None when there is none to read.
+
+    Takes no lock: numbers of a run that is alive may be a moment apart. `base` as for `arena_folder`.
+    """
+    path = arena_folder(base, store_id) / FILE
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        log.warning("%s cannot be looked at: %s", path, error.strerror)
+        return None
+    try:
+        layout, geometry = _read_header(fd, path, store_id)
+        n = layout.partitions
+        fields = np.frombuffer(_read(fd, path, _FIELDS_AT, 8 * len(_FIELDS)), np.int64)
+        arrays = np.frombuffer(_read(fd, path, geometry.arrays_at, 32 * n), np.int64).reshape(4, n)
+    except Corruption as error:
+        log.warning("%s", error)
+        return None
+    finally:
+        os.close(fd)
+    named = dict(zip(_FIELDS, fields.tolist(), strict=True))
+    return ArenaView(
+        layout,
+        named["head_step"],
+        named["pid"],
+        named["errors"],
+        version=arrays[1],
+        durable=arrays[2],
+        distance=arrays[3].view(np.float64),
+    )
+
+
+def open_stopped(base: str | None, store_id: str) -> Arena | None:
+    """The arena that a stopped run of this store left on this host.
+
+    None when there is none, when its run is alive, or, with a warning, when it is damaged or not ours: whoever asks has
+    the store to fall back on.
+    """
+    try:
+        return Arena.open_existing(arena_folder(base, store_id), store_id=store_id)
+    except Contention:
+        return None
+    except (AccessDenied, Corruption) as error:
+        log.warning("%s", error)
+        return None
+
+
+def _read(fd: int, path: Path, at: int, size: int) -> bytes:
+    parts: list[bytes] = []
+    while size > 0:
+        part = os.pread(fd, min(size, 1 << 26), at)
+        if not part:
+            raise Corruption(f"{path} ends too early", hint="the store is not affected")
+        parts.append(part)
+        at, size = at + len(part), size - len(part)
+    return b"".join(parts)

@@ -1,0 +1,180 @@
+"""The persister's thread: drives the state machine with the real queue, store and clock."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+from scarctl.daemon.handover import HandOverQueue
+from scarctl.daemon.persister import Persister
+from scarctl.daemon.state import (
+    Event,
+    Failed,
+    Forget,
+    Halt,
+    Hurry,
+    Instruction,
+    Machine,
+    Persist,
+    Persisted,
+    Phase,
+    Queued,
+    Stop,
+    Stopped,
+    Tick,
+    Wake,
+)
+from scarctl.errors import Corruption, ScarError, Unavailable
+
+log = logging.getLogger("scarctl")
+
+_NICENESS = 10
+
+
+@dataclass(slots=True)
+class PersisterStats:
+    """What the thread has done."""
+
+    handovers: int = 0
+    """Hand-overs made durable."""
+    nbytes: int = 0
+    """Bytes of state written."""
+    busy_seconds: float = 0.0
+    errors: int = 0
+
+
+class PersisterThread:
+    """Makes hand-overs durable in the background until `close`. A failing store never raises here: see `failure`."""
+
+    def __init__(self, persister: Persister, queue: HandOverQueue) -> None:
+        self.stats = PersisterStats()
+        self.last_error: ScarError | None = None
+        """The newest failure since the last success."""
+        self.failure: ScarError | None = None
+        """The failure that halted the thread for good; None while it works."""
+        self._persister = persister
+        self._queue = queue
+        self._machine = Machine()
+        self._changed = threading.Condition()
+        self._events: list[Event] = [Queued(tuple(queue.numbers()))]
+        self._thread = threading.Thread(target=self._run, name="scarctl-persister", daemon=True)
+        self._thread.start()
+
+    def notify(self) -> None:
+        """Something was put into the queue."""
+        self._send(Queued(tuple(self._queue.numbers())))
+
+    def drain(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds until nothing waits any more; returns whether that is so."""
+        self._send(Queued(tuple(self._queue.numbers())), Hurry())
+        with self._changed:
+            self._changed.wait_for(lambda: self._settled() or self.failure is not None, timeout)
+            return self._settled()
+
+    def close(self) -> None:
+        """Finish the hand-over that is being written, and end the thread. What waits stays in the queue."""
+        self._send(Stop())
+        self._thread.join()
+
+    def fault(self) -> ScarError:
+        """Why something is not durable yet."""
+        return (
+            self.failure
+            or self.last_error
+            or Unavailable("the store is slower than the time given", hint="wait longer, or save less often")
+        )
+
+    def _settled(self) -> bool:
+        return not self._events and not self._machine.waiting and self._machine.phase is not Phase.BUSY
+
+    def _send(self, *events: Event) -> None:
+        with self._changed:
+            self._events += events
+            self._changed.notify_all()
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        _be_polite()
+        wake_at: float | None = None
+        while True:
+            event = self._wait(wake_at)
+            wake_at = None
+            with self._changed:
+                instructions = self._machine.handle(event)
+                self._changed.notify_all()
+            for instruction in instructions:
+                if isinstance(instruction, Stopped):
+                    return
+                if isinstance(instruction, Wake):
+                    wake_at = instruction.at
+                else:
+                    self._obey(instruction)
+
+    def _wait(self, wake_at: float | None) -> Event:
+        """The next event, or a tick at `wake_at`."""
+        with self._changed:
+            timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
+            if self._changed.wait_for(lambda: self._events, timeout):
+                return self._events.pop(0)
+            return Tick(time.monotonic())
+
+    def _obey(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Persist):
+            event = self._persist(instruction.number)
+            with self._changed:
+                self._events.insert(0, event)
+        elif isinstance(instruction, Forget):
+            self._queue.remove(instruction.number)
+        elif isinstance(instruction, Halt):
+            with self._changed:
+                self.failure = self.last_error
+                self._changed.notify_all()
+            log.error("saving has stopped: %s", self.failure)
+
+    def _persist(self, number: int) -> Event:
+        started = time.monotonic()
+        try:
+            handover = self._queue.read(number)
+        except FileNotFoundError:
+            return Persisted(number)
+        except Corruption as error:
+            # Its partitions are still in the arena, marked as pending.
+            log.error("a hand-over cannot be used and is set aside: %s", error)
+            self._note(error)
+            self._queue.set_aside(number)
+            return Persisted(number)
+        try:
+            self.stats.nbytes += self._persister.persist(handover)
+        except ScarError as error:
+            self._note(error)
+            return Failed(number, error.retryable, time.monotonic(), random.random())
+        except Exception as error:
+            # A defect of ours: never silent, never the end of training.
+            log.exception("saving failed unexpectedly")
+            self._note(ScarError(f"saving failed unexpectedly: {error!r}"))
+            return Failed(number, False, time.monotonic())
+        finally:
+            self.stats.busy_seconds += time.monotonic() - started
+        self.stats.handovers += 1
+        self.last_error = None
+        return Persisted(number)
+
+    def _note(self, error: ScarError) -> None:
+        if self.last_error is None or self.last_error.message != error.message:
+            log.warning("saving failed, %s: %s", "trying again" if error.retryable else "giving up", error)
+        self.last_error = error
+        self.stats.errors += 1
+
+
+def _be_polite() -> None:
+    """Training goes first: this thread gets what is left of the processor."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # politeness is not worth an error
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

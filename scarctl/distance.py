@@ -1,0 +1,234 @@
+"""How far each partition has moved since it was last saved.
+
+The pass over the state is fused and chunked: a difference is taken into a scratch buffer that stays in the cache and is
+reduced there, so the only memory traffic is one read of the live values and one of the saved ones, and there
+is never a temporary of the tensor's size.
+
+The distance is the norm of Qiao et al. (ICML 2019), section 4.2: the parameters "which have changed the most since
+they were previously saved" go first. A user's norm sees the optimizer's slots too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from scarctl.errors import UsageError
+from scarctl.layout import Group
+
+NORMS = ("l2", "rms", "relative")
+
+NormFunction = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], torch.Tensor]
+"""`norm(live, saved) -> distances`: both map a slot's name ("" is the parameter) to a tensor of shape
+(partitions, values per partition) in the tensor's own dtype; the result has shape (partitions,)."""
+
+Norm = str | NormFunction
+_Block = tuple[int, int, torch.Tensor, torch.Tensor]
+
+# Values per chunk. On the CPU two float32 buffers of this size fit in the second-level cache of one core; an
+# accelerator wants few, large launches instead, and the saved chunk has to travel to it anyway.
+_CPU_CHUNK = 1 << 17
+_DEVICE_CHUNK = 1 << 23
+
+
+def check_norm(norm: Norm) -> None:
+    """Raise UsageError unless `norm` is one of `NORMS` or a callable."""
+    if not callable(norm) and norm not in NORMS:
+        raise UsageError(f"unknown norm {norm!r}", hint=f"use one of {', '.join(NORMS)}, or a function")
+
+
+def distances(
+    group: Group, live: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], norm: Norm = "l2"
+) -> NDArray[np.float64]:
+    """Distance of every partition of one group, float64 of shape (group.partitions,).
+
+    `live[t]` and `saved[t]` are the tensors of `group.tensors[t]`, of the same shape and dtype; `live` may be on any
+    device and need not be contiguous, `saved` is contiguous in host memory. The result is NaN or Inf exactly
+    where live values that are not finite differ from the saved ones; a value that is equal to the saved one
+    (the -inf of an attention mask) counts as unchanged.
+
+    Raises UsageError when a user's norm returns something of another shape.
+    """
+    check_norm(norm)
+    if group.partitions == 0:
+        return np.zeros(0)
+    if callable(norm):
+        return _user_distances(group, live, saved, norm)
+    per_partition = group.rows_per_partition
+    squared = _squares(live[0], saved[0], per_partition, relative=norm == "relative")
+    if norm == "rms":
+        values = max(1, math.prod(group.tensors[0].shape[1:])) * per_partition
+        counts = np.full(group.partitions, float(values))
+        counts[-1] = values * (group.rows / per_partition - (group.partitions - 1))
+        squared /= counts
+    return np.sqrt(squared)
+
+
+def _squares(
+    live: torch.Tensor, saved: torch.Tensor, per_partition: int, *, relative: bool
+) -> NDArray[np.float64]:
+    """Squared norms of (live - saved) per partition; divided by those of `saved` when `relative`."""
+    rows = live.shape[0] if live.dim() else 1
+    partitions = -(-rows // per_partition)
+    result = torch.zeros(partitions, dtype=_accumulator(live.dtype), device=live.device)
+    scale = torch.zeros_like(result) if relative else None
+    scratch = _Scratch(live)
+    for first, last, a, b in _blocks(live, saved, per_partition):
+        difference = scratch.difference(a, b)
+        _row_squares(difference, result[first:last])
+        if scale is not None:
+            _row_squares(scratch.widen(b), scale[first:last])
+    squared = result.cpu().numpy().astype(np.float64)
+    for index in np.flatnonzero(~np.isfinite(squared)):
+        start = int(index) * per_partition
+        squared[index] = _careful_square(
+            _rows(live, start, per_partition), _rows(saved, start, per_partition)
+        )
+    if scale is not None:
+        squared /= np.maximum(scale.cpu().numpy().astype(np.float64), np.finfo(np.float32).tiny)
+    return squared
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    if dtype == torch.float64 or not (dtype.is_floating_point or dtype.is_complex):
+        return torch.float64
+    return torch.float32
+
+
+def _rows(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    return tensor[start : start + count] if tensor.dim() else tensor.reshape(1)
+
+
+def _matrix(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Real values of `tensor` as (rows, values per row); a view wherever the strides allow it."""
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor)
+    return tensor.reshape(rows, -1)
+
+
+def _blocks(live: torch.Tensor, saved: torch.Tensor, per_partition: int) -> Iterator[_Block]:
+    """Pieces (first, last, live, saved) with (last - first) partitions as rows of two matrices of one shape.
+
+    A partition larger than a chunk comes in several pieces with the same `first`: the caller adds them up.
+    """
+    chunk = _CPU_CHUNK if live.device.type == "cpu" else _DEVICE_CHUNK
+    rows = live.shape[0] if live.dim() else 1
+    values = (live.numel() // rows) * (2 if live.dtype.is_complex else 1)
+    if values == 0:
+        return
+    whole = rows // per_partition
+    together = max(1, chunk // (per_partition * values))
+    for first in range(0, whole, together):
+        last = min(whole, first + together)
+        yield from _pieces(live, saved, first * per_partition, last * per_partition, first, last, chunk)
+    if whole * per_partition < rows:
+        yield from _pieces(live, saved, whole * per_partition, rows, whole, whole + 1, chunk)
+
+
+def _pieces(
+    live: torch.Tensor, saved: torch.Tensor, start: int, stop: int, first: int, last: int, chunk: int
+) -> Iterator[_Block]:
+    a = _matrix(_rows(live, start, stop - start), last - first)
+    b = _matrix(_rows(saved, start, stop - start), last - first)
+    step = chunk if last - first == 1 else a.shape[1]
+    for column in range(0, a.shape[1], step):
+        yield first, last, a[:, column : column + step], b[:, column : column + step]
+
+
+class _Scratch:
+    """Reused buffers for one tensor's differences."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._dtype = _accumulator(like.dtype)
+        self._device = like.device
+        self._native = like.dtype == self._dtype
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def _buffer(self, which: int, shape: torch.Size) -> torch.Tensor:
+        size = shape.numel()
+        buffer = self._buffers.get(which)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[which] = torch.empty(size, dtype=self._dtype, device=self._device)
+        return buffer[:size].view(shape)
+
+    def difference(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        out = self._buffer(0, a.shape)
+        if self._native:
+            return torch.sub(a, b.to(self._device), out=out)
+        # Narrow and integer types widen first: their own arithmetic would overflow or round.
+        return out.copy_(a).sub_(self.widen(b))
+
+    def widen(self, b: torch.Tensor) -> torch.Tensor:
+        return self._buffer(1, b.shape).copy_(b)
+
+
+def _row_squares(matrix: torch.Tensor, out: torch.Tensor) -> None:
+    """Add the sum of squares of every row of `matrix` to `out`."""
+    if matrix.shape[0] == 1:
+        row = matrix[0]
+        out += torch.dot(row, row)
+    else:
+        out += torch.linalg.vector_norm(matrix, dim=1).square_()
+
+
+def _careful_square(live: torch.Tensor, saved: torch.Tensor) -> float:
+    """Squared norm in float64 that forgives equal infinities, overflow, and a saved copy that is not finite itself."""
+    a = _matrix(live, 1).cpu().to(torch.float64)
+    b = _matrix(saved, 1).to(torch.float64)
+    difference = torch.where(torch.isfinite(b), a - b, a)
+    difference = torch.where(a == b, torch.zeros_like(a), difference)
+    return float(torch.dot(difference[0], difference[0]))
+
+
+def _user_distances(
+    group: Group, live: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], norm: NormFunction
+) -> NDArray[np.float64]:
+    per_partition = group.rows_per_partition
+    slots = [spec.slot for spec in group.tensors]
+    chunk = _CPU_CHUNK if live[0].device.type == "cpu" else _DEVICE_CHUNK
+    values = max(1, live[0].numel() // group.rows) * per_partition
+    together = max(1, chunk // values)
+    whole = group.rows // per_partition
+    spans = [(first, min(whole, first + together)) for first in range(0, whole, together)]
+    if whole < group.partitions:
+        spans.append((whole, whole + 1))
+    result = np.empty(group.partitions)
+    for first, last in spans:
+        start, count = first * per_partition, (last - first) * per_partition
+        shape = (last - first, -1)
+        now = {s: _rows(t, start, count).reshape(shape) for s, t in zip(slots, live, strict=True)}
+        then = {
+            s: _rows(t, start, count).reshape(shape).to(live[0].device)
+            for s, t in zip(slots, saved, strict=True)
+        }
+        answer = norm(now, then)
+        if not isinstance(answer, torch.Tensor) or answer.shape != (last - first,):
+            what = tuple(answer.shape) if isinstance(answer, torch.Tensor) else type(answer).__name__
+            raise UsageError(
+                f"the norm function returned {what} for {last - first} partitions of {group.name!r}",
+                hint="return one distance per partition: a tensor of shape (partitions,)",
+            )
+        result[first:last] = answer.detach().cpu().to(torch.float64).numpy()
+    return result
+
+
+def changed(group: Group, live: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
+    """Which partitions of a group differ from their saved copy in any byte of any tensor: bool (group.partitions,)."""
+    result = np.zeros(group.partitions, dtype=bool)
+    per_partition = group.rows_per_partition
+    for now, then in zip(live, saved, strict=True):
+        for first, last, a, b in _blocks(_bits(now), _bits(then), per_partition):
+            result[first:last] |= (a != b.to(a.device)).any(dim=1).cpu().numpy()
+    return result
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bit patterns as integers, so that NaN equals itself and -0.0 differs from 0.0."""
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(integers[tensor.element_size()])

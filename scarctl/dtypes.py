@@ -1,0 +1,101 @@
+"""Torch's dtypes and the safetensors names that layouts and files use for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from scarctl.errors import UsageError
+from scarctl.extras import RawTensor
+from scarctl.layout import DTYPES
+
+_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
+
+# Older torch releases lack some of them: what is not there cannot occur in a model either.
+NAME_TO_TORCH: dict[str, torch.dtype] = {
+    name: getattr(torch, attribute)
+    for name, attribute in _NAMES.items()
+    if name in DTYPES and hasattr(torch, attribute)
+}
+TORCH_TO_NAME: dict[torch.dtype, str] = {dtype: name for name, dtype in NAME_TO_TORCH.items()}
+
+
+def name_of(dtype: torch.dtype, tensor: str) -> str:
+    """Safetensors name of `dtype`. Raises UsageError naming the tensor when the format has none for it."""
+    try:
+        return TORCH_TO_NAME[dtype]
+    except KeyError:
+        raise UsageError(
+            f"tensor {tensor!r} has dtype {dtype}, which safetensors files cannot hold",
+            hint="convert it, or leave it out of the checkpointed state",
+        ) from None
+
+
+def torch_of(name: str) -> torch.dtype:
+    """Torch dtype of a safetensors name. Raises UsageError when this torch release lacks it."""
+    try:
+        return NAME_TO_TORCH[name]
+    except KeyError:
+        raise UsageError(
+            f"torch {torch.__version__} has no dtype for {name}", hint="use a newer torch"
+        ) from None
+
+
+def to_raw(tensor: torch.Tensor) -> RawTensor:
+    """A private host copy of `tensor` for an extras structure."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return RawTensor(
+        name_of(tensor.dtype, "extras"), tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes()
+    )
+
+
+def from_raw(raw: RawTensor) -> torch.Tensor:
+    """The tensor of an extras structure, on the CPU."""
+    if not len(raw.data):
+        return torch.empty(raw.shape, dtype=torch_of(raw.dtype))
+    return torch.frombuffer(bytearray(raw.data), dtype=torch_of(raw.dtype)).view(raw.shape)
+
+
+def plain(value: object) -> object:
+    """`value` with every torch tensor inside dicts, lists and tuples replaced by a `RawTensor`."""
+    if isinstance(value, torch.Tensor):
+        return to_raw(value)
+    return _rebuild(value, plain)
+
+
+def torched(value: object) -> object:
+    """`value` with every `RawTensor` inside dicts, lists and tuples replaced by a torch tensor."""
+    if isinstance(value, RawTensor):
+        return from_raw(value)
+    return _rebuild(value, torched)
+
+
+def _rebuild(value: object, convert: Callable[[object], object]) -> object:
+    if isinstance(value, dict):
+        return {key: convert(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [convert(item) for item in value]
+    if type(value) is tuple:
+        return tuple(convert(item) for item in value)
+    return value

@@ -1,0 +1,178 @@
+"""Everything a session has once its layout is known: arena, writer, persister, and one checkpoint at a time.
+
+A checkpoint has two halves. `copy` and `seal` run on the worker thread beside the next forward and backward: distances,
+selection, live rows into the arena. `hand_over` runs right before the next optimizer step and only writes a
+small file; the persister does the rest in the background.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.config import SessionSettings
+from scarctl.daemon.arena import Arena
+from scarctl.daemon.handover import HandOverQueue
+from scarctl.daemon.persister import Persister, adopt_orphans
+from scarctl.daemon.runner import PersisterThread
+from scarctl.layout import Layout
+from scarctl.live import LiveState
+from scarctl.policy import select
+from scarctl.recovery import Plan
+from scarctl.store import Store
+from scarctl.version import pack, step_of
+
+log = logging.getLogger("scarctl")
+Ids = NDArray[np.int64]
+_NONE = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What one checkpoint put into the arena."""
+
+    step: int
+    ids: Ids
+    sealed: bool
+    """Every partition of the state is of `step`: copied now, or equal to its newest copy."""
+    nonfinite: Ids = field(default_factory=_NONE.copy)
+    """Partitions left out because their values are not finite: the last good copy is kept."""
+
+
+class Engine:
+    """The saving side of a session. One checkpoint is under way at a time."""
+
+    def __init__(self, store: Store, layout: Layout, settings: SessionSettings, folder: Path) -> None:
+        """Open or create the arena, open the store for writing (a new epoch), start the persister.
+
+        Raises Contention, Unavailable (arena or store is full), AccessDenied.
+        """
+        self.store = store
+        self.layout = layout
+        self.settings = settings
+        self.shard_of = layout.shards(store.settings.shards, store.settings.seed)
+        self.budget = int(settings.fraction * layout.nbytes)
+        self.credit = 0
+        self.cursor = 0
+        self.writer = store.writer(layout=layout, shard_of=self.shard_of)
+        try:
+            self.arena = _open_arena(folder, layout, store.id, self.writer.epoch)
+            self.queue = HandOverQueue(self.arena.folder)
+            adopt_orphans(self.arena, self.queue)
+        except BaseException:
+            self.writer.close()
+            raise
+        self._start_persister()
+
+    def copy(self, live: LiveState, step: int) -> Copied:
+        """One partial checkpoint: pick at most the budget and copy it into the arena."""
+        distance = live.distances(self.settings.norm)
+        pending = self.arena.pending()
+        chosen = select(
+            self.settings.policy,
+            distance_sq=distance * distance,
+            nbytes=self.layout.partition_bytes,
+            staleness=np.maximum(step - step_of(self.arena.version), 0),
+            eligible=~pending,
+            budget=self.budget,
+            credit=self.credit,
+            cursor=self.cursor,
+            seed=self.store.settings.seed,
+            step=step,
+            max_staleness=self.settings.max_staleness,
+        )
+        self.credit, self.cursor = chosen.credit, chosen.cursor
+        self._save(live, chosen.ids, distance, step)
+        return Copied(step, chosen.ids, sealed=False, nonfinite=chosen.nonfinite)
+
+    def seal(self, live: LiveState, step: int) -> Copied:
+        """A checkpoint after which every partition is of `step`: copies all that differ from their last copy.
+
+        What is not finite is left out, and then the state is not sealed. The very first checkpoint takes everything:
+        it is the running checkpoint's x(0) (Qiao et al., section 4.2).
+        """
+        first = not (self.arena.version >= 0).any()
+        if first:
+            distance = np.zeros(self.layout.partitions)
+            ids, nonfinite = np.arange(self.layout.partitions), _NONE
+        else:
+            distance = live.distances(self.settings.norm)
+            changed = live.changed()
+            good = np.isfinite(distance)
+            ids, nonfinite = np.flatnonzero(changed & good), np.flatnonzero(changed & ~good)
+        self._save(live, ids, distance, step)
+        return Copied(step, ids, sealed=not nonfinite.size, nonfinite=nonfinite)
+
+    def _save(self, live: LiveState, ids: Ids, distance: NDArray[np.float64], step: int) -> None:
+        live.save(ids, pack(self.writer.epoch, step))
+        self.arena.distance[:] = distance
+        self.arena.distance[ids] = 0.0
+
+    def hand_over(self, copied: Copied, extras: Any) -> None:
+        """Queue what was copied for the persister. Returns at once; the queue is on disk, in the arena's folder."""
+        version = pack(self.writer.epoch, copied.step)
+        ids = copied.ids
+        if copied.sealed:
+            # All else equals its newest copy, so it is of this step as well. What of it still waits for the store under
+            # an older version has to come along: that hand-over will find it superseded.
+            ids = np.union1d(ids, np.flatnonzero(self.arena.pending()))
+            self.arena.version[:] = version
+        self.queue.put(version=version, ids=ids, sealed=copied.sealed, extras=extras)
+        self.persister.notify()
+
+    @contextmanager
+    def stopped_persister(self) -> Iterator[None]:
+        """Nothing is written to the store by the background thread inside; what is queued stays queued."""
+        self.persister.close()
+        try:
+            yield
+        finally:
+            self._start_persister()
+
+    def forget_after(self, plan: Plan) -> None:
+        """Make the sealed state of `plan`, which the arena has now, the newest one, here and in the store (a new epoch)."""
+        self.writer.roll_back(plan.seqs)
+        self.queue.clear()
+        self.arena.epoch = self.writer.epoch
+        self.arena.durable[:] = self.arena.version
+
+    def _start_persister(self) -> None:
+        self.persister = PersisterThread(Persister(self.arena, self.writer, self.shard_of), self.queue)
+
+    def close(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds until all is durable, then let go. Returns whether it was.
+
+        A durable arena is removed; otherwise it stays with its queue, and the next session on this host goes on.
+        """
+        durable = self.persister.drain(timeout)
+        self.persister.close()
+        durable = durable and not self.arena.pending().any()
+        self.writer.close()
+        if durable:
+            self.queue.clear()
+            self.arena.remove()
+        else:
+            self.arena.close()
+        return durable
+
+
+def _open_arena(folder: Path, layout: Layout, store_id: str, epoch: int) -> Arena:
+    """The run's arena: the one that a process left when it died, or a new one."""
+    arena = Arena.open_existing(folder, store_id=store_id)
+    if arena is not None and arena.layout == layout:
+        arena.epoch = epoch
+        arena.pid = os.getpid()
+        return arena
+    if arena is not None:
+        log.warning("the arena in %s is of another layout: replaced", folder)
+        HandOverQueue(folder).clear()
+        arena.remove()
+    return Arena.create(folder, layout, store_id=store_id, epoch=epoch)

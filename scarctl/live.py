@@ -1,0 +1,123 @@
+"""The live tensors of a training process beside their last saved copy in the arena.
+
+`LiveState` is the only place where bytes move between the two: distances compare them, `save` copies live rows into
+the arena under the generation protocol, `load` copies them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from scarctl.daemon.arena import Arena
+from scarctl.distance import Norm, changed, distances
+from scarctl.dtypes import torch_of
+from scarctl.layout import Layout
+
+Ids = NDArray[np.int64]
+
+# A process killed while it copies spoils what lies between `begin` and `end`: keep that little.
+_BATCH_BYTES = 1 << 20
+# Below this mean length of a run of adjacent rows one gather beats one copy per run.
+_RUN_BYTES = 1 << 14
+
+
+class LiveState:
+    """Tensors of a model and its optimizer, parallel to `layout.groups[g].tensors[t]`, and their arena.
+
+    A tensor may be on any device and have any strides; its shape and dtype are those of the layout.
+    """
+
+    def __init__(self, layout: Layout, tensors: Sequence[Sequence[torch.Tensor]], arena: Arena) -> None:
+        self.layout = layout
+        self.tensors = [[t.detach() for t in group] for group in tensors]
+        self.arena = arena
+        self._saved = [
+            [
+                torch.from_numpy(arena.rows(g, t)).view(-1).view(torch_of(spec.dtype)).view(spec.shape)
+                for t, spec in enumerate(group.tensors)
+            ]
+            for g, group in enumerate(layout.groups)
+        ]
+
+    def with_snapshots(self, snapshots: Mapping[int, Sequence[torch.Tensor]]) -> LiveState:
+        """The same state with the tensors of some groups replaced by private copies."""
+        twin = object.__new__(LiveState)
+        twin.layout, twin.arena, twin._saved = self.layout, self.arena, self._saved
+        twin.tensors = [list(snapshots.get(g, group)) for g, group in enumerate(self.tensors)]
+        return twin
+
+    def distances(self, norm: Norm = "l2") -> NDArray[np.float64]:
+        """Distance of every partition from its copy in the arena: float64 of shape (layout.partitions,).
+
+        NaN or Inf where live values that are not finite differ from the saved ones.
+        """
+        result = np.empty(self.layout.partitions)
+        for g, group in enumerate(self.layout.groups):
+            result[self._span(g)] = distances(group, self.tensors[g], self._saved[g], norm)
+        return result
+
+    def changed(self) -> NDArray[np.bool_]:
+        """Which partitions differ from their copy in the arena in any byte: bool of shape (layout.partitions,)."""
+        result = np.empty(self.layout.partitions, dtype=bool)
+        for g, group in enumerate(self.layout.groups):
+            result[self._span(g)] = changed(group, self.tensors[g], self._saved[g])
+        return result
+
+    def save(self, ids: Ids, version: int) -> None:
+        """Copy the partitions `ids` (ascending) into the arena as `version`."""
+        for g, batch, starts, stops in self._batches(ids):
+            self.arena.begin(batch)
+            for saved, live in zip(self._saved[g], self.tensors[g], strict=True):
+                _copy_rows(saved, live, starts, stops)
+            self.arena.end(batch, version)
+
+    def load(self, ids: Ids) -> None:
+        """Copy the partitions `ids` (ascending) from the arena into the live tensors."""
+        with torch.no_grad():
+            for g, _, starts, stops in self._batches(ids):
+                for saved, live in zip(self._saved[g], self.tensors[g], strict=True):
+                    _copy_rows(live, saved, starts, stops)
+
+    def _span(self, g: int) -> slice:
+        return slice(int(self.layout.base[g]), int(self.layout.base[g + 1]))
+
+    def _batches(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids, Ids]]:
+        """Pieces (group, ids, first rows, last rows + 1) of at most about 1 MiB, or one partition."""
+        bounds = np.searchsorted(ids, self.layout.base)
+        for g, group in enumerate(self.layout.groups):
+            mine = ids[bounds[g] : bounds[g + 1]]
+            step = max(1, _BATCH_BYTES // max(1, group.rows_per_partition * group.row_bytes))
+            for first in range(0, mine.size, step):
+                batch = mine[first : first + step]
+                starts, stops = self.layout.row_ranges(batch)
+                yield g, batch, starts, stops
+
+
+def _copy_rows(target: torch.Tensor, source: torch.Tensor, starts: Ids, stops: Ids) -> None:
+    """target[rows] = source[rows] for the rows of all ranges, which ascend and do not overlap."""
+    if not target.dim():
+        target.copy_(source)
+        return
+    breaks = np.flatnonzero(starts[1:] != stops[:-1]) + 1
+    run_starts = starts[np.concatenate(([0], breaks))]
+    run_stops = stops[np.concatenate((breaks - 1, [starts.size - 1]))]
+    row_bytes = target.element_size() * (target.numel() // target.shape[0])
+    rows = int((run_stops - run_starts).sum())
+    if run_starts.size == 1 or rows * row_bytes >= run_starts.size * _RUN_BYTES:
+        for start, stop in zip(run_starts.tolist(), run_stops.tolist(), strict=True):
+            target[start:stop].copy_(source[start:stop])
+        return
+    index = torch.from_numpy(expand_ranges(starts, stops))
+    picked = source.index_select(0, index.to(source.device)).to(target.device)
+    target.index_copy_(0, index.to(target.device), picked)
+
+
+def expand_ranges(starts: Ids, stops: Ids) -> Ids:
+    """All integers of the ranges [start, stop), in order: int64 of shape (sum of lengths,)."""
+    lengths = stops - starts
+    offsets = np.repeat(starts - np.concatenate(([0], np.cumsum(lengths)[:-1])), lengths)
+    return np.arange(int(lengths.sum()), dtype=np.int64) + offsets

@@ -1,0 +1,221 @@
+"""Recovery without a running process: into a survivors' state file, a new file, or a stopped run's arena."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.daemon.arena import Arena
+from scarctl.daemon.folder import arena_folder
+from scarctl.daemon.handover import HandOverQueue
+from scarctl.daemon.peek import open_stopped
+from scarctl.errors import NoIntactCopy, UsageError
+from scarctl.layout import Layout
+from scarctl.recovery import (
+    Ids,
+    Perturbation,
+    Plan,
+    Report,
+    Sink,
+    estimate,
+    execute,
+    lost_ids,
+    plan_partial,
+    plan_rollback,
+)
+from scarctl.sinks import ArenaSink, FileSink, PatchSink, check_fits, file_content
+from scarctl.statefile import StateFile, open_state
+from scarctl.statewriter import new_state, patch_state
+from scarctl.store import Store, StoreWriter
+from scarctl.store.lock import StoreLock
+
+MODES = ("partial", "rollback")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecoverSettings:
+    """What to restore, and into what. Without `into` and `output`: into the stopped run's arena."""
+
+    store: str
+    """Folder of the store, or a `file://` URL."""
+    lost: tuple[str, ...]
+    """What was lost: "all", shard numbers, patterns of names; each may be several, separated by commas."""
+    mode: str = "partial"
+    """"partial", or "rollback": everything, from the newest state of one step."""
+    into: Path | None = None
+    """State file that is patched."""
+    output: Path | None = None
+    """File that is written, torch's format when it ends in .pt or .pth, else safetensors."""
+    arena_dir: str | None = None
+    """Folder of arenas, if not the default."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UsageError(f"unknown mode {self.mode!r}", hint=f"use one of {', '.join(MODES)}")
+        if self.into is not None and self.output is not None:
+            raise UsageError(
+                "both --into and --output are given", hint="give one: patch a file, or write a new one"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What was done, or with a dry run would be done."""
+
+    plan: Plan
+    perturbation: Perturbation
+    output: str | None
+    seconds: float | None
+    """None for a dry run."""
+    problems: tuple[str, ...] = ()
+    left_out: frozenset[str] = frozenset()
+    """Optimizer slots that the patched file does not hold."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.plan.to_json(),
+            "perturbation": self.perturbation.to_json(),
+            "output": self.output,
+            "seconds": self.seconds if self.seconds is None else round(self.seconds, 6),
+            "problems": list(self.problems),
+        }
+
+
+def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
+    """Restore lost partitions. Nothing is changed unless every one of them has an intact copy.
+
+    A rollback into a state file or an arena takes the store back too, so that saving can go on from there; one into
+    a new file leaves the store alone.
+
+    Raises UsageError, LayoutMismatch (the file is of another model), NoStore, NoIntactCopy, Contention (the run whose
+    arena or store would be written is alive), Corruption, AccessDenied, Unavailable.
+    """
+    store = Store.open(settings.store)
+    layout = store.current_layout()
+    if layout is None:
+        raise NoIntactCopy(
+            f"{store.root}: nothing is saved in this store yet",
+            hint="save a checkpoint first",
+            kind="nothing-saved",
+        )
+    shard_of = layout.shards(store.settings.shards, store.settings.seed)
+    ids = lost_ids(settings.lost, layout, shard_of, store.settings.shards)
+    for path in (settings.into, settings.output):
+        if path is not None and store.root.resolve() in path.resolve().parents:
+            raise UsageError(f"{path} is inside the store", hint="give a file elsewhere")
+    with ExitStack() as stack:
+        arena = stack.enter_context(_stopped_arena(store, layout, settings))
+        # To be found out before anything is written: whether somebody else writes.
+        changes_store = settings.mode == "rollback" and settings.output is None and not dry_run
+        writer: StoreWriter | None = None
+        if changes_store:
+            writer = stack.enter_context(store.writer(layout=layout, shard_of=shard_of))
+        elif settings.into is None and settings.output is None and not dry_run:
+            stack.callback(StoreLock(store.root / "lock").release)
+        return _Recovery(settings, store, layout, shard_of, ids, arena).run(writer, dry_run=dry_run)
+
+
+class _Recovery:
+    """One call of `recover`, with everything opened."""
+
+    def __init__(
+        self,
+        settings: RecoverSettings,
+        store: Store,
+        layout: Layout,
+        shard_of: NDArray[np.int32],
+        ids: Ids,
+        arena: Arena | None,
+    ) -> None:
+        self.settings = settings
+        self.store = store
+        self.layout = layout
+        self.shard_of = shard_of
+        self.ids = ids
+        self.arena = arena
+        self.left_out: frozenset[str] = frozenset()
+
+    def run(self, writer: StoreWriter | None, *, dry_run: bool) -> Recovery:
+        state = None if self.settings.into is None else open_state(self.settings.into)
+        if state is None and self.settings.output is None and self.arena is None:
+            raise UsageError(
+                "there is no stopped run's arena on this host",
+                hint="give --into a state file, or --output for a new one",
+                kind="no-arena",
+            )
+        plan = self._plan()
+        if state is not None:
+            self.left_out = check_fits(self.layout, plan.ids, state)
+        if dry_run:
+            known = np.full(len(plan.ids), np.nan) if self.arena is None else self.arena.distance[plan.ids]
+            return Recovery(plan, estimate(known), self._output(), None, left_out=self.left_out)
+        report = self._into(plan, state) if state is not None else self._elsewhere(plan)
+        if writer is not None:
+            writer.roll_back(report.plan.seqs)
+            self._forget()
+        return Recovery(
+            report.plan, report.perturbation, self._output(), report.seconds, report.problems, self.left_out
+        )
+
+    def _plan(self) -> Plan:
+        # What goes into the arena replaces what lies there: those copies count as lost.
+        memory = None if self.settings.into is None and self.settings.output is None else self.arena
+        if self.settings.mode == "rollback":
+            return plan_rollback(self.store, self.layout, self.shard_of, memory, lost=len(self.ids))
+        shards = np.unique(self.shard_of[self.ids]).tolist()
+        states = {shard: self.store.state(shard, self.layout) for shard in shards}
+        return plan_partial(self.ids, self.layout, self.shard_of, states, memory)
+
+    def _into(self, plan: Plan, state: StateFile) -> Report:
+        with patch_state(state) as out:
+            report = self._execute(plan, PatchSink(self.layout, plan.ids, state, out))
+            out.commit()
+        return report
+
+    def _elsewhere(self, plan: Plan) -> Report:
+        if self.settings.output is None:
+            assert self.arena is not None
+            return self._execute(plan, ArenaSink(self.arena))
+        specs, runs = file_content(self.layout, plan.ids)
+        with new_state(self.settings.output, specs) as out:
+            report = self._execute(plan, FileSink(self.layout, out, runs))
+            out.commit()
+        return report
+
+    def _execute(self, plan: Plan, sink: Sink) -> Report:
+        return execute(plan, self.store, self.arena, sink)
+
+    def _forget(self) -> None:
+        """After a rollback of the store: what the stopped run still had of the time after it must not come back."""
+        if self.arena is None:
+            return
+        HandOverQueue(self.arena.folder).clear()
+        if self.settings.into is not None:
+            self.arena.remove()
+
+    def _output(self) -> str | None:
+        path = self.settings.into or self.settings.output
+        return None if path is None else str(path)
+
+
+@contextmanager
+def _stopped_arena(store: Store, layout: Layout, settings: RecoverSettings) -> Iterator[Arena | None]:
+    """The arena that a run of this store left on this host, if it is of the store's layout."""
+    if settings.into is None and settings.output is None:
+        # It is what will be written: here a live run is an error, and so is a damaged arena.
+        arena = Arena.open_existing(arena_folder(settings.arena_dir, store.id), store_id=store.id)
+    else:
+        arena = open_stopped(settings.arena_dir, store.id)
+    if arena is None:
+        yield None
+        return
+    try:
+        yield arena if arena.layout == layout else None
+    finally:
+        arena.close()

@@ -1,0 +1,186 @@
+"""Recovery inside a training process: store to arena, verified, then arena to live tensors.
+
+The arena is the staging area. Live values are touched only when every partition that is needed has an intact copy
+there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.dtypes import torched
+from scarctl.engine import Engine
+from scarctl.errors import Corruption, NoIntactCopy, UsageError
+from scarctl.live import LiveState
+from scarctl.recovery import (
+    Lost,
+    Perturbation,
+    Plan,
+    Report,
+    estimate,
+    execute,
+    lost_ids,
+    plan_partial,
+    plan_rollback,
+)
+from scarctl.sinks import ArenaSink
+from scarctl.store import ShardState, Store
+from scarctl.version import step_of
+
+log = logging.getLogger("scarctl")
+MODES = ("partial", "rollback")
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What `Session.resume` found."""
+
+    step: int
+    """Iterations finished: the loop goes on with the next one. 0 when there was nothing to resume from."""
+    exact: bool
+    """Everything is of `step`: training continues as if it had not stopped. Otherwise steps are mixed."""
+    report: Report | None
+    """Where the partitions came from; None when there was nothing to resume from."""
+
+
+def resume_live(engine: Engine, live: LiveState, mode: str) -> tuple[Resumed, Any]:
+    """Restore everything into a fresh process. Returns the extras too, None when there was nothing to resume from.
+
+    Raises NoIntactCopy, Corruption, UsageError; then no live value was changed.
+    """
+    _check_mode(mode)
+    if mode == "rollback":
+        report, extras = _roll_back(engine, live)
+        assert report.step is not None
+        return Resumed(report.step, True, report), extras
+    arena, everything = engine.arena, np.arange(engine.layout.partitions)
+    states = {shard: engine.store.state(shard) for shard in engine.store.shards()}
+    if _never_complete(engine, states):
+        log.warning("%s holds no complete state yet: there is nothing to resume from", engine.store.url)
+        return Resumed(0, True, None), None
+    plan = plan_partial(everything, engine.layout, engine.shard_of, states, arena)
+    report = execute(plan, engine.store, arena, ArenaSink(arena))
+    version, extras = _newest_extras(engine, states)
+    live.load(everything)
+    # Partitions are never newer than the step that the extras say, except when a process died between the two: the
+    # random numbers and the schedule are then those of the older step.
+    step = step_of(version)
+    return Resumed(step, report.exact and report.step == step, report), extras
+
+
+def recover_live(
+    engine: Engine, live: LiveState, lost: Lost, mode: str, head_step: int
+) -> tuple[Report, Any]:
+    """Restore what was lost in a running process. Returns the extras too when the mode is "rollback", else None.
+
+    Raises UsageError, NoIntactCopy; then no live value was changed.
+    """
+    _check_mode(mode)
+    ids = lost_ids(lost, engine.layout, engine.shard_of, engine.store.settings.shards)
+    if mode == "rollback":
+        return _roll_back(engine, live, lost=ids.size)
+    arena = engine.arena
+    torn = ids[~arena.intact()[ids]]
+    # The arena has the newest copies of all: the store is read only for what is not intact there.
+    states = {shard: engine.store.state(shard) for shard in np.unique(engine.shard_of[torn]).tolist()}
+    known = arena.distance.copy()
+    plan = plan_partial(ids, engine.layout, engine.shard_of, states, arena, survivors_step=head_step)
+    report = execute(plan, engine.store, arena, ArenaSink(arena))
+    report = replace(report, perturbation=_perturbation(live, ids, known))
+    live.load(ids)
+    arena.distance[ids] = 0.0
+    return report, None
+
+
+def _roll_back(engine: Engine, live: LiveState, lost: int | None = None) -> tuple[Report, Any]:
+    """Go back to the newest state that all shards sealed at one step; forget what came after, here and in the store."""
+    known = engine.arena.distance.copy()
+    with engine.stopped_persister():
+        plan = plan_rollback(engine.store, engine.layout, engine.shard_of, engine.arena, lost=lost)
+        report = execute(plan, engine.store, engine.arena, ArenaSink(engine.arena))
+        extras = _sealed_extras(engine.store, report.plan)
+        everything = np.arange(engine.layout.partitions)
+        report = replace(report, perturbation=_perturbation(live, everything, known))
+        engine.forget_after(report.plan)
+    live.load(everything)
+    engine.arena.distance[:] = 0.0
+    return report, extras
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in MODES:
+        raise UsageError(f"unknown mode {mode!r}", hint=f"use one of {', '.join(MODES)}")
+
+
+def _perturbation(live: LiveState, ids: NDArray[np.int64], known: NDArray[np.float64]) -> Perturbation:
+    """Norm of the change that loading `ids` from the arena makes: measured where live values are still numbers."""
+    now = live.distances("l2")[ids]
+    if np.isfinite(now).all():
+        return Perturbation(float(np.linalg.norm(now)), "measured")
+    return estimate(known[ids])
+
+
+def _never_complete(engine: Engine, states: Mapping[int, ShardState]) -> bool:
+    """Whether some partition has no copy anywhere: the run died before its first checkpoint was whole."""
+    there = engine.arena.intact()
+    for state in states.values():
+        there[state.ids[state.version >= 0]] = True
+    return not there.all()
+
+
+def _newest_extras(engine: Engine, states: Mapping[int, ShardState]) -> tuple[int, Any]:
+    """Version and content of the newest extras, from memory or the store. Raises NoIntactCopy when none can be read."""
+    candidates = [(h.version, h.extras) for h in engine.queue.pending() if h.extras is not None]
+    damaged: list[str] = []
+    for state in states.values():
+        found = next(_stored_extras(engine.store, state, damaged), None)
+        if found is not None:
+            candidates.append(found)
+    if not candidates:
+        raise NoIntactCopy(
+            f"{engine.store.url}: no intact extras (optimizer's counts, random numbers): "
+            + ("; ".join(damaged) or "none saved"),
+            hint="nothing was changed; `scarctl verify` lists what is damaged",
+        )
+    version, extras = max(candidates, key=lambda found: found[0])
+    return version, torched(extras)
+
+
+def _stored_extras(store: Store, state: ShardState, damaged: list[str]) -> Iterator[tuple[int, Any]]:
+    """A shard's extras up to `state`, newest first; those that cannot be read are skipped, and named in `damaged`."""
+    if state.extras is None:
+        return
+    older = (
+        store.state(state.shard, at=record.seq)
+        for record in reversed(list(store.records(state.shard)))
+        if record.extras and record.seq <= state.seq
+    )
+    for candidate in itertools.chain([state], older):
+        try:
+            found = store.read_extras(candidate)
+        except Corruption as error:
+            damaged.append(error.message)
+        else:
+            if found is not None:
+                yield found
+
+
+def _sealed_extras(store: Store, plan: Plan) -> Any:
+    """Extras of the sealed state that `plan` goes back to."""
+    damaged: list[str] = []
+    for state in plan.states.values():
+        for version, extras in _stored_extras(store, state, damaged):
+            if step_of(version) == plan.step:
+                return torched(extras)
+            break
+    raise NoIntactCopy(
+        f"{store.url}: the sealed state of step {plan.step} has no intact extras: {'; '.join(damaged) or 'none saved'}",
+        hint="nothing was changed; recover the lost partitions only (partial)",
+    )

@@ -1,0 +1,28 @@
+"""The store: segments, logs, indexes, and the protocol that commits to them. Format: docs/FORMAT.md."""
+
+from scarctl.store.blob import Blobs, InDoubt, LocalBlobs
+from scarctl.store.check import Problem, Report, verify
+from scarctl.store.record import Record
+from scarctl.store.segment import SegmentRef, Source
+from scarctl.store.settings import Settings
+from scarctl.store.state import Damage, ShardState
+from scarctl.store.store import Batch, Store
+from scarctl.store.writer import StoreWriter
+
+__all__ = [
+    "Batch",
+    "Blobs",
+    "Damage",
+    "InDoubt",
+    "LocalBlobs",
+    "Problem",
+    "Record",
+    "Report",
+    "SegmentRef",
+    "Settings",
+    "ShardState",
+    "Source",
+    "Store",
+    "StoreWriter",
+    "verify",
+]

@@ -1,0 +1,408 @@
+"""Files of a store by name, the only code that touches a file system.
+
+`Blobs` is what log and segment code need from a place to keep files; `LocalBlobs` is a local folder. Two
+operations carry all guarantees: `writer`, for a large file with a unique name, and `create_exclusive`, for a
+small file that exactly one caller may create. Both return only when the bytes are durable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from numpy.typing import NDArray
+
+from scarctl.errors import AccessDenied, MissingGuarantee, ScarError, Unavailable
+from scarctl.store.format import TEMPORARY, check_name, corrupt
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview | NDArray[Any]"
+
+WRITEBACK = 8 << 20  # bytes after which a writer asks the system to begin writing them out
+
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+class InDoubt(Unavailable):
+    """A file became visible but may not be durable: `Blobs.settle` finds out. Delete nothing that it refers
+    to.
+    """
+
+    kind = "in-doubt"
+
+
+class BlobReader(Protocol):
+    size: int
+
+    def read(self, start: int, stop: int) -> bytes:
+        """The bytes `[start, stop)`, all of them. Raises Corruption if the file ends before."""
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fills `buffer` (writable, contiguous bytes) from offset `start`."""
+
+
+class BlobWriter(Protocol):
+    def write(self, buffer: Buffer) -> None: ...
+
+    def commit(self) -> None:
+        """Makes the file durable under its name. Leaving the context without it deletes the file."""
+
+
+class Blobs(Protocol):
+    """A place for files. Names are relative, `/` separated. An absent file is FileNotFoundError and nothing
+    else is.
+    """
+
+    gap: int
+    """Bytes worth reading and throwing away rather than asking for a second range."""
+
+    def where(self, name: str) -> str:
+        """The full path or address of a file, for messages."""
+
+    def read(self, name: str, limit: int) -> bytes:
+        """A whole small file. Raises Corruption, before reading, if it is longer than `limit`."""
+
+    def reader(self, name: str) -> AbstractContextManager[BlobReader]: ...
+
+    def files(self, folder: str) -> list[tuple[str, int]]:
+        """`(name, bytes)` of the regular files in a folder, by name; temporaries left out; [] if it is
+        absent.
+        """
+
+    def folders(self, folder: str) -> list[str]:
+        """Names of the folders in a folder."""
+
+    def writer(self, name: str) -> AbstractContextManager[BlobWriter]:
+        """Writes a file whose name is unique. Raises FileExistsError if it is not."""
+
+    def create_exclusive(self, name: str, parts: Sequence[Buffer]) -> None:
+        """Creates a file whole, durable and only if absent. Raises FileExistsError; InDoubt if visible but
+        perhaps not durable; after any other error the file was not created.
+        """
+
+    def settle(self, name: str, data: bytes) -> bool:
+        """After InDoubt: True when `name` holds `data` durably, False when it is absent. FileExistsError:
+        other data.
+        """
+
+    def delete(self, name: str) -> None:
+        """Deletes a file. FileNotFoundError if absent."""
+
+    def prepare(self, folder: str) -> None:
+        """Makes a folder, and sees that it and all above it in the store are durable."""
+
+
+def os_error(error: OSError, path: object, doing: str) -> ScarError:
+    """The scarctl error for a failed system call on `path`."""
+    reason = f"{path}: cannot {doing}: {error.strerror or error}"
+    if error.errno in _DENIED:
+        return AccessDenied(
+            reason, hint="check the owner, the permissions and whether it is mounted read-only"
+        )
+    if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO):
+        return corrupt(path, f"a regular file is expected ({error.strerror})")
+    if error.errno in _FULL:
+        return Unavailable(
+            reason, hint="free some space and try again; what was acknowledged is safe", kind="store-full"
+        )
+    return Unavailable(reason, hint="check the disk and try again; what was acknowledged is safe")
+
+
+class LocalBlobs:
+    """Files in a local folder, made durable with fsync. Errors name the full path."""
+
+    gap = 16 << 10
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def where(self, name: str) -> str:
+        return str(self.root / name)
+
+    def _path(self, name: str) -> Path:
+        check_name(name)
+        return self.root / name
+
+    # reading
+
+    @contextmanager
+    def reader(self, name: str) -> Iterator[LocalReader]:
+        path = self._path(name)
+        try:
+            # O_NONBLOCK: opening a FIFO must not wait for its other end.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, "no such file", str(path)) from None
+        except OSError as error:
+            raise os_error(error, path, "open") from error
+        try:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode):
+                raise corrupt(path, "a regular file is expected")
+            yield LocalReader(fd, path, info.st_size)
+        finally:
+            os.close(fd)
+
+    def read(self, name: str, limit: int) -> bytes:
+        with self.reader(name) as file:
+            if file.size > limit:
+                raise corrupt(self._path(name), f"it has {file.size} bytes, more than the limit of {limit}")
+            return file.read(0, file.size)
+
+    def files(self, folder: str) -> list[tuple[str, int]]:
+        # What is not a regular file stays in the list: opening it gives the error that names it.
+        return sorted(
+            (entry.name, info.st_size)
+            for entry, info in self._scan(folder)
+            if not stat.S_ISDIR(info.st_mode) and not entry.name.startswith(TEMPORARY)
+        )
+
+    def folders(self, folder: str) -> list[str]:
+        return sorted(entry.name for entry, _ in self._scan(folder) if entry.is_dir())
+
+    def _scan(self, folder: str) -> list[tuple[os.DirEntry[str], os.stat_result]]:
+        path = self._path(folder)
+        found = []
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    # Deleted since the folder was read: absent now, and that says nothing about the others.
+                    with contextlib.suppress(FileNotFoundError):
+                        found.append((entry, entry.stat(follow_symlinks=False)))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise os_error(error, path, "list") from error
+        return found
+
+    # writing
+
+    @contextmanager
+    def writer(self, name: str) -> Iterator[LocalWriter]:
+        path = self._path(name)
+        file = LocalWriter(_create(path), path)
+        try:
+            yield file
+        finally:
+            file.close()
+
+    def create_exclusive(self, name: str, parts: Sequence[Buffer]) -> None:
+        path = self._path(name)
+        with self._temporary(path, parts) as temporary:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                raise FileExistsError(errno.EEXIST, "exists already", str(path)) from None
+            except OSError as error:
+                if error.errno in _NO_LINKS:
+                    raise MissingGuarantee(
+                        f"{path.parent}: this file system cannot create files exclusively ({error.strerror})",
+                        hint="put the store on a file system with hard links",
+                    ) from error
+                raise os_error(error, path, "create") from error
+            self._sync_visible(path)
+
+    def settle(self, name: str, data: bytes) -> bool:
+        path = self._path(name)
+        try:
+            found = self.read(name, len(data))
+        except FileNotFoundError:
+            return False
+        if found != data:
+            raise FileExistsError(errno.EEXIST, "exists already", str(path))
+        # A new file and a new entry: what failed to become durable before is not synced twice.
+        with self._temporary(path, [data]) as temporary:
+            try:
+                os.replace(temporary, path)
+            except OSError as error:
+                raise InDoubt(str(os_error(error, path, "replace"))) from error
+            self._sync_visible(path)
+        return True
+
+    def delete(self, name: str) -> None:
+        path = self._path(name)
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise os_error(error, path, "delete") from error
+
+    def prepare(self, folder: str) -> None:
+        # Also for a folder that exists: whoever made it may have died before it became durable.
+        path = self._path(folder)
+        make_folder(path)
+        while True:
+            sync_folder(path)
+            if path == self.root:
+                return
+            path = path.parent
+
+    @contextmanager
+    def _temporary(self, path: Path, parts: Sequence[Buffer]) -> Iterator[Path]:
+        temporary = path.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+        file = LocalWriter(_create(temporary), temporary)
+        try:
+            for part in parts:
+                file.write(part)
+            file.commit(entry=False)
+            yield temporary
+        finally:
+            # Best effort: a temporary that stays is skipped by every reader, and the outcome is known
+            # already.
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+    def _sync_visible(self, path: Path) -> None:
+        try:
+            sync_folder(path.parent)
+        except ScarError as error:
+            raise InDoubt(
+                f"{path}: written, but it is not known whether it is durable ({error.message})",
+                hint="what was acknowledged is safe; the next commit settles this one",
+            ) from error
+
+
+class LocalReader:
+    def __init__(self, fd: int, path: Path, size: int) -> None:
+        self._fd = fd
+        self._path = path
+        self.size = size
+
+    def read(self, start: int, stop: int) -> bytes:
+        # Checked first, so that a wrong offset from a damaged file allocates nothing.
+        self._check(start, stop)
+        data = bytearray(stop - start)
+        self.read_into(start, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        self._check(start, start + len(buffer))
+        done = 0
+        while done < len(buffer):
+            try:
+                got = os.preadv(self._fd, [buffer[done:]], start + done)
+            except OSError as error:
+                raise os_error(error, self._path, "read") from error
+            if got == 0:
+                raise corrupt(self._path, f"it ends at byte {start + done}")
+            done += got
+
+    def _check(self, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= self.size:
+            raise corrupt(self._path, f"bytes {start}..{stop} are wanted, it has {self.size}")
+
+
+class LocalWriter:
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd = fd
+        self._path = path
+        self._length = 0
+        self._started = 0
+        self._committed = False
+
+    def write(self, buffer: Buffer) -> None:
+        view = memoryview(buffer)
+        view = (
+            view.cast("B") if view.nbytes else memoryview(b"")
+        )  # a view with a zero in its shape cannot be cast
+        done = 0
+        while done < len(view):
+            try:
+                put = os.write(self._fd, view[done:])
+            except OSError as error:
+                raise os_error(error, self._path, "write") from error
+            done += put
+        self._length += done
+        if self._length - self._started >= WRITEBACK:
+            self._start_writeback()
+
+    def _start_writeback(self) -> None:
+        # On Linux this advice starts writing dirty pages out and waits for nothing: the disk works while we hash.
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):  # advice only
+                os.posix_fadvise(
+                    self._fd, self._started, self._length - self._started, os.POSIX_FADV_DONTNEED
+                )
+        self._started = self._length
+
+    def commit(self, *, entry: bool = True) -> None:
+        """Makes the content durable and, with `entry`, the name too."""
+        try:
+            os.fsync(self._fd)
+            length = os.fstat(self._fd).st_size
+        except OSError as error:
+            raise os_error(error, self._path, "sync") from error
+        if length != self._length:
+            raise Unavailable(
+                f"{self._path}: {length} bytes after writing {self._length}", hint="check the disk"
+            )
+        if entry:
+            sync_folder(self._path.parent)
+        self._committed = True
+
+    def close(self) -> None:
+        """Closes the file and deletes it unless it was committed."""
+        fd, self._fd = self._fd, -1
+        # An error of close after a successful fsync says nothing about the data; without commit the file goes
+        # anyway.
+        with contextlib.suppress(OSError):
+            os.close(fd)
+        if not self._committed:
+            # Best effort: what stays is an orphan that no record names.
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+
+
+def _create(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    for attempt in range(2):
+        try:
+            return os.open(path, flags, 0o666)
+        except FileExistsError:
+            raise FileExistsError(errno.EEXIST, "exists already", str(path)) from None
+        except FileNotFoundError as error:
+            if attempt:
+                raise Unavailable(
+                    f"{path}: the folder is gone", hint="something deletes the store's folders"
+                ) from error
+            make_folder(path.parent)
+        except OSError as error:
+            raise os_error(error, path, "create") from error
+    raise AssertionError("unreachable")
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and its missing parents, each durable in its parent. Existing ones are fine."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise corrupt(path, "a folder is expected") from None
+    except OSError as error:
+        raise os_error(error, path, "make the folder") from error
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in a folder durable."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise os_error(error, path, "sync the folder") from error

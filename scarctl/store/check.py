@@ -1,0 +1,254 @@
+"""Checking a whole store: every record, chain, index, segment and, on request, every byte of data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.errors import Corruption
+from scarctl.layout import Layout
+from scarctl.store.format import (
+    SETTINGS,
+    corrupt,
+    index_path,
+    is_segment_name,
+    layout_path,
+    record_path,
+    segment_path,
+    seq_of_record,
+    shard_folder,
+)
+from scarctl.store.log import ShardLog
+from scarctl.store.record import Record
+from scarctl.store.segment import Ids, SegmentReader, by_group, open_segment, partition_checksums, positions
+from scarctl.store.state import parse_index
+from scarctl.store.store import BATCH, Store
+
+Progress = Callable[[int, int], None]
+"""Called with `(bytes done, bytes in all)`."""
+
+_NAMED = 1000
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with a file; `partition` is the name of the partition whose copy is damaged, if it is
+    one.
+    """
+
+    file: str
+    partition: str | None
+    reason: str
+
+
+@dataclass
+class Report:
+    """What `verify` found. `files` and `bytes` were looked at; `orphans` are segments that no record names:
+    harmless.
+
+    At most 1,000 partitions are named per segment and reason; `damaged_partitions` counts all.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    files: int = 0
+    bytes: int = 0
+    records: int = 0
+    segments: int = 0
+    orphans: list[str] = field(default_factory=list)
+    damaged_partitions: int = 0
+
+    @property
+    def intact(self) -> bool:
+        return not self.problems
+
+
+def verify(store: Store, *, read_data: bool, progress: Progress | None = None) -> Report:
+    """Checks all that the store holds, also copies that are not the newest. Damage goes into the report.
+
+    read_data: also read all data and compare every partition's checksum. Raises AccessDenied and Unavailable.
+    """
+    return _Check(store, read_data, progress).run()
+
+
+class _Check:
+    def __init__(self, store: Store, read_data: bool, progress: Progress | None) -> None:
+        self.store = store
+        self.blobs = store.blobs
+        self.read_data = read_data
+        self.progress = progress
+        self.report = Report()
+        self.total = 0
+
+    def run(self) -> Report:
+        self.total = store_bytes(self.store)
+        with self._noting(SETTINGS):
+            Store.open(self.store.root)
+        self._count(SETTINGS)
+        for digest in self.store.layouts():
+            with self._noting(layout_path(digest)):
+                Store(self.store.url, self.store.root, self.store.id, self.store.settings).layout(digest)
+            self._count(layout_path(digest))
+        for shard in self.store.shards():
+            self._shard(self.store.log(shard))
+        return self.report
+
+    def _noting(self, name: str) -> _Noting:
+        return _Noting(self, name)
+
+    def note(self, file: str, reason: str, partition: str | None = None) -> None:
+        full = self.blobs.where(file)
+        self.report.problems.append(Problem(full, partition, reason.removeprefix(f"{full}: ")))
+
+    def _count(self, name: str, size: int | None = None) -> None:
+        if size is None:
+            size = os.path.getsize(self.blobs.where(name)) if os.path.isfile(self.blobs.where(name)) else 0
+        self.report.files += 1
+        self.report.bytes += size
+        if self.progress is not None:
+            self.progress(self.report.bytes, max(self.total, self.report.bytes))
+
+    # --- logs -----------------------------------------------------------------------------------------------
+
+    def _shard(self, log: ShardLog) -> None:
+        records = self._records(log)
+        named = set()
+        for record in records.values():
+            if record.segment is not None:
+                named.add(record.segment.name)
+                self._segment(log, record)
+        for name, size in self.blobs.files(f"{shard_folder(log.shard)}/seg"):
+            if name not in named and is_segment_name(name):
+                self.report.orphans.append(self.blobs.where(segment_path(log.shard, name)))
+                self._count(segment_path(log.shard, name), size)
+        for seq in log.indexes():
+            self._index(log, seq, records)
+            self._count(index_path(log.shard, seq))
+
+    def _records(self, log: ShardLog) -> dict[int, Record]:
+        found: dict[int, Record] = {}
+        numbers = []
+        for name, size in self.blobs.files(f"{shard_folder(log.shard)}/log"):
+            seq = seq_of_record(name)
+            if seq is None:
+                continue
+            numbers.append(seq)
+            path = record_path(log.shard, seq)
+            with self._noting(path):
+                found[seq] = log.record(seq)
+            self._count(path, size)
+            self.report.records += 1
+        newest = max(found, default=-1)
+        first = found[newest].boundary if found else 0
+        present = set(numbers)
+        # From the numbers that are there, not over the range: a hostile name may claim any number.
+        for low, high in zip(
+            [first - 1, *sorted(n for n in numbers if n >= first)],
+            sorted(n for n in numbers if n >= first),
+            strict=False,
+        ):
+            if high > low + 1:
+                gap = f"{low + 1}" if high == low + 2 else f"{low + 1} to {high - 1}"
+                self.note(record_path(log.shard, low + 1), f"record {gap} of shard {log.shard} is missing")
+        beyond = [seq for seq in log.indexes() if seq > max(present, default=-1)]
+        for seq in beyond:
+            self.note(record_path(log.shard, seq), "this record is missing: there is an index made after it")
+        for seq, record in sorted(found.items()):
+            parent = found.get(seq - 1)
+            path = record_path(log.shard, seq)
+            if parent is not None and record.parent != parent.digest:
+                self.note(path, f"it does not follow record {seq - 1}: the chain of digests is broken")
+            if parent is not None and record.epoch < parent.epoch:
+                self.note(path, f"its epoch {record.epoch} is older than its parent's {parent.epoch}")
+            if record.base is not None and record.base not in present and record.base >= first:
+                self.note(path, f"record {record.base}, which it goes back to, is missing")
+        return found
+
+    def _index(self, log: ShardLog, seq: int, records: dict[int, Record]) -> None:
+        path = index_path(log.shard, seq)
+        what = self.blobs.where(path)
+        with self._noting(path):
+            with self.blobs.reader(path) as file:
+                raw = np.empty(file.size, np.uint8)
+                file.read_into(0, memoryview(raw))
+            index = parse_index(raw, what, shard=log.shard, seq=seq)
+            record = records.get(seq)
+            if record is not None and index.state.tail_digest != record.digest:
+                raise corrupt(what, "it is the index of another record")
+
+    # --- segments -------------------------------------------------------------------------------------------
+
+    def _segment(self, log: ShardLog, record: Record) -> None:
+        ref = record.segment
+        assert ref is not None
+        path = segment_path(log.shard, ref.name)
+        self.report.segments += 1
+        try:
+            layout = self.store.layout(record.layout)
+            ids, sums = np.empty(0, np.int64), None
+            with self._noting(path):
+                tail = log.tail(record, layout)
+                ids, sums = tail.ids, tail.checksums
+            with open_segment(self.blobs, path, ref) as segment:
+                segment.check_head()
+                if record.kind != "epoch" and sums is not None:
+                    for bad, reason in self._data(segment, layout, ids, sums):
+                        self._name(path, layout, bad, reason)
+        except FileNotFoundError:
+            self.note(
+                path,
+                f"the segment of record {record.seq} is missing: "
+                f"{record.partitions} partitions of epoch {record.epoch}, step {record.step}",
+            )
+        except Corruption as error:
+            self.note(path, error.message)
+        self._count(path, ref.nbytes)
+
+    def _data(
+        self, segment: SegmentReader, layout: Layout, ids: Ids, sums: NDArray[np.uint64]
+    ) -> Iterator[tuple[Ids, str]]:
+        place = positions(layout, ids)
+        for g, i, j in by_group(layout, ids):
+            group = layout.groups[g]
+            step = max(1, BATCH // max(1, min(group.rows_per_partition, group.rows) * group.row_bytes))
+            for a in range(i, j, step) if self.read_data else ():
+                b = min(a + step, j)
+                local = ids[a:b] - layout.base[g]
+                data = [segment.pieces(group, t, local, place[a:b]) for t in range(len(group.tensors))]
+                intact = partition_checksums(group, b - a, data) == sums[a:b]
+                if not intact.all():
+                    yield ids[a:b][~intact], "data do not match their checksum"
+
+    def _name(self, path: str, layout: Layout, bad: Ids, reason: str) -> None:
+        self.report.damaged_partitions += len(bad)
+        for i in bad[:_NAMED].tolist():
+            self.note(path, reason, layout.name(i))
+        if len(bad) > _NAMED:
+            self.note(path, f"{reason}: {len(bad) - _NAMED} more partitions")
+
+
+class _Noting:
+    """Context that turns damage and absence of a file into a problem of the report."""
+
+    def __init__(self, check: _Check, name: str) -> None:
+        self._check = check
+        self._name = name
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Corruption):
+            self._check.note(self._name, error.message)
+            return True
+        if isinstance(error, FileNotFoundError):
+            self._check.note(self._name, "this file is missing")
+            return True
+        return False
+
+
+def store_bytes(store: Store) -> int:
+    """Bytes of all files in the store."""
+    return store.usage({})["bytes"]

@@ -1,0 +1,86 @@
+"""One live local writer per store: flock on a file that is never deleted.
+
+The kernel frees the lock when its holder dies, so a crash leaves nothing to clean up. A forked child shares
+the open file and would keep the lock beyond its parent's death: it closes its copy right after the fork.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import stat
+import weakref
+from pathlib import Path
+
+from scarctl.errors import Contention, MissingGuarantee
+from scarctl.store.blob import os_error
+from scarctl.store.format import corrupt
+
+
+class StoreLock:
+    """Holds `path` locked from construction to `release`. Raises Contention, naming the holder, if it is
+    taken.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = -1
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            raise os_error(error, path, "open the lock file") from error
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise corrupt(path, "the lock is not a regular file")
+            _lock(fd, path)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+        except OSError as error:
+            os.close(fd)
+            raise os_error(error, path, "lock the store") from error
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+        _held.add(self)
+
+    @property
+    def held(self) -> bool:
+        return self._fd >= 0
+
+    def release(self) -> None:
+        """Frees the lock. Does nothing the second time, or in a forked child."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _lock(fd: int, path: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        words = os.pread(fd, 200, 0).decode("utf-8", "replace").split()
+        holder = f"process {words[0]} on {words[1]}" if len(words) == 2 else "another process"
+        raise Contention(
+            f"{path.parent}: {holder} is writing to this store",
+            hint="wait until it ends, or stop it; reading needs no lock",
+        ) from None
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise MissingGuarantee(
+                f"{path.parent}: this file system has no file locks",
+                hint="put the store on another file system",
+            ) from error
+        raise
+
+
+_held: weakref.WeakSet[StoreLock] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,233 @@
+"""A shard's log: reading records in order, and the state that they say (docs/FORMAT.md, section 7)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from scarctl.errors import Corruption
+from scarctl.layout import Layout
+from scarctl.store.blob import Blobs
+from scarctl.store.format import (
+    MAX_RECORD,
+    corrupt,
+    index_path,
+    record_path,
+    segment_path,
+    seq_of_index,
+    seq_of_record,
+    shard_folder,
+)
+from scarctl.store.record import Record
+from scarctl.store.segment import Ids, Tail, ascending, positions, read_tail
+from scarctl.store.state import Damage, Index, ShardState, parse_index
+from scarctl.version import NEVER
+
+_log = logging.getLogger(__name__)
+
+
+class ShardLog:
+    """The log of one shard. `layouts` gives a layout by its digest."""
+
+    def __init__(self, blobs: Blobs, shard: int, layouts: Callable[[str], Layout]) -> None:
+        self.blobs = blobs
+        self.shard = shard
+        self._layouts = layouts
+
+    def numbers(self) -> list[int]:
+        """Sequence numbers of the records there are, ascending."""
+        names = self.blobs.files(f"{shard_folder(self.shard)}/log")
+        return [seq for name, _ in names if (seq := seq_of_record(name)) is not None]
+
+    def indexes(self) -> list[int]:
+        names = self.blobs.files(f"{shard_folder(self.shard)}/index")
+        return [seq for name, _ in names if (seq := seq_of_index(name)) is not None]
+
+    def record(self, seq: int) -> Record:
+        """One record. Raises FileNotFoundError, or Corruption."""
+        path = record_path(self.shard, seq)
+        return Record.parse(
+            self.blobs.read(path, MAX_RECORD), self.blobs.where(path), shard=self.shard, seq=seq
+        )
+
+    def records(self) -> Iterator[Record]:
+        """All records, oldest first, the chain of digests checked. Raises Corruption."""
+        numbers = self.numbers()
+        parent: Record | None = None
+        for expected, seq in enumerate(numbers, start=numbers[0] if numbers else 0):
+            if seq != expected:
+                raise self._missing(expected)
+            record = self.record(seq)
+            if parent is not None:
+                self._check_parent(record, parent.digest)
+            yield record
+            parent = record
+
+    def state(self, at: int | None = None) -> ShardState:
+        """State after record `at` (default: the newest). Empty if the log is. Raises Corruption, naming the
+        file.
+        """
+        numbers = self.numbers()
+        if at is not None:
+            numbers = [n for n in numbers if n <= at]
+        if not numbers or (at is not None and numbers[-1] != at):
+            if at is not None:
+                raise self._missing(at)
+            return ShardState(self.shard)
+        # A number that is missing or deleted on purpose is met while walking back.
+        start, records = self._walk(numbers[-1], set(self.indexes()))
+        for record in reversed(records):
+            self._advance(start, record)
+        start.records = len(numbers)
+        return start
+
+    def _walk(self, seq: int, indexes: set[int]) -> tuple[ShardState, list[Record]]:
+        """The state to begin with, and the records to apply to it, newest first."""
+        records: list[Record] = []
+        child: Record | None = None
+        boundary = 0
+        while True:
+            try:
+                record = self.record(seq)
+            except FileNotFoundError:
+                raise self._missing(seq) from None
+            if child is None:
+                boundary = record.boundary
+            elif child.base is None:
+                self._check_parent(child, record.digest)
+            if seq in indexes and (index := self._index(record)) is not None:
+                index.state.boundary = record.boundary
+                return index.state, records
+            records.append(record)
+            if record.base is None and seq <= boundary:
+                if seq == 0:
+                    return ShardState(self.shard), records
+                raise corrupt(
+                    self.blobs.where(index_path(self.shard, seq)),
+                    "this index is missing or damaged, and the log before is deleted",
+                )
+            child = record
+            seq = seq - 1 if record.base is None else record.base
+
+    def _index(self, record: Record) -> Index | None:
+        """The index after a record, None if it is of no use: the log has everything that it has."""
+        path = index_path(self.shard, record.seq)
+        what = self.blobs.where(path)
+        try:
+            with self.blobs.reader(path) as file:
+                raw = np.empty(file.size, np.uint8)
+                file.read_into(0, memoryview(raw))
+            index = parse_index(raw, what, shard=self.shard, seq=record.seq)
+            layout = self._layouts(index.layout)
+            if index.state.tail_digest != record.digest or index.layout != record.layout:
+                raise corrupt(what, "it is the index of another record")
+            if len(index.state.ids) and index.state.ids[-1] >= layout.partitions:
+                raise corrupt(what, "it has partitions that are not in the layout")
+        except FileNotFoundError:
+            return None
+        except Corruption as error:
+            _log.warning("index not used, the log is read instead: %s", error.message)
+            return None
+        index.state.layout = layout
+        return index
+
+    def _advance(self, state: ShardState, record: Record) -> None:
+        layout = self._layouts(record.layout)
+        tail, damage = None, None
+        what = self.blobs.where(record_path(self.shard, record.seq))
+        if record.segment is not None:
+            try:
+                tail = self.tail(record, layout)
+            except (Corruption, FileNotFoundError) as error:
+                path = self.blobs.where(segment_path(self.shard, record.segment.name))
+                reason = error.message if isinstance(error, Corruption) else f"{path}: the segment is missing"
+                if record.kind == "epoch":
+                    raise corrupt(path, "the list of the shard's members is missing or damaged") from error
+                damage = Damage(record.seq, path, reason)
+        state.apply(record, layout, tail, what, damage)
+
+    def tail(self, record: Record, layout: Layout) -> Tail:
+        """The tail of a record's segment. Raises Corruption or FileNotFoundError."""
+        assert record.segment is not None
+        path = segment_path(self.shard, record.segment.name)
+        return read_tail(self.blobs, path, record.segment, record.segment_kind, record.partitions, layout)
+
+    def older(self, ids: Ids, state: ShardState) -> ShardState | None:
+        """For `ids` the copies next older than those in `state`; None if none of them has one.
+
+        The result has these ids only; version and segment are -1 where there is none. It may be given as
+        `state` again. Damaged segments are passed over. Reads tails back to the oldest copy needed.
+        """
+        found = ShardState(
+            self.shard, state.layout, state.seq, state.epoch, state.step, state.tail_digest, state.records
+        )
+        if state.layout is None:
+            return None
+        found.set_members(ascending(ids))
+        at = state.find(found.ids)
+        current = np.where(at >= 0, state.segment[at], -1) if len(at) else at
+        newer = {s.name: n for n, s in enumerate(state.segments)}
+        wanted = current >= 0  # not found yet
+        passed = np.zeros(len(found.ids), bool)  # the copy in `state` is newer than the record at hand
+        sealed_as = np.full(
+            len(found.ids), NEVER, np.int64
+        )  # what a seal between the two copies made of the older's version
+        for record in self._back(state.seq):
+            if not wanted.any() or record.layout != state.layout.digest:
+                break
+            if record.kind == "epoch":
+                continue
+            number: int | None = None
+            tail: Tail | None = None
+            if record.segment is not None:
+                number = newer.get(record.segment.name)
+                try:
+                    tail = self.tail(record, state.layout)
+                except (Corruption, FileNotFoundError):
+                    # Named by `verify` and by the state's `damaged`; only intact copies count here. It may
+                    # have held newer copies than those below it, so no seal above it speaks for them.
+                    sealed_as[passed] = NEVER
+            if record.sealed and (tail is not None or record.segment is None):
+                sealed_as[passed & (sealed_as < 0)] = record.version
+            if tail is not None and record.segment is not None:
+                here = np.flatnonzero(wanted & passed & np.isin(found.ids, tail.ids))
+                if len(here):
+                    assert tail.checksums is not None
+                    inside = np.searchsorted(tail.ids, found.ids[here])
+                    own = (
+                        np.full(len(here), record.version) if tail.versions is None else tail.versions[inside]
+                    )
+                    found.version[here] = np.where(sealed_as[here] >= 0, sealed_as[here], own)
+                    found.segment[here] = len(found.segments)
+                    found.position[here] = positions(state.layout, tail.ids)[inside]
+                    found.checksum[here] = tail.checksums[inside]
+                    found.segments.append(record.segment)
+                    wanted[here] = False
+            if number is not None:
+                passed |= current == number
+        return found if found.segments else None
+
+    def _back(self, seq: int) -> Iterator[Record]:
+        """Records from `seq` back to the beginning, without those that were rolled back; stops where the log
+        begins.
+        """
+        while seq >= 0:
+            try:
+                record = self.record(seq)
+            except FileNotFoundError:
+                return
+            yield record
+            seq = seq - 1 if record.base is None else record.base
+
+    def _check_parent(self, record: Record, digest: str) -> None:
+        if record.parent != digest:
+            what = self.blobs.where(record_path(self.shard, record.seq))
+            raise corrupt(what, f"it does not follow record {record.seq - 1}: the chain of digests is broken")
+
+    def _missing(self, seq: int) -> Corruption:
+        what = self.blobs.where(record_path(self.shard, seq))
+        numbers = self.numbers()
+        there = f"the log has {numbers[0]} to {numbers[-1]}" if numbers else "the log is empty"
+        return corrupt(what, f"this record is missing ({there})")

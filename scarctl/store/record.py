@@ -1,0 +1,137 @@
+"""Commit records: the small JSON files whose exclusive creation is the commit (docs/FORMAT.md, section 3)."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import uuid
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from scarctl.store.format import MAX_SEQ, MAX_SHARD, Fields, checksum, corrupt, dump_json, load_json
+from scarctl.store.segment import SegmentRef
+from scarctl.version import MAX_EPOCH, MAX_STEP, pack
+
+KINDS = ("commit", "epoch", "compact")
+
+
+def now() -> str:
+    """UTC time to the second, for people. Nothing depends on it."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def who() -> str:
+    """This process, for people: `host:pid`."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a shard's log. `nbytes` is bytes of partition data, `partitions` their number."""
+
+    seq: int
+    shard: int
+    kind: str
+    epoch: int
+    step: int
+    parent: str
+    layout: str
+    sealed: bool = False
+    segment: SegmentRef | None = None
+    partitions: int = 0
+    extras: bool = False
+    base: int | None = None
+    boundary: int = 0
+    write_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: str = field(default_factory=now)
+    writer: str = field(default_factory=who)
+
+    @property
+    def nbytes(self) -> int:
+        return self.segment.data if self.segment else 0
+
+    @property
+    def version(self) -> int:
+        """Version of what a commit saved."""
+        return pack(self.epoch, self.step)
+
+    @property
+    def segment_kind(self) -> str:
+        """Kind of the segment that a record of this kind names."""
+        return "members" if self.kind == "epoch" else self.kind
+
+    @cached_property
+    def data(self) -> bytes:
+        """The file's content."""
+        return dump_json(self.to_json())
+
+    @cached_property
+    def digest(self) -> str:
+        """The file's checksum: what the next record names as its parent."""
+        return checksum(self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": 1,
+            "kind": self.kind,
+            "seq": self.seq,
+            "shard": self.shard,
+            "epoch": self.epoch,
+            "step": self.step,
+            "write_id": self.write_id,
+            "parent": self.parent,
+            "sealed": self.sealed,
+            "layout": self.layout,
+            "segment": self.segment.to_json() if self.segment else None,
+            "partitions": self.partitions,
+            "extras": self.extras,
+            "base": self.base,
+            "boundary": self.boundary,
+            "created": self.created,
+            "writer": self.writer,
+        }
+
+    @staticmethod
+    def parse(data: bytes, what: object, *, shard: int, seq: int) -> Record:
+        """A record from its file's bytes, everything checked. Raises Corruption naming `what`."""
+        obj = load_json(data, what)
+        f = Fields(obj, what)
+        kind = f.text("kind")
+        if kind not in KINDS:
+            raise corrupt(what, f"{kind!r:.40} is not a kind of record")
+        if f.integer("seq", 0, MAX_SEQ) != seq or f.integer("shard", 0, MAX_SHARD) != shard:
+            raise corrupt(
+                what, "it is the record of another place: its shard or number is not that of its path"
+            )
+        epoch_record = kind == "epoch"
+        segment = None if f.raw("segment") is None else SegmentRef.from_json(f.raw("segment"), what)
+        partitions = f.integer("partitions")
+        if segment is None and (partitions or f.flag("extras")):
+            raise corrupt(what, "it has partitions or extras, but no segment")
+        base = f.optional("base", 0, max(seq - 1, 0))
+        if base is not None and not (epoch_record and seq):
+            raise corrupt(what, "only an epoch record may have a base")
+        record = Record(
+            seq=seq,
+            shard=shard,
+            kind=kind,
+            epoch=f.integer("epoch", 1, MAX_EPOCH),
+            step=f.integer("step", -1 if epoch_record else 0, MAX_STEP),
+            parent=f.hex("parent", 64, empty=seq == 0),
+            layout=f.hex("layout", 64),
+            sealed=f.flag("sealed"),
+            segment=segment,
+            partitions=partitions,
+            extras=f.flag("extras"),
+            base=base,
+            boundary=f.integer("boundary", 0, seq),
+            write_id=f.hex("write_id", 32),
+            created=f.text("created"),
+            writer=f.text("writer"),
+        )
+        # A later version may add fields: the digest and the bytes are those of the file, not of what we
+        # understood.
+        record.__dict__.update(digest=f.text("checksum"), data=data)
+        return record

@@ -1,0 +1,76 @@
+"""Where a store is, and what is fixed when it is created."""
+
+from __future__ import annotations
+
+import os
+import urllib.parse
+from dataclasses import dataclass
+from pathlib import Path
+
+from scarctl.errors import UsageError
+from scarctl.store.format import MAX_SHARD, Fields, corrupt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Fixed when a store is created. `partition_bytes`: bytes, None = chosen from the state. `rows`:
+    (pattern, rows).
+    """
+
+    shards: int = 1
+    seed: int = 0
+    partition_bytes: int | None = None
+    by_layer: bool = False
+    rows: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.shards <= MAX_SHARD + 1:
+            raise UsageError(f"shards must be 1..{MAX_SHARD + 1}, not {self.shards}")
+        if not 0 <= self.seed < 1 << 62:
+            raise UsageError(f"seed must be 0..2**62 - 1, not {self.seed}")
+        if self.partition_bytes is not None and not 1 <= self.partition_bytes < 1 << 62:
+            raise UsageError(f"partition_bytes must be at least 1, not {self.partition_bytes}")
+        for pattern, count in self.rows:
+            if not 1 <= count < 1 << 62:
+                raise UsageError(f"rows per partition of {pattern!r} must be at least 1, not {count}")
+
+    @staticmethod
+    def from_json(obj: object, what: object) -> Settings:
+        f = Fields(obj, what)
+        rows = f.raw("rows")
+        if not isinstance(rows, list) or not all(
+            isinstance(r, list) and len(r) == 2 and isinstance(r[0], str) and type(r[1]) is int for r in rows
+        ):
+            raise corrupt(what, "its settings are malformed")
+        try:
+            return Settings(
+                shards=f.integer("shards"),
+                seed=f.integer("seed"),
+                partition_bytes=f.optional("partition_bytes"),
+                by_layer=f.flag("by_layer"),
+                rows=tuple((pattern, count) for pattern, count in rows),
+            )
+        except UsageError as error:
+            raise corrupt(what, error.message) from error
+
+
+def local_path(url: str | os.PathLike[str]) -> Path:
+    """The folder that a store's URL names: a path, or file:///path. Raises UsageError for any other scheme."""
+    text = os.fspath(url)
+    if "://" not in text:
+        if not text or "\0" in text:
+            raise UsageError(f"{text!r} is not a path", hint="give the store's folder")
+        return Path(os.path.abspath(text))
+    parts = urllib.parse.urlsplit(text)
+    if (
+        parts.scheme != "file"
+        or parts.netloc not in ("", "localhost")
+        or not parts.path
+        or parts.query
+        or parts.fragment
+    ):
+        # Only the scheme is repeated: an address may hold a password.
+        raise UsageError(
+            f"stores at {parts.scheme}:// addresses are not supported", hint="give a path, or file:///path"
+        )
+    return Path(os.path.abspath(urllib.parse.unquote(parts.path)))

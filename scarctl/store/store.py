@@ -1,0 +1,399 @@
+"""A store: settings, layouts, one log per shard, and reading what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl import extras
+from scarctl.errors import Corruption, LayoutMismatch, NoStore, SettingsConflict, UsageError
+from scarctl.layout import Layout
+from scarctl.store.blob import LocalBlobs, make_folder, os_error, sync_folder
+from scarctl.store.format import (
+    FORMAT,
+    LOCK,
+    MAX_LAYOUT,
+    MAX_SETTINGS,
+    SETTINGS,
+    TEMPORARY,
+    Fields,
+    corrupt,
+    digest_of_layout,
+    dump_json,
+    layout_path,
+    load_json,
+    segment_path,
+    shard_of_folder,
+)
+from scarctl.store.lock import StoreLock
+from scarctl.store.log import ShardLog
+from scarctl.store.record import Record, now, who
+from scarctl.store.segment import Bytes, Ids, ascending, by_group, open_segment, partition_checksums
+from scarctl.store.settings import Settings, local_path
+from scarctl.store.state import ShardState
+
+if TYPE_CHECKING:
+    from scarctl.store.writer import StoreWriter
+
+BATCH = 64 << 20  # bytes of partitions read at a time
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Verified partitions of one group: `tensors[t]` is uint8[rows, row_bytes], the partitions' rows in order
+    of `ids`.
+    """
+
+    group: int
+    ids: Ids
+    tensors: list[Bytes]
+
+
+class Store:
+    """An open store. Reading takes no lock and may go on while a writer commits."""
+
+    def __init__(self, url: str, root: Path, identity: str, settings: Settings) -> None:
+        self.url = url
+        self.root = root
+        self.id = identity
+        self.settings = settings
+        self.blobs = LocalBlobs(root)
+        self._layouts: dict[str, Layout] = {}
+        self._lock: StoreLock | None = None
+        self._locked = self._closed = False
+
+    @classmethod
+    def create(
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        shards: int | None = None,
+        seed: int | None = None,
+        partition_bytes: int | None = None,
+        by_layer: bool | None = None,
+        rows: Mapping[str, int] | None = None,
+    ) -> Store:
+        """Creates a store, or opens the one that is there if the settings given (not None) are the store's
+        own.
+
+        Raises SettingsConflict if they are not; NoStore (kind "foreign-store") if the folder holds other
+        things.
+        """
+        given: dict[str, Any] = {
+            "shards": shards,
+            "seed": seed,
+            "partition_bytes": partition_bytes,
+            "by_layer": by_layer,
+            "rows": None if rows is None else tuple(rows.items()),
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        settings = Settings(**given)
+        root = local_path(url)
+        if not _has_settings(root):
+            _refuse_foreign(root, "nothing was created")
+            make_folder(root)
+            sync_folder(root.parent)
+            obj = {
+                "format": FORMAT,
+                "kind": "store",
+                "id": uuid.uuid4().hex,
+                "settings": asdict(settings),
+                "created": now(),
+                "writer": who(),
+            }
+            # If another process was faster, its settings are compared below.
+            with contextlib.suppress(FileExistsError):
+                LocalBlobs(root).create_exclusive(SETTINGS, [dump_json(obj)])
+        store = cls.open(url)
+        for name, value in given.items():
+            if value != getattr(store.settings, name):
+                raise SettingsConflict(
+                    f"{root}: {name} is {getattr(store.settings, name)} in this store, not {value}",
+                    hint="leave the setting out, or use another folder for another store",
+                )
+        return store
+
+    @classmethod
+    def open(cls, url: str | os.PathLike[str]) -> Store:
+        """Opens an existing store. Raises NoStore, Corruption, AccessDenied."""
+        root = local_path(url)
+        what = root / SETTINGS
+        if not _has_settings(root):
+            _refuse_foreign(root, "give the folder of a store")
+            raise NoStore(
+                f"{root}: there is no store here", hint="check the path; the first checkpoint creates a store"
+            )
+        obj = load_json(LocalBlobs(root).read(SETTINGS, MAX_SETTINGS), what)
+        f = Fields(obj, what)
+        if f.text("kind") != "store":
+            raise corrupt(what, "it is not a store's file")
+        return cls(os.fspath(url), root, f.hex("id", 32), Settings.from_json(f.raw("settings"), what))
+
+    def close(self) -> None:
+        """Frees the lock, if this store holds it; a writer that is still open keeps it until it is closed."""
+        self._closed = True
+        if self._lock is not None:
+            self._lock.release()
+
+    def lock(self) -> None:
+        """Takes the store's lock before there is a layout to write with; `close` frees it. Raises Contention."""
+        self._lock = self.take_lock()
+        self._locked = True
+
+    def take_lock(self) -> StoreLock:
+        """The lock, from this store if it holds it. Whoever takes it gives it to `return_lock`. Raises
+        Contention.
+        """
+        lock, self._lock = self._lock, None
+        return lock if lock is not None and lock.held else StoreLock(self.root / LOCK)
+
+    def return_lock(self, lock: StoreLock) -> None:
+        """Keeps a lock that came from `lock`, frees any other."""
+        if self._locked and not self._closed:
+            self._lock = lock
+        else:
+            lock.release()
+
+    # layouts
+
+    def layouts(self) -> list[str]:
+        """Digests of the layouts in the store."""
+        return [d for name, _ in self.blobs.files("layout") if (d := digest_of_layout(name)) is not None]
+
+    def layout(self, digest: str) -> Layout:
+        """The layout of this digest. Raises Corruption if it is missing or damaged."""
+        if digest not in self._layouts:
+            path = layout_path(digest)
+            what = self.blobs.where(path)
+            try:
+                obj = load_json(self.blobs.read(path, MAX_LAYOUT), what)
+            except FileNotFoundError:
+                raise corrupt(what, "this layout is missing") from None
+            f = Fields(obj, what)
+            try:
+                layout = Layout.from_json(f.raw("layout"))
+            except Corruption as error:
+                raise corrupt(what, error.message) from error
+            if not f.text("kind") == "layout" or not f.text("digest") == digest == layout.digest:
+                raise corrupt(what, "its content is not the layout that its name says")
+            self._layouts[digest] = layout
+        return self._layouts[digest]
+
+    def put_layout(self, layout: Layout) -> None:
+        """Stores a layout; does nothing if it is there."""
+        data = dump_json(
+            {"format": FORMAT, "kind": "layout", "digest": layout.digest, "layout": layout.to_json()}
+        )
+        if len(data) > MAX_LAYOUT:
+            raise UsageError(
+                f"the layout has {len(data)} bytes of names and shapes, the limit is {MAX_LAYOUT}"
+            )
+        try:
+            self.blobs.create_exclusive(layout_path(layout.digest), [data])
+        except FileExistsError:
+            self.layout(layout.digest)  # checked: the same content, whole
+
+    def current_layout(self) -> Layout | None:
+        """The layout of the newest records; None before the first."""
+        newest: Record | None = None
+        for shard in self.shards():
+            log = self.log(shard)
+            numbers = log.numbers()
+            if numbers:
+                record = log.record(numbers[-1])
+                if newest is None or record.epoch > newest.epoch:
+                    newest = record
+        return None if newest is None else self.layout(newest.layout)
+
+    # logs
+
+    def shards(self) -> list[int]:
+        """Shards that have a log."""
+        found = (shard_of_folder(name) for name in self.blobs.folders("shards"))
+        return sorted(shard for shard in found if shard is not None)
+
+    def log(self, shard: int) -> ShardLog:
+        return ShardLog(self.blobs, shard, self.layout)
+
+    def records(self, shard: int) -> Iterator[Record]:
+        """A shard's records, oldest first. Raises Corruption, naming the file."""
+        return self.log(shard).records()
+
+    def state(self, shard: int, layout: Layout | None = None, at: int | None = None) -> ShardState:
+        """State of a shard after record `at` (default: the newest). An empty log gives an empty state.
+
+        Raises Corruption naming the file; LayoutMismatch if `layout` is given and is not the state's.
+        """
+        state = self.log(shard).state(at)
+        if layout is not None and state.layout is not None and state.layout.digest != layout.digest:
+            raise self.mismatch(state.layout, layout)
+        return state
+
+    def mismatch(self, stored: Layout, given: Layout) -> LayoutMismatch:
+        """The error for a state that is not the store's: it lists the differences."""
+        lines = stored.differences(given)
+        listed = "; ".join(lines[:5]) + (f"; and {len(lines) - 5} more" if len(lines) > 5 else "")
+        return LayoutMismatch(
+            f"{self.root}: the state is not the one in this store: {listed}",
+            hint="use the model and optimizer that the store was made with, or another folder",
+        )
+
+    def older(self, shard: int, ids: Ids, state: ShardState) -> ShardState | None:
+        """For `ids` the next older copies than `state` has: see `ShardLog.older`."""
+        return self.log(shard).older(ids, state)
+
+    # data
+
+    def read(self, state: ShardState, ids: Ids, *, corrupt: list[tuple[Ids, str]]) -> Iterator[Batch]:
+        """Reads the copies of `ids` that `state` names, every one verified, in batches of at most 64 MiB.
+
+        Partitions whose copy is missing or damaged, or that were never saved, are appended to `corrupt` as
+        `(ids, reason)` and not yielded. Order is by segment, group and id. Raises Unavailable, AccessDenied.
+        """
+        if state.layout is None:
+            if len(ids):
+                corrupt.append((np.asarray(ids), f"{self.root}: shard {state.shard} has no record"))
+            return
+        ids = ascending(ids)
+        at = state.find(ids)
+        saved = (at >= 0) & (state.segment[at] >= 0) if len(state.ids) else np.zeros(len(ids), bool)
+        if not saved.all():
+            corrupt.append((ids[~saved], f"never saved in shard {state.shard}"))
+        at = at[saved]
+        segments = state.segment[at]
+        order = np.argsort(segments, kind="stable")
+        at, segments = at[order], segments[order]
+        starts = np.flatnonzero(np.diff(segments, prepend=-1))
+        for i, j in zip(starts.tolist(), [*starts[1:].tolist(), len(at)], strict=True):
+            yield from self._read_segment(state, state.layout, int(segments[i]), at[i:j], corrupt)
+
+    def _read_segment(
+        self,
+        state: ShardState,
+        layout: Layout,
+        number: int,
+        at: NDArray[np.int64],
+        bad: list[tuple[Ids, str]],
+    ) -> Iterator[Batch]:
+        ref = state.segments[number]
+        path = segment_path(state.shard, ref.name)
+        ids = state.ids[at]
+        done = 0
+        try:
+            with open_segment(self.blobs, path, ref) as segment:
+                for g, i, j in by_group(layout, ids):
+                    group = layout.groups[g]
+                    full = max(1, min(group.rows_per_partition, group.rows) * group.row_bytes)
+                    step = max(1, BATCH // full)
+                    for a in range(i, j, step):
+                        b = min(a + step, j)
+                        local = ids[a:b] - layout.base[g]
+                        try:
+                            data = [
+                                segment.pieces(group, t, local, state.position[at[a:b]])
+                                for t in range(len(group.tensors))
+                            ]
+                        except Corruption as error:
+                            bad.append((ids[a:b], error.message))
+                            done = b
+                            continue
+                        intact = partition_checksums(group, b - a, data) == state.checksum[at[a:b]]
+                        if not intact.all():
+                            bad.append(
+                                (
+                                    ids[a:b][~intact],
+                                    f"{self.blobs.where(path)}: data do not match their checksum",
+                                )
+                            )
+                        done = b
+                        if intact.any():
+                            yield _batch(g, layout, ids[a:b], data, intact)
+        except (Corruption, FileNotFoundError) as error:
+            reason = (
+                error.message
+                if isinstance(error, Corruption)
+                else f"{self.blobs.where(path)}: the segment is missing"
+            )
+            bad.append((ids[done:], reason))
+
+    def read_extras(self, state: ShardState) -> tuple[int, object] | None:
+        """The newest extras, verified, as `(version, object)`; None if none were saved. Raises Corruption."""
+        if state.extras is None:
+            return None
+        version, number = state.extras
+        path = segment_path(state.shard, state.segments[number].name)
+        what = self.blobs.where(path)
+        try:
+            with open_segment(self.blobs, path, state.segments[number]) as segment:
+                text, tensors = segment.extras()
+            return version, extras.decode(text, tensors)
+        except FileNotFoundError:
+            raise corrupt(what, "the segment is missing") from None
+
+    def usage(self, states: Mapping[int, ShardState]) -> dict[str, int]:
+        """`bytes` of all files, `live_bytes` of newest copies, number of `segments` and of `records`."""
+        total = segments = records = live = 0
+        folders = ["layout", *(f"shards/{s}/{f}" for s in self.shards() for f in ("seg", "log", "index"))]
+        for folder in folders:
+            sizes = [size for _, size in self.blobs.files(folder)]
+            total += sum(sizes)
+            segments += len(sizes) if folder.endswith("/seg") else 0
+            records += len(sizes) if folder.endswith("/log") else 0
+        with self.blobs.reader(SETTINGS) as file:
+            total += file.size
+        for state in states.values():
+            if state.layout is not None:
+                live += int(state.layout.partition_bytes[state.ids[state.saved]].sum())
+        return {"bytes": total, "live_bytes": live, "segments": segments, "records": records}
+
+    def writer(self, *, layout: Layout, shard_of: NDArray[np.int32]) -> StoreWriter:
+        """Opens the store for writing. `shard_of` is int32[partitions]; -1: in no shard. See `StoreWriter`."""
+        from scarctl.store.writer import StoreWriter
+
+        return StoreWriter(self, layout, shard_of)
+
+
+def _batch(g: int, layout: Layout, ids: Ids, data: list[Bytes], intact: NDArray[np.bool_]) -> Batch:
+    group = layout.groups[g]
+    starts, stops = layout.row_ranges(ids)
+    rows = int((stops - starts).sum())
+    tensors = [d.reshape(rows, spec.row_bytes) for d, spec in zip(data, group.tensors, strict=True)]
+    if not intact.all():
+        keep = np.repeat(intact, stops - starts)
+        ids, tensors = ids[intact], [t[keep] for t in tensors]
+    return Batch(g, ids, tensors)
+
+
+def _has_settings(root: Path) -> bool:
+    return os.path.lexists(root / SETTINGS)
+
+
+def _refuse_foreign(root: Path, hint: str) -> None:
+    """Raises NoStore if there is something at `root` that is not an empty folder. Left-overs of a crash do
+    not count.
+    """
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise NoStore(
+            f"{root}: this is a file, not a store's folder", hint=hint, kind="foreign-store"
+        ) from None
+    except OSError as error:
+        raise os_error(error, root, "list") from error
+    others = [n for n in names if n != LOCK and not n.startswith(TEMPORARY)]
+    if others:
+        raise NoStore(
+            f"{root}: this folder holds other things ({sorted(others)[0]!r}), but no store",
+            hint=hint,
+            kind="foreign-store",
+        )

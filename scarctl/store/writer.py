@@ -1,0 +1,413 @@
+"""Committing to a store: epochs, fencing and the commit protocol (docs/FORMAT.md, section 8)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl import extras as extras_codec
+from scarctl.errors import Contention, Fenced, Overwritten, ScarError, Unavailable, UsageError
+from scarctl.layout import Layout
+from scarctl.store.blob import InDoubt
+from scarctl.store.format import index_path, record_path, segment_name, segment_path, shard_folder
+from scarctl.store.record import Record
+from scarctl.store.segment import Ids, SegmentRef, Source, Tail, ascending, write_segment
+from scarctl.store.state import ShardState, dump_index
+from scarctl.version import MAX_EPOCH, MAX_STEP
+
+if TYPE_CHECKING:
+    from scarctl.store.store import Store
+
+_log = logging.getLogger(__name__)
+
+INDEX_RECORDS = 512
+"""An index is written at the latest after so many records, however few partitions they hold."""
+_WORTH = 16  # records without partitions that make an index worth its bytes when the store is closed
+_ATTEMPTS = 16
+
+
+@dataclass
+class _Doubt:
+    """A record that is visible but perhaps not durable, and what it would do to the state."""
+
+    record: Record
+    tail: Tail | None
+
+
+class StoreWriter:
+    """The one writer of a store. Opening starts a new epoch in every shard's log, which fences all older
+    writers.
+
+    `states` is kept up to date with every commit: treat its arrays as read-only. Not for several threads at
+    once. In a forked child it refuses to work. Raises Contention if another live process writes;
+    LayoutMismatch if the store holds another layout; UsageError, Corruption, AccessDenied, Unavailable.
+    """
+
+    epoch: int
+    states: dict[int, ShardState]
+    """State of every shard in the store."""
+
+    def __init__(self, store: Store, layout: Layout, shard_of: NDArray[np.int32]) -> None:
+        if shard_of.shape != (layout.partitions,):
+            raise UsageError(
+                f"shard_of has shape {shard_of.shape}, the layout has {layout.partitions} partitions"
+            )
+        self.store = store
+        self.layout = layout
+        self._blobs = store.blobs
+        owned = np.unique(shard_of[shard_of >= 0]).tolist()
+        self._members: dict[int, Ids] = {shard: np.flatnonzero(shard_of == shard) for shard in owned}
+        self._pid = os.getpid()
+        self._dead: ScarError | None = None  # why nothing can be committed any more
+        self._doubts: dict[int, _Doubt] = {}
+        self._floor: dict[int, int] = {}  # the step of the newest commit in this epoch
+        self._closed = False
+        self.epoch = 0
+        self.states = {}
+        self._lock = store.take_lock()
+        try:
+            current = store.current_layout()
+            if current is not None and current != layout:
+                raise store.mismatch(current, layout)
+            store.put_layout(layout)
+            for shard in owned:
+                for folder in ("seg", "log", "index"):
+                    self._blobs.prepare(f"{shard_folder(shard)}/{folder}")
+            self._blobs.prepare("layout")
+            self._take_over()
+        except BaseException:
+            store.return_lock(self._lock)
+            raise
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Writes the indexes that save time at the next opening and frees the lock. The second time does
+        nothing.
+        """
+        if os.getpid() != self._pid or self._closed:
+            return
+        try:
+            if self._dead is None:
+                for shard, state in self.states.items():
+                    worth = state.unindexed or state.unindexed_records >= _WORTH
+                    if worth and shard not in self._doubts:
+                        self._write_index(shard)
+        finally:
+            self._closed = True
+            self.store.return_lock(self._lock)
+
+    # --- commits --------------------------------------------------------------------------------------------
+
+    def commit(
+        self,
+        shard: int,
+        ids: Ids,
+        source: Source,
+        *,
+        step: int,
+        sealed: bool = False,
+        extras: object | None = None,
+        verify_source: Callable[[], bool] | None = None,
+    ) -> Record:
+        """Saves the partitions `ids` (int64, members of `shard`, any order) as of `step`; durable when it
+        returns.
+
+        sealed: with this record every member's newest copy is of this step, for what is not in `ids` has not
+            changed
+            since it was saved. `ids` may then be empty.
+        extras: saved whole with the commit (see `scarctl.extras`); None: none.
+        verify_source: asked after the data are written; False discards the segment and raises Overwritten.
+
+        Raises UsageError (nothing written); Fenced (a newer writer; this one is done); Overwritten;
+        Unavailable or AccessDenied: the commit did not happen, except kind "in-doubt": then the next commit
+        settles it first. After any of them the store is readable at its last acknowledged commit, and
+        committing again is possible.
+        """
+        self._usable()
+        state = self._state(shard)
+        self._settle(shard)
+        ids = self._checked(state, ids, step, sealed, extras)
+        record = Record(
+            seq=state.seq + 1,
+            shard=shard,
+            kind="commit",
+            epoch=self.epoch,
+            step=step,
+            parent=state.tail_digest,
+            layout=self.layout.digest,
+            sealed=sealed,
+            boundary=state.boundary,
+        )
+        tail = None
+        if len(ids) or extras is not None:
+            metadata = self._metadata(record)
+            tensors: Mapping[str, extras_codec.RawTensor] = {}
+            if extras is not None:
+                metadata["extras"], tensors = extras_codec.encode(extras)
+            ref, checksums = self._segment(record, ids, source, metadata, "commit", tensors, verify_source)
+            record = replace(record, segment=ref, partitions=len(ids), extras=extras is not None)
+            tail = Tail(ids, checksums, None)
+        elif verify_source is not None and not verify_source():
+            raise Overwritten(
+                f"shard {shard}: partitions changed before the commit of step {step}", hint="commit again"
+            )
+        try:
+            self._publish(record, tail)
+        except FileExistsError:
+            other = self._there(record)
+            self._dead = Fenced(
+                f"{self.store.root}: a newer writer has taken over: "
+                f"epoch {other.epoch} of {other.writer}, this one has epoch {self.epoch}",
+                hint="stop this process; what it committed before is safe",
+            )
+            raise self._dead from None
+        self._floor[shard] = step
+        if state.unindexed_records >= INDEX_RECORDS or 0 < len(state.ids) <= 4 * state.unindexed:
+            self._write_index(shard)
+        return record
+
+    def _checked(self, state: ShardState, ids: Ids, step: int, sealed: bool, extras: object | None) -> Ids:
+        if not 0 <= step <= MAX_STEP:
+            raise UsageError(f"step {step} is not in 0..{MAX_STEP}")
+        if step < self._floor.get(state.shard, 0):
+            raise UsageError(
+                f"step {step} goes backwards: step {self._floor[state.shard]} is saved already",
+                hint="steps must not decrease; after a roll-back open the store again",
+            )
+        unique = ascending(ids)
+        if len(unique) != np.size(ids):
+            raise UsageError("a partition is given twice")
+        at = state.find(unique)
+        if len(unique) and (at < 0).any():
+            raise UsageError(f"partition {int(unique[at < 0][0])} is not of shard {state.shard}")
+        if not len(unique) and not sealed and extras is None:
+            raise UsageError("nothing to commit: no partitions, no extras and not sealed")
+        if sealed:
+            unknown = ~state.saved | state.doubt
+            unknown[at] = False
+            if unknown.any():
+                name = self.layout.name(int(state.ids[unknown][0]))
+                raise UsageError(
+                    f"shard {state.shard} cannot be sealed: {int(unknown.sum())} partitions, such as {name}, "
+                    "have no known copy",
+                    hint="save them with this commit",
+                )
+        return unique
+
+    def roll_back(self, seqs: Mapping[int, int]) -> None:
+        """Starts a new epoch in which shard s is as it was after record `seqs[s]`; other shards stay as they
+        are.
+
+        Records that came after are never seen again. Raises UsageError for a record that does not exist;
+        Fenced; Unavailable and others: some shards may be rolled back; open the store again and repeat it.
+        """
+        self._usable()
+        for shard, seq in seqs.items():
+            state = self._state(shard)
+            if not state.boundary <= seq <= state.seq:
+                raise UsageError(f"shard {shard} has no record {seq} to roll back to")
+        self._dead = Unavailable(
+            f"{self.store.root}: a roll-back did not finish",
+            hint="open the store again and repeat the roll-back",
+        )
+        for shard in self.states:
+            self._settle(shard)
+        try:
+            self._begin(dict(self.states), seqs)
+        except FileExistsError:
+            self._dead = Fenced(f"{self.store.root}: a newer writer has taken over", hint="stop this process")
+            raise self._dead from None
+        self._dead = None
+        for shard in seqs:
+            self._write_index(shard)
+
+    # --- epochs ---------------------------------------------------------------------------------------------
+
+    def _take_over(self) -> None:
+        """Commits an epoch record, higher than all there are, to every log in ascending order of shards."""
+        for _ in range(_ATTEMPTS):
+            tips = {
+                shard: self.store.state(shard) for shard in sorted({*self.store.shards(), *self._members})
+            }
+            try:
+                self._begin(tips, {})
+                return
+            except FileExistsError:
+                continue  # another writer begins at this moment: the higher epoch wins
+        raise Contention(
+            f"{self.store.root}: other writers keep opening this store",
+            hint="let only one process write to it",
+        )
+
+    def _begin(self, tips: Mapping[int, ShardState], bases: Mapping[int, int]) -> None:
+        epoch = max((tip.epoch for tip in tips.values()), default=0) + 1
+        if epoch > MAX_EPOCH:
+            raise UsageError(f"{self.store.root}: no epochs are left", hint="use another folder")
+        self.epoch = epoch
+        for shard, tip in tips.items():
+            self._begin_shard(tip, bases.get(shard))
+
+    def _begin_shard(self, tip: ShardState, base: int | None) -> None:
+        shard = tip.shard
+        state = tip if base is None else self.store.state(shard, at=base)
+        record = Record(
+            seq=tip.seq + 1,
+            shard=shard,
+            kind="epoch",
+            epoch=self.epoch,
+            step=state.step,
+            parent=tip.tail_digest,
+            layout=self.layout.digest,
+            base=base,
+            boundary=tip.boundary,
+        )
+        members = self._members.get(shard, state.ids)
+        tail = None
+        if state.layout != self.layout or not np.array_equal(members, state.ids):
+            ref, _ = self._segment(record, members, None, self._metadata(record), "members", {}, None)
+            record = replace(record, segment=ref, partitions=len(members))
+            tail = Tail(members, None, None)
+        state.records, state.boundary = tip.records, tip.boundary
+        self.states[shard] = state
+        self._floor.pop(shard, None)
+        self._publish(record, tail)
+
+    # --- the protocol ---------------------------------------------------------------------------------------
+
+    def _segment(
+        self,
+        record: Record,
+        ids: Ids,
+        source: Source | None,
+        metadata: Mapping[str, str],
+        kind: str,
+        extras: Mapping[str, extras_codec.RawTensor],
+        verify_source: Callable[[], bool] | None,
+    ) -> tuple[SegmentRef, NDArray[np.uint64]]:
+        """Writes a segment durably. On any failure it is deleted."""
+        name = segment_name(self.epoch, uuid.uuid4().hex)
+        with self._blobs.writer(segment_path(record.shard, name)) as out:
+            ref, checksums = write_segment(
+                out, name, self.layout, ids, source, metadata, kind=kind, extras=extras
+            )
+            if verify_source is not None and not verify_source():
+                raise Overwritten(
+                    f"shard {record.shard}: partitions changed while step {record.step} was written",
+                    hint="commit again",
+                )
+            out.commit()
+        return ref, checksums
+
+    def _publish(self, record: Record, tail: Tail | None) -> None:
+        """Creates the record and applies it. Raises FileExistsError if another stands there, InDoubt, or what
+        `create_exclusive` raises; the segment is deleted when the record is known not to be there."""
+        self._doubts[record.shard] = _Doubt(
+            record, tail
+        )  # until the outcome is known, also over an interrupt
+        try:
+            self._blobs.create_exclusive(record_path(record.shard, record.seq), [record.data])
+        except InDoubt:
+            raise
+        except FileExistsError:
+            # On an object store a lost answer looks like this.
+            if self._there(record).write_id != record.write_id:
+                self._drop(record)
+                raise
+        except ScarError:
+            self._drop(record)
+            raise
+        self._advance(record, tail)
+
+    def _there(self, record: Record) -> Record:
+        return self.store.log(record.shard).record(record.seq)
+
+    def _settle(self, shard: int) -> None:
+        """Finds out about the record that was in doubt. Raises InDoubt if that fails again."""
+        doubt = self._doubts.get(shard)
+        if doubt is None:
+            return
+        try:
+            there = self._blobs.settle(record_path(shard, doubt.record.seq), doubt.record.data)
+        except FileExistsError:
+            there = False
+        if there:
+            self._advance(doubt.record, doubt.tail)
+        else:
+            self._drop(doubt.record)  # if another record stands there, the commit that follows is fenced
+
+    def _drop(self, record: Record) -> None:
+        """The record is not there: deletes its segment."""
+        del self._doubts[record.shard]
+        if record.segment is not None:
+            # Best effort: what stays is an orphan that no record names, and the error that led here matters
+            # more.
+            with contextlib.suppress(ScarError, OSError):
+                self._blobs.delete(segment_path(record.shard, record.segment.name))
+
+    def _advance(self, record: Record, tail: Tail | None) -> None:
+        """The record is there and durable."""
+        state = self.states[record.shard]
+        if state.seq < record.seq:
+            state.apply(record, self.layout, tail, self._blobs.where(record_path(record.shard, record.seq)))
+            state.records += 1
+        del self._doubts[record.shard]
+
+    def _write_index(self, shard: int) -> None:
+        """Writes the index of the state as it is. A failure costs nothing but time: it is logged, and tried
+        again later.
+        """
+        state = self.states[shard]
+        if state.doubt.any() or state.seq < 0:
+            return  # an index cannot say what is in doubt
+        state.drop_unused_segments()
+        try:
+            self._blobs.create_exclusive(index_path(shard, state.seq), dump_index(state))
+        except FileExistsError:
+            pass  # written before, of the same record
+        except ScarError as error:
+            _log.warning("no index written, the next opening reads more of the log: %s", error)
+            return
+        state.unindexed_records = state.unindexed = 0
+
+    # --- small things ---------------------------------------------------------------------------------------
+
+    def _metadata(self, record: Record) -> dict[str, str]:
+        return {
+            "layout": record.layout,
+            "shard": str(record.shard),
+            "epoch": str(record.epoch),
+            "step": str(record.step),
+        }
+
+    def _usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "this store was opened for writing before a fork: only the parent process may commit"
+            )
+        if self._dead is not None:
+            raise self._dead
+        if self._closed:
+            raise UsageError("this store's writer is closed", hint="open the store again")
+
+    def _state(self, shard: int) -> ShardState:
+        if shard not in self.states:
+            raise UsageError(
+                f"there is no shard {shard} in this store", hint=f"there are {sorted(self.states)}"
+            )
+        return self.states[shard]

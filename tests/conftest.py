@@ -1,0 +1,107 @@
+"""What every test gets: an environment of its own, and a check that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import multiprocessing.resource_tracker
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before anything imports torch: several workers with a thread per core each would fight for the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Wall-clock deadlines fail on a busy machine; in CI the examples are the same every time.
+settings.register_profile(
+    "scarctl",
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
+settings.load_profile("scarctl")
+
+ARENA_VARIABLE = "SCARCTL_ARENA_DIR"
+GRACE_SECONDS = 5.0
+"""What a test stopped may need this long to be gone."""
+
+T = TypeVar("T")
+
+
+@pytest.fixture(autouse=True)
+def arena_dir(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The base folder for arenas, one per test: never the machine's real shared memory, never another test's.
+
+    Fails the test when, at its end, a child process, a thread that is not a daemon, or a file in the arena
+    folder is still there. Mark a test `leaves_arena` when it leaves files on purpose.
+    """
+    for name in [name for name in os.environ if name.startswith("SCARCTL_")]:
+        monkeypatch.delenv(name)
+    # Short, because a Unix socket may lie in it and its path is limited to about 100 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="scarctl-"))
+    monkeypatch.setenv(ARENA_VARIABLE, str(folder))
+    threads = set(threading.enumerate())
+    processes = set(_processes(folder))
+    try:
+        yield folder
+        leaks = _settled(lambda: [*_new_threads(threads), *_new_processes(folder, processes).values()])
+        for pid in _new_processes(folder, processes):
+            os.kill(pid, signal.SIGKILL)  # so that it does not disturb the tests after this one
+        if request.node.get_closest_marker("leaves_arena") is None:
+            leaks += [str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()]
+    finally:
+        shutil.rmtree(folder)
+    if leaks:
+        pytest.fail(f"left behind: {', '.join(map(str, leaks))}", pytrace=False)
+
+
+def _settled(leaks: Callable[[], list[object]]) -> list[object]:
+    """The leaks that are still there after a time of grace."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (found := leaks()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def _new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t not in before and not t.daemon and t.is_alive()]
+
+
+def _new_processes(folder: Path, before: set[int]) -> dict[int, str]:
+    return {pid: what for pid, what in _processes(folder).items() if pid not in before}
+
+
+def _processes(folder: Path) -> dict[int, str]:
+    """Command lines by process id: this process's children, and what was started with this arena folder.
+
+    A process that detached itself is nobody's child any more, but it keeps its environment. Without /proc
+    nothing is found.
+    """
+    found: dict[int, str] = {}
+    # The standard library's own helper lives as long as the interpreter.
+    tracker = multiprocessing.resource_tracker._resource_tracker
+    marker = f"{ARENA_VARIABLE}={folder}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        pid = int(entry.name)
+        if pid in (os.getpid(), getattr(tracker, "_pid", None)):
+            continue
+        try:
+            state, parent = entry.joinpath("stat").read_text().rpartition(")")[2].split()[:2]
+            if state == "Z":
+                continue
+            if int(parent) == os.getpid() or marker in entry.joinpath("environ").read_bytes().split(b"\0"):
+                found[pid] = (
+                    entry.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # it has ended, or it is another user's and so not ours
+    return found

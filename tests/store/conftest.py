@@ -1,0 +1,33 @@
+"""A small store to write to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scarctl.layout import Layout
+from scarctl.store import Store, StoreWriter
+from tests.store.helpers import Data, small_layout
+
+
+@pytest.fixture(scope="session")
+def layout() -> Layout:
+    return small_layout()
+
+
+@pytest.fixture
+def data(layout: Layout) -> Data:
+    return Data(layout)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.create(tmp_path / "run")
+
+
+@pytest.fixture
+def writer(store: Store, layout: Layout) -> Iterator[StoreWriter]:
+    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        yield writer

@@ -1,0 +1,113 @@
+"""A small model's state for store tests: layout, random bytes, and reading everything back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.layout import Layout, TensorSpec, build_layout
+from scarctl.store import ShardState, Store
+
+Ids = NDArray[np.int64]
+
+
+def small_layout() -> Layout:
+    """Rows of 1 and more per partition, shorter last pieces, a scalar, an empty tensor, pieces over and under 4 KiB."""
+    return build_layout(
+        [
+            ("emb", "parameter", (TensorSpec("", "F32", (37, 3)), TensorSpec("exp_avg", "F64", (37, 3)))),
+            ("fc.weight", "parameter", (TensorSpec("", "BF16", (25, 300)), TensorSpec("m", "F8_E5M2", (25, 7)))),
+            ("count", "buffer", (TensorSpec("", "I64", ()),)),
+            ("odd", "parameter", (TensorSpec("", "U8", (11, 5, 1)),)),
+            ("none", "buffer", (TensorSpec("", "F32", (0, 4)),)),
+        ],
+        rows={"emb": 1, "fc.*": 8, "odd": 3},
+        optimizer="AdamW",
+    )
+
+
+class Data:
+    """Bytes of a whole state: `data[g][t]` is uint8[rows, row_bytes]. It is a segment's source."""
+
+    def __init__(self, layout: Layout, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.layout = layout
+        self.tensors = [
+            [rng.integers(0, 256, (s.rows, s.row_bytes), dtype=np.uint8) for s in g.tensors]
+            for g in layout.groups
+        ]
+
+    def __call__(self, group: int, tensor: int, start: int, stop: int) -> memoryview:
+        return memoryview(self.tensors[group][tensor][start:stop])
+
+    def change(self, ids: Iterable[int], seed: int) -> None:
+        """New random bytes for some partitions."""
+        rng = np.random.default_rng(seed)
+        for i in ids:
+            g, start, stop = place(self.layout, i)
+            for array in self.tensors[g]:
+                array[start:stop] = rng.integers(0, 256, array[start:stop].shape, dtype=np.uint8)
+
+    def partition(self, i: int) -> bytes:
+        g, start, stop = place(self.layout, i)
+        return b"".join(array[start:stop].tobytes() for array in self.tensors[g])
+
+    def all(self, ids: Iterable[int]) -> dict[int, bytes]:
+        return {i: self.partition(i) for i in ids}
+
+
+def place(layout: Layout, i: int) -> tuple[int, int, int]:
+    starts, stops = layout.row_ranges(np.array([i]))
+    return int(layout.group_of(np.array([i]))[0]), int(starts[0]), int(stops[0])
+
+
+def read_all(store: Store, state: ShardState, ids: Ids | None = None) -> tuple[dict[int, bytes], dict[int, str]]:
+    """Bytes by partition of the saved members (or of `ids`), and reasons by partition for what could not be read."""
+    bad: list[tuple[Ids, str]] = []
+    found: dict[int, bytes] = {}
+    assert state.layout is not None
+    for batch in store.read(state, state.ids[state.saved] if ids is None else ids, corrupt=bad):
+        starts, stops = state.layout.row_ranges(batch.ids)
+        row = 0
+        for i, rows in zip(batch.ids.tolist(), (stops - starts).tolist(), strict=True):
+            assert i not in found
+            found[i] = b"".join(t[row : row + rows].tobytes() for t in batch.tensors)
+            row += rows
+    return found, {int(i): reason for ids_, reason in bad for i in ids_}
+
+
+def summary(state: ShardState) -> dict[str, object]:
+    """What two equal states have in common: segments by name, not by number."""
+    names = [s.name for s in state.segments]
+    return {
+        "seq": state.seq,
+        "epoch": state.epoch,
+        "step": state.step,
+        "tail": state.tail_digest,
+        "records": state.records,
+        "ids": state.ids.tolist(),
+        "version": state.version.tolist(),
+        "segment": [names[s] if s >= 0 else None for s in state.segment.tolist()],
+        "position": state.position.tolist(),
+        "checksum": state.checksum.tolist(),
+        "doubt": state.doubt.tolist(),
+        "sealed": state.sealed,
+        "extras": None if state.extras is None else (state.extras[0], names[state.extras[1]]),
+        "layout": None if state.layout is None else state.layout.digest,
+    }
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All files of a store but the lock and temporaries."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "lock" and not path.name.startswith(".tmp-")
+    }
+
+
+def everything(state: ShardState) -> Ids:
+    return state.ids.copy()

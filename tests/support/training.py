@@ -1,0 +1,77 @@
+"""Small real training loops for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import scarctl
+
+
+class Net(nn.Module):
+    """Embedding, batch norm, dropout: sparse changes, buffers, and random numbers in one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.25)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.drop(self.norm(self.embed(ids))))  # type: ignore[no-any-return]
+
+
+class Loop:
+    """A loop with Adam and a scheduler whose every random choice comes from torch's global generator."""
+
+    def __init__(self, store: Path | str, *, seed: int = 0, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = Net()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=50)
+        self.position = {"batches": 0}
+        settings: dict[str, Any] = {"fraction": 0.25, "interval": 2, "partition_bytes": 256, **options}
+        self.session = scarctl.attach(
+            self.model,
+            self.optimizer,
+            store=store,
+            schedulers=self.scheduler,
+            extras={"position": self.position},
+            **settings,
+        )
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            ids = torch.randint(0, 64, (16,))
+            self.position["batches"] += 1
+            loss = self.model(ids).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Private copies of parameters, buffers and moments, by full name."""
+        return {
+            f"{group.name}/{slot}" if slot else group.name: tensor.detach().clone()
+            for group in self.session._adapter.groups()
+            for slot, tensor in group.tensors.items()
+        }
+
+
+def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are not bit for bit the same."""
+    assert a.keys() == b.keys()
+    return [name for name in a if a[name].numpy().tobytes() != b[name].numpy().tobytes()]
+
+
+def drained(sessions: Iterable[scarctl.Session]) -> None:
+    """Wait until all that was handed over is durable."""
+    for session in sessions:
+        assert session._engine is not None
+        assert session._engine.persister.drain(30)

@@ -1,0 +1,71 @@
+"""What import-linter cannot see: what importing a module really loads, through whatever it imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "scarctl"
+
+# The trainer's side. Every other module, the command line too, is importable without torch.
+WITH_TORCH = {
+    "scarctl.adapter",
+    "scarctl.dcp",
+    "scarctl.distance",
+    "scarctl.dtypes",
+    "scarctl.engine",
+    "scarctl.live",
+    "scarctl.session",
+}
+
+# Imported where they are used, so that a command on a local store starts fast.
+LATE = ("torch", "safetensors", "fsspec", "s3fs", "rich")
+
+PROGRAM = """
+import importlib, json, sys
+loaded = {}
+for module in json.loads(sys.argv[1]):
+    importlib.import_module(module)
+    for late in json.loads(sys.argv[2]):
+        if late in sys.modules and late not in loaded:
+            loaded[late] = module
+print(json.dumps(loaded))
+"""
+
+
+def modules() -> set[str]:
+    files = (file.relative_to(PACKAGE.parent).with_suffix("") for file in PACKAGE.rglob("*.py"))
+    return {".".join(file.parts).removesuffix(".__init__") for file in files} - {"scarctl.__main__"}
+
+
+def first_to_load(names: list[str], late: tuple[str, ...]) -> dict[str, str]:
+    """Which of `late` get loaded when a new interpreter imports `names` in this order, and by which one."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(names), json.dumps(late)],
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr.strip().rpartition("\n")[2]
+    loaded: dict[str, str] = json.loads(done.stdout)
+    return loaded
+
+
+def test_the_core_and_the_command_line_load_nothing_heavy() -> None:
+    assert first_to_load(sorted(modules() - WITH_TORCH), LATE) == {}
+
+
+@pytest.mark.parametrize("heavy", ["numpy", "torch"])
+def test_importing_the_package_alone_loads_neither_numpy_nor_torch(heavy: str) -> None:
+    assert first_to_load(["scarctl"], (heavy,)) == {}
+
+
+def test_the_list_of_modules_with_torch_is_no_longer_than_it_must_be() -> None:
+    assert modules() >= WITH_TORCH
+    for module in sorted(WITH_TORCH):
+        assert first_to_load([module], ("torch",)) == {"torch": module}
