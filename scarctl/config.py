@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +151,8 @@ def check_fixed(shards: int | None, partition_bytes: int | None) -> None:
 
 def parse_fraction(text: str) -> float:
     """A fraction written as `0.125` or `1/8`. Raises UsageError when it is neither, or not in (0, 1]."""
+    from fractions import Fraction
+
     try:
         value = float(Fraction(text.strip()))
     except (ValueError, ZeroDivisionError, OverflowError):

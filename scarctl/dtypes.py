@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
@@ -92,8 +93,8 @@ def torched(value: object) -> object:
 
 
 def _rebuild(value: object, convert: Callable[[object], object]) -> object:
-    if isinstance(value, dict):
-        return {key: convert(item) for key, item in value.items()}
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, convert(item)) for key, item in value.items())  # type: ignore[call-arg, attr-defined]
     if isinstance(value, list):
         return [convert(item) for item in value]
     if type(value) is tuple:

@@ -23,16 +23,18 @@ from scarctl.daemon.arena import Arena
 from scarctl.daemon.handover import HandOverQueue
 from scarctl.daemon.persister import Persister, adopt_orphans
 from scarctl.daemon.runner import PersisterThread
+from scarctl.errors import ScarError
 from scarctl.layout import Layout
 from scarctl.live import LiveState
 from scarctl.policy import select
 from scarctl.recovery import Plan
 from scarctl.store import Store
-from scarctl.version import pack, step_of
+from scarctl.version import NEVER, pack, step_of
 
 log = logging.getLogger("scarctl")
 Ids = NDArray[np.int64]
 _NONE = np.empty(0, dtype=np.int64)
+_LARGEST = 1e150
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Engine:
         self.layout = layout
         self.settings = settings
         self.shard_of = layout.shards(store.settings.shards, store.settings.seed)
-        self.budget = int(settings.fraction * layout.nbytes)
+        self.budget = max(1, int(settings.fraction * layout.nbytes))
         self.credit = 0
         self.cursor = 0
         self.writer = store.writer(layout=layout, shard_of=self.shard_of)
@@ -78,9 +80,12 @@ class Engine:
         pending = self.arena.pending()
         chosen = select(
             self.settings.policy,
-            distance_sq=distance * distance,
+            # Clipped: a square that overflows would look like a value that is not finite.
+            distance_sq=np.square(
+                np.minimum(distance, _LARGEST, where=np.isfinite(distance), out=distance.copy())
+            ),
             nbytes=self.layout.partition_bytes,
-            staleness=np.maximum(step - step_of(self.arena.version), 0),
+            staleness=np.maximum(step - step_of(self.arena.newest()), 0),
             eligible=~pending,
             budget=self.budget,
             credit=self.credit,
@@ -116,16 +121,34 @@ class Engine:
         self.arena.distance[:] = distance
         self.arena.distance[ids] = 0.0
 
+    def copy_again(self, live: LiveState, copied: Copied, g: int) -> Copied:
+        """Copy what was copied of group `g` once more. What is not finite by now has no good copy of this step."""
+        mine = (copied.ids >= self.layout.base[g]) & (copied.ids < self.layout.base[g + 1])
+        finite = np.isfinite(live.distances(self.settings.norm)[copied.ids])
+        live.save(copied.ids[mine & finite], pack(self.writer.epoch, copied.step))
+        bad = copied.ids[mine & ~finite]
+        if not bad.size:
+            return copied
+        self.arena.spoil(bad)
+        return Copied(
+            copied.step,
+            copied.ids[~mine | finite],
+            sealed=False,
+            nonfinite=np.union1d(copied.nonfinite, bad),
+        )
+
     def hand_over(self, copied: Copied, extras: Any) -> None:
         """Queue what was copied for the persister. Returns at once; the queue is on disk, in the arena's folder."""
         version = pack(self.writer.epoch, copied.step)
-        ids = copied.ids
-        if copied.sealed:
-            # All else equals its newest copy, so it is of this step as well. What of it still waits for the store under
-            # an older version has to come along: that hand-over will find it superseded.
-            ids = np.union1d(ids, np.flatnonzero(self.arena.pending()))
-            self.arena.version[:] = version
-        self.queue.put(version=version, ids=ids, sealed=copied.sealed, extras=extras)
+        self.queue.put(version=version, ids=copied.ids, sealed=copied.sealed, extras=extras)
+        self.persister.notify()
+
+    def adopt_orphans(self) -> None:
+        """After a fault: what was copied but not handed over would wait for ever."""
+        try:
+            adopt_orphans(self.arena, self.queue)
+        except ScarError as error:
+            log.error("copies in %s cannot be queued: %s", self.arena.folder, error)
         self.persister.notify()
 
     @contextmanager
@@ -138,11 +161,12 @@ class Engine:
             self._start_persister()
 
     def forget_after(self, plan: Plan) -> None:
-        """Make the sealed state of `plan`, which the arena has now, the newest one, here and in the store (a new epoch)."""
+        """Make the sealed state of `plan`, which the arena has now, the newest: here and in the store (a new epoch)."""
         self.writer.roll_back(plan.seqs)
         self.queue.clear()
         self.arena.epoch = self.writer.epoch
         self.arena.durable[:] = self.arena.version
+        self.arena.sealed = NEVER
 
     def _start_persister(self) -> None:
         self.persister = PersisterThread(Persister(self.arena, self.writer, self.shard_of), self.queue)

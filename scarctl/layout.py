@@ -44,7 +44,7 @@ MAX_PARTITIONS = 1 << 28
 MAX_BYTES = 1 << 60
 MAX_DIMS = 64
 MAX_NAME = 4096
-RESERVED = ("scarctl/", "extras/", "__metadata__")
+RESERVED = ("scarctl/", "__metadata__")
 """Beginnings of tensor names that segments use for themselves."""
 
 _ROWS = re.compile(r"(.+)\[(\d{0,18}):(\d{0,18})\]", re.ASCII | re.DOTALL)

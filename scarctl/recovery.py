@@ -235,7 +235,8 @@ def plan_partial(
         version = np.maximum(stored, memory)
     missing = ids[version < 0]
     if missing.size:
-        raise _no_copy(layout, missing, "was never saved")
+        damage = [d.reason for state in states.values() for d in state.damaged]
+        raise _no_copy(layout, missing, "has no intact copy" if damage else "was never saved", damage)
     step = _only_step(version)
     exact = step is not None and (len(ids) == layout.partitions or step == survivors_step)
     degraded = bool((_in_doubt(layout, states)[ids] & (tier == STORE)).any())
@@ -335,7 +336,7 @@ def execute(plan: Plan, store: Store | None, arena: Arena | None, sink: Sink) ->
             done,
             _perturbation(done.ids, squared, distance),
             time.perf_counter() - started,
-            tuple(run.problems),
+            tuple(dict.fromkeys(run.problems)),
         )
 
 
@@ -369,11 +370,14 @@ class _Run:
         self.version = plan.version.copy()
         self.problems = list(problems)
         self.fell_back = False
+        self.skip_memory = False
 
     def deliver(self, sink: Sink) -> NDArray[np.float64]:
         """Write every piece; returns the squared changes, parallel to the plan's ids, NaN where unknown."""
         squared = np.full(len(self.plan.ids), np.nan)
-        for piece in self.pieces(skip_memory=sink.arena is not None and sink.arena is self.arena):
+        # What the arena has needs no writing when it is what is written to.
+        self.skip_memory = sink.arena is not None and sink.arena is self.arena
+        for piece in self.pieces():
             changes = sink.put(piece.group, piece.ids, piece.versions, piece.tensors)
             if changes is not None:
                 squared[np.searchsorted(self.plan.ids, piece.ids)] = changes
@@ -391,15 +395,14 @@ class _Run:
             version=self.version,
             degraded=True,
             step=step,
-            exact=whole and step is not None,
+            exact=self.plan.exact and whole and step is not None,
         )
 
-    def pieces(self, *, skip_memory: bool = False) -> Iterator[_Piece]:
-        """Every partition of the plan once. `skip_memory`: but those that the arena has."""
+    def pieces(self) -> Iterator[_Piece]:
+        """Every partition of the plan once; with `skip_memory` those that come from the store."""
         plan = self.plan
-        if not skip_memory:
-            near = plan.tier == MEMORY
-            yield from self._from_memory(plan.ids[near], plan.version[near])
+        near = plan.tier == MEMORY
+        yield from self._from_memory(plan.ids[near], plan.version[near])
         far = plan.ids[plan.tier == STORE]
         shard_of = plan.shard_of[far]
         for shard in np.unique(shard_of).tolist():
@@ -407,7 +410,7 @@ class _Run:
 
     def _from_memory(self, ids: Ids, versions: Ids) -> Iterator[_Piece]:
         arena, layout = self.arena, self.plan.layout
-        if not ids.size:
+        if not ids.size or self.skip_memory:
             return
         assert arena is not None
         bounds = np.searchsorted(ids, layout.base)
@@ -506,7 +509,7 @@ def _in_doubt(layout: Layout, states: Mapping[int, ShardState]) -> NDArray[np.bo
 
 def _in_memory(arena: Arena) -> Ids:
     """Version of every intact copy in the arena, `NEVER` for the others."""
-    return np.where(arena.intact(), arena.version, np.int64(NEVER))
+    return np.where(arena.intact(), arena.newest(), np.int64(NEVER))
 
 
 def _versions_of(state: ShardState, ids: Ids) -> Ids:

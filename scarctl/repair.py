@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from scarctl.statefile import StateFile, open_state
 from scarctl.statewriter import new_state, patch_state
 from scarctl.store import Store, StoreWriter
 from scarctl.store.lock import StoreLock
+from scarctl.version import step_of
 
 MODES = ("partial", "rollback")
 
@@ -170,7 +171,20 @@ class _Recovery:
             return plan_rollback(self.store, self.layout, self.shard_of, memory, lost=len(self.ids))
         shards = np.unique(self.shard_of[self.ids]).tolist()
         states = {shard: self.store.state(shard, self.layout) for shard in shards}
-        return plan_partial(self.ids, self.layout, self.shard_of, states, memory)
+        plan = plan_partial(
+            self.ids, self.layout, self.shard_of, states, memory, survivors_step=self._survivors_step()
+        )
+        if self.settings.output is not None:
+            # The file has nothing but what is restored.
+            plan = replace(plan, exact=plan.step is not None and not plan.degraded)
+        return plan
+
+    def _survivors_step(self) -> int | None:
+        """The step of what stays in the arena, when that is one step. A state file does not say its own."""
+        if self.arena is None or self.settings.into is not None or self.settings.output is not None:
+            return None
+        steps = np.unique(step_of(np.delete(self.arena.version, self.ids)))
+        return int(steps[0]) if len(steps) == 1 and steps[0] >= 0 else None
 
     def _into(self, plan: Plan, state: StateFile) -> Report:
         with patch_state(state) as out:

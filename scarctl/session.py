@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +25,7 @@ from scarctl.config import SessionSettings
 from scarctl.daemon.folder import arena_folder
 from scarctl.dtypes import name_of, plain
 from scarctl.engine import Copied, Engine
-from scarctl.errors import Corruption, LayoutMismatch, UsageError
+from scarctl.errors import Corruption, LayoutMismatch, ScarError, UsageError
 from scarctl.layout import Group, Layout, TensorSpec, build_layout
 from scarctl.live import LiveState
 from scarctl.recovery import Report
@@ -328,39 +328,43 @@ class Session:
         started = time.perf_counter()
         self._under_way = None
         try:
-            copied = under_way.job.wait()
-            self._copy_again(under_way, copied, engine)
+            copied = self._copy_again(under_way, under_way.job.wait(), engine)
             self._count(copied, engine)
             if copied.ids.size or copied.sealed:
                 late = plain(self._adapter.capture_late())
                 policy = {"credit": engine.credit, "cursor": engine.cursor}
                 engine.hand_over(copied, {"early": under_way.early, "late": late, "policy": policy})
         except Exception as error:
+            engine.adopt_orphans()
             self._fault(error)
         seconds = time.perf_counter() - started
         self.stats.last_stall_seconds += seconds
         self.stats.stall_seconds += seconds
 
-    def _copy_again(self, under_way: _UnderWay, copied: Copied, engine: Engine) -> None:
+    def _copy_again(self, under_way: _UnderWay, copied: Copied, engine: Engine) -> Copied:
         """Repeat the copy of groups that somebody wrote to meanwhile; nothing writes to them during the repetition.
 
         Torch counts in-place writes to a tensor (`_version`); writes through `.data` escape it: `validate` finds those.
         """
-        now = _counters(under_way.live)
-        for g, (before, after) in enumerate(zip(under_way.counters, now, strict=True)):
+        live, arena = under_way.live, engine.arena
+        for g, (before, after) in enumerate(zip(under_way.counters, _counters(live), strict=True)):
             first, last = np.searchsorted(copied.ids, engine.layout.base[g : g + 2])
             ids = copied.ids[first:last]
             if before != after and ids.size:
-                under_way.live.save(ids, int(engine.arena.version[ids[0]]))
                 self.stats.torn_copies += 1
+                copied = engine.copy_again(live, copied, g)
             elif under_way.snapshot is not None and ids.size:
-                twin = under_way.live.with_snapshots({g: under_way.snapshot[g]})
+                twin = live.with_snapshots({g: under_way.snapshot[g]})
                 torn = np.intersect1d(ids, np.flatnonzero(twin.changed()))
                 if torn.size:
-                    raise Corruption(
-                        f"{engine.layout.name(int(torn[0]))} was written while it was copied, unseen by torch",
-                        hint="do not write through .data between optimizer steps; this checkpoint was dropped",
+                    twin.save(torn, int(arena.version[torn[0]]))
+                    self._fault(
+                        Corruption(
+                            f"{engine.layout.name(int(torn[0]))} was written while it was copied, unseen by torch",
+                            hint="do not write through .data between optimizer steps; the copy was mended",
+                        )
                     )
+        return copied
 
     def _count(self, copied: Copied, engine: Engine) -> None:
         self.stats.checkpoints += 1
@@ -413,7 +417,12 @@ class Session:
             self._begin(full=True)
             self._finish()
             self._closed = True
-        if not engine.close(self.settings.drain_timeout):
+        try:
+            durable = engine.close(self.settings.drain_timeout)
+        except ScarError as error:
+            self._fault(error)
+            return
+        if not durable:
             log.error(
                 "not everything is durable in %s: %s. It stays in %s; the next session on this host goes on with it",
                 self.store.url,
@@ -444,7 +453,7 @@ class Session:
         return build_layout(
             [(group.name, group.kind, _specs(group)) for group in self._adapter.groups()],
             partition_bytes=fixed.partition_bytes,
-            rows=fixed.rows,
+            rows=dict(fixed.rows),
             by_layer=fixed.by_layer,
             optimizer=self._adapter.optimizer,
         )
@@ -460,7 +469,7 @@ class Session:
             known = stored.get(state.name)
             specs = _specs(state)
             if known is not None and len(specs) == 1:
-                specs += known.tensors[1:]
+                specs += tuple(replace(slot, shape=specs[0].shape) for slot in known.tensors[1:])
             groups.append(Group(state.name, state.kind, known.rows_per_partition if known else 1, specs))
         differences = layout.differences(Layout(groups, self._adapter.optimizer))
         if differences:

@@ -27,12 +27,14 @@ class ArenaSink:
 
     def overwrites(self, ids: Ids, versions: Ids) -> bool:
         """Whether the arena has a newer intact copy of any of them."""
-        return bool((self._arena.intact()[ids] & (self._arena.version[ids] > versions)).any())
+        return bool((self._arena.intact()[ids] & (self._arena.newest()[ids] > versions)).any())
 
     def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Bytes]) -> None:
         """Write partitions and their versions; how far the live values are from them is unknown then."""
         arena = self._arena
         rows = take_rows(*arena.layout.row_ranges(ids))
+        if (versions < arena.sealed).any():
+            arena.unseal()
         arena.begin(ids)
         for t, data in enumerate(tensors):
             arena.rows(group, t)[rows] = data

@@ -65,8 +65,10 @@ def squared_changes(
     with np.errstate(all="ignore"):
         for first in range(0, rows if row_bytes else 0, step):
             part = slice(first, first + step)
-            change = as_numbers(after[part], dtype).astype(np.float64)
-            change -= as_numbers(before[part], dtype).astype(np.float64)
+            then, now = (as_numbers(rows[part], dtype).astype(np.float64) for rows in (before, after))
+            change = now - then
+            if not np.isfinite(change).all():
+                change[now == then] = 0.0  # infinities that stay
             change = change.reshape(len(after[part]), -1)
             per_row[part] = np.einsum("ij,ij->i", change, change)
         starts = np.concatenate(([0], np.cumsum(row_counts)[:-1])).astype(np.int64)

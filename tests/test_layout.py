@@ -299,7 +299,7 @@ def test_equal_cuts_are_equal_layouts() -> None:
         ([("a", "parameter", (TensorSpec("", "F4", (2,)),))], {}, "unknown dtype 'F4'"),
         ([parameter("", 2)], {}, "cannot be a tensor's name"),
         ([parameter("scarctl/pad", 2)], {}, "cannot be a tensor's name"),
-        ([parameter("extras/0", 2)], {}, "cannot be a tensor's name"),
+        ([parameter("__metadata__", 2)], {}, "cannot be a tensor's name"),
         ([parameter("a\nb", 2)], {}, "cannot be a tensor's name"),
         ([parameter("\ud800", 2)], {}, "cannot be a tensor's name"),
         ([parameter("a", 2)], {"partition_bytes": 0}, "'partition_bytes' is 0"),

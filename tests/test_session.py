@@ -99,8 +99,8 @@ def test_recovered_values_are_those_last_saved_with_their_moments(tmp_path: Path
     for name in ("embed.weight", "embed.weight/exp_avg", "embed.weight/exp_avg_sq"):
         assert torch.equal(now[name], saved[name])
     assert not torch.equal(now["out.weight"], saved["out.weight"])
-    assert report.perturbation["kind"] == "measured"
-    assert report.perturbation["value"] > 0
+    assert report.perturbation.kind == "measured"
+    assert report.perturbation.value > 0
     assert not report.exact
     loop.session.close()
 
@@ -138,10 +138,10 @@ def test_rollback_repeats_the_same_training(tmp_path: Path) -> None:
 def test_a_partition_that_is_not_finite_keeps_its_last_good_copy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop = Loop(tmp_path / "store", interval=1, fraction=1.0)
+    loop = Loop(tmp_path / "store", interval=100)
     loop.train(3)
+    loop.session.checkpoint(full=True, wait=True)
     good = loop.state()["embed.weight"]
-    drained([loop.session])
     with torch.no_grad():
         loop.model.embed.weight[5] = float("nan")
     with caplog.at_level(logging.WARNING, "scarctl"):
@@ -298,15 +298,34 @@ def test_a_dict_of_other_things(tmp_path: Path, state: dict[str, object], messag
 
 
 def test_groups_that_change_while_they_are_copied_are_copied_again(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", interval=1, fraction=1.0)
-    loop.train(2)
+    loop = Loop(tmp_path / "store", interval=2, fraction=1.0)
+    loop.train(1)
+    loop.session._finish()
+    drained([loop.session])
+    loop.train(1)
     with torch.no_grad():
-        loop.model.embed.weight += 1.0  # between the optimizer's steps, as an average or a constraint would
-    changed = loop.model.embed.weight.detach().clone()
+        loop.model.out.weight += 1.0  # between the optimizer's steps, as an average or a constraint would
+    changed = loop.model.out.weight.detach().clone()
     loop.session._finish()
     assert loop.session.stats.torn_copies == 1
-    loop.session.recover("embed.weight")
-    assert torch.equal(loop.model.embed.weight, changed)
+    loop.session.recover("out.weight")
+    assert torch.equal(loop.model.out.weight, changed)
+    loop.session.close()
+
+
+def test_a_copy_is_not_repeated_with_values_that_are_not_finite(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", interval=2, fraction=1.0)
+    loop.train(1)
+    loop.session._finish()
+    drained([loop.session])
+    first = loop.state()["out.weight"]
+    loop.train(1)
+    with torch.no_grad():
+        loop.model.out.weight[:] = float("nan")
+    loop.session._finish()
+    assert loop.session.stats.nonfinite_partitions > 0
+    loop.session.recover("out.weight")  # torn in memory: the store's older copy
+    assert torch.equal(loop.model.out.weight, first)
     loop.session.close()
 
 
@@ -314,6 +333,7 @@ def test_validate_finds_writes_that_torch_does_not_see(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store", interval=1, fraction=1.0, validate=True, on_error="raise")
     loop.train(2)
     loop.session._finish()
+    drained([loop.session])
     under_way_copy = loop.session._worker.submit
     release = []
 
@@ -327,11 +347,14 @@ def test_validate_finds_writes_that_torch_does_not_see(tmp_path: Path) -> None:
 
     loop.session._worker.submit = late  # type: ignore[method-assign]
     loop.train(1)
-    loop.model.embed.weight.data += 1.0
+    expected = loop.model.out.weight.detach().clone()
+    loop.model.out.weight.data += 1.0
     release.append(True)
-    with pytest.raises(Corruption, match="embed"):
+    with pytest.raises(Corruption, match=r"out\.weight"):
         loop.session._finish()
     loop.session._worker.submit = under_way_copy  # type: ignore[method-assign]
+    loop.session.recover("out.weight")  # the copy is that of the step, not what was written after it
+    assert torch.equal(loop.model.out.weight, expected)
     loop.session.close()
     assert_store_is_sound(tmp_path / "store")
 
@@ -342,7 +365,8 @@ def test_a_forked_child_is_inert(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:  # a data loader's worker that, oddly, trains: nothing of it may be saved
         try:
-            loop.train(2)
+            torch.set_num_threads(1)
+            loop.optimizer.step()
             loop.session.close()
         finally:
             os._exit(0)
@@ -356,8 +380,9 @@ def test_a_forked_child_is_inert(tmp_path: Path) -> None:
 
 
 def test_an_exception_inside_an_optimizer_step_does_not_seal_half_a_step(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", interval=2, fraction=1.0)
+    loop = Loop(tmp_path / "store", interval=100)
     loop.train(4)
+    loop.session.checkpoint(full=True)
     expected = loop.state()
 
     def fails() -> torch.Tensor:

@@ -370,6 +370,7 @@ def test_stored_bytes_mean_the_same_numbers_as_to_torch(name: str) -> None:
 
 def test_squared_changes_per_partition() -> None:
     before = np.zeros((5, 8), dtype=np.uint8)
-    after = np.array([[1, 1], [2, 0], [0, 3], [4, np.inf], [0, 5]], dtype="<f4")
+    before[4, 4:] = np.array([-np.inf], dtype="<f4").view(np.uint8)
+    after = np.array([[1, 1], [2, 0], [0, 3], [4, np.inf], [5, -np.inf]], dtype="<f4")
     changes = squared_changes(before, after.view(np.uint8), "F32", np.array([2, 1, 1, 1]))
     np.testing.assert_array_equal(changes, [6.0, 9.0, np.nan, 25.0])

@@ -142,7 +142,8 @@ class Survey:
         lines: list[dict[str, Any]] = []
         if self.layout is None:
             return lines
-        for shard in np.unique(self.shard_of).tolist():
+        # Not np.unique: it loads numpy.ma, a tenth of the time that this command takes.
+        for shard in np.flatnonzero(np.bincount(self.shard_of)).tolist():
             ids = np.flatnonzero(self.shard_of == shard)
             steps = self.saved_step[ids]
             saved = steps[steps >= 0]

@@ -10,6 +10,9 @@ the next one maps it again. Per partition there are
     durable    int64    version that the store has; a difference means that the copy still waits for the store
     distance   float64  last known distance of the live values from the copy; NaN when unknown
 
+The owner locks the folder, not the file: a map keeps its file open for as long as there are views of it, in forked
+children too, and a lock on the file would stay as long.
+
 One process writes copies, one thread acknowledges them. On x86-64 stores become visible in order, which the generations
 rely on; elsewhere the interpreter's own locks between the two calls do the same.
 """
@@ -17,8 +20,8 @@ rely on; elsewhere the interpreter's own locks between the two calls do the same
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
+import logging
 import mmap
 import os
 import stat
@@ -30,13 +33,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.daemon.folder import arena_folder, check_private, folder_error, make_private
-from scarctl.errors import Contention, Corruption, ScarError, Unavailable
+from scarctl.daemon.folder import arena_folder, clear_queue, folder_error, lock_folder
+from scarctl.errors import AccessDenied, Corruption, Unavailable, UsageError
 from scarctl.layout import Layout
 from scarctl.version import NEVER
 
 __all__ = ["Arena", "arena_folder"]
 
+log = logging.getLogger("scarctl")
 Ids = NDArray[np.int64]
 
 FILE = "arena"
@@ -44,14 +48,15 @@ _TEMPORARY = ".arena-new"
 _MAGIC = b"SCARaren"
 _FORMAT = 1
 _HEADER = 4096
-_FIXED = struct.Struct(
-    "<8sIIQQQQQQ32s16s"
-)  # magic, format, header, file, partitions, json at, json, arrays, tensors
+_FIXED = struct.Struct("<8sIIQQQQQQ32s16s16s")
+# magic, format, header, file, partitions, json at, json, arrays, tensors, layout digest, store, boot
 _FIELDS_AT = 256
-_FIELDS = ("epoch", "head_step", "pid", "heartbeat", "errors")
+_FIELDS = ("epoch", "head_step", "pid", "sealed", "errors")
 _PAGE = 4096
 _ALIGNED = 64
 _MAX_LAYOUT_JSON = 64 << 20
+_ZEROS = bytes(1 << 20)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class _Geometry:
@@ -79,11 +84,11 @@ class Arena:
     """
 
     def __init__(
-        self, memory: mmap.mmap, layout: Layout, geometry: _Geometry, folder: Path | None, fd: int
+        self, memory: mmap.mmap, layout: Layout, geometry: _Geometry, folder: Path | None, lock: int
     ) -> None:
         self.layout = layout
         self._folder = folder
-        self._fd = fd
+        self._lock = lock
         self._memory = memory
         self._geometry = geometry
         n, at = layout.partitions, geometry.arrays_at
@@ -92,7 +97,7 @@ class Arena:
         self.durable: Ids = np.frombuffer(memory, np.int64, n, at + 16 * n)
         self.distance: NDArray[np.float64] = np.frombuffer(memory, np.float64, n, at + 24 * n)
         self._fields: Ids = np.frombuffer(memory, np.int64, len(_FIELDS), _FIELDS_AT)
-        if fd >= 0:
+        if lock >= 0:
             _open_arenas.add(self)
 
     # -- making and finding -------------------------------------------------------------------------------------
@@ -101,23 +106,31 @@ class Arena:
     def create(cls, folder: Path, layout: Layout, *, store_id: str, epoch: int) -> Arena:
         """A new arena in `folder`, which is made if need be. It appears there only when it is complete.
 
-        Raises Unavailable (not enough memory: says how much), AccessDenied, Contention (there is one in use).
+        Hand-overs that lie there without an arena mean nothing any more: they are deleted.
+
+        Raises Unavailable (not enough memory: says how much), AccessDenied, Contention (there is one in use),
+        UsageError (there is one that nobody uses: open it).
         """
-        make_private(folder)
         layout_json = json.dumps(layout.to_json(), separators=(",", ":")).encode()
         geometry = _Geometry(layout, layout_json)
         temporary = folder / _TEMPORARY
-        fd = _open_new(temporary)
+        lock = lock_folder(folder)
         try:
-            _lock(fd, folder)
-            _reserve(fd, geometry.size, folder)
-            memory = _map(fd, geometry.size)
+            if os.path.lexists(folder / FILE):
+                raise UsageError(f"there is an arena in {folder} already", hint="open it, or remove it")
+            clear_queue(folder)
+            fd = _open_new(temporary)
+            try:
+                _reserve(fd, geometry.size, folder)
+                memory = _map(fd, geometry.size)
+            finally:
+                os.close(fd)
             _write_header(memory, layout, layout_json, geometry, store_id)
-            arena = cls(memory, layout, geometry, folder, fd)
+            arena = cls(memory, layout, geometry, folder, lock)
             arena._reset(epoch)
             os.rename(temporary, folder / FILE)
         except BaseException as error:
-            os.close(fd)
+            os.close(lock)
             temporary.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise folder_error(error, temporary) from error
@@ -128,28 +141,34 @@ class Arena:
     def open_existing(cls, folder: Path, *, store_id: str) -> Arena | None:
         """The arena that a run of this store left in `folder`, None when there is none.
 
+        One from before the machine's last start, which on a disk survives, is deleted: its pages were written back in
+        any order, so generations say nothing about them.
+
         Raises Contention when a live process uses it, AccessDenied when it is not ours, Corruption when it is not an
         arena of this store.
         """
         path = folder / FILE
-        try:
-            check_private(folder.parent)
-            check_private(folder)
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
+        if not os.path.isdir(folder):
             return None
-        except OSError as error:
-            raise _not_an_arena(path, error.strerror or "unreadable") from error
-        except ScarError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return None
-            raise
+        lock = lock_folder(folder)
         try:
-            _lock(fd, folder)
-            layout, geometry = _read_header(fd, path, store_id)
-            return cls(_map(fd, geometry.size), layout, geometry, folder, fd)
+            fd = _open(path)
+            try:
+                layout, geometry = _read_header(fd, path, store_id)
+                return cls(_map(fd, geometry.size), layout, geometry, folder, lock)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            os.close(lock)
+            return None
+        except _BeforeBoot as error:
+            log.warning("%s: what it had that the store has not is lost", error.message)
+            clear_queue(folder)
+            path.unlink()
+            os.close(lock)
+            return None
         except BaseException:
-            os.close(fd)
+            os.close(lock)
             raise
 
     @classmethod
@@ -166,6 +185,7 @@ class Arena:
         self.distance[:] = np.nan
         self.epoch = epoch
         self.pid = os.getpid()
+        self.sealed = NEVER
 
     # -- fields -------------------------------------------------------------------------------------------------
 
@@ -203,6 +223,15 @@ class Arena:
         self._fields[2] = value
 
     @property
+    def sealed(self) -> int:
+        """Version of the newest sealed commit: what was saved before was equal to the live values then."""
+        return int(self._fields[3])
+
+    @sealed.setter
+    def sealed(self, value: int) -> None:
+        self._fields[3] = value
+
+    @property
     def errors(self) -> int:
         """Faults while saving that the run has counted."""
         return int(self._fields[4])
@@ -230,33 +259,67 @@ class Arena:
         self.generation[ids] |= np.uint64(1)
 
     def end(self, ids: Ids, version: int) -> None:
-        """The copy into these partitions is complete, and is `version`."""
+        """The copy into these partitions is complete, and is `version`.
+
+        Where the store has that version already, from before what was written now, the copy is pending again.
+        """
         self.version[ids] = version
+        again = ids[self.durable[ids] == version]
+        self.durable[again] = NEVER
         self.generation[ids] += self.generation[ids] & np.uint64(1)
 
-    def acknowledge(self, ids: Ids, version: int) -> None:
-        """The store has `version` of these partitions, durably."""
+    def newest(self) -> Ids:
+        """The version that every copy is good for: its own, or the newest sealed one if that came later."""
+        return np.where(self.version >= 0, np.maximum(self.version, self.sealed), np.int64(NEVER))
+
+    def unseal(self) -> None:
+        """Write the sealed version into the partitions, before one of them gets an older copy."""
+        newest = self.newest()
+        self.durable[:] = np.where(self.durable == self.version, newest, self.durable)
+        self.version[:] = newest
+        self.sealed = NEVER
+
+    def spoil(self, ids: Ids) -> None:
+        """The copies of these partitions are no good: as if a process had died while it copied."""
+        self.begin(ids)
+        self.version[ids] = self.durable[ids]
+
+    def acknowledge(self, ids: Ids, version: int, generation: NDArray[np.uint64] | None = None) -> None:
+        """The store has `version` of these partitions, durably.
+
+        generation: of `ids` when they were read for the store. What was copied again since then stays pending, also
+        when it is of the same version.
+        """
         self.durable[ids] = version
+        if generation is not None:
+            # Looked at only now: a copy that begins later finds `version` in durable, and `end` takes it back.
+            newer = ids[self.generation[ids] != generation]
+            self.durable[newer] = NEVER
 
     def pending(self) -> NDArray[np.bool_]:
         """Partitions whose copy still waits for the store: bool of shape (layout.partitions,)."""
-        return (self.version != self.durable) & (self.version >= 0)
+        waiting: NDArray[np.bool_] = (self.version != self.durable) & (self.version >= 0)
+        return waiting
 
     def intact(self) -> NDArray[np.bool_]:
         """Partitions that have a complete copy: bool of shape (layout.partitions,)."""
-        return ((self.generation & np.uint64(1)) == 0) & (self.version >= 0)
+        whole: NDArray[np.bool_] = ((self.generation & np.uint64(1)) == 0) & (self.version >= 0)
+        return whole
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Let go of the lock. The file stays; views stay valid."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
 
     def remove(self) -> None:
-        """Delete the file, and the folder when nothing else is in it."""
-        if self._folder is not None:
+        """Delete the file, and the folder when nothing else is in it, then close.
+
+        Does nothing when closed before, or in a forked child: the arena may be another process's by then.
+        """
+        if self._folder is not None and self._lock >= 0:
             (self._folder / FILE).unlink(missing_ok=True)
             try:
                 os.rmdir(self._folder)
@@ -264,6 +327,18 @@ class Arena:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                     raise folder_error(error, self._folder) from error
         self.close()
+
+
+def _open(path: Path) -> int:
+    """An existing file. Raises FileNotFoundError, AccessDenied; Corruption for what is no plain file."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise folder_error(error, path) from error
+        raise _not_an_arena(path, error.strerror or "unreadable") from error
 
 
 def _open_new(path: Path) -> int:
@@ -275,23 +350,14 @@ def _open_new(path: Path) -> int:
         raise folder_error(error, path) from error
 
 
-def _lock(fd: int, folder: Path) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise Contention(
-            f"the arena in {folder} is in use by a live process",
-            hint="stop that run first, or wait until it ends",
-        ) from None
-
-
 def _reserve(fd: int, size: int, folder: Path) -> None:
     """Take the space now: a tmpfs that is full when a page is touched kills the process with SIGBUS."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, size)
         else:
-            os.ftruncate(fd, size)
+            for at in range(0, size, len(_ZEROS)):
+                os.pwrite(fd, _ZEROS[: size - at], at)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
             raise
@@ -325,6 +391,7 @@ def _write_header(
         geometry.tensors_at,
         bytes.fromhex(layout.digest),
         bytes.fromhex(store_id),
+        _boot(),
     )
     memory[: len(fixed)] = fixed
 
@@ -337,14 +404,15 @@ def _read_header(fd: int, path: Path, store_id: str) -> tuple[Layout, _Geometry]
         or status.st_uid != os.getuid()
         or stat.S_IMODE(status.st_mode) & 0o077
     ):
-        raise _not_an_arena(path, "it is not a private file of yours")
+        raise AccessDenied(
+            f"{path} is not a private file of yours", hint="somebody else may have made it: remove it"
+        )
     head = os.pread(fd, _FIXED.size, 0)
     if len(head) < _FIXED.size:
         raise _not_an_arena(path, "it is too short")
     fields: tuple[Any, ...] = _FIXED.unpack(head)
-    magic, version, header, size, partitions, json_at, json_size, arrays_at, tensors_at, digest, store = (
-        fields
-    )
+    magic, version, header, size, partitions, json_at, json_size, arrays_at, tensors_at, *ids = fields
+    digest, store, boot = ids
     if magic != _MAGIC or header != _HEADER or json_at != _HEADER:
         raise _not_an_arena(path, "its header is not one")
     if version != _FORMAT:
@@ -362,7 +430,21 @@ def _read_header(fd: int, path: Path, store_id: str) -> tuple[Layout, _Geometry]
     mine = (geometry.size, layout.partitions, geometry.arrays_at, geometry.tensors_at, layout.digest)
     if mine != (size, partitions, arrays_at, tensors_at, digest.hex()):
         raise _not_an_arena(path, "its header does not fit its layout")
+    if boot != _boot():
+        raise _BeforeBoot(f"{path} is from before this machine's last start", hint="it is of no use any more")
     return layout, geometry
+
+
+class _BeforeBoot(Corruption):
+    """What the arena says about its copies need not be true any more."""
+
+
+def _boot() -> bytes:
+    """Which start of the machine this is: 16 bytes; zeros where the system does not say."""
+    try:
+        return bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))
+    except (OSError, ValueError):
+        return bytes(16)
 
 
 def _not_an_arena(path: Path, reason: str) -> Corruption:

@@ -8,6 +8,7 @@ Other users can neither read it nor put something in its place: both levels are 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import sys
@@ -15,7 +16,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from scarctl.errors import AccessDenied, ScarError, Unavailable
+from scarctl.errors import AccessDenied, Contention, ScarError, Unavailable
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -64,6 +65,44 @@ def check_private(folder: Path) -> None:
             f"{folder} is not a folder of yours with mode 0700",
             hint="somebody else may have made it: remove it, or give another arena_dir",
         )
+
+
+def lock_folder(folder: Path) -> int:
+    """Make the arena's folder if need be, and lock it: the lock lasts until the descriptor returned is closed.
+
+    Raises what `make_private` raises; Contention when a live process holds the lock.
+    """
+    while True:
+        make_private(folder)
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # its last owner removed it just now
+        except OSError as error:
+            raise folder_error(error, folder) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Removed before it was locked, and perhaps made again by a third process: this is the lock of nothing.
+            if os.path.samestat(os.fstat(fd), os.lstat(folder)):
+                return fd
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            os.close(fd)
+            raise Contention(
+                f"the arena in {folder} is in use by a live process",
+                hint="stop that run first, or wait until it ends",
+            ) from None
+        except OSError as error:
+            os.close(fd)
+            raise folder_error(error, folder) from error
+        os.close(fd)
+
+
+def clear_queue(folder: Path) -> None:
+    """Delete all hand-overs in the folder, and what was set aside of them."""
+    for path in folder.glob("handover-*"):
+        path.unlink(missing_ok=True)
 
 
 def folder_error(error: OSError, path: Path) -> ScarError:

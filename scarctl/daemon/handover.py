@@ -2,7 +2,7 @@
 
 A hand-over names partitions whose copies in the arena are complete, and brings the extras of their step. It is a
 safetensors file that appears by one rename, so the queue outlives both processes, and what is found in it is whole. It
-is not synced: like the arena it lives in memory, and both are gone after a reboot.
+is not synced: like the arena it means nothing any more when the machine was started anew.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from scarctl import extras as codec
 from scarctl.daemon.folder import folder_error
 from scarctl.errors import Corruption
-from scarctl.store.format import dump_header, encode_header, parse_header
+from scarctl.store.format import canonical, dump_header, encode_header, parse_header
 from scarctl.version import MAX_EPOCH, pack
 
 log = logging.getLogger("scarctl")
@@ -60,12 +61,10 @@ class HandOverQueue:
 
     def put(self, *, version: int, ids: Ids, sealed: bool, extras: Any) -> int:
         """Queue a hand-over and return its number. Raises Unavailable when the folder is full."""
-        text, tensors = "", {}
-        if extras is not None:
-            text, tensors = codec.encode(extras)
+        text, tensors = codec.encode(extras) if extras is not None else ("", {})
         parts = [np.ascontiguousarray(ids, dtype="<i8").tobytes(), *(bytes(t.data) for t in tensors.values())]
-        digest = hashlib.sha256(text.encode() + b"".join(parts)).hexdigest()
-        metadata = {"version": str(version), "sealed": str(int(sealed)), "extras": text, "digest": digest}
+        metadata = {"version": str(version), "sealed": str(int(sealed)), "extras": text}
+        metadata["digest"] = _digest(metadata, b"".join(parts))
         header = dump_header(
             [(_IDS, "I64", (len(ids),)), *((_EXTRAS + n, t.dtype, t.shape) for n, t in tensors.items())],
             metadata,
@@ -78,8 +77,9 @@ class HandOverQueue:
                     file.writelines([encode_header(header), *parts])
                 os.rename(temporary, self._path(number))
             except OSError as error:
-                temporary.unlink(missing_ok=True)
                 raise folder_error(error, temporary) from error
+            finally:
+                temporary.unlink(missing_ok=True)  # also after an interrupt: the next one needs the name
             self._next = number + 1
         return number
 
@@ -100,10 +100,10 @@ class HandOverQueue:
         header = parse_header(data[:prefix], len(data), path)
         try:
             version, sealed = int(header.metadata["version"]), header.metadata["sealed"] == "1"
-            text, digest = header.metadata["extras"], header.metadata["digest"]
+            text, digest = header.metadata["extras"], header.metadata.pop("digest")
         except (KeyError, ValueError) as error:
             raise Corruption(f"{path} is not a hand-over: {error}") from error
-        if hashlib.sha256(text.encode() + data[prefix:]).hexdigest() != digest:
+        if _digest(header.metadata, data[prefix:]) != digest:
             raise Corruption(f"{path}: its checksum does not match its content")
         entry = header.entry(_IDS, "I64", (-1,), path)
         ids = np.frombuffer(data[entry.start : entry.stop], "<i8").astype(np.int64)
@@ -112,7 +112,7 @@ class HandOverQueue:
             for name, e in header.tensors.items()
             if name.startswith(_EXTRAS)
         }
-        if not 0 < version < pack(MAX_EPOCH, 0) or (np.diff(ids) <= 0).any():
+        if not 0 < version < pack(MAX_EPOCH, 0) or (np.diff(ids, prepend=-1) <= 0).any():
             raise Corruption(f"{path} is not a hand-over: its numbers are impossible")
         return HandOver(number, version, ids, sealed, codec.decode(text, tensors) if text else None)
 
@@ -147,6 +147,10 @@ class HandOverQueue:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"handover-{number:020d}.safetensors"
+
+
+def _digest(metadata: Mapping[str, str], data: bytes) -> str:
+    return hashlib.sha256(canonical(dict(metadata)) + data).hexdigest()
 
 
 def _private(path: str, flags: int) -> int:

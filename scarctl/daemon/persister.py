@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.handover import HandOver, HandOverQueue
-from scarctl.errors import Overwritten
+from scarctl.errors import Corruption, Overwritten
 from scarctl.store import StoreWriter
 from scarctl.version import step_of
 
@@ -29,6 +30,15 @@ class Persister:
         self._writer = writer
         self._members = {shard: np.flatnonzero(shard_of == shard) for shard in np.unique(shard_of).tolist()}
         self._shard_of = shard_of
+        self._sealed: tuple[int, set[int]] = (
+            -1,
+            set(),
+        )  # of one hand-over: the shards that are sealed already
+
+    def check(self, handover: HandOver) -> None:
+        """Raise Corruption if it names partitions that the layout does not have."""
+        if handover.ids.size and handover.ids[-1] >= self._arena.layout.partitions:
+            raise Corruption(f"hand-over {handover.number} names partitions that do not exist")
 
     def persist(self, handover: HandOver) -> int:
         """Make a hand-over durable and acknowledge it in the arena; returns the bytes of state written.
@@ -37,33 +47,35 @@ class Persister:
         copy by now are left to the hand-over of that copy. Raises what `StoreWriter.commit` raises.
         """
         arena, version = self._arena, handover.version
+        if self._sealed[0] != handover.number:
+            self._sealed = handover.number, set()
+        already = self._sealed[1]
+        self._persist_older(handover)
         ids = handover.ids[arena.version[handover.ids] == version]
         ids = ids[arena.durable[ids] != version]
         shard_of = self._shard_of[ids]
         extras, written = handover.extras, 0
-        # A sealed hand-over says something about every shard, also where nothing changed.
-        for shard, members in self._members.items():
-            mine = ids[shard_of == shard]
-            if handover.sealed:
-                if (arena.durable[members] == version).all():
-                    continue  # committed before an earlier attempt failed at another shard
-            elif not mine.size:
+        for shard in self._members:
+            if shard in already:
                 continue
-            done, sealed = self._commit(shard, mine, handover, extras)
-            arena.acknowledge(members if sealed else done, version)
+            done, sealed = self._commit(shard, ids[shard_of == shard], handover, extras)
+            if done.size or sealed:
+                extras = None  # they belong to the whole process: once is enough
             written += int(arena.layout.partition_bytes[done].sum())
-            extras = None  # they belong to the whole process: once is enough
+            if sealed:
+                already.add(shard)
+        if len(already) == len(self._members):
+            arena.sealed = version
         return written
 
     def _commit(self, shard: int, ids: Ids, handover: HandOver, extras: Any) -> tuple[Ids, bool]:
-        """Commit what of `ids` has no newer copy. Returns which that were, and whether the shard is sealed now."""
+        """Commit what of `ids` has no newer copy, and acknowledge it. Returns which that were, and whether the shard is sealed now."""
         arena = self._arena
         for _ in range(_ATTEMPTS):
             # A copy that is newer, or under way, comes with its own hand-over.
-            still = (arena.version[ids] == handover.version) & arena.intact()[ids]
-            sealed = handover.sealed and bool(still.all())
-            ids = ids[still]
-            if not ids.size and not sealed and extras is None:
+            ids = ids[(arena.version[ids] == handover.version) & arena.intact()[ids]]
+            sealed = handover.sealed and self._is_of(handover.version, shard, ids)
+            if not ids.size and not sealed:
                 return ids, False
             before = arena.generation[ids].copy()
             try:
@@ -74,16 +86,39 @@ class Persister:
                     step=step_of(handover.version),
                     sealed=sealed,
                     extras=extras,
-                    verify_source=lambda ids=ids, before=before: bool(
-                        (arena.generation[ids] == before).all()
-                    ),
+                    verify_source=partial(self._unchanged, ids, before),
                 )
             except Overwritten:
                 continue
+            arena.acknowledge(ids, handover.version, before)
             return ids, sealed
         raise Overwritten(
             f"shard {shard}: copies keep changing while they are written", hint="it is tried again"
         )
+
+    def _persist_older(self, handover: HandOver) -> None:
+        """Copies older than the hand-over that still wait: their own was lost, or could not be written.
+
+        They go first, for steps in the store do not go back. All hand-overs before this one are durable by now.
+        """
+        arena = self._arena
+        ids = np.flatnonzero(arena.pending() & arena.intact() & (arena.version < handover.version))
+        versions = arena.version[ids]
+        for version in np.unique(versions).tolist():
+            of_version = ids[versions == version]
+            older = HandOver(handover.number, version, of_version, sealed=False, extras=None)
+            for shard in np.unique(self._shard_of[of_version]).tolist():
+                self._commit(shard, of_version[self._shard_of[of_version] == shard], older, None)
+
+    def _unchanged(self, ids: Ids, before: NDArray[np.uint64]) -> bool:
+        return bool((self._arena.generation[ids] == before).all())
+
+    def _is_of(self, version: int, shard: int, ids: Ids) -> bool:
+        """Whether with `ids` committed the whole shard is of `version`: nothing newer, nothing else waiting."""
+        arena, members = self._arena, self._members[shard]
+        done = arena.durable[members] == arena.version[members]
+        done[np.searchsorted(members, ids)] = True
+        return bool((done & (arena.version[members] <= version) & arena.intact()[members]).all())
 
 
 def adopt_orphans(arena: Arena, queue: HandOverQueue) -> int:

@@ -49,6 +49,10 @@ class PersisterStats:
     errors: int = 0
 
 
+class _Look:
+    """Not an event yet: the thread has to look at the queue."""
+
+
 class PersisterThread:
     """Makes hand-overs durable in the background until `close`. A failing store never raises here: see `failure`."""
 
@@ -62,19 +66,22 @@ class PersisterThread:
         self._queue = queue
         self._machine = Machine()
         self._changed = threading.Condition()
-        self._events: list[Event] = [Queued(tuple(queue.numbers()))]
+        self._ended = False
+        self._events: list[Event | _Look] = [_Look()]
         self._thread = threading.Thread(target=self._run, name="scarctl-persister", daemon=True)
         self._thread.start()
 
     def notify(self) -> None:
         """Something was put into the queue."""
-        self._send(Queued(tuple(self._queue.numbers())))
+        self._send(_Look())
 
     def drain(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until nothing waits any more; returns whether that is so."""
-        self._send(Queued(tuple(self._queue.numbers())), Hurry())
+        self._send(_Look(), Hurry())
         with self._changed:
-            self._changed.wait_for(lambda: self._settled() or self.failure is not None, timeout)
+            self._changed.wait_for(
+                lambda: self._settled() or self._ended or self.failure is not None, timeout
+            )
             return self._settled()
 
     def close(self) -> None:
@@ -93,7 +100,7 @@ class PersisterThread:
     def _settled(self) -> bool:
         return not self._events and not self._machine.waiting and self._machine.phase is not Phase.BUSY
 
-    def _send(self, *events: Event) -> None:
+    def _send(self, *events: Event | _Look) -> None:
         with self._changed:
             self._events += events
             self._changed.notify_all()
@@ -101,11 +108,26 @@ class PersisterThread:
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            # Nobody would see the thread's death otherwise.
+            log.exception("saving has stopped unexpectedly")
+            self._note(error if isinstance(error, ScarError) else _defect(error))
+            self.failure = self.last_error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _work(self) -> None:
         _be_polite()
         wake_at: float | None = None
         while True:
             event = self._wait(wake_at)
             wake_at = None
+            if isinstance(event, _Look):
+                event = self._look()
             with self._changed:
                 instructions = self._machine.handle(event)
                 self._changed.notify_all()
@@ -117,7 +139,15 @@ class PersisterThread:
                 else:
                     self._obey(instruction)
 
-    def _wait(self, wake_at: float | None) -> Event:
+    def _look(self) -> Event:
+        """What waits now. Only this thread looks: a list made elsewhere may be older than what it knows."""
+        try:
+            return Queued(tuple(self._queue.numbers()))
+        except ScarError as error:
+            self._note(error)
+            return Tick(time.monotonic())
+
+    def _wait(self, wake_at: float | None) -> Event | _Look:
         """The next event, or a tick at `wake_at`."""
         with self._changed:
             timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
@@ -141,24 +171,28 @@ class PersisterThread:
     def _persist(self, number: int) -> Event:
         started = time.monotonic()
         try:
-            handover = self._queue.read(number)
-        except FileNotFoundError:
-            return Persisted(number)
-        except Corruption as error:
-            # Its partitions are still in the arena, marked as pending.
-            log.error("a hand-over cannot be used and is set aside: %s", error)
-            self._note(error)
-            self._queue.set_aside(number)
-            return Persisted(number)
-        try:
+            try:
+                handover = self._queue.read(number)
+                self._persister.check(handover)
+            except FileNotFoundError:
+                return Persisted(number)
+            except Corruption as error:
+                # Its partitions are still in the arena, marked as pending.
+                log.error("a hand-over cannot be used and is set aside: %s", error)
+                self._note(error)
+                self._queue.set_aside(number)
+                return Persisted(number)
             self.stats.nbytes += self._persister.persist(handover)
         except ScarError as error:
             self._note(error)
             return Failed(number, error.retryable, time.monotonic(), random.random())
+        except (OSError, MemoryError) as error:
+            self._note(Unavailable(f"hand-over {number} cannot be handled: {error}"))
+            return Failed(number, True, time.monotonic(), random.random())
         except Exception as error:
             # A defect of ours: never silent, never the end of training.
             log.exception("saving failed unexpectedly")
-            self._note(ScarError(f"saving failed unexpectedly: {error!r}"))
+            self._note(_defect(error))
             return Failed(number, False, time.monotonic())
         finally:
             self.stats.busy_seconds += time.monotonic() - started
@@ -171,6 +205,10 @@ class PersisterThread:
             log.warning("saving failed, %s: %s", "trying again" if error.retryable else "giving up", error)
         self.last_error = error
         self.stats.errors += 1
+
+
+def _defect(error: BaseException) -> ScarError:
+    return ScarError(f"saving failed unexpectedly: {error!r}", kind="defect")
 
 
 def _be_polite() -> None:

@@ -255,10 +255,12 @@ class LocalBlobs:
             for part in parts:
                 file.write(part)
             file.commit(entry=False)
+        finally:
+            file.close()
+        try:
             yield temporary
         finally:
-            # Best effort: a temporary that stays is skipped by every reader, and the outcome is known
-            # already.
+            # Best effort: a temporary that stays is skipped by every reader, and the outcome is known.
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
 

@@ -124,8 +124,8 @@ def partition_rows(group: Group, number: int) -> int:
 
 
 def ascending(ids: Ids) -> Ids:
-    """`ids` in ascending order, each once."""
-    ids = np.asarray(ids, np.int64).reshape(-1)
+    """A contiguous copy of `ids` in ascending order, each once."""
+    ids = np.array(ids, np.int64).reshape(-1)
     if bool((ids[1:] > ids[:-1]).all()):
         return ids
     ids = np.sort(ids)

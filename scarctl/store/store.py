@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -272,7 +273,7 @@ class Store:
         order = np.argsort(segments, kind="stable")
         at, segments = at[order], segments[order]
         starts = np.flatnonzero(np.diff(segments, prepend=-1))
-        for i, j in zip(starts.tolist(), [*starts[1:].tolist(), len(at)], strict=True):
+        for i, j in pairwise([*starts.tolist(), len(at)]):
             yield from self._read_segment(state, state.layout, int(segments[i]), at[i:j], corrupt)
 
     def _read_segment(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scarctl.errors import Corruption
@@ -23,11 +23,14 @@ from scarctl.store.format import (
 )
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(), lambda v: st.lists(v) | st.dictionaries(st.text(), v)
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=5),
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3),
+    max_leaves=8,
 )
 
 
-@given(st.dictionaries(st.text(), VALUES))
+@settings(max_examples=50)
+@given(st.dictionaries(st.text(max_size=5), VALUES, max_size=4))
 def test_json_round_trips(obj: dict[str, object]) -> None:
     obj = {**obj, "format": 1}
     obj.pop("checksum", None)

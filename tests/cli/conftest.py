@@ -1,0 +1,103 @@
+"""Running commands in this process, and states to run them on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from scarctl.cli.main import cli
+from scarctl.store import Store, verify
+
+ERROR_KEYS = {"schema_version", "command", "error"}
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The one JSON document on stdout."""
+        document: dict[str, Any] = json.loads(self.stdout)
+        assert document["schema_version"] == 1
+        return document
+
+    @property
+    def error(self) -> dict[str, Any]:
+        assert set(self.document) == ERROR_KEYS
+        error: dict[str, Any] = self.document["error"]
+        assert set(error) == {"kind", "message", "hint", "exit_code"}
+        assert error["exit_code"] == self.code
+        assert error["message"]
+        return error
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run `scarctl` with these arguments in an own folder; checks the exit code, 0 unless `code` says otherwise."""
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*arguments: object, code: int = 0) -> Done:
+        result = CliRunner().invoke(cli, [str(argument) for argument in arguments])
+        assert result.exit_code == code, result.output
+        return Done(result.exit_code, result.stdout, result.stderr)
+
+    return invoke
+
+
+@dataclass
+class Model:
+    """A state in the working folder: `emb`, eight layers, a scalar."""
+
+    path: Path
+    tensors: dict[str, torch.Tensor]
+
+    def save(self, **changes: torch.Tensor) -> Path:
+        self.tensors = {**self.tensors, **changes}
+        if self.path.suffix == ".pt":
+            torch.save(self.tensors, self.path)
+        else:
+            save_file(self.tensors, self.path)
+        return self.path
+
+    def train(self, *names: str, by: float = 1.0) -> Path:
+        """Change the named tensors, all when none is named."""
+        return self.save(**{name: self.tensors[name] + by for name in names or self.tensors})
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"layers.{i}.w": torch.randn(16, 8, generator=generator) for i in range(8)}
+    tensors["emb"] = torch.randn(40, 8, generator=generator)
+    tensors["scalar"] = torch.tensor(2.5)
+    model = Model(tmp_path / "state.safetensors", tensors)
+    model.save()
+    return model
+
+
+@pytest.fixture
+def saved(run: Run, model: Model) -> Model:
+    """The model with a store "ckpt" of four shards, partitions of 256 bytes, saved at step 0."""
+    run("checkpoint", model.path, "--store", "ckpt", "--step", 0, "--shards", 4, "--partition-bytes", 256)
+    return model
+
+
+def assert_sound(store: str | Path = "ckpt") -> Store:
+    """The store is readable and whole."""
+    opened = Store.open(store)
+    assert verify(opened, read_data=True).problems == []
+    return opened

@@ -1,0 +1,280 @@
+"""What all commands share: help, options from everywhere, errors as text and as JSON, exit codes of a real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+
+from scarctl import policy
+from scarctl.cli.main import COMMANDS, cli
+from scarctl.cli.output import human_bytes
+from scarctl.config import NORMS, POLICIES, SessionSettings, parse_fraction
+from scarctl.errors import UsageError
+
+SCARCTL = [sys.executable, "-m", "scarctl"]
+
+
+def commands() -> list[click.Command]:
+    context = click.Context(cli)
+    found = [cli.get_command(context, name) for name in COMMANDS]
+    return [command for command in found if command is not None]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_examples(run, name: str) -> None:  # type: ignore[no-untyped-def]
+    text = run(name, "--help").stdout
+    assert f"  scarctl {name} " in text
+    assert "Examples:" in text
+    first_line = cli.get_command(click.Context(cli), name).get_short_help_str(200)  # type: ignore[union-attr]
+    assert first_line
+
+
+def test_help_lists_every_command(run) -> None:  # type: ignore[no-untyped-def]
+    text = run("--help").stdout
+    assert all(name in text for name in COMMANDS)
+    assert "Exit codes" in text
+    assert run("--version").stdout.startswith("scarctl, version ")
+
+
+def test_every_option_is_also_an_environment_variable() -> None:
+    for command in commands():
+        for option in command.params:
+            if isinstance(option, click.Option):
+                flag = max(option.opts, key=len).removeprefix("--").replace("-", "_").upper()
+                assert option.envvar == f"SCARCTL_{flag}", (command.name, option.name)
+
+
+def test_every_command_takes_json_and_debug() -> None:
+    for command in commands():
+        assert {"as_json", "debug", "store"} <= {option.name for option in command.params}
+
+
+class TestErrors:
+    def test_text_goes_to_stderr_with_a_hint(self, run) -> None:  # type: ignore[no-untyped-def]
+        done = run("inspect", "--store", "nowhere", code=10)
+        assert done.stdout == ""
+        assert done.stderr.startswith("scarctl inspect: ")
+        assert "nowhere" in done.stderr
+        assert len(done.stderr.splitlines()) == 2
+
+    def test_json_is_one_document_on_stdout(self, run) -> None:  # type: ignore[no-untyped-def]
+        done = run("inspect", "--store", "nowhere", "--json", code=10)
+        assert done.document["command"] == "inspect"
+        assert done.error["kind"] == "no-store"
+        assert done.stderr == ""
+
+    @pytest.mark.parametrize(
+        ("arguments", "command"),
+        [
+            (["inspect"], "inspect"),
+            (["inspect", "--store", "x", "--unknown"], "inspect"),
+            (["inspect", "--store", "x", "--limit", "-3"], "inspect"),
+            (["recover", "--store", "x"], "recover"),
+            (["checkpoint", "x.pt", "--store", "x", "--step", "many"], "checkpoint"),
+            (["verify", "--store", "s3://bucket/x"], "verify"),
+            (["unheard-of"], None),
+            ([], None),
+        ],
+    )
+    def test_wrong_calls_are_usage_errors_in_json_too(
+        self, run, arguments: list[str], command: str | None
+    ) -> None:  # type: ignore[no-untyped-def]
+        done = run(*arguments, "--json", code=2)
+        assert done.document["command"] == command
+        assert done.error["kind"] == "usage"
+        assert run(*arguments, code=2).stdout == ""
+
+    def test_json_may_come_from_the_environment(self, run, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+        monkeypatch.setenv("SCARCTL_JSON", "1")
+        assert run("inspect", "--store", "nowhere", code=10).error["kind"] == "no-store"
+
+    def test_the_unexpected_is_short_without_debug(self, run, monkeypatch: pytest.MonkeyPatch, saved) -> None:  # type: ignore[no-untyped-def]
+        def broken(*_: object) -> None:
+            raise ZeroDivisionError("seven")
+
+        monkeypatch.setattr("scarctl.cli.inspect.survey", broken)
+        done = run("inspect", "--store", "ckpt", code=1)
+        assert "ZeroDivisionError: seven" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert "Traceback" in run("inspect", "--store", "ckpt", "--debug", code=1).stderr
+        monkeypatch.setenv("SCARCTL_DEBUG", "1")
+        done = run("inspect", "--store", "ckpt", "--json", code=1)
+        assert "Traceback" in done.stderr
+        assert done.error["kind"] == "unexpected"
+
+
+class TestWhereValuesComeFrom:
+    def test_command_line_before_environment_before_file_before_default(  # type: ignore[no-untyped-def]
+        self, run, saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def listed(*arguments: str) -> int:
+            return len(run("inspect", "--json", *arguments).document["partitions"])
+
+        toml = tmp_path / "scarctl.toml"
+        toml.write_text('store = "ckpt"\njson = false\n')
+        total = listed()
+        assert total > 5
+        toml.write_text('store = "ckpt"\n[inspect]\nlimit = 5\n')
+        assert listed() == 5
+        monkeypatch.setenv("SCARCTL_LIMIT", "4")
+        assert listed() == 4
+        assert listed("--limit", "3") == 3
+        assert listed("--limit", "all") == total
+        toml.write_text('store = "elsewhere"\n')
+        monkeypatch.setenv("SCARCTL_STORE", "ckpt")
+        assert listed() == 4
+
+    @pytest.mark.parametrize(
+        ("content", "says"),
+        [
+            ("store = ", "not TOML"),
+            ("\xff", "not TOML"),
+            ("[unheard_of]\na = 1", "no command"),
+            ("fracton = 0.5", "no setting"),
+            ('[inspect]\nlimt = 5\nstore = "x"', "no option"),
+        ],
+    )
+    def test_a_wrong_file_is_refused(self, run, tmp_path: Path, content: str, says: str) -> None:  # type: ignore[no-untyped-def]
+        (tmp_path / "scarctl.toml").write_bytes(content.encode("latin-1"))
+        assert says in run("inspect", "--json", code=2).error["message"]
+
+    def test_session_settings_follow_the_same_order(self, tmp_path: Path) -> None:
+        (tmp_path / "scarctl.toml").write_text(
+            'store = "from-file"\ninterval = 7\nfraction = "1/4"\nby_layer = true\n'
+        )
+        environ = {"SCARCTL_INTERVAL": "8", "SCARCTL_VALIDATE": "yes"}
+        settings = SessionSettings.resolve(
+            {"policy": "round", "norm": None}, environ=environ, folder=tmp_path
+        )
+        assert (settings.store, settings.interval, settings.fraction) == ("from-file", 8, 0.25)
+        assert (settings.policy, settings.norm, settings.by_layer, settings.validate) == (
+            "round",
+            "l2",
+            True,
+            True,
+        )
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {},
+            {"store": ""},
+            {"fraction": float("nan")},
+            {"fraction": 0},
+            {"fraction": 1.5},
+            {"interval": 0},
+            {"policy": "best"},
+            {"norm": "l3"},
+            {"shards": 0},
+            {"partition_bytes": -1},
+            {"by_layer": True, "rows": {"a": 1}},
+            {"on_error": "ignore"},
+            {"drain_timeout": -1.0},
+            {"unheard_of": 1},
+            {"rows": {"a": 0}},
+            {"max_staleness": True},
+        ],
+    )
+    def test_wrong_settings_are_refused(self, given: dict[str, object], tmp_path: Path) -> None:
+        given = {"store": "x", **given} if given else {}
+        with pytest.raises(UsageError):
+            SessionSettings.resolve(given, environ={}, folder=tmp_path)
+
+    def test_wrong_environment_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="SCARCTL_INTERVAL"):
+            SessionSettings.resolve({"store": "x"}, environ={"SCARCTL_INTERVAL": "often"}, folder=tmp_path)
+
+    def test_names_agree_with_the_policies(self) -> None:
+        assert policy.POLICIES == POLICIES
+        assert len(NORMS) == 3
+
+    @pytest.mark.parametrize("text", ["1/8", "0.125", " 1/8 ", "12.5e-2"])
+    def test_fractions_are_read(self, text: str) -> None:
+        assert parse_fraction(text) == 0.125
+
+    @pytest.mark.parametrize(
+        "text", ["nan", "0", "-1/8", "1.01", "9/8", "1/0", "inf", "", "some", "1e999999"]
+    )
+    def test_no_fractions_are_refused(self, text: str) -> None:
+        with pytest.raises(UsageError):
+            parse_fraction(text)
+
+
+def test_sizes_for_people() -> None:
+    assert [human_bytes(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "5.0 MiB",
+        "3.0 TiB",
+    ]
+
+
+class TestProcess:
+    """Through a real process."""
+
+    def test_exit_codes_and_streams(self, saved, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+        for arguments, code in (
+            (["inspect", "--store", "ckpt"], 0),
+            (["inspect", "--store", "missing", "--json"], 10),
+            (["inspect"], 2),
+        ):
+            done = subprocess.run([*SCARCTL, *arguments], capture_output=True, text=True, cwd=tmp_path)
+            assert done.returncode == code, done.stderr
+            assert bool(done.stdout) == (code != 2)
+        assert json.loads(done.stdout or "{}") == {}
+
+    def test_help_and_inspect_load_nothing_heavy(self, saved, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+        program = (
+            "import sys\nfrom scarctl.cli.main import cli\n"
+            "try:\n    cli.main(sys.argv[1:])\n"
+            "finally:\n    print([m for m in ('torch', 'fsspec', 'safetensors', 'rich') if m in sys.modules],"
+            " 'numpy' in sys.modules, file=sys.stderr)"
+        )
+        for arguments, numpy in ((["--help"], False), (["inspect", "--store", "ckpt", "--json"], True)):
+            command = [sys.executable, "-c", program, *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+            assert (done.returncode, done.stderr) == (0, f"[] {numpy}\n")
+
+    def test_a_reader_that_goes_away_is_no_noise(self, saved, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+        read, write = os.pipe()
+        os.close(read)
+        command = [*SCARCTL, "inspect", "--store", "ckpt"]
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, cwd=tmp_path)
+        os.close(write)
+        assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_a_signal_ends_it_with_its_number_and_leaves_no_temporary_file(  # type: ignore[no-untyped-def]
+        self, saved, tmp_path: Path, number: signal.Signals
+    ) -> None:
+        program = (
+            "import sys, time\nimport scarctl.recovery as r\nfrom scarctl.cli.main import cli\n"
+            "def slow(*a):\n    print('ready', flush=True)\n    time.sleep(60)\n"
+            "import scarctl.repair\nscarctl.repair.execute = slow\ncli.main(sys.argv[1:])"
+        )
+        arguments = ["recover", "--store", "ckpt", "--lost", "all", "--output", "out.safetensors"]
+        before = sorted(os.listdir(tmp_path))
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.05)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=20)
+        assert process.returncode == 128 + number
+        assert "Traceback" not in err
+        assert sorted(os.listdir(tmp_path)) == before

@@ -1,0 +1,374 @@
+"""A process killed at every system call of the commit path, and system calls that fail: old state or new, never neither."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scarctl.errors import MissingGuarantee, ScarError, Unavailable
+from scarctl.layout import Layout
+from scarctl.store import Store, StoreWriter, verify
+from tests.store.helpers import Data, read_all, summary
+
+CALLS = ("open", "write", "fsync", "link", "unlink", "replace", "mkdir", "close", "ftruncate")
+
+
+class Fault:
+    """Counts calls of `os` and does something at the k-th: before it, or after it."""
+
+    def __init__(self, k: int, action: Callable[[], Any], *, after: bool = False, names: tuple[str, ...] = CALLS) -> None:
+        self.k, self.action, self.after, self.names = k, action, after, names
+        self.count = 0
+        self.originals = {name: getattr(os, name) for name in names}
+
+    def __enter__(self) -> Fault:
+        for name in self.names:
+            setattr(os, name, self._wrap(self.originals[name]))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, original in self.originals.items():
+            setattr(os, name, original)
+
+    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            if self.count == self.k and not self.after:
+                self.action()
+            result = original(*args, **kwargs)
+            if self.count == self.k and self.after:
+                self.action()
+            return result
+
+        return call
+
+
+def _in_child(work: Callable[[], None]) -> int:
+    """Runs `work` in a forked child; its wait status."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitpid(pid, 0)[1]
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _prepared(folder: Path, layout: Layout) -> tuple[Store, Data]:
+    store = Store.create(folder / "run", shards=2)
+    data = Data(layout)
+    shard_of = layout.shards(2, 0)
+    with store.writer(layout=layout, shard_of=shard_of) as writer:
+        for shard in (0, 1):
+            ids = np.flatnonzero(shard_of == shard)
+            writer.commit(shard, ids, data, step=0, sealed=True, extras={"n": 0})
+    return store, data
+
+
+def _contents(store: Store) -> tuple[dict[int, bytes], list[int], list[int], object]:
+    """What a reader sees of shard 0: copies, versions without epochs, seals."""
+    state = store.state(0)
+    found, bad = read_all(store, state)
+    assert bad == {}
+    extras = store.read_extras(state)
+    assert verify(store, read_data=True).problems == []
+    return found, (state.version & 0xFFFF).tolist(), [step for _, _, step in state.sealed], extras and extras[1]
+
+
+def _work(store: Store, layout: Layout, data: Data) -> None:
+    """One whole life of a writer: opening, a commit, a seal, closing."""
+    shard_of = layout.shards(2, 0)
+    ids = np.flatnonzero(shard_of == 0)
+    with store.writer(layout=layout, shard_of=shard_of) as writer:
+        writer.commit(0, ids[::3], data, step=1, extras={"n": 1})
+        writer.commit(0, ids[1::3], data, step=2, sealed=True)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_at_every_call_of_a_writers_life(memory_path: Path, layout: Layout, after: bool) -> None:
+    store, data = _prepared(memory_path, layout)
+    ids = np.flatnonzero(layout.shards(2, 0) == 0)
+    changed = Data(layout, 1)
+    run, saved = memory_path / "run", memory_path / "saved"
+    shutil.copytree(run, saved)
+
+    old = _contents(store)
+    mixed = Data(layout)
+    allowed = [old]
+    for step, part in ((1, ids[::3]), (2, ids[1::3])):
+        for i in part.tolist():
+            _copy_partition(changed, mixed, i)
+        versions = [0 if step == 1 else 2] * len(ids)
+        if step == 1:
+            versions[::3] = [1] * len(versions[::3])
+        allowed.append((mixed.all(ids.tolist()), versions, [0] if step == 1 else [0, 2], {"n": 1}))
+    seen = set()
+    k = 0
+    while True:
+        k += 1
+
+        def work(k: int = k) -> None:
+            with Fault(k, _kill, after=after):
+                _work(store, layout, changed)
+
+        status = _in_child(work)
+        contents = _contents(Store.open(run))
+        assert contents in allowed, f"call {k}"
+        seen.add(allowed.index(contents))
+        # The next writer works, whatever was left behind.
+        if k % 7 == 0 or not os.WIFSIGNALED(status):
+            _work(store, layout, changed)
+            assert _contents(store) == allowed[2]
+        if not os.WIFSIGNALED(status):
+            assert status == 0
+            break
+        shutil.rmtree(run)
+        shutil.copytree(saved, run)
+    assert seen == {0, 1, 2}
+    print(k)
+    assert k > 60
+
+
+def _copy_partition(source: Data, target: Data, i: int) -> None:
+    from tests.store.helpers import place
+
+    g, start, stop = place(source.layout, i)
+    for t, array in enumerate(target.tensors[g]):
+        array[start:stop] = source.tensors[g][t][start:stop]
+
+
+def test_killed_at_every_call_of_creation_and_roll_back(memory_path: Path, layout: Layout) -> None:
+    data = Data(layout)
+    k = 0
+    while True:
+        k += 1
+        folder = memory_path / str(k)
+
+        def work(k: int = k, folder: Path = folder) -> None:
+            with Fault(k, _kill):
+                store = Store.create(folder / "a" / "run", shards=2)
+                with store.writer(layout=layout, shard_of=layout.shards(2, 0)) as writer:
+                    ids = writer.states[1].ids
+                    writer.commit(1, ids, data, step=3)
+                    writer.commit(1, ids[:3], Data(layout, 1), step=4)
+                    writer.roll_back({1: 1})
+
+        status = _in_child(work)
+        store = Store.create(folder / "a" / "run", shards=2)
+        with store.writer(layout=layout, shard_of=layout.shards(2, 0)) as writer:
+            assert all(len(s.ids) for s in writer.states.values())
+            found, bad = read_all(store, writer.states[1])
+            assert bad == {}
+            expected = data.all(writer.states[1].ids.tolist())
+            newer = {**expected, **Data(layout, 1).all(writer.states[1].ids[:3].tolist())}
+            assert found in ({}, expected, newer)
+        assert verify(store, read_data=True).problems == []
+        if not os.WIFSIGNALED(status):
+            assert status == 0
+            assert found == expected
+            break
+    print(k)
+    assert k > 100
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_every_failing_call_of_a_commit_leaves_the_last_state(
+    memory_path: Path, layout: Layout, code: int
+) -> None:
+    """Calls fail one at a time; the commit fails cleanly or succeeds, and the next one works."""
+    store, data = _prepared(memory_path, layout)
+    shard_of = layout.shards(2, 0)
+    ids = np.flatnonzero(shard_of == 0)
+    with store.writer(layout=layout, shard_of=shard_of) as writer:
+        k = failures = 0
+        while True:
+            k += 1
+            before = _contents(store)
+            expected = dict(before[0])
+            part = ids[k % 3 :: 3]
+            data.change(part.tolist(), k)
+            names = ("write", "fsync", "link", "replace", "open")
+            with Fault(k, lambda: _raise(code), names=names) as fault:
+                try:
+                    writer.commit(0, part, data, step=k, extras={"n": k})
+                except Unavailable as error:
+                    failures += 1
+                    assert str(memory_path) in str(error)
+                    assert error.hint
+                    in_doubt = error.kind == "in-doubt"
+                else:
+                    in_doubt = False
+                    expected.update(data.all(part.tolist()))
+            after = _contents(Store.open(store.url))
+            new = {**expected, **data.all(part.tolist())}
+            assert after[0] in ([expected, new] if in_doubt else [expected])
+            if not in_doubt:
+                assert verify(store, read_data=False).orphans == []
+            # The next commit works, and what was in doubt is settled.
+            writer.commit(0, part, data, step=k)
+            assert summary(store.state(0)) == summary(writer.states[0])
+            assert _contents(store)[0] == new
+            assert verify(store, read_data=False).orphans == []
+            if fault.count < k:
+                break
+        assert failures >= 8
+
+
+def _raise(code: int) -> None:
+    raise OSError(code, os.strerror(code))
+
+
+@pytest.fixture
+def memory_path() -> Iterator[Path]:
+    """A folder in memory where there is one: a killed process is the same there, and fsync costs nothing."""
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="scarctl-crash-", dir=base))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.getuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting needs root")
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("mounting is not allowed here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk(full_disk: Path, layout: Layout, data: Data) -> None:
+    store = Store.create(full_disk / "run")
+    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        every = writer.states[0].ids
+        step = 0
+        with pytest.raises(Unavailable) as info:
+            for step in range(1000):
+                writer.commit(0, every, data, step=step)
+        assert info.value.kind == "store-full"
+        state = Store.open(store.url).state(0)
+        assert state.step == step - 1 > 2
+        assert read_all(store, state) == (data.all(every.tolist()), {})
+        # With space again the same writer goes on.
+        oldest = min(store.root.glob("shards/0/index/*"))
+        ballast = sorted(store.root.glob("shards/0/seg/*"), key=lambda p: p.stat().st_mtime_ns)[1:4]
+        oldest.unlink()
+        for path in ballast:
+            path.unlink()
+        assert writer.commit(0, every, data, step=step).step == step
+
+
+def test_a_write_that_stops_in_the_middle(
+    store: Store, writer: StoreWriter, layout: Layout, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = writer.states[0].ids
+    writer.commit(0, every, data, step=0)
+    original, room = os.write, 5000
+
+    def write(fd: int, buffer: memoryview) -> int:
+        nonlocal room
+        if room == 0:
+            _raise(errno.ENOSPC)
+        put = original(fd, buffer[: min(room, 700)])  # short writes too
+        room -= put
+        return put
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        with pytest.raises(Unavailable, match="No space") as info:
+            writer.commit(0, every, data, step=1)
+    assert "safe" in info.value.hint
+    assert store.state(0).step == 0
+    assert verify(store, read_data=True).orphans == []
+    assert writer.commit(0, every, data, step=1).step == 1
+
+
+def test_an_interrupt_between_link_and_return_is_settled(
+    store: Store, writer: StoreWriter, layout: Layout, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = os.link
+
+    def link(a: Path, b: Path) -> None:
+        original(a, b)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", link)
+        with pytest.raises(KeyboardInterrupt):
+            writer.commit(0, np.arange(5), data, step=1)
+    assert read_all(store, store.state(0)) == (data.all(range(5)), {})
+    writer.commit(0, np.arange(5, 9), data, step=2)
+    assert summary(store.state(0)) == summary(writer.states[0])
+    assert read_all(store, writer.states[0])[0] == data.all(range(9))
+
+
+def test_a_file_system_without_links_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", lambda *_: _raise(errno.EPERM))
+    with pytest.raises(MissingGuarantee) as info:
+        Store.create(tmp_path / "run")
+    assert info.value.exit_code == 14
+
+
+def test_an_index_that_cannot_be_written_does_not_fail_the_commit(
+    store: Store, writer: StoreWriter, data: Data, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from scarctl.store.blob import LocalBlobs
+
+    original = LocalBlobs.create_exclusive
+
+    def create(self: LocalBlobs, name: str, parts: Any) -> None:
+        if "/index/" in name:
+            raise Unavailable("no space")
+        original(self, name, parts)
+
+    monkeypatch.setattr(LocalBlobs, "create_exclusive", create)
+    writer.commit(0, writer.states[0].ids, data, step=0)
+    assert "no index written" in caplog.text
+    assert store.log(0).indexes() == []
+    monkeypatch.undo()
+    writer.commit(0, np.array([0]), data, step=1)
+    assert store.log(0).indexes() == [2]
+
+
+def test_errors_are_scarctl_errors_when_the_folder_goes(store: Store, writer: StoreWriter, data: Data) -> None:
+    shutil.rmtree(store.root / "shards")
+    writer.commit(0, np.array([0]), data, step=0)  # the folders come back
+    (store.root / "shards/0/seg").rename(store.root / "x")
+    (store.root / "shards/0/seg").write_text("")
+    with pytest.raises(ScarError, match="seg"):
+        writer.commit(0, np.array([0]), data, step=1)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_no_descriptor_stays_open(store: Store, layout: Layout, data: Data) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        writer.commit(0, writer.states[0].ids, data, step=0, extras={"a": 1})
+        with pytest.raises(ScarError):
+            writer.commit(0, np.array([0]), lambda *_: b"", step=1)
+        read_all(store, writer.states[0])
+        store.read_extras(writer.states[0])
+        verify(store, read_data=True)
+    assert sorted(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,199 @@
+"""Segments: what plain safetensors sees in them, and that what goes in comes out, for every dtype and shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+import safetensors.torch
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from scarctl.errors import Overwritten, UsageError
+from scarctl.layout import DTYPES, Layout, TensorSpec, build_layout
+from scarctl.store import Store, StoreWriter, verify
+from scarctl.store.blob import LocalBlobs, LocalReader
+from tests.store.helpers import Data, read_all
+
+
+def _store(folder: Path, layout: Layout) -> tuple[Store, StoreWriter]:
+    store = Store.create(folder)
+    return store, store.writer(layout=layout, shard_of=layout.shards(1, 0))
+
+
+def _segment(store: Store) -> Path:
+    return max(store.root.glob("shards/0/seg/*"), key=lambda p: p.stat().st_mtime_ns)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (13, 5), (3, 0), (9, 1, 3)])
+def test_every_dtype_round_trips(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
+    layout = build_layout(
+        [("w", "parameter", (TensorSpec("", dtype, shape),)), ("x", "buffer", (TensorSpec("", "U8", (3,)),))],
+        rows={"w": 2},
+    )
+    data = Data(layout)
+    store, writer = _store(tmp_path, layout)
+    with writer:
+        writer.commit(0, np.arange(layout.partitions), data, step=1)
+    state = store.state(0)
+    assert read_all(store, state) == (data.all(range(layout.partitions)), {})
+    with safetensors.safe_open(_segment(store), "pt") as file:
+        loaded = file.get_tensor("x")
+        assert bytes(loaded.numpy()) == data.tensors[1][0].tobytes()
+        if layout.groups[0].partitions:
+            tensor = file.get_tensor("w")
+            assert tuple(tensor.shape) == (shape or (1,))
+            assert bytes(tensor.contiguous().view(torch.uint8).numpy()) == data.tensors[0][0].tobytes()
+
+
+def test_plain_safetensors_opens_a_segment(store: Store, writer: StoreWriter, layout: Layout, data: Data) -> None:
+    ids = np.arange(layout.partitions)[::2]
+    extras = {"rng": np.arange(5, dtype=np.uint8), "step": np.float64(3.5)}
+    record = writer.commit(0, ids, data, step=3, extras=extras)
+    path = _segment(store)
+    tensors = safetensors.torch.load_file(path)
+    assert tensors.pop("scarctl/partitions").tolist() == ids.tolist()
+    assert tensors.pop("scarctl/checksums").tolist() == writer.states[0].checksum[ids].tolist()
+    assert tensors["scarctl/extras/0"].dtype == torch.uint8
+    for g, group in enumerate(layout.groups):
+        local = ids[(ids >= layout.base[g]) & (ids < layout.base[g + 1])]
+        starts, stops = layout.row_ranges(local)
+        rows = [r for a, b in zip(starts.tolist(), stops.tolist(), strict=True) for r in range(a, b)]
+        for t, spec in enumerate(group.tensors):
+            if not len(local):
+                assert group.key(t) not in tensors
+                continue
+            found = tensors[group.key(t)]
+            assert tuple(found.shape) == (len(rows), *spec.shape[1:])
+            assert bytes(found.view(torch.uint8).numpy()) == data.tensors[g][t][rows].tobytes()
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    assert {k: metadata[k] for k in ("format", "kind", "layout", "shard", "epoch", "step")} == {
+        "format": "1", "kind": "commit", "layout": layout.digest, "shard": "0", "epoch": "1", "step": "3",
+    }  # fmt: skip
+    assert record.segment is not None
+    assert path.stat().st_size == record.segment.nbytes
+
+
+def test_numpy_loads_what_it_has_dtypes_for(tmp_path: Path) -> None:
+    specs = tuple(TensorSpec(d, d, (5, 3)) for d in ("F64", "F32", "F16", "I8", "U16", "BOOL", "U64"))
+    layout = build_layout([(s.slot, "buffer", (TensorSpec("", s.dtype, s.shape),)) for s in specs], rows={"*": 2})
+    data = Data(layout)
+    data.tensors[5][0] &= 1
+    store, writer = _store(tmp_path, layout)
+    with writer:
+        writer.commit(0, np.arange(layout.partitions), data, step=1, sealed=True)
+    loaded = safetensors.numpy.load_file(_segment(store))
+    for g, group in enumerate(layout.groups):
+        assert loaded[group.name].shape == (5, 3)
+        assert loaded[group.name].tobytes() == data.tensors[g][0].tobytes()
+
+
+def test_data_are_aligned_to_their_items(store: Store, writer: StoreWriter, layout: Layout, data: Data) -> None:
+    writer.commit(0, np.arange(layout.partitions), data, step=0, extras={"a": np.zeros(3, np.uint8), "b": np.zeros(2)})
+    raw = _segment(store).read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    for name, entry in json.loads(raw[8 : 8 + length]).items():
+        if name != "__metadata__":
+            assert (8 + length + entry["data_offsets"][0]) % DTYPES[entry["dtype"]] == 0, name
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> tuple[Layout, list[int], int]:
+    groups = []
+    for i in range(draw(st.integers(1, 4))):
+        rows = draw(st.integers(1, 30))
+        specs = tuple(
+            TensorSpec(slot, draw(st.sampled_from(("F32", "BF16", "U8", "I64"))), (rows, draw(st.integers(0, 6))))
+            for slot in ("", "m", "v")[: draw(st.integers(1, 3))]
+        )
+        groups.append((f"g{i}", "parameter", specs))
+    per = {f"g{i}": draw(st.integers(1, 40)) for i in range(len(groups))}
+    layout = build_layout(groups, rows=per)
+    every = list(range(layout.partitions))
+    ids = draw(st.lists(st.sampled_from(every), unique=True)) if every else []
+    return layout, ids, draw(st.integers(0, 2**16))
+
+
+@settings(max_examples=40)
+@given(case=_cases(), big=st.sampled_from([1, 50, 1 << 18]), chunk=st.sampled_from([1, 64, 1 << 22]), gap=st.sampled_from([0, 40, 1 << 14]))
+def test_any_choice_of_partitions_round_trips(
+    tmp_path_factory: pytest.TempPathFactory, case: tuple[Layout, list[int], int], big: int, chunk: int, gap: int
+) -> None:
+    layout, ids, seed = case
+    assume(layout.partitions > 0)
+    data = Data(layout, seed)
+    store, writer = _store(tmp_path_factory.mktemp("s"), layout)
+    with pytest.MonkeyPatch.context() as patch, writer:
+        patch.setattr("scarctl.store.segment.BIG_RUN", big)
+        patch.setattr("scarctl.store.segment.CHUNK", chunk)
+        patch.setattr("scarctl.store.segment.SPAN", chunk)
+        patch.setattr("scarctl.store.store.BATCH", chunk)
+        patch.setattr(LocalBlobs, "gap", gap)
+        writer.commit(0, np.array(ids, np.int64), data, step=0, extras={"x": 1})
+        state = writer.states[0]
+        assert read_all(store, state) == (data.all(ids), {})
+        some = np.array(ids[::2], np.int64)
+        assert read_all(store, state, some)[0] == data.all(some.tolist())
+        assert verify(store, read_data=True).intact
+
+
+def test_pieces_of_many_sizes(tmp_path: Path) -> None:
+    specs = [(f"w{n}", "parameter", (TensorSpec("", "U8", (4099, n)),)) for n in (1, 15, 300, 5000)]
+    layout = build_layout(specs, rows={"w1": 1, "w15": 1, "w300": 16, "w5000": 1})
+    data = Data(layout)
+    ids = np.sort(np.random.default_rng(0).permutation(layout.partitions)[: layout.partitions // 3])
+    store, writer = _store(tmp_path, layout)
+    with writer:
+        writer.commit(0, ids, data, step=0)
+    assert read_all(store, store.state(0)) == (data.all(ids.tolist()), {})
+
+
+def test_neighbours_are_read_with_one_call(
+    store: Store, writer: StoreWriter, layout: Layout, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer.commit(0, np.arange(layout.partitions), data, step=0)
+    ranges: list[int] = []
+    original = LocalReader.read_into
+
+    def counted(self: LocalReader, start: int, buffer: memoryview) -> None:
+        ranges.append(len(buffer))
+        original(self, start, buffer)
+
+    monkeypatch.setattr(LocalReader, "read_into", counted)
+    list(store.read(writer.states[0], np.arange(5, 20), corrupt=[]))  # rows of "emb": two tensors
+    assert ranges[2:] == [15 * 12, 15 * 24]  # after the header's length and the header
+    monkeypatch.setattr(LocalBlobs, "gap", 0)
+    ranges.clear()
+    list(store.read(writer.states[0], np.array([1, 2, 9]), corrupt=[]))
+    assert ranges[2:] == [24, 12, 48, 24]
+
+
+def test_a_source_of_the_wrong_length_is_refused(store: Store, writer: StoreWriter, data: Data) -> None:
+    def short(g: int, t: int, a: int, b: int) -> memoryview:
+        return data(g, t, a, b - 1)
+
+    def strided(g: int, t: int, a: int, b: int) -> memoryview:
+        return memoryview(np.repeat(data.tensors[g][t][a:b], 2, axis=0)[::2])
+
+    for source in (short, strided):
+        with pytest.raises(UsageError, match="emb"):
+            writer.commit(0, np.array([0, 1]), source, step=0)
+    assert len(list(store.root.glob("shards/0/seg/*"))) == 1  # the members; nothing left of the attempts
+    writer.commit(0, np.array([0, 1]), data, step=0)
+
+
+def test_a_source_that_changed_meanwhile_is_discarded(store: Store, writer: StoreWriter, data: Data) -> None:
+    for ids in (np.array([1]), np.empty(0, np.int64)):
+        with pytest.raises(Overwritten):
+            writer.commit(0, ids, data, step=0, extras={"a": 1}, verify_source=lambda: False)
+    assert len(list(store.root.glob("shards/0/seg/*"))) == 1
+    assert writer.states[0].seq == 0
+    assert writer.commit(0, np.array([1]), data, step=0, verify_source=lambda: True).seq == 1
+

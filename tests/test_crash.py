@@ -1,0 +1,121 @@
+"""The training process really dies, by SIGKILL, at any moment; what is left is whole and what was acknowledged is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from scarctl.daemon.folder import arena_folder
+from scarctl.store import Store, verify
+from scarctl.version import step_of
+from tests.support import stepper
+
+ROOT = Path(__file__).parent.parent
+
+
+def train_and_kill(store: Path, seconds: float, log: Path) -> tuple[int, np.ndarray]:
+    """Run the stepper, kill it `seconds` after its first step; returns the last step and acknowledgements it told."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.stepper", str(store), "1000000"],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while len(told(log)) < 2 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(seconds)
+    finally:
+        process.kill()
+        _, errors = process.communicate()
+    assert process.returncode == -signal.SIGKILL, errors.decode()
+    lines = told(log)
+    return lines[-1]["step"], np.array(lines[-1]["durable"])
+
+
+def told(log: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in log.read_bytes().split(b"\n")[:-1]]
+
+
+def stored_steps(folder: Path) -> np.ndarray:
+    store = Store.open(str(folder))
+    states = [store.state(shard) for shard in store.shards()]
+    steps = np.zeros(sum(len(s.ids) for s in states), dtype=np.int64)
+    for state in states:
+        steps[state.ids] = step_of(state.version)
+    store.close()
+    return steps
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.parametrize("host_is_lost", [False, True], ids=["memory-left", "store-only"])
+def test_kill_and_run_again(tmp_path: Path, arena_dir: Path, host_is_lost: bool) -> None:
+    folder, rng = tmp_path / "store", random.Random(7)
+    for _ in range(3):
+        step, durable = train_and_kill(folder, rng.uniform(0.0, 0.6), tmp_path / "log")
+        store = Store.open(str(folder))
+        assert verify(store, read_data=True).problems == []
+        if host_is_lost:
+            shutil.rmtree(arena_folder(str(arena_dir), store.id), ignore_errors=True)
+        store.close()
+        if durable.size and durable.min() >= 0:
+            assert (stored_steps(folder) >= durable).all()
+
+        model, optimizer = stepper.build()
+        session = stepper.attach(model, optimizer, str(folder))
+        resumed = session.resume()
+        assert resumed.step <= step + 1
+        if resumed.report is not None:
+            assert set(resumed.report.tiers) <= ({"store"} if host_is_lost else {"memory", "store"})
+            assert stepper.torn_rows(model, optimizer) == []
+            # Every row is of the step that the report says it is of.
+            steps = torch.cat([p[:, 0] for p in model.parameters()]).detach().numpy()
+            np.testing.assert_array_equal(steps, step_of(resumed.report.plan.version))
+        session.close(seal=False)
+        # Let go as a dying process does: what the next one finds is what this one found.
+
+
+def test_resume_takes_from_memory_what_the_store_never_got(tmp_path: Path, arena_dir: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)
+            model, optimizer = stepper.build()
+            session = stepper.attach(model, optimizer, str(tmp_path / "store"))
+            optimizer.step()
+            session._finish()
+            assert session._engine is not None
+            session._engine.persister.drain(30)
+            session._engine.persister.close()  # from here on nothing reaches the store
+            for _ in range(11):
+                optimizer.step()
+            session._finish()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert stored_steps(tmp_path / "store").max() == 1
+    model, optimizer = stepper.build()
+    session = stepper.attach(model, optimizer, str(tmp_path / "store"))
+    resumed = session.resume()
+    assert (resumed.step, resumed.exact) == (12, False)
+    assert resumed.report is not None
+    assert resumed.report.tiers == {"memory": 64}
+    assert stepper.torn_rows(model, optimizer) == []
+    assert {int(p[:, 0].max()) for p in model.parameters()} <= {3, 6, 9, 12}
+    assert session._engine is not None
+    assert session._engine.persister.drain(30), "what was only in memory becomes durable now"
+    assert stored_steps(tmp_path / "store").max() == 12
+    session.close()
