@@ -55,6 +55,8 @@ class SessionSettings:
     """Rows per partition by pattern of group names, first match wins. Fixed when the store is created."""
     on_error: str = "warn"
     """A fault while saving is logged and counted ("warn"), or raised from the next call or step ("raise")."""
+    daemon: bool = False
+    """Save from the host's daemon, which outlives this process; otherwise from a thread of this process."""
     arena_dir: str | None = None
     """Folder that holds the arena instead of shared memory. None: /dev/shm, or the temporary folder."""
     validate: bool = False
@@ -151,11 +153,10 @@ def check_fixed(shards: int | None, partition_bytes: int | None) -> None:
 
 def parse_fraction(text: str) -> float:
     """A fraction written as `0.125` or `1/8`. Raises UsageError when it is neither, or not in (0, 1]."""
-    from fractions import Fraction
-
+    above, slash, below = text.partition("/")
     try:
-        value = float(Fraction(text.strip()))
-    except (ValueError, ZeroDivisionError, OverflowError):
+        value = float(above) / float(below if slash else 1)
+    except (ValueError, ZeroDivisionError):
         value = math.nan
     if not 0 < value <= 1:
         raise UsageError(
@@ -226,6 +227,7 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "partition_bytes": int,
     "by_layer": _flag,
     "on_error": str,
+    "daemon": _flag,
     "arena_dir": str,
     "validate": _flag,
     "drain_timeout": float,

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from scarctl.config import SessionSettings
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.handover import HandOverQueue
-from scarctl.daemon.persister import Persister, adopt_orphans
-from scarctl.daemon.runner import PersisterThread
+from scarctl.daemon.persister import adopt_orphans
+from scarctl.daemon.saver import Saver
 from scarctl.errors import ScarError
 from scarctl.layout import Layout
 from scarctl.live import LiveState
@@ -52,27 +52,25 @@ class Copied:
 class Engine:
     """The saving side of a session. One checkpoint is under way at a time."""
 
-    def __init__(self, store: Store, layout: Layout, settings: SessionSettings, folder: Path) -> None:
-        """Open or create the arena, open the store for writing (a new epoch), start the persister.
+    def __init__(
+        self, store: Store, layout: Layout, settings: SessionSettings, folder: Path, saver: Saver
+    ) -> None:
+        """Open or create the arena in `folder`, and start saving: a new epoch.
 
-        Raises Contention, Unavailable (arena or store is full), AccessDenied.
+        Raises Contention, Unavailable (arena or store is full), AccessDenied, Corruption.
         """
         self.store = store
         self.layout = layout
         self.settings = settings
+        self.saver = saver
         self.shard_of = layout.shards(store.settings.shards, store.settings.seed)
         self.budget = max(1, int(settings.fraction * layout.nbytes))
         self.credit = 0
         self.cursor = 0
-        self.writer = store.writer(layout=layout, shard_of=self.shard_of)
-        try:
-            self.arena = _open_arena(folder, layout, store.id, self.writer.epoch)
-            self.queue = HandOverQueue(self.arena.folder)
-            adopt_orphans(self.arena, self.queue)
-        except BaseException:
-            self.writer.close()
-            raise
-        self._start_persister()
+        self.arena = _open_arena(folder, layout, store.id)
+        self.queue = HandOverQueue(self.arena.folder)
+        adopt_orphans(self.arena, self.queue)
+        saver.open(self.arena)
 
     def copy(self, live: LiveState, step: int) -> Copied:
         """One partial checkpoint: pick at most the budget and copy it into the arena."""
@@ -117,7 +115,7 @@ class Engine:
         return Copied(step, ids, sealed=not nonfinite.size, nonfinite=nonfinite)
 
     def _save(self, live: LiveState, ids: Ids, distance: NDArray[np.float64], step: int) -> None:
-        live.save(ids, pack(self.writer.epoch, step))
+        live.save(ids, pack(self.arena.epoch, step))
         self.arena.distance[:] = distance
         self.arena.distance[ids] = 0.0
 
@@ -125,7 +123,7 @@ class Engine:
         """Copy what was copied of group `g` once more. What is not finite by now has no good copy of this step."""
         mine = (copied.ids >= self.layout.base[g]) & (copied.ids < self.layout.base[g + 1])
         finite = np.isfinite(live.distances(self.settings.norm)[copied.ids])
-        live.save(copied.ids[mine & finite], pack(self.writer.epoch, copied.step))
+        live.save(copied.ids[mine & finite], pack(self.arena.epoch, copied.step))
         bad = copied.ids[mine & ~finite]
         if not bad.size:
             return copied
@@ -139,9 +137,9 @@ class Engine:
 
     def hand_over(self, copied: Copied, extras: Any) -> None:
         """Queue what was copied for the persister. Returns at once; the queue is on disk, in the arena's folder."""
-        version = pack(self.writer.epoch, copied.step)
+        version = pack(self.arena.epoch, copied.step)
         self.queue.put(version=version, ids=copied.ids, sealed=copied.sealed, extras=extras)
-        self.persister.notify()
+        self.saver.notify()
 
     def adopt_orphans(self) -> None:
         """After a fault: what was copied but not handed over would wait for ever."""
@@ -149,37 +147,31 @@ class Engine:
             adopt_orphans(self.arena, self.queue)
         except ScarError as error:
             log.error("copies in %s cannot be queued: %s", self.arena.folder, error)
-        self.persister.notify()
+        self.saver.notify()
 
     @contextmanager
-    def stopped_persister(self) -> Iterator[None]:
-        """Nothing is written to the store by the background thread inside; what is queued stays queued."""
-        self.persister.close()
+    def nothing_saved(self) -> Iterator[None]:
+        """Inside, nothing is written to the store; what is queued stays queued."""
+        self.saver.stop()
         try:
             yield
         finally:
-            self._start_persister()
+            self.saver.resume()
 
     def forget_after(self, plan: Plan) -> None:
         """Make the sealed state of `plan`, which the arena has now, the newest: here and in the store (a new epoch)."""
-        self.writer.roll_back(plan.seqs)
-        self.queue.clear()
-        self.arena.epoch = self.writer.epoch
+        self.saver.roll_back(plan.seqs)
         self.arena.durable[:] = self.arena.version
         self.arena.sealed = NEVER
-
-    def _start_persister(self) -> None:
-        self.persister = PersisterThread(Persister(self.arena, self.writer, self.shard_of), self.queue)
 
     def close(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until all is durable, then let go. Returns whether it was.
 
         A durable arena is removed; otherwise it stays with its queue, and the next session on this host goes on.
         """
-        durable = self.persister.drain(timeout)
-        self.persister.close()
+        durable = self.saver.drain(timeout)
+        self.saver.close()
         durable = durable and not self.arena.pending().any()
-        self.writer.close()
         if durable:
             self.queue.clear()
             self.arena.remove()
@@ -188,15 +180,14 @@ class Engine:
         return durable
 
 
-def _open_arena(folder: Path, layout: Layout, store_id: str, epoch: int) -> Arena:
+def _open_arena(folder: Path, layout: Layout, store_id: str) -> Arena:
     """The run's arena: the one that a process left when it died, or a new one."""
     arena = Arena.open_existing(folder, store_id=store_id)
     if arena is not None and arena.layout == layout:
-        arena.epoch = epoch
         arena.pid = os.getpid()
         return arena
     if arena is not None:
         log.warning("the arena in %s is of another layout: replaced", folder)
         HandOverQueue(folder).clear()
         arena.remove()
-    return Arena.create(folder, layout, store_id=store_id, epoch=epoch)
+    return Arena.create(folder, layout, store_id=store_id, epoch=1)

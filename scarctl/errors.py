@@ -122,3 +122,13 @@ class Overwritten(ScarError):
 
     kind = "overwritten"
     retryable = True
+
+
+def by_kind(kind: str) -> type[ScarError]:
+    """The class whose errors have this `kind`; `ScarError` when none has it by itself."""
+    classes = [ScarError]
+    for known in classes:
+        classes += known.__subclasses__()
+        if known.kind == kind:
+            return known
+    return ScarError

@@ -307,13 +307,16 @@ def _commit(
     """Commit every shard's share. A shard in which nothing else has changed is sealed: all of it is of this step."""
     done = choice.unchanged.copy()
     done[choice.ids] = True
-    shards = shard_of[choice.ids]
-    for shard in np.unique(shard_of).tolist():
-        ids = choice.ids[shards == shard]
-        sealed = bool(done[shard_of == shard].all())
-        if ids.size or sealed:
-            writer.commit(shard, ids, arena.source, step=settings.step, sealed=sealed, extras=choice.extras)
-    return {shard: writer.states[shard].seq for shard in np.unique(shard_of).tolist()}
+    chosen, shards = shard_of[choice.ids], np.unique(shard_of).tolist()
+    sealed = {shard: bool(done[shard_of == shard].all()) for shard in shards}
+    due = [shard for shard in shards if sealed[shard] or (chosen == shard).any()]
+    # Also when nothing fits into the budget: what is left of it counts for the next call.
+    for shard in due or shards[:1]:
+        ids = choice.ids[chosen == shard]
+        writer.commit(
+            shard, ids, arena.source, step=settings.step, sealed=sealed[shard], extras=choice.extras
+        )
+    return {shard: writer.states[shard].seq for shard in shards}
 
 
 def _result(

@@ -102,7 +102,7 @@ def recover_live(
 def _roll_back(engine: Engine, live: LiveState, lost: int | None = None) -> tuple[Report, Any]:
     """Go back to the newest state that all shards sealed at one step; forget what came after, here and in the store."""
     known = engine.arena.distance.copy()
-    with engine.stopped_persister():
+    with engine.nothing_saved():
         plan = plan_rollback(engine.store, engine.layout, engine.shard_of, engine.arena, lost=lost)
         report = execute(plan, engine.store, engine.arena, ArenaSink(engine.arena))
         extras = _sealed_extras(engine.store, report.plan)

@@ -22,7 +22,9 @@ import torch
 
 from scarctl.adapter import Adapter, StateGroup, find_adapter
 from scarctl.config import SessionSettings
+from scarctl.daemon.client import DaemonSaver
 from scarctl.daemon.folder import arena_folder
+from scarctl.daemon.saver import LocalSaver, Saver
 from scarctl.dtypes import name_of, plain
 from scarctl.engine import Copied, Engine
 from scarctl.errors import Corruption, LayoutMismatch, ScarError, UsageError
@@ -153,13 +155,16 @@ class Session:
         self._in_step = False
         self._closed = False
         self._pid = os.getpid()
+        self._requested: bool | None = None
         self.store = Store.create(settings.store, **settings.fixed())
+        self._saver = self._make_saver()
         try:
-            self.store.lock()
+            self._saver.claim()
             self._remove_hooks = (
                 adapter.install(self._before_step, self._after_step) if auto else lambda: None
             )
         except BaseException:
+            self._saver.close()
             self.store.close()
             raise
         self._worker = Worker("scarctl-copy")
@@ -190,8 +195,8 @@ class Session:
         self._finish()
         self._begin(full=full)
         self._finish()
-        if wait and not engine.persister.drain(self.settings.drain_timeout):
-            raise engine.persister.fault()
+        if wait and not engine.saver.drain(self.settings.drain_timeout):
+            raise engine.saver.fault()
 
     def resume(self, mode: str = "partial") -> Resumed:
         """Restore what the store and this host's memory have, in place; an empty store changes nothing.
@@ -249,6 +254,8 @@ class Session:
         try:
             if self._engine is not None:
                 self._close_engine(self._engine, seal=seal)
+            else:
+                self._saver.close()
         finally:
             self._worker.close()
             self.store.close()
@@ -284,7 +291,10 @@ class Session:
             self._begin(full=True)
             return
         self._engine.arena.head_step = self.head_step
-        if self.head_step % self.settings.interval == 0:
+        requested, self._requested = self._requested, None
+        if requested is not None:
+            self._begin(full=requested)
+        elif self.head_step % self.settings.interval == 0:
             self._begin(full=self.settings.policy == "full")
 
     def _inert(self) -> bool:
@@ -298,7 +308,7 @@ class Session:
         engine = self._started()
         started = time.perf_counter()
         try:
-            if (fault := engine.persister.failure) is not None:
+            if (fault := engine.saver.failure) is not None:
                 raise fault
             live = self._live(engine)
             # A forward pass changes buffers (batch norm): the copy must not read them while it does.
@@ -390,9 +400,19 @@ class Session:
 
     # -- start and end ------------------------------------------------------------------------------------------
 
+    def _make_saver(self) -> Saver:
+        if not self.settings.daemon:
+            return LocalSaver(self.store)
+        folder = arena_folder(self.settings.arena_dir, self.store.id).parent
+        return DaemonSaver(str(self.store.root), self.store.id, folder, self._ask)
+
+    def _ask(self, full: bool) -> None:
+        """Somebody wants a checkpoint after the next step. Called from another thread."""
+        self._requested = full or bool(self._requested)
+
     def _start(self, layout: Layout) -> Engine:
         folder = arena_folder(self.settings.arena_dir, self.store.id)
-        self._engine = Engine(self.store, layout, self.settings, folder)
+        self._engine = Engine(self.store, layout, self.settings, folder, self._saver)
         self._engine.arena.head_step = self.head_step
         return self._engine
 
@@ -426,7 +446,7 @@ class Session:
             log.error(
                 "not everything is durable in %s: %s. It stays in %s; the next session on this host goes on with it",
                 self.store.url,
-                engine.persister.fault(),
+                engine.saver.fault(),
                 engine.arena.folder,
             )
 

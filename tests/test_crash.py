@@ -98,8 +98,8 @@ def test_resume_takes_from_memory_what_the_store_never_got(tmp_path: Path, arena
             optimizer.step()
             session._finish()
             assert session._engine is not None
-            session._engine.persister.drain(30)
-            session._engine.persister.close()  # from here on nothing reaches the store
+            session._engine.saver.drain(30)
+            session._engine.saver.stop()  # from here on nothing reaches the store
             for _ in range(11):
                 optimizer.step()
             session._finish()
@@ -116,6 +116,6 @@ def test_resume_takes_from_memory_what_the_store_never_got(tmp_path: Path, arena
     assert stepper.torn_rows(model, optimizer) == []
     assert {int(p[:, 0].max()) for p in model.parameters()} <= {3, 6, 9, 12}
     assert session._engine is not None
-    assert session._engine.persister.drain(30), "what was only in memory becomes durable now"
+    assert session._engine.saver.drain(30), "what was only in memory becomes durable now"
     assert stored_steps(tmp_path / "store").max() == 12
     session.close()

@@ -19,6 +19,7 @@ WITH_TORCH = {
     "scarctl.dtypes",
     "scarctl.engine",
     "scarctl.live",
+    "scarctl.restore",
     "scarctl.session",
 }
 

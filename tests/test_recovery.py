@@ -355,7 +355,7 @@ def test_an_estimate_needs_every_distance() -> None:
     assert estimate(np.empty(0)).value == 0.0
 
 
-@hypothesis_settings(max_examples=15)
+@hypothesis_settings(max_examples=8)
 @given(data=st.data())
 def test_whatever_was_saved_last_is_what_comes_back(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

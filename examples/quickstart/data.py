@@ -65,7 +65,12 @@ def _idx_folder(folder: Path) -> Images:
     if missing:
         sys.exit(f"{folder} is no MNIST or Fashion-MNIST: there is no {' and no '.join(missing)} in it")
     pixels, labels = (read_idx(folder / name) for name in FILES)
-    if pixels.ndim != 3 or labels.ndim != 1 or len(pixels) != len(labels) or pixels.shape[1] != pixels.shape[2]:
+    if (
+        pixels.ndim != 3
+        or labels.ndim != 1
+        or len(pixels) != len(labels)
+        or pixels.shape[1] != pixels.shape[2]
+    ):
         sys.exit(f"{folder}: images of shape {pixels.shape} and labels of shape {labels.shape} do not fit")
     scaled = torch.from_numpy(pixels.astype(np.float32) / 255).unsqueeze(1)
     return Images(folder.resolve().name, scaled, torch.from_numpy(labels.astype(np.int64)))

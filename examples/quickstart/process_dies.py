@@ -1,4 +1,4 @@
-"""Act two: the training process is killed, looked at, and started again. Every command is printed as a user would type it."""
+"""Act two: the training process is killed, looked at, and started again. Commands are printed as a user types them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def _train_and_kill(command: list[str], kill_after: int) -> None:
 def _command(command: list[str]) -> None:
     """Run a command that has to succeed, and show what it prints."""
     print(f"$ {_typed(command)}", flush=True)
-    done = subprocess.run(_real(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        _real(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     print("".join(f"  {line}\n" for line in done.stdout.splitlines()), flush=True)
     if done.returncode:
         sys.exit(f"that failed with exit code {done.returncode}")

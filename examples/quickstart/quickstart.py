@@ -45,8 +45,12 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--act", choices=["1", "2", "both"], default="both")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="repetitions of act one")
-    parser.add_argument("--data", type=Path, help="folder with MNIST or Fashion-MNIST; default: scikit-learn's digits")
-    parser.add_argument("--images", type=int, default=IMAGES, help="train on this many images, the first ones")
+    parser.add_argument(
+        "--data", type=Path, help="folder with MNIST or Fashion-MNIST; default: scikit-learn's digits"
+    )
+    parser.add_argument(
+        "--images", type=int, default=IMAGES, help="train on this many images, the first ones"
+    )
     parser.add_argument("--store", type=Path, help="new folder for the stores; default: a temporary one")
     parser.add_argument("--quick", action="store_true", help="one seed, and a shorter act two")
     arguments = parser.parse_args()

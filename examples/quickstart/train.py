@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import scarctl
 from data import load
 from model import Batches, build, evaluate, train_step
+
+import scarctl
 
 BATCH = 256
 REPORT_EVERY = 20
@@ -45,7 +46,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--store", type=Path, required=True, help="folder for the checkpoints")
     parser.add_argument("--iterations", type=int, default=240)
     parser.add_argument("--data", type=Path, help="folder with MNIST or Fashion-MNIST (default: digits)")
-    parser.add_argument("--images", type=int, default=2000, help="train on this many images (default: %(default)s)")
+    parser.add_argument(
+        "--images", type=int, default=2000, help="train on this many images (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -172,6 +172,22 @@ class Arena:
             raise
 
     @classmethod
+    def share(cls, folder: Path, *, store_id: str) -> Arena | None:
+        """The arena of a live process, mapped by another one that reads copies and acknowledges them. Takes no lock.
+
+        None when there is none. Raises AccessDenied, Corruption as `open_existing`.
+        """
+        try:
+            fd = _open(folder / FILE)
+        except FileNotFoundError:
+            return None
+        try:
+            layout, geometry = _read_header(fd, folder / FILE, store_id)
+            return cls(_map(fd, geometry.size), layout, geometry, folder, -1)
+        finally:
+            os.close(fd)
+
+    @classmethod
     def anonymous(cls, layout: Layout, *, epoch: int = 1) -> Arena:
         """An arena without a file, for one process's use."""
         geometry = _Geometry(layout, b"")

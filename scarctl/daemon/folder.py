@@ -42,12 +42,17 @@ def make_private(folder: Path) -> None:
     Raises AccessDenied when somebody else made one of them; Unavailable when it cannot be made.
     """
     for level in (folder.parent, folder):
-        try:
-            os.mkdir(level, 0o700)
-        except FileExistsError:
-            check_private(level)
-        except OSError as error:
-            raise folder_error(error, level) from error
+        make_private_level(level)
+
+
+def make_private_level(folder: Path) -> None:
+    """Create one folder, or check that it is ours alone. Raises what `make_private` raises."""
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        check_private(folder)
+    except OSError as error:
+        raise folder_error(error, folder) from error
 
 
 def check_private(folder: Path) -> None:

@@ -69,7 +69,10 @@ class Persister:
         return written
 
     def _commit(self, shard: int, ids: Ids, handover: HandOver, extras: Any) -> tuple[Ids, bool]:
-        """Commit what of `ids` has no newer copy, and acknowledge it. Returns which that were, and whether the shard is sealed now."""
+        """Commit what of `ids` has no newer copy, and acknowledge it.
+
+        Returns which that were, and whether the shard is sealed now.
+        """
         arena = self._arena
         for _ in range(_ATTEMPTS):
             # A copy that is newer, or under way, comes with its own hand-over.

@@ -66,7 +66,7 @@ class PersisterThread:
         self._queue = queue
         self._machine = Machine()
         self._changed = threading.Condition()
-        self._ended = False
+        self._obeying = self._ended = False
         self._events: list[Event | _Look] = [_Look()]
         self._thread = threading.Thread(target=self._run, name="scarctl-persister", daemon=True)
         self._thread.start()
@@ -86,7 +86,9 @@ class PersisterThread:
 
     def close(self) -> None:
         """Finish the hand-over that is being written, and end the thread. What waits stays in the queue."""
-        self._send(Stop())
+        with self._changed:
+            self._events.insert(0, Stop())  # before what else is to be done
+            self._changed.notify_all()
         self._thread.join()
 
     def fault(self) -> ScarError:
@@ -97,8 +99,14 @@ class PersisterThread:
             or Unavailable("the store is slower than the time given", hint="wait longer, or save less often")
         )
 
+    @property
+    def settled(self) -> bool:
+        """Whether nothing waits, as far as the thread has looked."""
+        return self._settled()
+
     def _settled(self) -> bool:
-        return not self._events and not self._machine.waiting and self._machine.phase is not Phase.BUSY
+        machine = self._machine
+        return not (self._events or self._obeying or machine.waiting or machine.phase is Phase.BUSY)
 
     def _send(self, *events: Event | _Look) -> None:
         with self._changed:
@@ -130,7 +138,7 @@ class PersisterThread:
                 event = self._look()
             with self._changed:
                 instructions = self._machine.handle(event)
-                self._changed.notify_all()
+                self._obeying = True
             for instruction in instructions:
                 if isinstance(instruction, Stopped):
                     return
@@ -138,6 +146,9 @@ class PersisterThread:
                     wake_at = instruction.at
                 else:
                     self._obey(instruction)
+            with self._changed:
+                self._obeying = False
+                self._changed.notify_all()
 
     def _look(self) -> Event:
         """What waits now. Only this thread looks: a list made elsewhere may be older than what it knows."""
@@ -159,7 +170,8 @@ class PersisterThread:
         if isinstance(instruction, Persist):
             event = self._persist(instruction.number)
             with self._changed:
-                self._events.insert(0, event)
+                # The answer to an instruction goes before all else but the wish to stop.
+                self._events.insert(int(self._events[:1] == [Stop()]), event)
         elif isinstance(instruction, Forget):
             self._queue.remove(instruction.number)
         elif isinstance(instruction, Halt):

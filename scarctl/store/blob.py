@@ -329,7 +329,8 @@ class LocalWriter:
             self._start_writeback()
 
     def _start_writeback(self) -> None:
-        # On Linux this advice starts writing dirty pages out and waits for nothing: the disk works while we hash.
+        # On Linux this advice starts writing dirty pages out and waits for nothing: the disk works while we
+        # hash.
         if sys.platform == "linux":
             with contextlib.suppress(OSError):  # advice only
                 os.posix_fadvise(

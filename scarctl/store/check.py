@@ -76,7 +76,9 @@ def verify(store: Store, *, read_data: bool, progress: Progress | None = None) -
 
 class _Check:
     def __init__(self, store: Store, read_data: bool, progress: Progress | None) -> None:
-        self.store = store
+        # A store of its own: what this one read before may be damaged since.
+        self.store = Store(store.url, store.root, store.id, store.settings)
+        self.layouts: dict[str, Layout | None] = {}
         self.blobs = store.blobs
         self.read_data = read_data
         self.progress = progress
@@ -89,12 +91,19 @@ class _Check:
             Store.open(self.store.root)
         self._count(SETTINGS)
         for digest in self.store.layouts():
-            with self._noting(layout_path(digest)):
-                Store(self.store.url, self.store.root, self.store.id, self.store.settings).layout(digest)
+            self._layout(digest)
             self._count(layout_path(digest))
         for shard in self.store.shards():
             self._shard(self.store.log(shard))
         return self.report
+
+    def _layout(self, digest: str) -> Layout | None:
+        """A layout, None if it is missing or damaged: then that is noted, once."""
+        if digest not in self.layouts:
+            self.layouts[digest] = None
+            with self._noting(layout_path(digest)):
+                self.layouts[digest] = self.store.layout(digest)
+        return self.layouts[digest]
 
     def _noting(self, name: str) -> _Noting:
         return _Noting(self, name)
@@ -186,25 +195,27 @@ class _Check:
         assert ref is not None
         path = segment_path(log.shard, ref.name)
         self.report.segments += 1
+        layout = None
+        reasons: dict[str, None] = {}  # each once: tail and head of a missing file say the same
+        tail = None
         try:
-            layout = self.store.layout(record.layout)
-            ids, sums = np.empty(0, np.int64), None
-            with self._noting(path):
-                tail = log.tail(record, layout)
-                ids, sums = tail.ids, tail.checksums
+            layout = self._layout(record.layout)
+            tail = None if layout is None else log.tail(record, layout)
+        except (Corruption, FileNotFoundError) as error:
+            reasons[_reason(error)] = None
+        try:
             with open_segment(self.blobs, path, ref) as segment:
                 segment.check_head()
-                if record.kind != "epoch" and sums is not None:
-                    for bad, reason in self._data(segment, layout, ids, sums):
+                if layout is not None and tail is not None and tail.checksums is not None:
+                    for bad, reason in self._data(segment, layout, tail.ids, tail.checksums):
                         self._name(path, layout, bad, reason)
-        except FileNotFoundError:
-            self.note(
-                path,
-                f"the segment of record {record.seq} is missing: "
-                f"{record.partitions} partitions of epoch {record.epoch}, step {record.step}",
-            )
-        except Corruption as error:
-            self.note(path, error.message)
+        except (Corruption, FileNotFoundError) as error:
+            reasons[_reason(error)] = None
+        held = (
+            f"record {record.seq}, {record.partitions} partitions of epoch {record.epoch}, step {record.step}"
+        )
+        for reason in reasons:
+            self.note(path, f"{reason} ({held})")
         self._count(path, ref.nbytes)
 
     def _data(
@@ -228,6 +239,10 @@ class _Check:
             self.note(path, reason, layout.name(i))
         if len(bad) > _NAMED:
             self.note(path, f"{reason}: {len(bad) - _NAMED} more partitions")
+
+
+def _reason(error: Corruption | FileNotFoundError) -> str:
+    return error.message if isinstance(error, Corruption) else "the segment is missing"
 
 
 class _Noting:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,22 +82,74 @@ class Model:
         return self.save(**{name: self.tensors[name] + by for name in names or self.tensors})
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Model:
+def fresh(path: Path) -> Model:
+    """The same values every time, in a file."""
     generator = torch.Generator().manual_seed(0)
     tensors = {f"layers.{i}.w": torch.randn(16, 8, generator=generator) for i in range(8)}
     tensors["emb"] = torch.randn(40, 8, generator=generator)
     tensors["scalar"] = torch.tensor(2.5)
-    model = Model(tmp_path / "state.safetensors", tensors)
+    model = Model(path, tensors)
     model.save()
     return model
 
 
 @pytest.fixture
-def saved(run: Run, model: Model) -> Model:
+def model(tmp_path: Path) -> Model:
+    return fresh(tmp_path / "state.safetensors")
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the model at step 0, made once: syncing to disk takes most of the time."""
+    folder = tmp_path_factory.mktemp("template")
+    arguments = [
+        "checkpoint",
+        fresh(folder / "state.safetensors").path,
+        "--store",
+        folder / "ckpt",
+        "--step",
+        0,
+    ]
+    arguments += ["--shards", 4, "--partition-bytes", 256]
+    result = CliRunner().invoke(cli, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return folder / "ckpt"
+
+
+@pytest.fixture
+def saved(run: Run, model: Model, template: Path, tmp_path: Path) -> Model:
     """The model with a store "ckpt" of four shards, partitions of 256 bytes, saved at step 0."""
-    run("checkpoint", model.path, "--store", "ckpt", "--step", 0, "--shards", 4, "--partition-bytes", 256)
+    shutil.copytree(template, tmp_path / "ckpt")
     return model
+
+
+@pytest.fixture
+def others_folder() -> Iterator[Path]:
+    """A folder that everybody may read, and only this process's user may write to."""
+    folder = Path(tempfile.mkdtemp(prefix="scarctl-others-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """Root may write anywhere: be nobody for a while. Other users: write-protect what is in the working folder."""
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+        return
+    folders = [Path(), *(path for path in Path().rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        yield
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
 
 
 def assert_sound(store: str | Path = "ckpt") -> Store:

@@ -15,11 +15,17 @@ Ids = NDArray[np.int64]
 
 
 def small_layout() -> Layout:
-    """Rows of 1 and more per partition, shorter last pieces, a scalar, an empty tensor, pieces over and under 4 KiB."""
+    """Rows of 1 and more per partition, shorter last pieces, a scalar, an empty tensor, pieces over and under
+    4 KiB.
+    """
     return build_layout(
         [
             ("emb", "parameter", (TensorSpec("", "F32", (37, 3)), TensorSpec("exp_avg", "F64", (37, 3)))),
-            ("fc.weight", "parameter", (TensorSpec("", "BF16", (25, 300)), TensorSpec("m", "F8_E5M2", (25, 7)))),
+            (
+                "fc.weight",
+                "parameter",
+                (TensorSpec("", "BF16", (25, 300)), TensorSpec("m", "F8_E5M2", (25, 7))),
+            ),
             ("count", "buffer", (TensorSpec("", "I64", ()),)),
             ("odd", "parameter", (TensorSpec("", "U8", (11, 5, 1)),)),
             ("none", "buffer", (TensorSpec("", "F32", (0, 4)),)),
@@ -64,8 +70,12 @@ def place(layout: Layout, i: int) -> tuple[int, int, int]:
     return int(layout.group_of(np.array([i]))[0]), int(starts[0]), int(stops[0])
 
 
-def read_all(store: Store, state: ShardState, ids: Ids | None = None) -> tuple[dict[int, bytes], dict[int, str]]:
-    """Bytes by partition of the saved members (or of `ids`), and reasons by partition for what could not be read."""
+def read_all(
+    store: Store, state: ShardState, ids: Ids | None = None
+) -> tuple[dict[int, bytes], dict[int, str]]:
+    """Bytes by partition of the saved members (or of `ids`), and reasons by partition for what could not be
+    read.
+    """
     bad: list[tuple[Ids, str]] = []
     found: dict[int, bytes] = {}
     assert state.layout is not None

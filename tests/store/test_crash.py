@@ -1,8 +1,11 @@
-"""A process killed at every system call of the commit path, and system calls that fail: old state or new, never neither."""
+"""A process killed at every system call of the commit path, and system calls that fail: old state or new,
+never neither.
+"""
 
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import signal
@@ -21,14 +24,15 @@ from scarctl.layout import Layout
 from scarctl.store import Store, StoreWriter, verify
 from tests.store.helpers import Data, read_all, summary
 
-CALLS = ("open", "write", "fsync", "link", "unlink", "replace", "mkdir", "close", "ftruncate")
+CALLS = ("write", "fsync", "link", "unlink", "replace", "mkdir")
+"""Killed before each of these; what a call after the one before it leaves is the same."""
 
 
 class Fault:
-    """Counts calls of `os` and does something at the k-th: before it, or after it."""
+    """Counts calls of `os` and does something before the k-th."""
 
-    def __init__(self, k: int, action: Callable[[], Any], *, after: bool = False, names: tuple[str, ...] = CALLS) -> None:
-        self.k, self.action, self.after, self.names = k, action, after, names
+    def __init__(self, k: int, action: Callable[[], Any], names: tuple[str, ...] = CALLS) -> None:
+        self.k, self.action, self.names = k, action, names
         self.count = 0
         self.originals = {name: getattr(os, name) for name in names}
 
@@ -44,18 +48,16 @@ class Fault:
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
-            if self.count == self.k and not self.after:
+            if self.count == self.k:
                 self.action()
-            result = original(*args, **kwargs)
-            if self.count == self.k and self.after:
-                self.action()
-            return result
+            return original(*args, **kwargs)
 
         return call
 
 
 def _in_child(work: Callable[[], None]) -> int:
     """Runs `work` in a forked child; its wait status."""
+    gc.freeze()  # the child shares our memory: its collector need not touch it
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -91,7 +93,12 @@ def _contents(store: Store) -> tuple[dict[int, bytes], list[int], list[int], obj
     assert bad == {}
     extras = store.read_extras(state)
     assert verify(store, read_data=True).problems == []
-    return found, (state.version & 0xFFFF).tolist(), [step for _, _, step in state.sealed], extras and extras[1]
+    return (
+        found,
+        (state.version & 0xFFFF).tolist(),
+        [step for _, _, step in state.sealed],
+        extras and extras[1],
+    )
 
 
 def _work(store: Store, layout: Layout, data: Data) -> None:
@@ -103,8 +110,7 @@ def _work(store: Store, layout: Layout, data: Data) -> None:
         writer.commit(0, ids[1::3], data, step=2, sealed=True)
 
 
-@pytest.mark.parametrize("after", [False, True])
-def test_killed_at_every_call_of_a_writers_life(memory_path: Path, layout: Layout, after: bool) -> None:
+def test_killed_at_every_call_of_a_writers_life(memory_path: Path, layout: Layout) -> None:
     store, data = _prepared(memory_path, layout)
     ids = np.flatnonzero(layout.shards(2, 0) == 0)
     changed = Data(layout, 1)
@@ -127,7 +133,7 @@ def test_killed_at_every_call_of_a_writers_life(memory_path: Path, layout: Layou
         k += 1
 
         def work(k: int = k) -> None:
-            with Fault(k, _kill, after=after):
+            with Fault(k, _kill):
                 _work(store, layout, changed)
 
         status = _in_child(work)
@@ -137,15 +143,15 @@ def test_killed_at_every_call_of_a_writers_life(memory_path: Path, layout: Layou
         # The next writer works, whatever was left behind.
         if k % 7 == 0 or not os.WIFSIGNALED(status):
             _work(store, layout, changed)
-            assert _contents(store) == allowed[2]
+            found, versions, seals, extras = _contents(store)
+            assert (found, versions, seals[-1], extras) == (*allowed[2][:2], 2, allowed[2][3])
         if not os.WIFSIGNALED(status):
             assert status == 0
             break
         shutil.rmtree(run)
         shutil.copytree(saved, run)
     assert seen == {0, 1, 2}
-    print(k)
-    assert k > 60
+    assert k > 40
 
 
 def _copy_partition(source: Data, target: Data, i: int) -> None:
@@ -157,7 +163,11 @@ def _copy_partition(source: Data, target: Data, i: int) -> None:
 
 
 def test_killed_at_every_call_of_creation_and_roll_back(memory_path: Path, layout: Layout) -> None:
-    data = Data(layout)
+    data, newer_data = Data(layout), Data(layout, 1)
+    shard_of = layout.shards(2, 0)
+    members = np.flatnonzero(shard_of == 1)
+    expected = data.all(members.tolist())
+    newer = {**expected, **newer_data.all(members[:3].tolist())}
     k = 0
     while True:
         k += 1
@@ -165,29 +175,27 @@ def test_killed_at_every_call_of_creation_and_roll_back(memory_path: Path, layou
 
         def work(k: int = k, folder: Path = folder) -> None:
             with Fault(k, _kill):
-                store = Store.create(folder / "a" / "run", shards=2)
-                with store.writer(layout=layout, shard_of=layout.shards(2, 0)) as writer:
+                store = Store.create(folder / "a" / "run")
+                with store.writer(layout=layout, shard_of=shard_of) as writer:
                     ids = writer.states[1].ids
                     writer.commit(1, ids, data, step=3)
-                    writer.commit(1, ids[:3], Data(layout, 1), step=4)
+                    writer.commit(1, ids[:3], newer_data, step=4)
                     writer.roll_back({1: 1})
 
         status = _in_child(work)
-        store = Store.create(folder / "a" / "run", shards=2)
-        with store.writer(layout=layout, shard_of=layout.shards(2, 0)) as writer:
+        store = Store.create(folder / "a" / "run")
+        with store.writer(layout=layout, shard_of=shard_of) as writer:
             assert all(len(s.ids) for s in writer.states.values())
             found, bad = read_all(store, writer.states[1])
             assert bad == {}
-            expected = data.all(writer.states[1].ids.tolist())
-            newer = {**expected, **Data(layout, 1).all(writer.states[1].ids[:3].tolist())}
+            assert verify(store, read_data=False).problems == []
             assert found in ({}, expected, newer)
-        assert verify(store, read_data=True).problems == []
+        shutil.rmtree(folder)
         if not os.WIFSIGNALED(status):
             assert status == 0
             assert found == expected
             break
-    print(k)
-    assert k > 100
+    assert k > 80
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
@@ -200,14 +208,14 @@ def test_every_failing_call_of_a_commit_leaves_the_last_state(
     ids = np.flatnonzero(shard_of == 0)
     with store.writer(layout=layout, shard_of=shard_of) as writer:
         k = failures = 0
+        expected = data.all(ids.tolist())
         while True:
             k += 1
-            before = _contents(store)
-            expected = dict(before[0])
             part = ids[k % 3 :: 3]
             data.change(part.tolist(), k)
-            names = ("write", "fsync", "link", "replace", "open")
-            with Fault(k, lambda: _raise(code), names=names) as fault:
+            in_doubt = False
+            new = {**expected, **data.all(part.tolist())}
+            with Fault(k, lambda: _raise(code), (*CALLS, "open")) as fault:
                 try:
                     writer.commit(0, part, data, step=k, extras={"n": k})
                 except Unavailable as error:
@@ -216,21 +224,22 @@ def test_every_failing_call_of_a_commit_leaves_the_last_state(
                     assert error.hint
                     in_doubt = error.kind == "in-doubt"
                 else:
-                    in_doubt = False
-                    expected.update(data.all(part.tolist()))
-            after = _contents(Store.open(store.url))
-            new = {**expected, **data.all(part.tolist())}
-            assert after[0] in ([expected, new] if in_doubt else [expected])
+                    expected = new
+            after, bad = read_all(store, Store.open(store.url).state(0))
+            assert bad == {}
+            assert after == (new if in_doubt else expected)
             if not in_doubt:
                 assert verify(store, read_data=False).orphans == []
             # The next commit works, and what was in doubt is settled.
             writer.commit(0, part, data, step=k)
+            expected = new
             assert summary(store.state(0)) == summary(writer.states[0])
-            assert _contents(store)[0] == new
-            assert verify(store, read_data=False).orphans == []
+            assert read_all(store, writer.states[0]) == (new, {})
             if fault.count < k:
                 break
         assert failures >= 8
+    report = verify(store, read_data=True)
+    assert (report.problems, report.orphans) == ([], [])
 
 
 def _raise(code: int) -> None:
@@ -332,7 +341,11 @@ def test_a_file_system_without_links_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_an_index_that_cannot_be_written_does_not_fail_the_commit(
-    store: Store, writer: StoreWriter, data: Data, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: Store,
+    writer: StoreWriter,
+    data: Data,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     from scarctl.store.blob import LocalBlobs
 
@@ -352,7 +365,9 @@ def test_an_index_that_cannot_be_written_does_not_fail_the_commit(
     assert store.log(0).indexes() == [2]
 
 
-def test_errors_are_scarctl_errors_when_the_folder_goes(store: Store, writer: StoreWriter, data: Data) -> None:
+def test_errors_are_scarctl_errors_when_the_folder_goes(
+    store: Store, writer: StoreWriter, data: Data
+) -> None:
     shutil.rmtree(store.root / "shards")
     writer.commit(0, np.array([0]), data, step=0)  # the folders come back
     (store.root / "shards/0/seg").rename(store.root / "x")

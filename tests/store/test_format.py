@@ -81,7 +81,9 @@ def test_a_newer_format_is_refused_and_says_so() -> None:
             load_json(dump_json({"format": value}), "file.json")
 
 
-@pytest.mark.parametrize("name", ["", "/", "a/../b", "..", "a//b", "/etc/passwd", "a\0b", "a/.hidden", "a\n", "a" * 200, "é"])
+@pytest.mark.parametrize(
+    "name", ["", "/", "a/../b", "..", "a//b", "/etc/passwd", "a\0b", "a/.hidden", "a\n", "a" * 200, "é"]
+)
 def test_names_outside_the_pattern_are_refused(name: str) -> None:
     with pytest.raises(Corruption):
         check_name(name)
@@ -94,7 +96,14 @@ def test_names_in_records_are_one_strict_component() -> None:
         assert not is_segment_name(bad)
     assert seq_of_record("0" * 19 + "7.json") == 7
     assert seq_of_record("\u0660" * 20 + ".json") is None
-    assert [shard_of_folder(x) for x in ("0", "12", "012", "-1", "1e3", "1000000")] == [0, 12, None, None, None, None]
+    assert [shard_of_folder(x) for x in ("0", "12", "012", "-1", "1e3", "1000000")] == [
+        0,
+        12,
+        None,
+        None,
+        None,
+        None,
+    ]
 
 
 def test_header_is_aligned_and_round_trips() -> None:
@@ -118,7 +127,13 @@ HUGE = 2**61
     [
         ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, 5),  # data beyond the tensors
         ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, 8),  # a hole
-        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "b": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, 4),
+        (
+            {
+                "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+                "b": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+            },
+            4,
+        ),
         ({"a": {"dtype": "F32", "shape": [HUGE, HUGE], "data_offsets": [0, 4]}}, 4),
         ({"a": {"dtype": "U8", "shape": [HUGE], "data_offsets": [0, HUGE]}}, 4),
         ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}, 0),

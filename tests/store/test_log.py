@@ -27,7 +27,7 @@ from tests.store.helpers import Data, read_all, small_layout, summary
 LAYOUT = small_layout()
 SHARDS = 2
 SHARD_OF = LAYOUT.shards(SHARDS, 7)
-MEMBERS = [np.flatnonzero(SHARD_OF == s) for s in range(SHARDS)]
+MEMBERS = [np.flatnonzero(s == SHARD_OF) for s in range(SHARDS)]
 
 
 @dataclass
@@ -89,10 +89,15 @@ class LogMachine(RuleBasedStateMachine):
             model.sealed.append((record.seq, record.epoch, record.step))
         self.history[shard][record.seq] = model.copy()
 
-    @rule(pick=st.lists(st.integers(0, 1000), min_size=SHARDS, max_size=SHARDS), which=st.integers(1, 2**SHARDS - 1))
+    @rule(
+        pick=st.lists(st.integers(0, 1000), min_size=SHARDS, max_size=SHARDS),
+        which=st.integers(1, 2**SHARDS - 1),
+    )
     def roll_back(self, pick: list[int], which: int) -> None:
         seqs = {
-            s: sorted(self.history[s])[pick[s] % len(self.history[s])] for s in range(SHARDS) if which >> s & 1
+            s: sorted(self.history[s])[pick[s] % len(self.history[s])]
+            for s in range(SHARDS)
+            if which >> s & 1
         }
         epoch = self.writer.epoch
         self.writer.roll_back(seqs)
@@ -151,7 +156,9 @@ class LogMachine(RuleBasedStateMachine):
         assert repr(found) == repr(model.extras)
         seq = sorted(self.history[shard])[len(self.history[shard]) // 2]
         past = self.store.state(shard, at=seq)
-        assert read_all(self.store, past)[0] == {i: b for i, (_, b) in self.history[shard][seq].copies.items()}
+        assert read_all(self.store, past)[0] == {
+            i: b for i, (_, b) in self.history[shard][seq].copies.items()
+        }
 
     def teardown(self) -> None:
         if hasattr(self, "writer"):
@@ -163,7 +170,7 @@ class LogMachine(RuleBasedStateMachine):
                 shutil.rmtree(self.folder)
 
 
-LogMachine.TestCase.settings = settings(max_examples=12, stateful_step_count=15)
+LogMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=12)
 TestLog = LogMachine.TestCase
 
 
@@ -185,17 +192,19 @@ def test_a_new_epoch_orders_versions(store: Store, layout: Layout, data: Data) -
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (dict(ids=[0], step=-1), "step -1"),
-        (dict(ids=[0], step=2**40), "step"),
-        (dict(ids=[0, 0], step=1), "twice"),
-        (dict(ids=[10**6], step=1), "not of shard"),
-        (dict(ids=[-1], step=1), "not of shard"),
-        (dict(ids=[], step=1), "nothing to commit"),
-        (dict(ids=[0], step=1, shard=9), "no shard 9"),
-        (dict(ids=[0], step=1, sealed=True), "cannot be sealed"),
+        ({"ids": [0], "step": -1}, "step -1"),
+        ({"ids": [0], "step": 2**40}, "step"),
+        ({"ids": [0, 0], "step": 1}, "twice"),
+        ({"ids": [10**6], "step": 1}, "not of shard"),
+        ({"ids": [-1], "step": 1}, "not of shard"),
+        ({"ids": [], "step": 1}, "nothing to commit"),
+        ({"ids": [0], "step": 1, "shard": 9}, "no shard 9"),
+        ({"ids": [0], "step": 1, "sealed": True}, "cannot be sealed"),
     ],
 )
-def test_bad_calls_write_nothing(store: Store, writer: StoreWriter, data: Data, call: dict, words: str) -> None:
+def test_bad_calls_write_nothing(
+    store: Store, writer: StoreWriter, data: Data, call: dict, words: str
+) -> None:
     before = sorted(p for p in store.root.rglob("*"))
     with pytest.raises(UsageError, match=words):
         writer.commit(call.pop("shard", 0), np.array(call.pop("ids"), np.int64), data, **call)
@@ -263,7 +272,9 @@ def test_older_copies_step_by_step(store: Store, writer: StoreWriter, data: Data
     assert mixed.version.tolist() == [pack(1, 2), -1]
 
 
-def test_an_older_copy_has_the_version_of_the_seal_above_it(store: Store, writer: StoreWriter, layout: Layout, data: Data) -> None:
+def test_an_older_copy_has_the_version_of_the_seal_above_it(
+    store: Store, writer: StoreWriter, layout: Layout, data: Data
+) -> None:
     writer.commit(0, np.arange(layout.partitions), data, step=0, sealed=True)
     writer.commit(0, np.array([1]), data, step=5, sealed=True)
     writer.commit(0, np.array([2]), data, step=7)
@@ -302,7 +313,9 @@ def test_members_may_change_when_the_store_is_opened(store: Store, layout: Layou
         assert len(writer.states[1].ids) == layout.partitions - 10
 
 
-def test_usage_counts_files_and_live_bytes(store: Store, writer: StoreWriter, layout: Layout, data: Data) -> None:
+def test_usage_counts_files_and_live_bytes(
+    store: Store, writer: StoreWriter, layout: Layout, data: Data
+) -> None:
     writer.commit(0, np.arange(layout.partitions), data, step=0)
     writer.commit(0, np.arange(3), data, step=1)
     usage = store.usage(writer.states)

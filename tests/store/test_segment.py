@@ -52,7 +52,9 @@ def test_every_dtype_round_trips(tmp_path: Path, dtype: str, shape: tuple[int, .
             assert bytes(tensor.contiguous().view(torch.uint8).numpy()) == data.tensors[0][0].tobytes()
 
 
-def test_plain_safetensors_opens_a_segment(store: Store, writer: StoreWriter, layout: Layout, data: Data) -> None:
+def test_plain_safetensors_opens_a_segment(
+    store: Store, writer: StoreWriter, layout: Layout, data: Data
+) -> None:
     ids = np.arange(layout.partitions)[::2]
     extras = {"rng": np.arange(5, dtype=np.uint8), "step": np.float64(3.5)}
     record = writer.commit(0, ids, data, step=3, extras=extras)
@@ -83,7 +85,9 @@ def test_plain_safetensors_opens_a_segment(store: Store, writer: StoreWriter, la
 
 def test_numpy_loads_what_it_has_dtypes_for(tmp_path: Path) -> None:
     specs = tuple(TensorSpec(d, d, (5, 3)) for d in ("F64", "F32", "F16", "I8", "U16", "BOOL", "U64"))
-    layout = build_layout([(s.slot, "buffer", (TensorSpec("", s.dtype, s.shape),)) for s in specs], rows={"*": 2})
+    layout = build_layout(
+        [(s.slot, "buffer", (TensorSpec("", s.dtype, s.shape),)) for s in specs], rows={"*": 2}
+    )
     data = Data(layout)
     data.tensors[5][0] &= 1
     store, writer = _store(tmp_path, layout)
@@ -95,8 +99,12 @@ def test_numpy_loads_what_it_has_dtypes_for(tmp_path: Path) -> None:
         assert loaded[group.name].tobytes() == data.tensors[g][0].tobytes()
 
 
-def test_data_are_aligned_to_their_items(store: Store, writer: StoreWriter, layout: Layout, data: Data) -> None:
-    writer.commit(0, np.arange(layout.partitions), data, step=0, extras={"a": np.zeros(3, np.uint8), "b": np.zeros(2)})
+def test_data_are_aligned_to_their_items(
+    store: Store, writer: StoreWriter, layout: Layout, data: Data
+) -> None:
+    writer.commit(
+        0, np.arange(layout.partitions), data, step=0, extras={"a": np.zeros(3, np.uint8), "b": np.zeros(2)}
+    )
     raw = _segment(store).read_bytes()
     length = int.from_bytes(raw[:8], "little")
     for name, entry in json.loads(raw[8 : 8 + length]).items():
@@ -110,7 +118,9 @@ def _cases(draw: st.DrawFn) -> tuple[Layout, list[int], int]:
     for i in range(draw(st.integers(1, 4))):
         rows = draw(st.integers(1, 30))
         specs = tuple(
-            TensorSpec(slot, draw(st.sampled_from(("F32", "BF16", "U8", "I64"))), (rows, draw(st.integers(0, 6))))
+            TensorSpec(
+                slot, draw(st.sampled_from(("F32", "BF16", "U8", "I64"))), (rows, draw(st.integers(0, 6)))
+            )
             for slot in ("", "m", "v")[: draw(st.integers(1, 3))]
         )
         groups.append((f"g{i}", "parameter", specs))
@@ -122,9 +132,18 @@ def _cases(draw: st.DrawFn) -> tuple[Layout, list[int], int]:
 
 
 @settings(max_examples=40)
-@given(case=_cases(), big=st.sampled_from([1, 50, 1 << 18]), chunk=st.sampled_from([1, 64, 1 << 22]), gap=st.sampled_from([0, 40, 1 << 14]))
+@given(
+    case=_cases(),
+    big=st.sampled_from([1, 50, 1 << 18]),
+    chunk=st.sampled_from([1, 64, 1 << 22]),
+    gap=st.sampled_from([0, 40, 1 << 14]),
+)
 def test_any_choice_of_partitions_round_trips(
-    tmp_path_factory: pytest.TempPathFactory, case: tuple[Layout, list[int], int], big: int, chunk: int, gap: int
+    tmp_path_factory: pytest.TempPathFactory,
+    case: tuple[Layout, list[int], int],
+    big: int,
+    chunk: int,
+    gap: int,
 ) -> None:
     layout, ids, seed = case
     assume(layout.partitions > 0)
@@ -196,4 +215,3 @@ def test_a_source_that_changed_meanwhile_is_discarded(store: Store, writer: Stor
     assert len(list(store.root.glob("shards/0/seg/*"))) == 1
     assert writer.states[0].seq == 0
     assert writer.commit(0, np.array([1]), data, step=0, verify_source=lambda: True).seq == 1
-

@@ -74,4 +74,4 @@ def drained(sessions: Iterable[scarctl.Session]) -> None:
     """Wait until all that was handed over is durable."""
     for session in sessions:
         assert session._engine is not None
-        assert session._engine.persister.drain(30)
+        assert session._engine.saver.drain(30)

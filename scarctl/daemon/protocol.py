@@ -1,0 +1,127 @@
+"""Messages between sessions, commands and the host's daemon: small JSON objects over a private unix socket.
+
+A message is its length (4 bytes, big-endian) and that many bytes of JSON, at most 64 KiB. Nothing of the state travels
+here: that is in the arena and the hand-over files. Both sides check that the peer is the same user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+from scarctl.daemon.folder import check_private, folder_error
+from scarctl.errors import AccessDenied, Corruption, ScarError, UsageError, by_kind
+
+VERSION = 1
+MAX_MESSAGE = 64 << 10
+SOCKET = "daemon.sock"
+
+_LENGTH = struct.Struct(">I")
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of struct ucred
+
+
+class Closed(Exception):
+    """The other side has closed the connection."""
+
+
+def send(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Send one message. Raises UsageError when it is too large, OSError when the connection is broken."""
+    data = json.dumps(message, separators=(",", ":")).encode()
+    if len(data) > MAX_MESSAGE:
+        raise UsageError(f"a message of {len(data)} bytes is more than {MAX_MESSAGE}")
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive(connection: socket.socket) -> dict[str, Any]:
+    """The next message. Raises Closed at the end, Corruption for what is not a message, OSError."""
+    (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
+    if length > MAX_MESSAGE:
+        raise Corruption(f"a message claims {length} bytes, more than {MAX_MESSAGE}")
+    try:
+        message = json.loads(_read(connection, length))
+    except (ValueError, RecursionError) as error:
+        raise Corruption(f"a message is not JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise Corruption("a message is not an object")
+    return message
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise Closed
+        data += part
+    return data
+
+
+def failure(error: ScarError) -> dict[str, Any]:
+    """The reply that carries an error."""
+    return {"ok": False, "error": {"kind": error.kind, "message": error.message, "hint": error.hint}}
+
+
+def check_reply(reply: dict[str, Any]) -> dict[str, Any]:
+    """The reply, if it is a good one. Raises the error that it carries."""
+    if reply.get("ok") is True:
+        return reply
+    error = reply.get("error")
+    if not isinstance(error, dict) or not all(
+        isinstance(error.get(k), str) for k in ("kind", "message", "hint")
+    ):
+        raise Corruption("the daemon's reply cannot be understood")
+    raise by_kind(error["kind"])(error["message"], hint=error["hint"], kind=error["kind"])
+
+
+def connect(folder: Path, timeout: float) -> socket.socket:
+    """A connection to the daemon whose socket lies in `folder`.
+
+    Raises FileNotFoundError or ConnectionRefusedError when there is no daemon, AccessDenied when it is not ours.
+    """
+    check_private(folder)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout)
+        with short_path(folder) as path:
+            connection.connect(path)
+        check_peer(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def check_peer(connection: socket.socket) -> None:
+    """Raise AccessDenied unless the process at the other end runs as this user."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return  # elsewhere the folder's mode, checked before, is what keeps others out
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid = _CREDENTIALS.unpack(data)[1]
+    if uid != os.getuid():
+        raise AccessDenied(f"the daemon's socket is used by user {uid}, not by you")
+
+
+class short_path:  # noqa: N801
+    """Context: a path to the socket in `folder` that fits the 108 bytes of a socket's address."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._fd = -1
+
+    def __enter__(self) -> str:
+        path = str(self._folder / SOCKET)
+        if len(os.fsencode(path)) < 100:
+            return path
+        try:
+            self._fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise folder_error(error, self._folder) from error
+        return f"/proc/self/fd/{self._fd}/{SOCKET}"
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)

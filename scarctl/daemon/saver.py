@@ -1,0 +1,133 @@
+"""Who makes hand-overs durable: a thread of the session's own process, or the host's daemon (`daemon.client`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from scarctl.daemon.arena import Arena
+from scarctl.daemon.handover import HandOverQueue
+from scarctl.daemon.persister import Persister
+from scarctl.daemon.runner import PersisterThread
+from scarctl.errors import ScarError, Unavailable
+from scarctl.store import Store, StoreWriter
+
+
+class Saver(Protocol):
+    """The saving side of one run, as its session sees it. `claim`, then `open`, then the others, then `close`."""
+
+    def claim(self) -> None:
+        """Make sure that nobody else writes to the store. Raises Contention, AccessDenied, Unavailable."""
+
+    def open(self, arena: Arena) -> None:
+        """Start saving what is handed over in the arena's folder. Starts an epoch, and writes it into the arena.
+
+        Raises Contention, Fenced, Corruption, AccessDenied, Unavailable.
+        """
+
+    def notify(self) -> None:
+        """Something was handed over."""
+
+    def drain(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds until all that was handed over is durable; returns whether it is."""
+
+    def fault(self) -> ScarError:
+        """Why something is not durable yet."""
+
+    @property
+    def failure(self) -> ScarError | None:
+        """What made saving stop for good; None while it works."""
+
+    def stop(self) -> None:
+        """Write nothing to the store until `resume`."""
+
+    def resume(self) -> None:
+        """Go on after `stop`."""
+
+    def roll_back(self, seqs: Mapping[int, int]) -> None:
+        """While stopped: forget, in store and queue, what came after record `seqs[shard]` of every shard.
+
+        Starts an epoch, and writes it into the arena.
+        """
+
+    def close(self) -> None:
+        """Finish what is being written and let go of the store. What waits stays in the queue."""
+
+
+class LocalSaver:
+    """Saves from a thread of this process."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._arena: Arena | None = None
+        self._writer: StoreWriter | None = None
+        self._thread: PersisterThread | None = None
+
+    def claim(self) -> None:
+        """Take the store's lock."""
+        self._store.lock()
+
+    def open(self, arena: Arena) -> None:
+        """Open the store for writing and start the thread."""
+        settings = self._store.settings
+        self._shard_of = arena.layout.shards(settings.shards, settings.seed)
+        self._arena = arena
+        self._writer = self._store.writer(layout=arena.layout, shard_of=self._shard_of)
+        arena.epoch = self._writer.epoch
+        self._start()
+
+    def notify(self) -> None:
+        """Wake the thread."""
+        self._running().notify()
+
+    def drain(self, timeout: float) -> bool:
+        """See `Saver`."""
+        return self._running().drain(timeout)
+
+    def fault(self) -> ScarError:
+        """See `Saver`."""
+        return self._running().fault()
+
+    @property
+    def failure(self) -> ScarError | None:
+        """See `Saver`."""
+        return self._thread.failure if self._thread is not None else None
+
+    @property
+    def thread(self) -> PersisterThread:
+        """The thread, for its figures."""
+        return self._running()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._running().close()
+
+    def resume(self) -> None:
+        """Start it again."""
+        self._start()
+
+    def roll_back(self, seqs: Mapping[int, int]) -> None:
+        """See `Saver`."""
+        assert self._arena is not None
+        assert self._writer is not None
+        self._writer.roll_back(seqs)
+        HandOverQueue(self._arena.folder).clear()
+        self._arena.epoch = self._writer.epoch
+
+    def close(self) -> None:
+        """See `Saver`."""
+        if self._thread is not None:
+            self._thread.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _start(self) -> None:
+        assert self._arena is not None
+        assert self._writer is not None
+        persister = Persister(self._arena, self._writer, self._shard_of)
+        self._thread = PersisterThread(persister, HandOverQueue(self._arena.folder))
+
+    def _running(self) -> PersisterThread:
+        if self._thread is None:
+            raise Unavailable("saving has not started")
+        return self._thread

@@ -1,0 +1,360 @@
+"""`scarctl checkpoint`: what it saves, what it refuses, and that the store stays whole."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from scarctl.daemon.arena import Arena
+from scarctl.daemon.folder import arena_folder
+from scarctl.store import Store
+from tests.cli.conftest import Done, Model, Run, assert_sound, unprivileged
+
+KEYS = {
+    "schema_version",
+    "command",
+    "step",
+    "total_partitions",
+    "saved_partitions",
+    "total_bytes",
+    "saved_bytes",
+    "seq",
+    "durable",
+    "exact",
+    "nonfinite_partitions",
+    "left_out_partitions",
+    "credit",
+    "policy",
+    "dry_run",
+}
+
+
+def checkpoint(run: Run, path: Path | str, step: int, *arguments: object, code: int = 0) -> Done:
+    return run("checkpoint", path, "--store", "ckpt", "--step", step, "--json", *arguments, code=code)
+
+
+def saved_steps(store: str = "ckpt") -> list[int]:
+    opened = Store.open(store)
+    layout = opened.current_layout()
+    assert layout is not None
+    version = np.full(layout.partitions, -1)
+    for shard in opened.shards():
+        state = opened.state(shard)
+        version[state.ids] = state.version
+    return [int(v) & ((1 << 40) - 1) if v >= 0 else -1 for v in version]
+
+
+def test_the_first_call_creates_the_store_and_saves_everything(run: Run, model: Model) -> None:
+    done = checkpoint(run, model.path, 5, "--shards", 3).document
+    assert set(done) == KEYS
+    assert done["command"] == "checkpoint"
+    assert done["step"] == 5
+    assert done["saved_partitions"] == done["total_partitions"] > 0
+    assert done["saved_bytes"] == done["total_bytes"] == sum(t.numel() * 4 for t in model.tensors.values())
+    assert set(done["seq"]) == {"0", "1", "2"}
+    assert all(isinstance(seq, int) for seq in done["seq"].values())
+    assert (done["durable"], done["exact"], done["dry_run"]) == (True, True, False)
+    assert assert_sound().settings.shards == 3
+
+
+def test_later_calls_save_what_changed_most_within_the_budget(run: Run, saved: Model) -> None:
+    saved.train(by=0.01)
+    saved.train("layers.3.w", by=5.0)
+    done = checkpoint(run, saved.path, 7, "--fraction", "1/8").document
+    assert 0 < done["saved_bytes"] <= done["total_bytes"] / 8
+    layout = Store.open("ckpt").current_layout()
+    assert layout is not None
+    steps = np.array(saved_steps())
+    newest = np.flatnonzero(steps == 7)
+    assert len(newest) == done["saved_partitions"]
+    assert set(newest.tolist()) <= set(layout.match("layers.3.w").tolist())
+    assert not done["exact"]
+    assert_sound()
+
+
+def test_unused_budget_and_the_round_are_carried_over(run: Run, saved: Model) -> None:
+    saved.train("layers.0.w")
+    first = checkpoint(run, saved.path, 1, "--fraction", 0.5).document
+    assert first["saved_bytes"] < first["total_bytes"] / 2
+    assert first["credit"] > 0
+    for step in range(2, 8):
+        saved.train()
+        checkpoint(run, saved.path, step, "--fraction", "1/4", "--policy", "round")
+    assert min(saved_steps()) >= 3
+    assert_sound()
+
+
+def test_a_partition_larger_than_one_budget_gets_its_turn(run: Run, model: Model) -> None:
+    checkpoint(run, model.path, 0)  # whole tensors are partitions, the largest a quarter of the state
+    saved = []
+    for step in range(1, 5):
+        model.train("emb")
+        saved.append(checkpoint(run, model.path, step, "--fraction", "1/10").document["saved_partitions"])
+    assert saved == [0, 0, 1, 0]
+    assert_sound()
+
+
+def test_nothing_changed_is_sealed_without_data(run: Run, saved: Model) -> None:
+    done = checkpoint(run, saved.path, 9).document
+    assert (done["saved_partitions"], done["saved_bytes"], done["exact"]) == (0, 0, True)
+    assert set(saved_steps()) == {9}
+    assert_sound()
+
+
+def test_the_full_policy_seals(run: Run, saved: Model) -> None:
+    saved.train()
+    done = checkpoint(run, saved.path, 3, "--policy", "full").document
+    assert (done["saved_partitions"], done["exact"]) == (done["total_partitions"], True)
+    assert set(saved_steps()) == {3}
+
+
+@pytest.mark.parametrize("kind", ["pt", "dcp"])
+def test_other_formats_save_the_same_values(run: Run, model: Model, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"state.{kind}"
+    if kind == "pt":
+        torch.save({"net": model.tensors, "epoch": 3}, path)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.save({"net": dict(model.tensors), "epoch": 3}, checkpoint_id=path, no_dist=True)
+    checkpoint(run, path, 0)
+    run("recover", "--store", "ckpt", "--lost", "all", "--output", "out.pt")
+    restored = torch.load("out.pt", weights_only=True)
+    assert set(restored) == {f"net.{name}" for name in model.tensors}
+    assert all(torch.equal(restored[f"net.{name}"], tensor) for name, tensor in model.tensors.items())
+
+
+def test_a_dry_run_writes_nothing(run: Run, model: Model, tmp_path: Path) -> None:
+    done = checkpoint(run, model.path, 0, "--dry-run").document
+    assert set(done) == KEYS
+    assert (done["durable"], done["dry_run"], done["seq"]) == (False, True, {})
+    assert not (tmp_path / "ckpt").exists()
+    checkpoint(run, model.path, 0)
+    before = sorted(tmp_path.rglob("*"))
+    model.train()
+    assert checkpoint(run, model.path, 1, "--dry-run", "--policy", "full").document["saved_partitions"] > 0
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_text_for_people(run: Run, model: Model) -> None:
+    text = run("checkpoint", model.path, "--store", "ckpt", "--step", 0).stdout
+    assert text.startswith("step 0: saved ")
+    assert len(text.splitlines()) == 1
+
+
+class TestNotFinite:
+    def test_the_last_good_copy_is_kept(self, run: Run, saved: Model) -> None:
+        good = saved.tensors["layers.2.w"]
+        bad = good.clone() + 1
+        bad[3, 3] = float("nan")
+        saved.save(**{"layers.2.w": bad})
+        done = checkpoint(run, saved.path, 4, "--policy", "full", code=3)
+        assert done.document["nonfinite_partitions"] == done.document["left_out_partitions"] == 1
+        assert not done.document["exact"]
+        assert "layers.2.w[0:8]" in done.stderr
+        run("recover", "--store", "ckpt", "--lost", "layers.2.w", "--output", "out.pt")
+        restored = torch.load("out.pt", weights_only=True)["layers.2.w"]
+        assert torch.equal(restored[:8], good[:8])
+        assert torch.equal(restored[8:], bad[8:])
+        assert_sound()
+
+    def test_infinities_that_stay_are_no_change(self, run: Run, model: Model) -> None:
+        mask = torch.zeros(8, 8).masked_fill(torch.ones(8, 8).triu(1).bool(), float("-inf"))
+        model.save(mask=mask)
+        done = checkpoint(run, model.path, 0)
+        assert done.document["nonfinite_partitions"] == 1
+        assert "not finite" in done.stderr
+        model.train("emb")
+        assert checkpoint(run, model.path, 1).document["nonfinite_partitions"] == 0
+        run("recover", "--store", "ckpt", "--lost", "mask", "--output", "out.pt")
+        assert torch.equal(torch.load("out.pt", weights_only=True)["mask"], mask)
+
+
+class TestBadInput:
+    def refused(self, run: Run, *arguments: object, code: int = 2, path: Path | str | None = None) -> Done:
+        """Refused with an error that says what to do, and the store is as it was."""
+        steps = saved_steps()
+        step = () if "--step" in arguments else ("--step", 20)
+        done = run(
+            "checkpoint",
+            path or "state.safetensors",
+            "--store",
+            "ckpt",
+            "--json",
+            *step,
+            *arguments,
+            code=code,
+        )
+        assert done.error["hint"]
+        assert_sound()
+        assert saved_steps() == steps
+        return done
+
+    @pytest.mark.parametrize("fraction", ["nan", "0", "-0.5", "1.5", "inf", "9/8", "1/0", "many"])
+    def test_fractions(self, run: Run, saved: Model, fraction: str) -> None:
+        assert "fraction" in self.refused(run, "--fraction", fraction).error["message"]
+
+    @pytest.mark.parametrize("step", ["-1", str(1 << 40), "1.5", "x"])
+    def test_steps(self, run: Run, saved: Model, step: str) -> None:
+        self.refused(run, "--step", step)
+
+    def test_a_step_that_goes_back(self, run: Run, saved: Model) -> None:
+        checkpoint(run, saved.path, 30)
+        assert self.refused(run, "--step", 29).error["kind"] == "step-goes-back"
+        checkpoint(run, saved.path, 30)
+
+    @pytest.mark.parametrize("option", [("--shards", 3), ("--partition-bytes", 512)])
+    def test_settings_that_contradict_the_store(
+        self, run: Run, saved: Model, option: tuple[str, int]
+    ) -> None:
+        assert self.refused(run, *option).error["kind"] == "settings-conflict"
+        checkpoint(run, saved.path, 1, "--shards", 4, "--partition-bytes", 256)
+
+    @pytest.mark.parametrize(
+        "option", [("--shards", 0), ("--shards", -2), ("--partition-bytes", 0), ("--policy", "best")]
+    )
+    def test_settings_that_are_none(self, run: Run, saved: Model, option: tuple[str, int]) -> None:
+        self.refused(run, *option)
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ({"emb": torch.zeros(41, 8)}, "(40, 8) -> (41, 8)"),
+            ({"emb": torch.zeros(40, 8, dtype=torch.float16)}, "F32 -> F16"),
+            ({"more": torch.zeros(3)}, "'more'"),
+        ],
+    )
+    def test_a_changed_model(
+        self, run: Run, saved: Model, change: dict[str, torch.Tensor], says: str
+    ) -> None:
+        saved.save(**change)
+        error = self.refused(run).error
+        assert error["kind"] == "layout-mismatch"
+        assert says in error["message"]
+
+    def test_a_renamed_tensor(self, run: Run, saved: Model) -> None:
+        saved.tensors["embedding"] = saved.tensors.pop("emb")
+        saved.save()
+        message = self.refused(run).error["message"]
+        assert "'emb'" in message
+        assert "'embedding'" in message
+
+    def test_state_files(self, run: Run, saved: Model, tmp_path: Path) -> None:
+        data = saved.path.read_bytes()
+        saved.path.write_bytes(data[:-7])
+        assert self.refused(run, code=13).error["kind"] == "corruption"
+        saved.path.write_bytes(b"something else")
+        assert self.refused(run).error["kind"] == "foreign-state-file"
+        saved.path.unlink()
+        assert self.refused(run).error["kind"] == "no-file"
+        assert self.refused(run, path=tmp_path).error["kind"] == "foreign-state-file"
+
+    def test_a_foreign_folder(self, run: Run, model: Model, tmp_path: Path) -> None:
+        (tmp_path / "ckpt").mkdir()
+        (tmp_path / "ckpt" / "letter.txt").write_text("dear")
+        assert checkpoint(run, model.path, 0, code=10).error["kind"] == "foreign-store"
+        assert os.listdir(tmp_path / "ckpt") == ["letter.txt"]
+
+    def test_a_second_writer(self, run: Run, saved: Model) -> None:
+        store = Store.open("ckpt")
+        layout = store.current_layout()
+        assert layout is not None
+        writer = store.writer(layout=layout, shard_of=layout.shards(4, 0))
+        try:
+            assert str(os.getpid()) in self.refused(run, code=11).error["message"]
+        finally:
+            writer.close()
+        saved.train()
+        checkpoint(run, saved.path, 20)
+
+    def test_a_disk_that_is_full(self, run: Run, saved: Model) -> None:
+        saved.train()
+        with file_size_limit(2000):
+            done = self.refused(run, "--policy", "full", code=17)
+        assert done.error["kind"] in ("unavailable", "full")
+        assert checkpoint(run, saved.path, 20, "--policy", "full").document["exact"]
+
+    def test_a_folder_without_permission(self, run: Run, saved: Model, others_folder: Path) -> None:
+        shutil.copytree("ckpt", others_folder / "ckpt")
+        shutil.copy(saved.path, others_folder)
+        os.chdir(others_folder)
+        with unprivileged():
+            done = checkpoint(run, "state.safetensors", 20, code=12)
+            run("checkpoint", "state.safetensors", "--store", "new", "--step", 0, code=12)
+        assert done.error["kind"] == "access-denied"
+        assert done.error["hint"]
+        assert not Path("new").exists()
+        assert_sound()
+        checkpoint(run, "state.safetensors", 20)
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Writes beyond `size` bytes of any file fail, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_damaged_copy_is_saved_again(run: Run, saved: Model, tmp_path: Path) -> None:
+    (segment,) = [p for p in (tmp_path / "ckpt/shards/2/seg").iterdir() if p.stat().st_size > 1500]
+    data = bytearray(segment.read_bytes())
+    data[8 + int.from_bytes(data[:8], "little")] ^= 1
+    segment.write_bytes(data)
+    done = checkpoint(run, saved.path, 1)
+    assert done.document["saved_partitions"] == 1
+    assert "checksum" in done.stderr
+    recovered = run("recover", "--store", "ckpt", "--lost", "all", "--output", "out.pt", "--json").document
+    assert not recovered["degraded"]
+
+
+def test_a_call_that_was_cut_short_is_completed_by_the_next(run: Run, saved: Model) -> None:
+    store = Store.create("other", shards=4, partition_bytes=256)
+    layout = Store.open("ckpt").current_layout()
+    assert layout is not None
+    source = Arena.anonymous(layout)
+    with store.writer(layout=layout, shard_of=layout.shards(4, 0)) as writer:
+        writer.commit(1, np.flatnonzero(layout.shards(4, 0) == 1), source.source, step=0, sealed=True)
+    done = run("checkpoint", saved.path, "--store", "other", "--step", 0, "--json").document
+    assert done["saved_partitions"] >= (layout.shards(4, 0) != 1).sum()
+    assert min(saved_steps("other")) == 0
+    assert_sound("other")
+
+
+@pytest.mark.leaves_arena
+def test_the_memory_of_a_stopped_run_is_compared_with(run: Run, saved: Model, arena_dir: Path) -> None:
+    store = Store.open("ckpt")
+    layout = store.current_layout()
+    assert layout is not None
+    version = np.full(layout.partitions, -1)
+    for shard in store.shards():
+        state = store.state(shard)
+        version[state.ids] = state.version
+    arena = Arena.create(arena_folder(str(arena_dir), store.id), layout, store_id=store.id, epoch=1)
+    everything = np.arange(layout.partitions)
+    arena.begin(everything)
+    for g, group in enumerate(layout.groups):
+        arena.rows(g, 0)[:] = saved.tensors[group.name].reshape(group.rows, -1).numpy().view(np.uint8)
+    arena.end(everything, int(version[0]))
+    assert len(set(version.tolist())) == 1
+    # Differs from the store: shows that it is memory that is compared with.
+    arena.rows(0, 0)[0] ^= 1
+    arena.close()
+    done = checkpoint(run, saved.path, 2).document
+    assert done["saved_partitions"] == 1

@@ -1,0 +1,377 @@
+"""`scarctl recover`: into a state file, a new file, a stopped run's arena, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scarctl.daemon.arena import Arena
+from scarctl.daemon.folder import arena_folder
+from scarctl.layout import Layout, TensorSpec, build_layout
+from scarctl.store import Store
+from scarctl.version import pack
+from tests.cli.conftest import Done, Model, Run, assert_sound, unprivileged
+
+KEYS = {
+    "schema_version",
+    "command",
+    "mode",
+    "exact",
+    "degraded",
+    "step",
+    "lost_partitions",
+    "restored_partitions",
+    "bytes",
+    "tiers",
+    "shards",
+    "perturbation",
+    "output",
+    "seconds",
+    "problems",
+    "dry_run",
+}
+SHARD_KEYS = {"shard", "partitions", "bytes", "tiers", "oldest_step", "newest_step"}
+
+
+def recover(run: Run, *arguments: object, code: int = 0) -> Done:
+    return run("recover", "--store", "ckpt", "--json", *arguments, code=code)
+
+
+def layout() -> Layout:
+    found = Store.open("ckpt").current_layout()
+    assert found is not None
+    return found
+
+
+def lost_rows(*shards: int) -> dict[str, np.ndarray]:
+    """Rows of every tensor that live in these shards: bool."""
+    of = layout()
+    masks = {group.name: np.zeros(group.rows, dtype=bool) for group in of.groups}
+    ids = np.flatnonzero(np.isin(of.shards(4, 0), shards))
+    for g, start, stop in zip(of.group_of(ids), *of.row_ranges(ids), strict=True):
+        masks[of.groups[int(g)].name][start:stop] = True
+    return masks
+
+
+def put(tensor: torch.Tensor, mask: np.ndarray, value: torch.Tensor | float) -> torch.Tensor:
+    """A copy of `tensor` with the rows of `mask` taken from `value`."""
+    result = tensor.clone().reshape(len(mask), -1)
+    rows = torch.from_numpy(mask)
+    result[rows] = value if isinstance(value, float) else value.reshape(len(mask), -1)[rows]
+    return result.reshape(tensor.shape)
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    return dict(torch.load(path, weights_only=True)) if path.suffix == ".pt" else dict(load_file(path))
+
+
+def damage(shard: int, newest: bool = True) -> None:
+    """Flip a bit in the data of a shard's newest (or every) segment."""
+    segments = sorted(Path(f"ckpt/shards/{shard}/seg").iterdir(), key=lambda p: p.stat().st_mtime_ns)
+    for path in segments[-1:] if newest else segments[1:]:
+        data = bytearray(path.read_bytes())
+        data[8 + int.from_bytes(data[:8], "little")] ^= 1
+        path.write_bytes(data)
+
+
+class TestIntoAFile:
+    @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+    def test_only_the_lost_rows_change(self, run: Run, saved: Model, tmp_path: Path, suffix: str) -> None:
+        start = dict(saved.tensors)
+        saved.train()
+        survivors = Model(tmp_path / f"survivors{suffix}", dict(saved.tensors))
+        masks = lost_rows(1, 3)
+        survivors.save(
+            **{name: put(tensor, masks[name], float("nan")) for name, tensor in saved.tensors.items()}
+        )
+        survivors.path.chmod(0o640)
+        done = recover(run, "--lost", "1,3", "--into", survivors.path).document
+        assert set(done) == KEYS
+        assert all(set(line) == SHARD_KEYS for line in done["shards"])
+        assert (done["command"], done["mode"]) == ("recover", "partial")
+        assert (done["exact"], done["degraded"], done["dry_run"]) == (False, False, False)
+        assert (
+            done["lost_partitions"]
+            == done["restored_partitions"]
+            == sum(s["partitions"] for s in done["shards"])
+        )
+        assert done["tiers"] == {"store": done["lost_partitions"]}
+        assert done["output"] == str(survivors.path)
+        assert done["perturbation"] == {"value": None, "kind": "unknown"}
+        after = read(survivors.path)
+        for name, tensor in saved.tensors.items():
+            assert torch.equal(after[name], put(tensor, masks[name], start[name]))
+        assert stat.S_IMODE(survivors.path.stat().st_mode) == 0o640
+
+    def test_the_perturbation_is_measured_where_values_are_finite(self, run: Run, saved: Model) -> None:
+        saved.train("emb", by=2.0)
+        done = recover(run, "--lost", "emb", "--into", saved.path).document
+        assert done["perturbation"]["kind"] == "measured"
+        assert done["perturbation"]["value"] == pytest.approx(2.0 * np.sqrt(40 * 8), rel=1e-5)
+        assert done["bytes"] == 40 * 8 * 4
+
+    def test_what_does_not_fit_is_refused_and_left_alone(self, run: Run, saved: Model) -> None:
+        for change in ({"emb": torch.zeros(3, 8)}, {"emb": torch.zeros(40, 8, dtype=torch.bfloat16)}):
+            saved.save(**change)
+            before = saved.path.read_bytes()
+            assert (
+                recover(run, "--lost", "emb", "--into", saved.path, code=2).error["kind"] == "layout-mismatch"
+            )
+            assert saved.path.read_bytes() == before
+            recover(run, "--lost", "layers.*", "--into", saved.path)
+
+    @pytest.mark.parametrize(("content", "code"), [(b"text", 2), (b"\x40\0\0\0\0\0\0\0{", 13)])
+    def test_foreign_and_cut_off_files(self, run: Run, saved: Model, content: bytes, code: int) -> None:
+        saved.path.write_bytes(content)
+        assert recover(run, "--lost", "all", "--into", saved.path, code=code).error["hint"]
+        assert saved.path.read_bytes() == content
+        recover(run, "--lost", "all", "--into", "missing.pt", code=2)
+
+    def test_nothing_is_changed_without_an_intact_copy(self, run: Run, saved: Model, tmp_path: Path) -> None:
+        damage(2, newest=False)
+        before, names = saved.path.read_bytes(), sorted(os.listdir(tmp_path))
+        error = recover(run, "--lost", "all", "--into", saved.path, code=16).error
+        assert error["kind"] == "no-intact-copy"
+        assert "[" in error["message"]
+        assert saved.path.read_bytes() == before
+        recover(run, "--lost", "all", "--output", "out.pt", code=16)
+        assert sorted(os.listdir(tmp_path)) == names
+        recover(run, "--lost", "0,1,3", "--into", saved.path)
+
+    def test_a_damaged_copy_is_replaced_by_an_older_one_and_said(self, run: Run, saved: Model) -> None:
+        start = dict(saved.tensors)
+        saved.train()
+        run("checkpoint", saved.path, "--store", "ckpt", "--step", 8, "--policy", "full")
+        damage(2)
+        done = recover(run, "--lost", "2", "--output", "out.pt", code=3)
+        assert done.document["degraded"]
+        assert not done.document["exact"]
+        assert len(done.document["problems"]) == 1
+        assert "checksum" in done.stderr
+        line = done.document["shards"][0]
+        assert (line["oldest_step"], line["newest_step"]) == (0, 8)
+        for name, tensor in read(Path("out.pt")).items():
+            group, _, rows = name.partition("[")
+            part = slice(*map(int, rows[:-1].split(":"))) if rows else slice(None)
+            old, new = (
+                t[group].reshape(-1, 8)[part] if t[group].dim() else t[group] for t in (start, saved.tensors)
+            )
+            same = (
+                [torch.equal(a, b) or torch.equal(a, c) for a, b, c in zip(tensor, old, new, strict=True)]
+                if tensor.dim()
+                else []
+            )
+            assert all(same)
+
+
+class TestToAFile:
+    @pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out.dat"])
+    def test_everything_is_the_state_itself(self, run: Run, saved: Model, name: str) -> None:
+        Path(name).write_bytes(b"older")
+        done = recover(run, "--lost", "all", "--output", name).document
+        assert (done["exact"], done["step"], done["output"]) == (True, 0, name)
+        after = read(Path(name))
+        assert set(after) == set(saved.tensors)
+        assert all(torch.equal(after[key], tensor) for key, tensor in saved.tensors.items())
+
+    def test_parts_are_named_by_their_rows(self, run: Run, saved: Model) -> None:
+        recover(run, "--lost", "layers.1.w", "--lost", "emb[8:24],emb[39:40]", "--output", "out.safetensors")
+        after = read(Path("out.safetensors"))
+        assert set(after) == {"layers.1.w", "emb[8:24]", "emb[32:40]"}
+        assert torch.equal(after["emb[8:24]"], saved.tensors["emb"][8:24])
+        assert torch.equal(after["layers.1.w"], saved.tensors["layers.1.w"])
+
+    def test_empty_tensors_belong_to_the_whole(self, run: Run, model: Model) -> None:
+        model.save(empty=torch.zeros(0, 4))
+        run("checkpoint", model.path, "--store", "ckpt", "--step", 0)
+        recover(run, "--lost", "all", "--output", "out.safetensors")
+        assert read(Path("out.safetensors"))["empty"].shape == (0, 4)
+
+    def test_where_nothing_can_be_written(self, run: Run, saved: Model, tmp_path: Path) -> None:
+        assert recover(run, "--lost", "all", "--output", "no/such/out.pt", code=2).error["kind"] == "no-file"
+        recover(run, "--lost", "all", "--output", tmp_path, code=2)
+        recover(run, "--lost", "all", "--output", "ckpt/scarctl.json", code=2)
+        recover(run, "--lost", "all", "--output", "a", "--into", saved.path, code=2)
+        assert_sound()
+
+    def test_a_folder_without_permission(self, run: Run, saved: Model, others_folder: Path) -> None:
+        shutil.copytree("ckpt", others_folder / "ckpt")
+        shutil.copy(saved.path, others_folder)
+        os.chdir(others_folder)
+        before = sorted(others_folder.rglob("*"))
+        with unprivileged():
+            assert recover(run, "--lost", "all", "--output", "o", code=12).error["kind"] == "access-denied"
+            recover(run, "--lost", "all", "--into", "state.safetensors", code=12)
+        assert sorted(others_folder.rglob("*")) == before
+
+    def test_text_for_people(self, run: Run, saved: Model) -> None:
+        text = run("recover", "--store", "ckpt", "--lost", "1", "--output", "out.pt").stdout
+        assert text.startswith("restored ")
+        assert "shard 1:" in text
+
+
+class TestRollback:
+    @pytest.fixture
+    def mixed(self, run: Run, saved: Model) -> Iterator[dict[str, torch.Tensor]]:
+        """Sealed at step 5, partly saved at 6. Gives the values of step 5."""
+        saved.train()
+        run("checkpoint", saved.path, "--store", "ckpt", "--step", 5, "--policy", "full")
+        sealed = dict(saved.tensors)
+        saved.train()
+        run("checkpoint", saved.path, "--store", "ckpt", "--step", 6)
+        return sealed  # type: ignore[return-value]
+
+    def test_a_new_file_leaves_the_store_alone(self, run: Run, mixed: dict[str, torch.Tensor]) -> None:
+        done = recover(run, "--lost", "2", "--mode", "rollback", "--output", "out.pt").document
+        assert (done["mode"], done["exact"], done["step"]) == ("rollback", True, 5)
+        assert done["lost_partitions"] < done["restored_partitions"] == layout().partitions
+        after = read(Path("out.pt"))
+        assert all(torch.equal(after[name], tensor) for name, tensor in mixed.items())
+        assert run("inspect", "--store", "ckpt", "--json").document["step"] == 6
+
+    def test_into_a_file_takes_the_store_back_too(
+        self, run: Run, saved: Model, mixed: dict[str, torch.Tensor]
+    ) -> None:
+        recover(run, "--lost", "all", "--mode", "rollback", "--into", saved.path, "--dry-run")
+        assert run("inspect", "--store", "ckpt", "--json").document["step"] == 6
+        recover(run, "--lost", "all", "--mode", "rollback", "--into", saved.path)
+        after = read(saved.path)
+        assert all(torch.equal(after[name], tensor) for name, tensor in mixed.items())
+        document = run("inspect", "--store", "ckpt", "--json").document
+        assert document["step"] == 5
+        assert {p["saved_step"] for p in document["partitions"]} == {5}
+        run("checkpoint", saved.path, "--store", "ckpt", "--step", 5)
+        assert_sound()
+
+    def test_without_a_sealed_state(self, run: Run, saved: Model) -> None:
+        store = Store.create("loose", shards=2)
+        of = layout()
+        arena = Arena.anonymous(of)
+        with store.writer(layout=of, shard_of=of.shards(2, 0)) as writer:
+            for shard in range(2):
+                writer.commit(shard, np.flatnonzero(of.shards(2, 0) == shard), arena.source, step=1)
+        done = run(
+            "recover",
+            "--store",
+            "loose",
+            "--json",
+            "--lost",
+            "all",
+            "--mode",
+            "rollback",
+            "--output",
+            "o",
+            code=16,
+        )
+        assert done.error["kind"] == "no-sealed-state"
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("lost", ["9", "-1", "unheard.of.*", "", "layers.0.w[90:99]"])
+    def test_what_does_not_exist(self, run: Run, saved: Model, lost: str) -> None:
+        assert recover(run, "--lost", lost, "--output", "out.pt", code=2).error["hint"]
+        assert not Path("out.pt").exists()
+
+    def test_stores(self, run: Run, tmp_path: Path) -> None:
+        assert recover(run, "--lost", "all", code=10).error["kind"] == "no-store"
+        (tmp_path / "ckpt").mkdir()
+        (tmp_path / "ckpt" / "x").touch()
+        assert recover(run, "--lost", "all", code=10).error["kind"] == "foreign-store"
+        (tmp_path / "ckpt" / "x").unlink()
+        Store.create("ckpt")
+        assert recover(run, "--lost", "all", "--output", "x", code=16).error["kind"] == "nothing-saved"
+
+    def test_no_arena(self, run: Run, saved: Model) -> None:
+        assert recover(run, "--lost", "all", code=2).error["kind"] == "no-arena"
+
+
+def test_a_dry_run_prints_the_plan_and_changes_nothing(run: Run, saved: Model, tmp_path: Path) -> None:
+    before = saved.path.read_bytes()
+    saved.train()
+    trained = saved.path.read_bytes()
+    done = recover(run, "--lost", "all", "--into", saved.path, "--dry-run").document
+    assert set(done) == KEYS
+    assert (done["dry_run"], done["seconds"]) == (True, None)
+    assert saved.path.read_bytes() == trained != before
+    recover(run, "--lost", "all", "--output", "out.pt", "--dry-run")
+    assert not Path("out.pt").exists()
+    saved.save(emb=torch.zeros(1, 8))
+    recover(run, "--lost", "all", "--into", saved.path, "--dry-run", code=2)
+
+
+@pytest.mark.leaves_arena
+class TestArena:
+    @pytest.fixture
+    def arena(self, saved: Model, run: Run, arena_dir: Path) -> Iterator[Arena]:
+        """What a stopped run left: all of step 3, one partition torn."""
+        store = Store.open("ckpt")
+        of = layout()
+        arena = Arena.create(arena_folder(str(arena_dir), store.id), of, store_id=store.id, epoch=1)
+        everything = np.arange(of.partitions)
+        arena.begin(everything)
+        arena.end(everything, pack(1, 3))
+        arena.head_step = 4
+        arena.distance[:] = 1.5
+        arena.begin(everything[:1])
+        yield arena
+        arena.close()
+
+    def test_a_live_run_is_contention(self, run: Run, arena: Arena) -> None:
+        assert recover(run, "--lost", "1", code=11).error["kind"] == "contention"
+        recover(run, "--lost", "1", "--output", "out.pt")
+
+    def test_the_lost_partitions_come_from_the_store(self, run: Run, saved: Model, arena: Arena) -> None:
+        arena.close()
+        done = recover(run, "--lost", "emb").document
+        ids = layout().match("emb")
+        assert (done["output"], done["tiers"]) == (None, {"store": len(ids)})
+        assert done["perturbation"] == {"value": pytest.approx(1.5 * np.sqrt(len(ids))), "kind": "estimated"}
+        assert arena.intact().all()
+        assert (arena.version[ids] == arena.durable[ids]).all()
+        assert arena.rows(0, 0).tobytes() == saved.tensors["emb"].numpy().tobytes()
+        assert (arena.rows(1, 0) == 0).all()
+        assert arena.pending().sum() == layout().partitions - len(ids)
+
+    def test_memory_is_nearer_than_the_store_for_a_file(self, run: Run, saved: Model, arena: Arena) -> None:
+        arena.close()
+        done = recover(run, "--lost", "emb", "--output", "out.pt").document
+        assert done["tiers"] == {"memory": 4, "store": 1}
+        assert not done["exact"]
+        after = read(Path("out.pt"))["emb"]
+        assert torch.equal(after[:8], saved.tensors["emb"][:8])
+        assert (after[8:] == 0).all()
+
+    def test_a_rollback_forgets_what_memory_had_of_the_time_after(
+        self, run: Run, saved: Model, arena: Arena, arena_dir: Path
+    ) -> None:
+        arena.close()
+        recover(run, "--lost", "all", "--mode", "rollback")
+        assert arena.intact().all()
+        assert not arena.pending().any()
+        assert arena.rows(0, 0).tobytes() == saved.tensors["emb"].numpy().tobytes()
+        recover(run, "--lost", "all", "--mode", "rollback", "--into", saved.path)
+        assert not [path for path in arena_dir.rglob("*") if path.is_file()]
+        assert_sound()
+
+
+def test_optimizer_slots_that_the_file_does_not_have_are_left_out(run: Run, tmp_path: Path) -> None:
+    of = build_layout([("w", "parameter", (TensorSpec("", "F32", (4,)), TensorSpec("exp_avg", "F32", (4,))))])
+    store = Store.create("ckpt")
+    arena = Arena.anonymous(of)
+    arena.rows(0, 0)[:] = np.arange(4, dtype="<f4").view(np.uint8).reshape(4, 4)
+    with store.writer(layout=of, shard_of=of.shards(1, 0)) as writer:
+        writer.commit(0, np.array([0]), arena.source, step=1, sealed=True)
+    save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
+    done = recover(run, "--lost", "all", "--into", "model.safetensors")
+    assert "w/exp_avg" in done.stderr
+    assert read(tmp_path / "model.safetensors")["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    recover(run, "--lost", "all", "--output", "out.safetensors")
+    assert set(read(Path("out.safetensors"))) == {"w", "w/exp_avg"}

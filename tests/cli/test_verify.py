@@ -1,0 +1,92 @@
+"""`scarctl verify`: intact stores, and every kind of damage by file and partition."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scarctl.cli import verify as module
+from tests.cli.conftest import Model, Run
+
+KEYS = {
+    "schema_version",
+    "command",
+    "intact",
+    "read_data",
+    "files",
+    "bytes",
+    "records",
+    "segments",
+    "orphans",
+    "damaged_partitions",
+    "problems",
+}
+
+
+def segment(shard: int) -> Path:
+    return max(Path(f"ckpt/shards/{shard}/seg").iterdir(), key=lambda p: p.stat().st_mtime_ns)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[8 + int.from_bytes(data[:8], "little")] ^= 1
+    path.write_bytes(data)
+
+
+def test_an_intact_store(run: Run, saved: Model) -> None:
+    done = run("verify", "--store", "ckpt", "--json").document
+    assert set(done) == KEYS
+    assert (done["command"], done["intact"], done["read_data"], done["problems"]) == (
+        "verify",
+        True,
+        True,
+        [],
+    )
+    assert done["records"] == 8
+    assert run("verify", "--store", "ckpt").stdout.endswith(": intact\n")
+    assert "data not read" in run("verify", "--store", "ckpt", "--no-read-data").stdout
+
+
+def test_flipped_data_names_file_and_partition(run: Run, saved: Model) -> None:
+    path = segment(1)
+    flip(path)
+    done = run("verify", "--store", "ckpt", "--json", code=13).document
+    assert set(done) == KEYS
+    assert not done["intact"]
+    (problem,) = done["problems"]
+    assert set(problem) == {"file", "partition", "reason"}
+    assert problem["file"].endswith(path.name)
+    assert "[" in problem["partition"]
+    assert "checksum" in problem["reason"]
+    assert run("verify", "--store", "ckpt", "--json", "--no-read-data").document["intact"]
+    text = run("verify", "--store", "ckpt", code=13)
+    assert path.name in text.stdout
+    assert "1 problems" in text.stdout
+
+
+def test_a_missing_segment_and_a_missing_record(run: Run, saved: Model) -> None:
+    segment(0).unlink()
+    sorted(Path("ckpt/shards/2/log").iterdir())[0].unlink()
+    problems = run("verify", "--store", "ckpt", "--json", code=13).document["problems"]
+    assert any("seg" in p["file"] and "missing" in p["reason"] for p in problems)
+    assert any("log" in p["file"] and "missing" in p["reason"] for p in problems)
+
+
+def test_an_orphan_is_harmless(run: Run, saved: Model) -> None:
+    path = segment(0)
+    (path.parent / f"00000009-{'0' * 32}.safetensors").write_bytes(path.read_bytes())
+    done = run("verify", "--store", "ckpt", "--json").document
+    assert (done["intact"], done["orphans"]) == (True, 1)
+
+
+def test_no_store(run: Run) -> None:
+    assert run("verify", "--store", "ckpt", "--json", code=10).error["kind"] == "no-store"
+
+
+def test_progress_goes_to_stderr(run: Run, saved: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(0, 10_000_000, 31))
+    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(now)))
+    done = run("verify", "--store", "ckpt", "--json")
+    assert done.document["intact"]
+    assert "verified " in done.stderr

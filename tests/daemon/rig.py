@@ -1,0 +1,154 @@
+"""A small state whose every byte says at which step it was copied, with a real arena, queue and store."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.daemon.arena import Arena
+from scarctl.daemon.handover import HandOverQueue
+from scarctl.daemon.persister import Persister
+from scarctl.layout import Layout, TensorSpec, build_layout
+from scarctl.store import Store, verify
+from scarctl.version import pack, step_of
+from tests.support.faulty import FaultyBlobs
+
+Ids = NDArray[np.int64]
+STORE_ID = "0123456789abcdef" * 2
+
+
+def small_layout(rows: int = 40) -> Layout:
+    """Rows of odd sizes, an optimizer slot of another dtype, an empty tensor and a scalar."""
+    return build_layout(
+        [
+            ("a", "parameter", (TensorSpec("", "F32", (rows, 3)), TensorSpec("m", "BF16", (rows, 3)))),
+            ("empty", "parameter", (TensorSpec("", "F32", (0, 4)),)),
+            ("b", "buffer", (TensorSpec("", "U8", (rows, 7)),)),
+            ("scalar", "parameter", (TensorSpec("", "F64", ()),)),
+        ],
+        rows={"a": 4, "b": 5},
+    )
+
+
+def fill(arena: Arena, ids: Ids, value: int) -> None:
+    """Write `value` into every byte of the partitions, without the generation protocol."""
+    groups = arena.layout.group_of(ids)
+    for g, start, stop in zip(
+        groups.tolist(), *(x.tolist() for x in arena.layout.row_ranges(ids)), strict=True
+    ):
+        for t in range(len(arena.layout.groups[g].tensors)):
+            arena.rows(g, t)[start:stop] = value % 251
+
+
+def values(arena: Arena, partition: int) -> set[int]:
+    """The byte values in a partition: one, unless it is torn."""
+    g = int(arena.layout.group_of([partition])[0])
+    (start,), (stop,) = arena.layout.row_ranges([partition])
+    found: set[int] = set()
+    for t in range(len(arena.layout.groups[g].tensors)):
+        found |= set(np.unique(arena.rows(g, t)[start:stop]).tolist())
+    return found
+
+
+class Rig:
+    """What a session's saving side has."""
+
+    def __init__(
+        self, folder: Path, arena_base: Path, *, shards: int = 3, layout: Layout | None = None
+    ) -> None:
+        self.layout = layout or small_layout()
+        self.store = Store.create(str(folder), shards=shards)
+        self.blobs = FaultyBlobs(self.store.blobs)
+        self.store.blobs = self.blobs  # type: ignore[assignment]
+        self.shard_of = self.layout.shards(shards, 0)
+        self.everything = np.arange(self.layout.partitions)
+        self.writer = self.store.writer(layout=self.layout, shard_of=self.shard_of)
+        place = arena_base / "run" / self.store.id
+        found = Arena.open_existing(place, store_id=self.store.id)
+        self.arena = found or Arena.create(
+            place, self.layout, store_id=self.store.id, epoch=self.writer.epoch
+        )
+        self.arena.epoch = self.writer.epoch
+        self.queue = HandOverQueue(self.arena.folder)
+        self.persister = Persister(self.arena, self.writer, self.shard_of)
+
+    def version(self, step: int) -> int:
+        return pack(self.writer.epoch, step)
+
+    def copy(self, ids: Ids, step: int, value: int | None = None) -> None:
+        self.arena.begin(ids)
+        fill(self.arena, ids, step if value is None else value)
+        self.arena.end(ids, self.version(step))
+
+    def hand_over(self, ids: Ids, step: int, *, sealed: bool = False, extras: Any = "step") -> int:
+        extras = {"step": step} if extras == "step" else extras
+        return self.queue.put(version=self.version(step), ids=ids, sealed=sealed, extras=extras)
+
+    def save(self, ids: Ids, step: int, *, sealed: bool = False, value: int | None = None) -> int:
+        """Copy and hand over, as a checkpoint does; returns the hand-over's number."""
+        self.copy(ids, step, value)
+        return self.hand_over(ids, step, sealed=sealed)
+
+    def persist(self, number: int) -> int:
+        written = self.persister.persist(self.queue.read(number))
+        self.queue.remove(number)
+        return written
+
+    def stored(self) -> tuple[Ids, Ids]:
+        """Step and byte value of every partition in the store, read by a fresh reader; -1: not there."""
+        store = Store.open(str(self.store.root))
+        steps, content = np.full(self.layout.partitions, -1), np.full(self.layout.partitions, -1)
+        for shard in store.shards():
+            state = store.state(shard)
+            steps[state.ids] = step_of(state.version)
+            corrupt: list[tuple[Ids, str]] = []
+            for batch in store.read(state, state.ids[state.saved], corrupt=corrupt):
+                at = 0
+                for i, start, stop in zip(batch.ids, *self.layout.row_ranges(batch.ids), strict=True):
+                    rows = [t[at : at + stop - start] for t in batch.tensors]
+                    at += int(stop - start)
+                    found = {int(v) for r in rows for v in np.unique(r)}
+                    assert len(found) == 1, f"{self.layout.name(int(i))} is torn in the store: {found}"
+                    content[i] = found.pop()
+            assert corrupt == []
+        return steps, content
+
+    def sealed(self) -> list[set[int]]:
+        """Sealed steps by shard."""
+        store = Store.open(str(self.store.root))
+        return [{step for _, _, step in store.state(shard).sealed} for shard in store.shards()]
+
+    def extras(self) -> Any:
+        """Newest extras in the store."""
+        store = Store.open(str(self.store.root))
+        found = [e for s in store.shards() if (e := store.read_extras(store.state(s))) is not None]
+        return max(found, key=lambda e: e[0])[1] if found else None
+
+    def records(self) -> int:
+        """Commits in all shards."""
+        return sum(r.kind == "commit" for s in self.store.shards() for r in self.store.records(s))
+
+    def die(self) -> None:
+        """Let go of everything as a killed process does: the arena and its queue stay."""
+        self.arena.close()
+        self.writer.close()
+        self.store.close()
+
+    def close(self, *, killed: bool = False) -> None:
+        """A clean end. The store must be sound whatever happened, and hold no file that no record names.
+
+        killed: some process before was; it may have left such a file.
+        """
+        self.queue.clear()
+        self.arena.remove()
+        self.writer.close()
+        self.store.close()
+        store = Store.open(str(self.store.root))
+        assert verify(store, read_data=True).problems == []
+        named = {r.segment.name for s in store.shards() for r in store.records(s) if r.segment}
+        lying = {name for folder, _, names in os.walk(store.root) if folder.endswith("seg") for name in names}
+        assert lying >= named if killed else lying == named

@@ -1,0 +1,259 @@
+"""Flipped bits, missing and truncated files: found, named down to the partition, and worked around where
+possible.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scarctl.errors import Corruption, ScarError
+from scarctl.layout import Layout, TensorSpec, build_layout
+from scarctl.store import Store, StoreWriter, verify
+from scarctl.store.format import dump_json, record_path
+from scarctl.version import pack, step_of
+from tests.store.helpers import Data, read_all, summary
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> tuple[Store, Layout, Data]:
+    layout = build_layout(
+        [("w", "parameter", (TensorSpec("", "F32", (7, 3)), TensorSpec("m", "BF16", (7, 3)))),
+         ("b", "buffer", (TensorSpec("", "U8", (5,)),))],
+        rows={"w": 2},
+    )  # fmt: skip
+    store, data = Store.create(tmp_path / "run"), Data(layout)
+    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        writer.commit(0, np.arange(layout.partitions), data, step=1, sealed=True, extras={"a": np.arange(3)})
+        writer.commit(0, np.array([1, 3]), data, step=2)
+    return store, layout, data
+
+
+def _flip(path: Path, byte: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(byte)
+        value = file.read(1)[0]
+        file.seek(byte)
+        file.write(bytes([value ^ 1 << bit]))
+
+
+def test_every_flipped_byte_is_found_by_verify(tiny: tuple[Store, Layout, Data]) -> None:
+    store, layout, _ = tiny
+    assert verify(store, read_data=True).problems == []
+    newest = store.state(0).segments[-1].name  # every byte of this one, every 13th of the others
+    for path in sorted(p for p in store.root.rglob("*") if p.is_file() and p.name != "lock"):
+        for byte in range(0, path.stat().st_size, 1 if path.name == newest else 13):
+            _flip(path, byte, byte % 8)
+            report = verify(store, read_data=True)
+            assert str(path) in {p.file for p in report.problems}, f"{path} byte {byte}"
+            _flip(path, byte, byte % 8)
+    assert verify(store, read_data=True).problems == []
+
+
+def test_damaged_data_are_named_and_the_others_read(tiny: tuple[Store, Layout, Data]) -> None:
+    store, layout, data = tiny
+    state = store.state(0)
+    first = state.segments[state.segment[0]]
+    path = store.root / "shards/0/seg" / first.name
+    starts, _ = layout.row_ranges(np.arange(4))
+    for i in (0, 2):
+        byte = first.head + int(starts[i]) * 12 + 5  # "w" comes first: F32, 12 bytes a row
+        _flip(path, byte)
+        found, bad = read_all(store, state)
+        assert set(bad) == {i}
+        assert str(path) in bad[i]
+        assert found == data.all(set(range(layout.partitions)) - {i})
+        report = verify(store, read_data=True)
+        assert [(p.file, p.partition) for p in report.problems] == [(str(path), layout.name(i))]
+        assert report.damaged_partitions == 1
+        assert verify(store, read_data=False).intact  # only what it says it reads
+        _flip(path, byte)
+
+
+def test_random_damage_is_never_returned(tiny: tuple[Store, Layout, Data]) -> None:
+    """Whatever is flipped, an opened store raises Corruption, or leaves the damaged partitions out."""
+    store, layout, data = tiny
+    good = data.all(range(layout.partitions))
+    rng = np.random.default_rng(0)
+    paths = sorted(p for p in store.root.rglob("*") if p.is_file() and p.name != "lock")
+    for _ in range(300):
+        path = paths[rng.integers(len(paths))]
+        byte, bit = int(rng.integers(path.stat().st_size)), int(rng.integers(8))
+        _flip(path, byte, bit)
+        try:
+            opened = Store.open(store.url)
+            found, _ = read_all(opened, opened.state(0))
+            assert found.items() <= good.items()
+            extras = opened.read_extras(opened.state(0))
+            assert extras is not None
+            assert extras[1]["a"].tolist() == [0, 1, 2]  # type: ignore[index]
+        except Corruption as error:
+            assert str(store.root) in str(error)
+            assert error.hint
+        _flip(path, byte, bit)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 8, 100, -1])
+def test_truncated_and_missing_files(tiny: tuple[Store, Layout, Data], cut: int) -> None:
+    store, layout, data = tiny
+    for path in sorted(p for p in store.root.rglob("*") if p.is_file() and p.name != "lock"):
+        good = path.read_bytes()
+        path.write_bytes(good[:cut])
+        assert str(path) in {p.file for p in verify(store, read_data=True).problems}
+        path.unlink()
+        if path.parent.name != "index" and path.name != "scarctl.json":
+            assert (
+                str(path) in {p.file for p in verify(store, read_data=True).problems}
+                or path.parent.name == "log"
+            )
+        path.write_bytes(good)
+    (store.root / record_path(0, 0)).unlink()
+    assert any("missing" in p.reason for p in verify(store, read_data=False).problems)
+    (store.root / record_path(0, 2)).unlink()
+    reasons = [p.reason for p in verify(store, read_data=False).problems]
+    assert any("index made after it" in r for r in reasons)
+
+
+def test_a_missing_segment_puts_partitions_in_doubt(tiny: tuple[Store, Layout, Data]) -> None:
+    """Without the index nobody knows what it held: older copies are shown, marked, and no seal is believed."""
+    store, layout, data = tiny
+    old = data.all(range(layout.partitions))
+    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        data.change([2], 9)
+        lost = writer.commit(0, np.array([2]), data, step=3)
+        writer.commit(0, np.empty(0, np.int64), data, step=3, sealed=True)
+    assert lost.segment is not None
+    for index in store.root.glob("shards/0/index/*"):
+        index.unlink()
+    path = store.root / "shards/0/seg" / lost.segment.name
+    path.unlink()
+
+    state = store.state(0)
+    assert [(d.seq, d.file) for d in state.damaged] == [(lost.seq, str(path))]
+    assert state.doubt.all()
+    assert step_of(state.version).tolist() == [1, 2, 1, 2, 1][: layout.partitions] or state.sealed[-1][2] == 1
+    assert [s[2] for s in state.sealed] == [1]
+    assert read_all(store, state) == (old, {})
+
+    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        with pytest.raises(ScarError, match="sealed"):
+            writer.commit(0, np.array([2]), data, step=4, sealed=True)
+        writer.commit(0, np.array([2]), data, step=4)
+        assert writer.states[0].doubt.tolist() == [i != 2 for i in range(layout.partitions)]
+        assert summary(store.state(0)) == summary(writer.states[0])
+        writer.commit(0, np.arange(layout.partitions), data, step=5, sealed=True)
+        assert not writer.states[0].doubt.any()
+    assert store.state(0).sealed[-1][2] == 5
+    assert read_all(store, store.state(0)) == (data.all(range(layout.partitions)), {})
+
+
+def test_an_older_copy_below_damage_is_not_called_sealed(
+    store: Store, writer: StoreWriter, layout: Layout, data: Data
+) -> None:
+    writer.commit(0, np.arange(layout.partitions), data, step=0, sealed=True)
+    lost = writer.commit(0, np.array([1]), data, step=1)
+    writer.commit(0, np.empty(0, np.int64), data, step=2, sealed=True)
+    newest = writer.commit(0, np.array([1]), data, step=3)
+    state = writer.states[0]
+    assert lost.segment is not None
+    assert newest.segment is not None
+    (store.root / "shards/0/seg" / newest.segment.name).unlink()
+    older = store.older(0, np.array([1]), state)
+    assert older is not None
+    assert older.version.tolist() == [pack(1, 2)]
+    (store.root / "shards/0/seg" / lost.segment.name).unlink()
+    older = store.older(0, np.array([1]), state)
+    assert older is not None
+    assert older.version.tolist() == [pack(1, 0)]
+
+
+def test_a_torn_record_is_named(tiny: tuple[Store, Layout, Data]) -> None:
+    store, layout, _ = tiny
+    path = store.root / record_path(0, 2)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(Corruption, match=path.name):
+        store.state(0)
+    with pytest.raises(Corruption, match=path.name):
+        list(store.records(0))
+    with pytest.raises(Corruption, match=path.name):
+        store.writer(layout=layout, shard_of=layout.shards(1, 0))
+    assert store.state(0, at=1).step == 1
+    assert [p.file for p in verify(store, read_data=True).problems] == [str(path)]
+
+
+def test_a_record_of_another_chain_is_found(tiny: tuple[Store, Layout, Data]) -> None:
+    store, _, _ = tiny
+    path = store.root / record_path(0, 1)
+    record = store.log(0).record(1)
+    obj = {**record.to_json(), "created": "2001-01-01T00:00:00+00:00"}
+    path.write_bytes(dump_json(obj))
+    for index in store.root.glob("shards/0/index/*"):
+        index.unlink()
+    with pytest.raises(Corruption, match="chain"):
+        store.state(0)
+    assert any("chain" in p.reason for p in verify(store, read_data=False).problems)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seq": 9}, {"shard": 1}, {"kind": "x"}, {"epoch": 0}, {"epoch": True}, {"step": -1}, {"step": 2**50},
+        {"parent": "x"}, {"layout": "../" + "0" * 61}, {"layout": "0" * 64}, {"write_id": "x"}, {"base": 0},
+        {"boundary": 99}, {"partitions": 10**15}, {"partitions": 1}, {"segment": None}, {"segment": []},
+        {"sealed": 1}, {"created": None}, {"format": 0}, *({"segment." + k: v} for k, v in [
+            ("name", "../../../etc/passwd"), ("name", "00000001-" + "g" * 32 + ".safetensors"), ("bytes", 10**17), ("bytes", -1),
+            ("head", 2**61), ("data", 2**61), ("tail", 0), ("tail", 2**61), ("digest", "0" * 63), ("tail_digest", "0" * 64),
+        ]),
+    ],
+)  # fmt: skip
+def test_hostile_records_are_refused(tiny: tuple[Store, Layout, Data], change: dict[str, object]) -> None:
+    """Well-formed, with a right checksum, and lying."""
+    store, _, _ = tiny
+    path = store.root / record_path(0, 2)
+    obj = store.log(0).record(2).to_json()
+    ((key, value),) = change.items()
+    if key.startswith("segment."):
+        obj["segment"] = {**obj["segment"], key.split(".")[1]: value}
+    else:
+        obj[key] = value
+    path.write_bytes(dump_json(obj))
+    try:
+        state = store.state(0)
+    except Corruption as error:
+        assert str(store.root) in str(error)
+    else:
+        assert state.damaged
+    assert verify(store, read_data=True).problems
+
+
+def test_an_oversized_record_is_refused_before_it_is_read(tiny: tuple[Store, Layout, Data]) -> None:
+    store, _, _ = tiny
+    path = store.root / record_path(0, 3)
+    with path.open("wb") as file:
+        file.truncate(10**12)
+    with pytest.raises(Corruption, match="limit"):
+        store.state(0)
+    os.truncate(path, 0)
+    path.unlink()
+
+
+def test_unknown_fields_are_kept_and_ignored(tiny: tuple[Store, Layout, Data]) -> None:
+    store, layout, data = tiny
+    tip = store.log(0).record(2)
+    obj = {
+        **tip.to_json(),
+        "seq": 3,
+        "parent": tip.digest,
+        "segment": None,
+        "partitions": 0,
+        "sealed": True,
+        "new": {"x": 1},
+    }
+    store.blobs.create_exclusive(record_path(0, 3), [dump_json(obj)])
+    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        writer.commit(0, np.array([0]), data, step=9)
+    assert verify(store, read_data=True).intact
+    assert store.state(0).step == 9

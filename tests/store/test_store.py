@@ -1,0 +1,297 @@
+"""Creating, opening, locking and fencing a store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scarctl.errors import AccessDenied, Contention, Corruption, Fenced, NoStore, SettingsConflict, UsageError
+from scarctl.layout import Layout
+from scarctl.store import Store, StoreWriter, verify
+from scarctl.store.lock import StoreLock
+from tests.store.helpers import Data, files, read_all, summary
+
+
+def test_settings_are_fixed_when_the_store_is_created(tmp_path: Path) -> None:
+    created = Store.create(
+        tmp_path / "run", shards=3, seed=5, partition_bytes=4096, rows={"b.*": 1, "a.*": 2}
+    )
+    opened = Store.open(tmp_path / "run")
+    assert (opened.id, opened.settings) == (created.id, created.settings)
+    assert opened.settings.rows == (("b.*", 1), ("a.*", 2))
+    assert Store.create(tmp_path / "run").settings == created.settings
+    assert Store.create(tmp_path / "run", shards=3, rows={"b.*": 1, "a.*": 2}).id == created.id
+    for bad in (
+        {"shards": 1},
+        {"seed": 0},
+        {"partition_bytes": 8192},
+        {"by_layer": True},
+        {"rows": {"a.*": 2, "b.*": 1}},
+    ):
+        with pytest.raises(SettingsConflict, match=next(iter(bad))):
+            Store.create(tmp_path / "run", **bad)  # type: ignore[arg-type]
+
+
+def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = Store.create("a b")
+    assert Store.open(f"file://{tmp_path}/a%20b").id == store.id
+    assert Store.open(f"file://localhost{tmp_path}/a%20b").root == tmp_path / "a b"
+    for url in ("s3://key:secret@bucket/x", "file://host/x", "file://", "http://x/y", ""):
+        with pytest.raises(UsageError) as info:
+            Store.open(url)
+        assert "secret" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"shards": 0}, {"shards": 10**7}, {"seed": -1}, {"partition_bytes": 0}, {"rows": {"a": 0}}]
+)
+def test_bad_settings_create_nothing(tmp_path: Path, bad: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        Store.create(tmp_path / "run", **bad)  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_and_foreign_folders(tmp_path: Path) -> None:
+    with pytest.raises(NoStore) as info:
+        Store.open(tmp_path / "nothing")
+    assert info.value.kind == "no-store"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NoStore):
+        Store.open(tmp_path / "empty")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.tex").write_text("x")
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "foreign", tmp_path / "file"):
+        for call in (Store.open, Store.create):
+            with pytest.raises(NoStore) as info:
+                call(path)
+            assert info.value.kind == "foreign-store"
+    assert os.listdir(tmp_path / "foreign") == ["thesis.tex"]
+    # A creation that was killed leaves a temporary: not foreign.
+    (tmp_path / "empty" / ".tmp-0123").write_text("{")
+    Store.create(tmp_path / "empty")
+
+
+def test_an_empty_store_has_no_state(store: Store) -> None:
+    state = store.state(0)
+    assert (state.seq, len(state.ids), store.shards(), store.current_layout()) == (-1, 0, [], None)
+    assert list(store.read(state, np.array([1]), corrupt=(bad := []))) == []
+    assert len(bad) == 1
+    assert store.read_extras(state) is None
+    assert list(store.records(0)) == []
+    assert verify(store, read_data=True).intact
+
+
+def test_partitions_never_saved_are_reported(store: Store, writer: StoreWriter, data: Data) -> None:
+    writer.commit(0, np.arange(4), data, step=0)
+    found, bad = read_all(store, writer.states[0], np.array([2, 3, 4, 9999]))
+    assert sorted(found) == [2, 3]
+    assert sorted(bad) == [4, 9999]
+    assert "never saved" in bad[4]
+
+
+# --- one writer ---------------------------------------------------------------------------------------------
+
+
+def test_a_second_writer_is_told_who_writes(store: Store, writer: StoreWriter, layout: Layout) -> None:
+    before = files(store.root)
+    with pytest.raises(Contention, match=f"process {os.getpid()} "):
+        Store.open(store.url).writer(layout=layout, shard_of=layout.shards(1, 0))
+    assert files(store.root) == before
+    writer.close()
+    writer.close()
+    with store.writer(layout=layout, shard_of=layout.shards(1, 0)):
+        pass
+    with pytest.raises(UsageError, match="closed"):
+        writer.commit(0, np.array([0]), lambda *_: b"", step=0)
+
+
+def test_a_store_may_be_locked_before_there_is_a_layout(store: Store, layout: Layout) -> None:
+    other = Store.open(store.url)
+    store.lock()
+    with pytest.raises(Contention):
+        other.lock()
+    writer = store.writer(layout=layout, shard_of=layout.shards(1, 0))
+    with pytest.raises(Contention):
+        store.writer(layout=layout, shard_of=layout.shards(1, 0))
+    writer.close()
+    with pytest.raises(Contention):
+        other.lock()  # the store still holds it
+    store.close()
+    other.lock()
+    other.close()
+
+
+@pytest.mark.parametrize("parent_dies", [False, True])
+def test_a_forked_child_neither_writes_nor_keeps_the_lock(
+    store: Store, layout: Layout, data: Data, parent_dies: bool
+) -> None:
+    """The grandchild lives on when the writer, its parent, is gone."""
+    ready, go = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        writer = store.writer(layout=layout, shard_of=layout.shards(1, 0))
+        grandchild = os.fork()
+        if grandchild == 0:
+            try:
+                writer.commit(0, np.array([0]), data, step=0)
+            except UsageError:
+                writer.close()
+                os.write(ready[1], f"{os.getpid()}\n".encode())
+            os.read(go[0], 1)
+            os._exit(0)
+        os.read(go[0], 1)
+        os._exit(0)
+    try:
+        grandchild = int(os.read(ready[0], 20))
+        with pytest.raises(Contention):
+            StoreLock(store.root / "lock")
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        StoreLock(store.root / "lock").release()
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+        for fd in (*ready, *go):
+            os.close(fd)
+
+
+def test_a_stale_writer_is_fenced(
+    store: Store, writer: StoreWriter, layout: Layout, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer.commit(0, np.arange(6), data, step=5)
+    monkeypatch.setattr("scarctl.store.lock.fcntl.flock", lambda *_: None)  # as on another host
+    with Store.open(store.url).writer(layout=layout, shard_of=layout.shards(1, 0)) as newer:
+        assert newer.epoch == writer.epoch + 1
+        for _ in range(2):
+            with pytest.raises(Fenced) as info:
+                writer.commit(0, np.arange(3), data, step=6)
+        assert info.value.exit_code == 15
+        with pytest.raises(Fenced):
+            writer.roll_back({0: 0})
+        newer.commit(0, np.array([0]), data, step=7)
+        assert verify(store, read_data=True).orphans == []
+    writer.close()
+    assert [r.epoch for r in store.records(0)] == [1, 1, 2, 2]
+
+
+def test_a_stale_writer_cannot_roll_back(
+    store: Store, writer: StoreWriter, layout: Layout, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer.commit(0, np.arange(6), data, step=5)
+    monkeypatch.setattr("scarctl.store.lock.fcntl.flock", lambda *_: None)
+    with Store.open(store.url).writer(layout=layout, shard_of=layout.shards(1, 0)):
+        with pytest.raises(Fenced):
+            writer.roll_back({0: 0})
+        with pytest.raises(Fenced):
+            writer.commit(0, np.arange(3), data, step=6)
+
+
+def test_two_openings_at_one_time_get_different_epochs(
+    store: Store, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another writer opens right before this one's first epoch record."""
+    monkeypatch.setattr("scarctl.store.lock.fcntl.flock", lambda *_: None)
+    shard_of = layout.shards(2, 0)
+    store.writer(layout=layout, shard_of=shard_of).close()
+    original, others = StoreWriter._begin, []
+
+    def begin(self: StoreWriter, *args: object) -> None:
+        if not others:
+            others.append(None)
+            others.append(Store.open(store.url).writer(layout=layout, shard_of=shard_of))
+        original(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(StoreWriter, "_begin", begin)
+    mine = store.writer(layout=layout, shard_of=shard_of)
+    other = others[1]
+    assert other is not None
+    assert (other.epoch, mine.epoch) == (2, 3)
+    for shard in (0, 1):
+        assert [r.epoch for r in store.records(shard)] == [1, 2, 3]
+        assert summary(store.state(shard)) == summary(mine.states[shard])
+    mine.close()
+    other.close()
+
+
+# --- permissions and odd files ------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may do everything")
+def test_permissions(tmp_path: Path, layout: Layout) -> None:
+    store = Store.create(tmp_path / "run")
+    os.chmod(tmp_path / "run", 0o500)
+    try:
+        with pytest.raises(AccessDenied) as info:
+            store.writer(layout=layout, shard_of=layout.shards(1, 0))
+        assert info.value.exit_code == 12
+    finally:
+        os.chmod(tmp_path / "run", 0o700)
+
+
+def test_denied_calls_are_access_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store.create(tmp_path / "run")
+    original = os.open
+
+    def denied(path: object, *args: int, **kwargs: int) -> int:
+        if str(path).startswith(str(tmp_path)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, *args, **kwargs)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(AccessDenied, match=r"scarctl\.json"):
+        Store.open(store.url)
+    with pytest.raises(AccessDenied):
+        Store.create(tmp_path / "other")
+
+
+@pytest.mark.parametrize("kind", ["symlink", "fifo", "folder", "socket"])
+@pytest.mark.parametrize("which", ["settings", "lock", "record", "segment", "index", "layout"])
+def test_what_is_not_a_regular_file_is_refused(
+    store: Store, layout: Layout, data: Data, tmp_path: Path, which: str, kind: str
+) -> None:
+    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        record = writer.commit(0, np.arange(layout.partitions), data, step=0)
+    assert record.segment is not None
+    path = (
+        store.root
+        / {
+            "settings": "scarctl.json",
+            "lock": "lock",
+            "record": f"shards/0/log/{record.seq:020d}.json",
+            "segment": f"shards/0/seg/{record.segment.name}",
+            "index": f"shards/0/index/{record.seq:020d}.safetensors",
+            "layout": f"layout/{layout.digest}.json",
+        }[which]
+    )
+    path.rename(tmp_path / "real")
+    if kind == "symlink":
+        path.symlink_to(tmp_path / "real")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+
+    def use() -> None:
+        opened = Store.open(store.url)
+        opened.writer(layout=layout, shard_of=layout.shards(1, 0)).close()
+
+    if which == "index":
+        use()  # only a shortcut
+        assert (kind == "folder") == verify(store, read_data=True).intact
+    elif which == "segment":
+        found, bad = read_all(store, Store.open(store.url).state(0))
+        assert (found, len(bad)) == ({}, layout.partitions)
+        assert str(path) in bad[0]
+        assert [p.file for p in verify(store, read_data=True).problems] == [str(path)]
+    else:
+        # A folder where a record was is no record: the one before it is the newest.
+        with pytest.raises(Corruption, match=r"lock|scarctl\.json|log|layout"):
+            use()

@@ -1,0 +1,111 @@
+"""The README is true: its commands run, its Python runs, its tables name what there is."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import scarctl
+from scarctl import errors
+from scarctl.cli.main import COMMANDS
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = ["README.md", "docs/ARCHITECTURE.md", "docs/FORMAT.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+
+
+def blocks(language: str) -> list[str]:
+    """Contents of the fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[str]:
+    """Lines after a prompt."""
+    return [line[2:] for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
+
+
+def table(heading: str) -> list[list[str]]:
+    """Cells of the first table that has this heading as its first cell, without header and rule."""
+    lines = README[README.index(f"| {heading} |") :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of what the README's commands use, as the current folder, and `scarctl` and `python` on the path."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    beside = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", f"{beside}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{command[-1]}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.slow
+def test_commands_run(folder: Path) -> None:
+    assert len(commands()) >= 8
+    for command in commands():
+        run("bash", "-c", command)
+    assert (folder / "lost.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_python_runs(folder: Path) -> None:
+    """The blocks are one program."""
+    program = folder / "program.py"
+    program.write_text("\n".join(blocks("python")))
+    run(sys.executable, "-W", "error", str(program))
+
+
+def test_the_commands_are_those_that_there_are() -> None:
+    named = [re.match(r"`scarctl (\w+)", row[0]) for row in table("command")]
+    assert [match[1] for match in named if match] == list(COMMANDS)
+
+
+def test_the_exit_codes_are_those_that_there_are() -> None:
+    cells = [cell for row in table("exit code") for cell in row[::2]]
+    documented = {int(cell) for cell in cells if cell.isdecimal()}
+    raised = {
+        item.exit_code
+        for item in vars(errors).values()
+        if isinstance(item, type) and issubclass(item, errors.ScarError)
+    }
+    assert documented == raised | {0, 3}
+
+
+def test_the_arguments_of_attach_are_those_that_there_are() -> None:
+    documented = [row[0].strip("`") for row in table("argument")]
+    assert documented == list(inspect.signature(scarctl.attach).parameters)
+
+
+def test_the_methods_of_a_session_are_those_that_there_are() -> None:
+    documented = dict(_methods())
+    for name, signature in documented.items():
+        parameters = list(inspect.signature(getattr(scarctl.Session, name)).parameters)[1:]
+        assert re.findall(r"\w+(?==)|^\w+", signature) == parameters
+    public = {name for name, item in vars(scarctl.Session).items() if callable(item) and name[0] != "_"}
+    assert set(documented) == public
+
+
+def _methods() -> list[tuple[str, str]]:
+    matches = [re.fullmatch(r"`(\w+)\((.*)\)`", row[0]) for row in table("method")]
+    return [(match[1], match[2]) for match in matches if match]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    path = ROOT / document
+    for target in re.findall(r"\]\(([^)#]+)", path.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
