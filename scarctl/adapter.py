@@ -60,8 +60,11 @@ class Adapter(Protocol):
     def restore(self, early: Any, late: Any) -> None:
         """Put back what the two captures gave. Raises UsageError when the structures do not fit."""
 
-    def create_slots(self, layout: Layout) -> None:
-        """Make the optimizer's slots that `layout` has and the optimizer, before its first step, has not."""
+    def create_slots(self, layout: Layout) -> Callable[[], None]:
+        """Make the optimizer's slots that `layout` has and the optimizer, before its first step, has not.
+
+        Returns what takes them away again, for when there turns out to be nothing to put into them.
+        """
 
     def install(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Call `before` before every optimizer step and `after` after every iteration's last; returns the removal."""

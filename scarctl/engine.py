@@ -69,7 +69,6 @@ class Engine:
         self.cursor = 0
         self.arena = _open_arena(folder, layout, store.id)
         self.queue = HandOverQueue(self.arena.folder)
-        adopt_orphans(self.arena, self.queue)
         saver.open(self.arena)
 
     def copy(self, live: LiveState, step: int) -> Copied:
@@ -96,8 +95,11 @@ class Engine:
         self._save(live, chosen.ids, distance, step)
         return Copied(step, chosen.ids, sealed=False, nonfinite=chosen.nonfinite)
 
-    def seal(self, live: LiveState, step: int) -> Copied:
+    def seal(self, live: LiveState, step: int, *, skip_if_behind: bool = False) -> Copied:
         """A checkpoint after which every partition is of `step`: copies all that differ from their last copy.
+
+        skip_if_behind: copy nothing while an earlier copy still waits for the store; else it is overtaken, and a
+        store that is always behind would never see a whole state.
 
         What is not finite is left out, and then the state is not sealed. The very first checkpoint takes everything:
         it is the running checkpoint's x(0) (Qiao et al., section 4.2).
@@ -106,6 +108,8 @@ class Engine:
         if first:
             distance = np.zeros(self.layout.partitions)
             ids, nonfinite = np.arange(self.layout.partitions), _NONE
+        elif skip_if_behind and self.arena.pending().any():
+            return Copied(step, _NONE, sealed=False)
         else:
             distance = live.distances(self.settings.norm)
             changed = live.changed()
@@ -141,8 +145,16 @@ class Engine:
         self.queue.put(version=version, ids=copied.ids, sealed=copied.sealed, extras=extras)
         self.saver.notify()
 
+    def start_over(self) -> None:
+        """Forget what the arena has: it is of a run that never got as far as a whole checkpoint.
+
+        To be called while nothing is saved.
+        """
+        self.queue.clear()
+        self.arena.reset()
+
     def adopt_orphans(self) -> None:
-        """After a fault: what was copied but not handed over would wait for ever."""
+        """After a fault or a death: what was copied but not handed over would wait for ever."""
         try:
             adopt_orphans(self.arena, self.queue)
         except ScarError as error:

@@ -60,18 +60,30 @@ def resume_live(engine: Engine, live: LiveState, mode: str) -> tuple[Resumed, An
         report, extras = _roll_back(engine, live)
         assert report.step is not None
         return Resumed(report.step, True, report), extras
+    # Meanwhile nothing moves from the queue to the store: extras would be seen in neither.
+    with engine.nothing_saved():
+        resumed, extras = _resume(engine, live)
+    engine.adopt_orphans()
+    return resumed, extras
+
+
+def _resume(engine: Engine, live: LiveState) -> tuple[Resumed, Any]:
     arena, everything = engine.arena, np.arange(engine.layout.partitions)
     states = {shard: engine.store.state(shard) for shard in engine.store.shards()}
-    if _never_complete(engine, states):
+    found = None if _never_complete(engine, states) else _newest_extras(engine, states)
+    if found is None:
         log.warning("%s holds no complete state yet: there is nothing to resume from", engine.store.url)
+        engine.start_over()
         return Resumed(0, True, None), None
     plan = plan_partial(everything, engine.layout, engine.shard_of, states, arena)
     report = execute(plan, engine.store, arena, ArenaSink(arena))
-    version, extras = _newest_extras(engine, states)
-    live.load(everything)
-    # Partitions are never newer than the step that the extras say, except when a process died between the two: the
-    # random numbers and the schedule are then those of the older step.
+    version, extras = found
     step = step_of(version)
+    # Copies newer than the extras: the process died before it could hand them over. Random numbers, schedule and data
+    # position are of the older step, so that is where the run goes on, and what it saves next comes after them.
+    ahead = np.flatnonzero(arena.newest() > version)
+    arena.relabel(ahead, version)
+    live.load(everything)
     return Resumed(step, report.exact and report.step == step, report), extras
 
 
@@ -135,20 +147,24 @@ def _never_complete(engine: Engine, states: Mapping[int, ShardState]) -> bool:
     return not there.all()
 
 
-def _newest_extras(engine: Engine, states: Mapping[int, ShardState]) -> tuple[int, Any]:
-    """Version and content of the newest extras, from memory or the store. Raises NoIntactCopy when none can be read."""
+def _newest_extras(engine: Engine, states: Mapping[int, ShardState]) -> tuple[int, Any] | None:
+    """Version and content of the newest extras, from memory or the store; None when none were ever saved.
+
+    Raises NoIntactCopy when there are some and none can be read.
+    """
     candidates = [(h.version, h.extras) for h in engine.queue.pending() if h.extras is not None]
     damaged: list[str] = []
     for state in states.values():
         found = next(_stored_extras(engine.store, state, damaged), None)
         if found is not None:
             candidates.append(found)
-    if not candidates:
+    if not candidates and damaged:
         raise NoIntactCopy(
-            f"{engine.store.url}: no intact extras (optimizer's counts, random numbers): "
-            + ("; ".join(damaged) or "none saved"),
+            f"{engine.store.url}: the extras (optimizer's counts, random numbers) are damaged: {'; '.join(damaged)}",
             hint="nothing was changed; `scarctl verify` lists what is damaged",
         )
+    if not candidates:
+        return None
     version, extras = max(candidates, key=lambda found: found[0])
     return version, torched(extras)
 

@@ -214,10 +214,16 @@ class Session:
         if layout is None:
             return Resumed(step=0, exact=True, report=None)
         self._check_model(layout)
-        self._adapter.create_slots(layout)
-        engine = self._start(layout)
-        resumed, extras = resume_live(engine, self._live(engine), mode)
-        if extras is not None:
+        remove_slots = self._adapter.create_slots(layout)
+        try:
+            engine = self._start(layout)
+            resumed, extras = resume_live(engine, self._live(engine), mode)
+        except BaseException:
+            remove_slots()
+            raise
+        if extras is None:
+            remove_slots()
+        else:
             self._adapter.restore(extras["early"], extras["late"])
             engine.credit, engine.cursor = extras["policy"]["credit"], extras["policy"]["cursor"]
         self.head_step = resumed.step
@@ -295,7 +301,8 @@ class Session:
         if requested is not None:
             self._begin(full=requested)
         elif self.head_step % self.settings.interval == 0:
-            self._begin(full=self.settings.policy == "full")
+            full = self.settings.policy == "full"
+            self._begin(full=full, skip_if_behind=full)
 
     def _inert(self) -> bool:
         """A closed session, or a forked child's copy of one (a data loader's worker) does nothing."""
@@ -303,7 +310,7 @@ class Session:
 
     # -- one checkpoint -----------------------------------------------------------------------------------------
 
-    def _begin(self, *, full: bool) -> None:
+    def _begin(self, *, full: bool, skip_if_behind: bool = False) -> None:
         """First half: read what the next batch changes, start the copy."""
         engine = self._started()
         started = time.perf_counter()
@@ -315,9 +322,17 @@ class Session:
             buffers = [g for g, group in enumerate(engine.layout.groups) if group.kind == "buffer"]
             live = live.with_snapshots({g: [t.clone() for t in live.tensors[g]] for g in buffers})
             step = self.head_step
+
+            def copy() -> Copied:
+                return (
+                    engine.seal(live, step, skip_if_behind=skip_if_behind)
+                    if full
+                    else engine.copy(live, step)
+                )
+
             self._under_way = _UnderWay(
                 step=step,
-                job=self._worker.submit(lambda: (engine.seal if full else engine.copy)(live, step)),
+                job=self._worker.submit(copy),
                 live=live,
                 counters=_counters(live),
                 early=plain(self._adapter.capture_early()),

@@ -1,4 +1,4 @@
-"""The training process really dies, by SIGKILL, at any moment; what is left is whole and what was acknowledged is there."""
+"""The training process really dies, by SIGKILL, at any moment: what is left is whole, what was acknowledged is there."""
 
 from __future__ import annotations
 
@@ -119,3 +119,98 @@ def test_resume_takes_from_memory_what_the_store_never_got(tmp_path: Path, arena
     assert session._engine.saver.drain(30), "what was only in memory becomes durable now"
     assert stored_steps(tmp_path / "store").max() == 12
     session.close()
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.parametrize("forget", ["handovers", "arena", "nothing"])
+def test_death_before_the_first_whole_checkpoint(tmp_path: Path, arena_dir: Path, forget: str) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)
+            model, optimizer = stepper.build()
+            session = stepper.attach(model, optimizer, str(tmp_path / "store"))
+            session._saver.notify = lambda: None  # type: ignore[method-assign]
+            optimizer.step()
+            session._finish()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    folder = arena_folder(str(arena_dir), Store.open(str(tmp_path / "store")).id)
+    for path in folder.glob("handover-*" if forget == "handovers" else "*" if forget == "arena" else "x"):
+        path.unlink()
+    model, optimizer = stepper.build()
+    session = stepper.attach(model, optimizer, str(tmp_path / "store"))
+    resumed = session.resume()
+    assert resumed.step == (1 if forget == "nothing" else 0)
+    assert resumed.exact
+    for _ in range(5):
+        optimizer.step()
+    session.close()
+    assert session.stats.errors == 0
+    assert set(stored_steps(tmp_path / "store")) == {resumed.step + 5}
+
+
+def test_copies_newer_than_their_extras_count_as_of_the_extras_step(tmp_path: Path) -> None:
+    model, optimizer = stepper.build()
+    session = stepper.attach(model, optimizer, str(tmp_path / "store"))
+    for _ in range(7):
+        optimizer.step()
+    assert session._engine is not None
+    session._finish()
+    session._saver.drain(30)
+    expected_version = session._engine.arena.version.max()
+    session._engine.queue.put = lambda **_: 0  # type: ignore[method-assign, assignment]
+    for _ in range(3):
+        optimizer.step()
+    session._finish()  # copied, but never handed over
+    session._engine.saver.close()
+    session._engine.arena.close()
+    session.store.close()
+    session._closed = True
+
+    model, optimizer = stepper.build()
+    session = stepper.attach(model, optimizer, str(tmp_path / "store"))
+    resumed = session.resume()
+    assert (resumed.step, resumed.exact) == (step_of(int(expected_version)), False)
+    assert session._engine is not None
+    for _ in range(4):
+        optimizer.step()
+    session.close()
+    assert session.stats.errors == 0
+    assert set(stored_steps(tmp_path / "store")) == {resumed.step + 4}
+
+
+def test_memory_that_the_run_has_overtaken_elsewhere_is_not_believed(tmp_path: Path) -> None:
+    """A host dies with copies that never reached the store, the run goes on at another host, then comes back."""
+    here, elsewhere = str(tmp_path / "here"), str(tmp_path / "elsewhere")
+    Path(here).mkdir()
+    Path(elsewhere).mkdir()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)
+            model, optimizer = stepper.build()
+            session = stepper.attach(model, optimizer, str(tmp_path / "store"), arena_dir=here)
+            optimizer.step()
+            session._finish()
+            session._saver.drain(30)
+            session._saver.stop()
+            for _ in range(20):
+                optimizer.step()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+    for folder, start, steps in ((elsewhere, 1, 5), (here, 6, 4)):
+        model, optimizer = stepper.build()
+        session = stepper.attach(model, optimizer, str(tmp_path / "store"), arena_dir=folder)
+        resumed = session.resume()
+        assert (resumed.step, resumed.exact) == (start, True)
+        assert {int(v) for p in model.parameters() for v in p[:, 0]} == {start}
+        for _ in range(steps):
+            optimizer.step()
+        session.close()
+        assert session.stats.errors == 0
+    assert set(stored_steps(tmp_path / "store")) == {10}
+    assert verify(Store.open(str(tmp_path / "store")), read_data=True).problems == []

@@ -45,12 +45,13 @@ def write_images(folder: Path, data: ModuleType, count: int) -> None:
 
 def quickstart(*arguments: object, code: int = 0) -> str:
     command = [sys.executable, str(FOLDER / "quickstart.py"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_act_one_compares_the_same_failure(tmp_path: Path) -> None:
     output = quickstart("--act", 1, "--quick", "--store", tmp_path / "stores")
     rows = re.findall(r"^ +(\d+) +(\d+) +(\d+) +([+-]\d+) +([+-]\d+)$", output, re.MULTILINE)
@@ -67,6 +68,7 @@ def test_act_one_compares_the_same_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_act_two_kills_inspects_resumes_and_recovers(tmp_path: Path, data: ModuleType) -> None:
     write_images(tmp_path / "images", data, 600)
     output = quickstart("--act", 2, "--quick", "--data", tmp_path / "images")

@@ -53,6 +53,7 @@ def run(*command: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_commands_run(folder: Path) -> None:
     assert len(commands()) >= 8
     for command in commands():

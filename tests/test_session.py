@@ -91,9 +91,9 @@ def poisoned_rows(layout, ids):  # type: ignore[no-untyped-def]
 
 def test_recovered_values_are_those_last_saved_with_their_moments(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store", interval=5, policy="full")
-    loop.train(5)
+    loop.train(5, settle=True)
     saved = loop.state()
-    loop.train(3)
+    loop.train(3, settle=True)
     report = loop.session.recover(lost="embed.*")
     now = loop.state()
     for name in ("embed.weight", "embed.weight/exp_avg", "embed.weight/exp_avg_sq"):
@@ -107,16 +107,16 @@ def test_recovered_values_are_those_last_saved_with_their_moments(tmp_path: Path
 
 def test_rollback_goes_back_to_the_newest_sealed_state_with_its_extras(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store", interval=5, policy="full")
-    loop.train(10)
+    loop.train(10, settle=True)
     sealed = loop.state()
-    loop.train(4)
+    loop.train(4, settle=True)
     drained([loop.session])
     report = loop.session.recover(lost="all", mode="rollback")
     assert (report.mode, report.exact, report.step) == ("rollback", True, 10)
     assert differing(loop.state(), sealed) == []
     assert loop.session.head_step == 10
     assert loop.position == {"batches": 10}
-    loop.train(2)
+    loop.train(2, settle=True)
     loop.session.close()
     # What was saved before going back is never seen again.
     again = Loop(tmp_path / "store", interval=5, policy="full")
@@ -126,11 +126,11 @@ def test_rollback_goes_back_to_the_newest_sealed_state_with_its_extras(tmp_path:
 
 def test_rollback_repeats_the_same_training(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store", interval=4, policy="full")
-    loop.train(11)
+    loop.train(11, settle=True)
     expected = loop.state()
     drained([loop.session])
     loop.session.recover(lost="all", mode="rollback")
-    loop.train(3)
+    loop.train(3, settle=True)
     assert differing(loop.state(), expected) == []
     loop.session.close()
 

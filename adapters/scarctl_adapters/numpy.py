@@ -96,8 +96,9 @@ class NumpyAdapter:
             restore_state(item, early["extras"][name])
         restore_host_rng(early["rng"])
 
-    def create_slots(self, layout: Layout) -> None:
+    def create_slots(self, layout: Layout) -> Callable[[], None]:
         """Nothing: there are no slots."""
+        return lambda: None
 
     def install(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Not possible. Raises UsageError."""

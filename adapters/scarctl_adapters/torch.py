@@ -126,10 +126,11 @@ class TorchAdapter:
             restore_state(item, early["extras"][name])
         _restore_rng(early["rng"])
 
-    def create_slots(self, layout: Layout) -> None:
+    def create_slots(self, layout: Layout) -> Callable[[], None]:
         """Zeros in the optimizers' state for every slot of `layout` that is not there yet."""
         owners = {id(p): o for o in self._optimizers for p in _params(o)}
         parameters = dict(self._parameters())
+        created: list[tuple[Optimizer, nn.Parameter, str]] = []
         for group in layout.groups:
             parameter = parameters.get(group.name)
             if parameter is None or id(parameter) not in owners:
@@ -138,6 +139,15 @@ class TorchAdapter:
             for spec in group.tensors[1:]:
                 if spec.slot not in state:
                     state[spec.slot] = torch.zeros_like(parameter.detach(), dtype=torch_of(spec.dtype))
+                    created.append((owners[id(parameter)], parameter, spec.slot))
+
+        def remove() -> None:
+            for optimizer, parameter, slot in created:
+                optimizer.state[parameter].pop(slot, None)
+                if not optimizer.state[parameter]:
+                    del optimizer.state[parameter]
+
+        return remove
 
     def install(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Step hooks: `before` on every optimizer, `after` on the last one."""

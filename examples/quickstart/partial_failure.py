@@ -141,8 +141,8 @@ def _disturbed(images: Images, seed: int, failure: Failure, arm: Arm, store: Pat
     """Train, fail, recover, and go on until the target is reached."""
     model, optimizer = build(images, seed)
     batches = Batches(images, seed)
-    # A real loop gives `interval=4` and calls nothing. This one is so fast that a disk may not follow, and then parts are
-    # skipped. It waits instead, so that the numbers are the same on every disk.
+    # A real loop gives `interval=4` and calls nothing. This one is so fast that a disk may not follow, and then some
+    # partitions are skipped. So it waits, for the numbers to be the same on every disk.
     session = scarctl.attach(
         model, optimizer, store=store, shards=SHARDS, seed=seed, fraction=FRACTION, interval=BY_HAND
     )

@@ -127,7 +127,8 @@ class Arena:
                 os.close(fd)
             _write_header(memory, layout, layout_json, geometry, store_id)
             arena = cls(memory, layout, geometry, folder, lock)
-            arena._reset(epoch)
+            arena.reset()
+            arena.epoch = epoch
             os.rename(temporary, folder / FILE)
         except BaseException as error:
             os.close(lock)
@@ -192,14 +193,15 @@ class Arena:
         """An arena without a file, for one process's use."""
         geometry = _Geometry(layout, b"")
         arena = cls(mmap.mmap(-1, geometry.size), layout, geometry, None, -1)
-        arena._reset(epoch)
+        arena.reset()
+        arena.epoch = epoch
         return arena
 
-    def _reset(self, epoch: int) -> None:
+    def reset(self) -> None:
+        """Forget all copies."""
         self.version[:] = NEVER
         self.durable[:] = NEVER
         self.distance[:] = np.nan
-        self.epoch = epoch
         self.pid = os.getpid()
         self.sealed = NEVER
 
@@ -294,6 +296,11 @@ class Arena:
         self.durable[:] = np.where(self.durable == self.version, newest, self.durable)
         self.version[:] = newest
         self.sealed = NEVER
+
+    def relabel(self, ids: Ids, version: int) -> None:
+        """The copies of these partitions count as `version`, and wait for the store."""
+        self.version[ids] = version
+        self.durable[ids] = NEVER
 
     def spoil(self, ids: Ids) -> None:
         """The copies of these partitions are no good: as if a process had died while it copied."""

@@ -127,8 +127,8 @@ class DaemonSaver:
 
     def open(self, arena: Arena) -> None:
         """See `Saver`."""
-        self._arena = arena
-        arena.epoch = self._ask("open")["epoch"]
+        again, self._arena = self._arena is not None, arena
+        arena.epoch = self._ask("open", again=again)["epoch"]
 
     def notify(self) -> None:
         """See `Saver`. Never waits, never fails: a new daemon looks at the queue by itself."""

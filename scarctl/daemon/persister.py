@@ -13,7 +13,7 @@ from scarctl.daemon.arena import Arena
 from scarctl.daemon.handover import HandOver, HandOverQueue
 from scarctl.errors import Corruption, Overwritten
 from scarctl.store import StoreWriter
-from scarctl.version import step_of
+from scarctl.version import NEVER, pack, step_of
 
 log = logging.getLogger("scarctl")
 Ids = NDArray[np.int64]
@@ -137,3 +137,31 @@ def adopt_orphans(arena: Arena, queue: HandOverQueue) -> int:
     for version in np.unique(versions).tolist():
         queue.put(version=version, ids=ids[versions == version], sealed=False, extras=None)
     return int(ids.size)
+
+
+def reconcile(arena: Arena, queue: HandOverQueue, stored: Ids, epoch: int) -> None:
+    """Bring an arena that a dead process left, and its queue, into the epoch that begins now.
+
+    stored: newest version in the store of every partition, int64 of shape (layout.partitions,).
+
+    Copies that the store has newer (the run went on elsewhere meanwhile) are spoiled, and never reach the store. All
+    others count as saved in `epoch`: what of them still waits will be committed in it, and must not look newer in the
+    store than in the arena.
+    """
+    arena.unseal()
+    stale = stored > arena.version
+    arena.begin(np.flatnonzero(stale))
+    old, waiting = arena.version.copy(), arena.pending()
+    current = (old >= 0) & ~stale
+    arena.version[:] = np.where(current, pack(epoch, 0) | step_of(old), NEVER)
+    arena.durable[:] = np.where(waiting, NEVER, arena.version)
+    for handover in queue.pending():
+        ids = handover.ids[current[handover.ids] & (old[handover.ids] == handover.version)]
+        if ids.size:
+            queue.put(
+                version=pack(epoch, step_of(handover.version)),
+                ids=ids,
+                sealed=handover.sealed and not stale.any(),
+                extras=handover.extras,
+            )
+        queue.remove(handover.number)

@@ -30,14 +30,14 @@ class Run:
         self._saver = LocalSaver(store)
         self._arena: Arena | None = None
 
-    def open(self) -> int:
+    def open(self, *, again: bool) -> int:
         """Map the arena and start saving; returns the epoch. Raises Corruption when there is no arena."""
         arena = Arena.share(self._folder, store_id=self.id)
         if arena is None:
             raise Corruption(
                 f"there is no arena in {self._folder}", hint="the session makes it before it opens a run"
             )
-        self._saver.open(arena)
+        self._saver.open(arena, again=again)
         self._arena = arena
         return arena.epoch
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import numpy as np
+
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.handover import HandOverQueue
-from scarctl.daemon.persister import Persister
+from scarctl.daemon.persister import Persister, reconcile
 from scarctl.daemon.runner import PersisterThread
 from scarctl.errors import ScarError, Unavailable
 from scarctl.store import Store, StoreWriter
+from scarctl.version import NEVER
 
 
 class Saver(Protocol):
@@ -67,12 +70,20 @@ class LocalSaver:
         """Take the store's lock."""
         self._store.lock()
 
-    def open(self, arena: Arena) -> None:
-        """Open the store for writing and start the thread."""
+    def open(self, arena: Arena, *, again: bool = False) -> None:
+        """Open the store for writing and start the thread.
+
+        again: the training process is the one that made the copies in the arena; it goes on making them.
+        """
         settings = self._store.settings
         self._shard_of = arena.layout.shards(settings.shards, settings.seed)
         self._arena = arena
         self._writer = self._store.writer(layout=arena.layout, shard_of=self._shard_of)
+        if not again:
+            stored = np.full(arena.layout.partitions, NEVER, dtype=np.int64)
+            for state in self._writer.states.values():
+                stored[state.ids] = state.version
+            reconcile(arena, HandOverQueue(arena.folder), stored, self._writer.epoch)
         arena.epoch = self._writer.epoch
         self._start()
 

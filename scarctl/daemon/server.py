@@ -182,7 +182,7 @@ class Daemon:
 
     def open(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """The run's arena is there: start saving."""
-        return {"epoch": self._run(peer).open()}
+        return {"epoch": self._run(peer).open(again=message.get("again") is True)}
 
     def notify(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Something was handed over."""

@@ -129,7 +129,8 @@ def ascending(ids: Ids) -> Ids:
     if bool((ids[1:] > ids[:-1]).all()):
         return ids
     ids = np.sort(ids)
-    return ids[np.diff(ids, prepend=-1) != 0]
+    first: NDArray[np.bool_] = np.diff(ids, prepend=ids[0] - 1) != 0
+    return ids[first]
 
 
 def by_group(layout: Layout, ids: Ids) -> Iterator[tuple[int, int, int]]:

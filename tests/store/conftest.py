@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +10,19 @@ import pytest
 
 from scarctl.layout import Layout
 from scarctl.store import Store, StoreWriter
-from tests.store.helpers import Data, small_layout
+from tests.store.helpers import Data, memory_folder, small_layout
 
 
 @pytest.fixture(scope="session")
 def layout() -> Layout:
     return small_layout()
+
+
+@pytest.fixture
+def memory_path() -> Iterator[Path]:
+    folder = memory_folder()
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,7 +110,7 @@ def _work(store: Store, layout: Layout, data: Data) -> None:
 
 
 def test_killed_at_every_call_of_a_writers_life(memory_path: Path, layout: Layout) -> None:
-    store, data = _prepared(memory_path, layout)
+    store, _ = _prepared(memory_path, layout)
     ids = np.flatnonzero(layout.shards(2, 0) == 0)
     changed = Data(layout, 1)
     run, saved = memory_path / "run", memory_path / "saved"
@@ -164,7 +163,7 @@ def _copy_partition(source: Data, target: Data, i: int) -> None:
 
 def test_killed_at_every_call_of_creation_and_roll_back(memory_path: Path, layout: Layout) -> None:
     data, newer_data = Data(layout), Data(layout, 1)
-    shard_of = layout.shards(2, 0)
+    shard_of = np.ones(layout.partitions, np.int32)  # one shard: the test above has two
     members = np.flatnonzero(shard_of == 1)
     expected = data.all(members.tolist())
     newer = {**expected, **newer_data.all(members[:3].tolist())}
@@ -195,7 +194,7 @@ def test_killed_at_every_call_of_creation_and_roll_back(memory_path: Path, layou
             assert status == 0
             assert found == expected
             break
-    assert k > 80
+    assert k > 50
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
@@ -207,7 +206,8 @@ def test_every_failing_call_of_a_commit_leaves_the_last_state(
     shard_of = layout.shards(2, 0)
     ids = np.flatnonzero(shard_of == 0)
     with store.writer(layout=layout, shard_of=shard_of) as writer:
-        k = failures = 0
+        messages: list[str] = []
+        k = 0
         expected = data.all(ids.tolist())
         while True:
             k += 1
@@ -219,9 +219,7 @@ def test_every_failing_call_of_a_commit_leaves_the_last_state(
                 try:
                     writer.commit(0, part, data, step=k, extras={"n": k})
                 except Unavailable as error:
-                    failures += 1
-                    assert str(memory_path) in str(error)
-                    assert error.hint
+                    messages.append(str(error))
                     in_doubt = error.kind == "in-doubt"
                 else:
                     expected = new
@@ -237,22 +235,14 @@ def test_every_failing_call_of_a_commit_leaves_the_last_state(
             assert read_all(store, writer.states[0]) == (new, {})
             if fault.count < k:
                 break
-        assert failures >= 8
+        assert len(messages) >= 8
+        assert all(str(memory_path) in m and "acknowledged is safe" in m for m in messages)
     report = verify(store, read_data=True)
     assert (report.problems, report.orphans) == ([], [])
 
 
 def _raise(code: int) -> None:
     raise OSError(code, os.strerror(code))
-
-
-@pytest.fixture
-def memory_path() -> Iterator[Path]:
-    """A folder in memory where there is one: a killed process is the same there, and fsync costs nothing."""
-    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="scarctl-crash-", dir=base))
-    yield folder
-    shutil.rmtree(folder)
 
 
 @pytest.fixture
@@ -273,9 +263,14 @@ def test_a_full_disk(full_disk: Path, layout: Layout, data: Data) -> None:
     with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
         every = writer.states[0].ids
         step = 0
-        with pytest.raises(Unavailable) as info:
+
+        def fill() -> None:
+            nonlocal step
             for step in range(1000):
                 writer.commit(0, every, data, step=step)
+
+        with pytest.raises(Unavailable) as info:
+            fill()
         assert info.value.kind == "store-full"
         state = Store.open(store.url).state(0)
         assert state.step == step - 1 > 2

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import tempfile
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from scarctl.errors import Corruption, LayoutMismatch, UsageError
 from scarctl.layout import Layout, TensorSpec, build_layout
@@ -22,7 +20,7 @@ from scarctl.store.record import Record
 from scarctl.store.segment import write_segment
 from scarctl.store.state import dump_index
 from scarctl.version import epoch_of, pack, step_of
-from tests.store.helpers import Data, read_all, small_layout, summary
+from tests.store.helpers import Data, memory_folder, read_all, small_layout, summary
 
 LAYOUT = small_layout()
 SHARDS = 2
@@ -48,7 +46,7 @@ class LogMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="scarctl-log-"))
+        self.folder = memory_folder()
         self.store = Store.create(self.folder / "run", shards=SHARDS, seed=7)
         self.writer: StoreWriter = self.store.writer(layout=LAYOUT, shard_of=SHARD_OF)
         self.data = Data(LAYOUT)
@@ -79,6 +77,8 @@ class LogMachine(RuleBasedStateMachine):
             return
         self.data.change(ids.tolist(), self.seed)
         record = self.writer.commit(shard, ids, self.data, step=self.step, sealed=sealed, extras=extras)
+        state = self.writer.states[shard]
+        assert 4 * state.unindexed < len(state.ids)  # else an index should have been written
         version = pack(self.writer.epoch, self.step)
         model.copies.update({i: (version, self.data.partition(i)) for i in ids.tolist()})
         model.step = self.step
@@ -121,7 +121,6 @@ class LogMachine(RuleBasedStateMachine):
         self._epoch_begun()
 
     @rule(shard=st.integers(0, SHARDS - 1), byte=st.integers(0, 10**6))
-    @precondition(lambda self: any(self.store.log(s).indexes() for s in range(SHARDS)))
     def damage_index(self, shard: int, byte: int) -> None:
         for path in sorted(self.store.root.glob(f"shards/{shard}/index/*"))[-1:]:
             raw = bytearray(path.read_bytes())

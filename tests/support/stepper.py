@@ -9,6 +9,7 @@ step that is acknowledged as durable.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +44,13 @@ def build() -> tuple[nn.ParameterList, Stepper]:
 
 def attach(model: nn.Module, optimizer: Stepper, store: str, **options: Any) -> scarctl.Session:
     """A session with a fast cadence and one partition per row."""
-    settings: dict[str, Any] = {"fraction": 0.25, "interval": 3, "policy": "round", "shards": 4, "rows": {"*": 1}}
+    settings: dict[str, Any] = {
+        "fraction": 0.25,
+        "interval": 3,
+        "policy": "round",
+        "shards": 4,
+        "rows": {"*": 1},
+    }
     return scarctl.attach(model, optimizer, store=store, **settings, **options)
 
 
@@ -58,6 +65,11 @@ def torn_rows(model: nn.Module, optimizer: Stepper) -> list[str]:
     ]
 
 
+def tell(step: int, durable: list[int]) -> None:
+    """One whole line, at once: the process may be killed right after."""
+    os.write(1, json.dumps({"step": step, "durable": durable}).encode() + b"\n")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     model, optimizer = build()
@@ -70,11 +82,11 @@ def main() -> None:
             for parameter in model.parameters():
                 parameter.fill_(start)
                 optimizer.state[parameter]["count"].fill_(start)
-    print(json.dumps({"step": start, "durable": []}), flush=True)
+    tell(start, [])
     for step in range(start + 1, int(sys.argv[2]) + 1):
         optimizer.step()
         assert session._engine is not None
-        print(json.dumps({"step": step, "durable": step_of(session._engine.arena.durable).tolist()}), flush=True)
+        tell(step, step_of(session._engine.arena.durable).tolist())
     session.close()
 
 

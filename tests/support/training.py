@@ -45,7 +45,8 @@ class Loop:
             **settings,
         )
 
-    def train(self, steps: int) -> None:
+    def train(self, steps: int, *, settle: bool = False) -> None:
+        """Take some steps. `settle`: wait after each for the store, as a loop with longer steps would."""
         for _ in range(steps):
             ids = torch.randint(0, 64, (16,))
             self.position["batches"] += 1
@@ -54,6 +55,9 @@ class Loop:
             loss.backward()
             self.optimizer.step()
             self.scheduler.step()
+            if settle:
+                self.session._finish()
+                drained([self.session])
 
     def state(self) -> dict[str, torch.Tensor]:
         """Private copies of parameters, buffers and moments, by full name."""
