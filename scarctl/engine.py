@@ -126,7 +126,7 @@ class Engine:
     def copy_again(self, live: LiveState, copied: Copied, g: int) -> Copied:
         """Copy what was copied of group `g` once more. What is not finite by now has no good copy of this step."""
         mine = (copied.ids >= self.layout.base[g]) & (copied.ids < self.layout.base[g + 1])
-        finite = np.isfinite(live.distances(self.settings.norm)[copied.ids])
+        finite = np.isfinite(live.distances(self.settings.norm, copied.ids[mine])[copied.ids])
         live.save(copied.ids[mine & finite], pack(self.arena.epoch, copied.step))
         bad = copied.ids[mine & ~finite]
         if not bad.size:

@@ -33,7 +33,7 @@ class LiveState:
 
     def __init__(self, layout: Layout, tensors: Sequence[Sequence[torch.Tensor]], arena: Arena) -> None:
         self.layout = layout
-        self.tensors = [[t.detach() for t in group] for group in tensors]
+        self.tensors = [list(group) for group in tensors]
         self.arena = arena
         self._saved = [
             [
@@ -43,21 +43,24 @@ class LiveState:
             for g, group in enumerate(layout.groups)
         ]
 
-    def with_snapshots(self, snapshots: Mapping[int, Sequence[torch.Tensor]]) -> LiveState:
-        """The same state with the tensors of some groups replaced by private copies."""
+    def with_tensors(self, tensors: Mapping[int, Sequence[torch.Tensor]]) -> LiveState:
+        """The same state with other tensors for some groups, by number: newer ones, or private copies."""
         twin = object.__new__(LiveState)
         twin.layout, twin.arena, twin._saved = self.layout, self.arena, self._saved
-        twin.tensors = [list(snapshots.get(g, group)) for g, group in enumerate(self.tensors)]
+        twin.tensors = [list(tensors.get(g, group)) for g, group in enumerate(self.tensors)]
         return twin
 
-    def distances(self, norm: Norm = "l2") -> NDArray[np.float64]:
+    def distances(self, norm: Norm = "l2", ids: Ids | None = None) -> NDArray[np.float64]:
         """Distance of every partition from its copy in the arena: float64 of shape (layout.partitions,).
 
-        NaN or Inf where live values that are not finite differ from the saved ones.
+        NaN or Inf where live values that are not finite differ from the saved ones. With `ids` (ascending) only groups
+        with partitions among them are looked at; all others are 0.
         """
-        result = np.empty(self.layout.partitions)
+        result = np.zeros(self.layout.partitions)
         for g, group in enumerate(self.layout.groups):
-            result[self._span(g)] = distances(group, self.tensors[g], self._saved[g], norm)
+            span = self._span(g)
+            if ids is None or np.searchsorted(ids, span.start) < np.searchsorted(ids, span.stop):
+                result[span] = distances(group, self.tensors[g], self._saved[g], norm)
         return result
 
     def changed(self) -> NDArray[np.bool_]:
@@ -78,23 +81,30 @@ class LiveState:
     def load(self, ids: Ids) -> None:
         """Copy the partitions `ids` (ascending) from the arena into the live tensors."""
         with torch.no_grad():
-            for g, _, starts, stops in self._batches(ids):
+            # No generations here, so nothing calls for small pieces.
+            for g, _, starts, stops in self._batches(ids, limit=1 << 62):
                 for saved, live in zip(self._saved[g], self.tensors[g], strict=True):
-                    _copy_rows(live, saved, starts, stops)
+                    if not _is_placeholder(live):
+                        _copy_rows(live, saved, starts, stops)
 
     def _span(self, g: int) -> slice:
         return slice(int(self.layout.base[g]), int(self.layout.base[g + 1]))
 
-    def _batches(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids, Ids]]:
-        """Pieces (group, ids, first rows, last rows + 1) of at most about 1 MiB, or one partition."""
+    def _batches(self, ids: Ids, limit: int = _BATCH_BYTES) -> Iterator[tuple[int, Ids, Ids, Ids]]:
+        """Pieces (group, ids, first rows, last rows + 1) of at most about `limit` bytes, or one partition."""
         bounds = np.searchsorted(ids, self.layout.base)
         for g, group in enumerate(self.layout.groups):
             mine = ids[bounds[g] : bounds[g + 1]]
-            step = max(1, _BATCH_BYTES // max(1, group.rows_per_partition * group.row_bytes))
+            step = max(1, limit // max(1, group.rows_per_partition * group.row_bytes))
             for first in range(0, mine.size, step):
                 batch = mine[first : first + step]
                 starts, stops = self.layout.row_ranges(batch)
                 yield g, batch, starts, stops
+
+
+def _is_placeholder(tensor: torch.Tensor) -> bool:
+    """Whether it stands for a slot that the optimizer has not made yet (see `StateGroup`): zeros, nothing to restore."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _copy_rows(target: torch.Tensor, source: torch.Tensor, starts: Ids, stops: Ids) -> None:

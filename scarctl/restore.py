@@ -32,7 +32,7 @@ from scarctl.recovery import (
 )
 from scarctl.sinks import ArenaSink
 from scarctl.store import ShardState, Store
-from scarctl.version import step_of
+from scarctl.version import pack, step_of
 
 log = logging.getLogger("scarctl")
 MODES = ("partial", "rollback")
@@ -81,8 +81,8 @@ def _resume(engine: Engine, live: LiveState) -> tuple[Resumed, Any]:
     step = step_of(version)
     # Copies newer than the extras: the process died before it could hand them over. Random numbers, schedule and data
     # position are of the older step, so that is where the run goes on, and what it saves next comes after them.
-    ahead = np.flatnonzero(arena.newest() > version)
-    arena.relabel(ahead, version)
+    ahead = np.flatnonzero(step_of(arena.newest()) > step)
+    arena.relabel(ahead, pack(arena.epoch, step))
     live.load(everything)
     return Resumed(step, report.exact and report.step == step, report), extras
 
@@ -133,7 +133,7 @@ def _check_mode(mode: str) -> None:
 
 def _perturbation(live: LiveState, ids: NDArray[np.int64], known: NDArray[np.float64]) -> Perturbation:
     """Norm of the change that loading `ids` from the arena makes: measured where live values are still numbers."""
-    now = live.distances("l2")[ids]
+    now = live.distances("l2", ids)[ids]
     if np.isfinite(now).all():
         return Perturbation(float(np.linalg.norm(now)), "measured")
     return estimate(known[ids])

@@ -156,6 +156,7 @@ class Session:
         self._closed = False
         self._pid = os.getpid()
         self._requested: bool | None = None
+        self._views: LiveState | None = None  # mapping the arena takes longer than the rest of a hook
         self.store = Store.create(settings.store, **settings.fixed())
         self._saver = self._make_saver()
         try:
@@ -320,7 +321,7 @@ class Session:
             live = self._live(engine)
             # A forward pass changes buffers (batch norm): the copy must not read them while it does.
             buffers = [g for g, group in enumerate(engine.layout.groups) if group.kind == "buffer"]
-            live = live.with_snapshots({g: [t.clone() for t in live.tensors[g]] for g in buffers})
+            live = live.with_tensors({g: [t.clone() for t in live.tensors[g]] for g in buffers})
             step = self.head_step
 
             def copy() -> Copied:
@@ -379,7 +380,7 @@ class Session:
                 self.stats.torn_copies += 1
                 copied = engine.copy_again(live, copied, g)
             elif under_way.snapshot is not None and ids.size:
-                twin = live.with_snapshots({g: under_way.snapshot[g]})
+                twin = live.with_tensors({g: under_way.snapshot[g]})
                 torn = np.intersect1d(ids, np.flatnonzero(twin.changed()))
                 if torn.size:
                     twin.save(torn, int(arena.version[torn[0]]))
@@ -481,7 +482,10 @@ class Session:
                     hint="parameters may not be added, removed or resized while a session is open",
                 )
             tensors.append([t for t in found if t is not None])
-        return LiveState(engine.layout, tensors, engine.arena)
+        if self._views is None or self._views.arena is not engine.arena:
+            self._views = LiveState(engine.layout, tensors, engine.arena)
+            return self._views
+        return self._views.with_tensors(dict(enumerate(tensors)))
 
     def _build_layout(self) -> Layout:
         fixed = self.store.settings

@@ -31,6 +31,8 @@ settings.register_profile(
 settings.load_profile("scarctl")
 
 ARENA_VARIABLE = "SCARCTL_ARENA_DIR"
+DAEMON_FILES = ("daemon.lock", "daemon.log")
+"""What a daemon leaves on purpose."""
 GRACE_SECONDS = 5.0
 """What a test stopped may need this long to be gone."""
 
@@ -46,6 +48,8 @@ def arena_dir(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
     """
     for name in [name for name in os.environ if name.startswith("SCARCTL_")]:
         monkeypatch.delenv(name)
+    # A thread unless a test says otherwise (`both_savers`): starting a daemon takes a while.
+    monkeypatch.setenv("SCARCTL_DAEMON", "0")
     # Short, because a Unix socket may lie in it and its path is limited to about 100 bytes.
     folder = Path(tempfile.mkdtemp(prefix="scarctl-"))
     monkeypatch.setenv(ARENA_VARIABLE, str(folder))
@@ -57,11 +61,19 @@ def arena_dir(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
         for pid in _new_processes(folder, processes):
             os.kill(pid, signal.SIGKILL)  # so that it does not disturb the tests after this one
         if request.node.get_closest_marker("leaves_arena") is None:
-            leaks += [str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()]
+            left = (file for file in folder.rglob("*") if not file.is_dir() and file.name not in DAEMON_FILES)
+            leaks += [str(file.relative_to(folder)) for file in left]
     finally:
         shutil.rmtree(folder)
     if leaks:
         pytest.fail(f"left behind: {', '.join(map(str, leaks))}", pytrace=False)
+
+
+@pytest.fixture(params=["thread", "daemon"])
+def both_savers(request: pytest.FixtureRequest, arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs the test twice: saving from a thread of the training process, and from the host's daemon."""
+    monkeypatch.setenv("SCARCTL_DAEMON", "1" if request.param == "daemon" else "0")
+    return str(request.param)
 
 
 def _settled(leaks: Callable[[], list[object]]) -> list[object]:

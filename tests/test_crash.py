@@ -1,4 +1,4 @@
-"""The training process really dies, by SIGKILL, at any moment: what is left is whole, what was acknowledged is there."""
+"""The training process really dies, by SIGKILL, at any time: what is left is whole, what was acknowledged is there."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ import numpy as np
 import pytest
 import torch
 
+from scarctl.daemon.client import ask
 from scarctl.daemon.folder import arena_folder
+from scarctl.daemon.protocol import SOCKET
+from scarctl.errors import Unavailable
 from scarctl.store import Store, verify
 from scarctl.version import step_of
 from tests.support import stepper
 
 ROOT = Path(__file__).parent.parent
+
+
+pytestmark = pytest.mark.usefixtures("both_savers")
 
 
 def train_and_kill(store: Path, seconds: float, log: Path) -> tuple[int, np.ndarray]:
@@ -44,6 +50,17 @@ def train_and_kill(store: Path, seconds: float, log: Path) -> tuple[int, np.ndar
     assert process.returncode == -signal.SIGKILL, errors.decode()
     lines = told(log)
     return lines[-1]["step"], np.array(lines[-1]["durable"])
+
+
+def kill_daemon(base: Path) -> None:
+    """SIGKILL for the host's daemon, if there is one."""
+    folder = arena_folder(str(base), "x").parent
+    try:
+        pid = ask(folder, "status")["pid"]
+    except Unavailable:
+        return
+    os.kill(pid, signal.SIGKILL)
+    (folder / SOCKET).unlink(missing_ok=True)
 
 
 def told(log: Path) -> list[dict[str, object]]:
@@ -69,6 +86,7 @@ def test_kill_and_run_again(tmp_path: Path, arena_dir: Path, host_is_lost: bool)
         store = Store.open(str(folder))
         assert verify(store, read_data=True).problems == []
         if host_is_lost:
+            kill_daemon(arena_dir)
             shutil.rmtree(arena_folder(str(arena_dir), store.id), ignore_errors=True)
         store.close()
         if durable.size and durable.min() >= 0:
@@ -198,6 +216,7 @@ def test_memory_that_the_run_has_overtaken_elsewhere_is_not_believed(tmp_path: P
             session._saver.stop()
             for _ in range(20):
                 optimizer.step()
+            kill_daemon(Path(here))
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)

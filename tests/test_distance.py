@@ -153,7 +153,7 @@ def test_negative_zero_and_nan_bits_count_as_changes() -> None:
 
 
 def test_no_temporary_of_the_tensors_size() -> None:
-    live = torch.ones(4096, 1024)
+    live = torch.ones(16384, 1024)
     saved = torch.zeros_like(live)
     group = group_of(live, 16)
     with torch.profiler.profile(

@@ -18,6 +18,9 @@ from scarctl.store import Store, verify
 from tests.support.training import Loop, differing, drained
 
 
+pytestmark = pytest.mark.usefixtures("both_savers")
+
+
 def assert_store_is_sound(folder: Path) -> None:
     store = Store.open(str(folder))
     assert verify(store, read_data=True).problems == []
@@ -170,7 +173,9 @@ def test_a_changed_model_is_refused_and_nothing_is_changed(tmp_path: Path, chang
     loop = Loop(tmp_path / "store")
     loop.train(3)
     loop.session.close()
-    model = Loop(tmp_path / "other").model
+    other = Loop(tmp_path / "other")
+    other.session.close()
+    model = other.model
     change(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     session = scarctl.attach(model, torch.optim.Adam(model.parameters()), store=tmp_path / "store")
@@ -407,6 +412,9 @@ def test_unused_parameters_join_later_without_a_new_layout(tmp_path: Path) -> No
         optimizer.zero_grad()
         model[0 if step < 3 else 1](torch.ones(2, 4)).sum().backward()
         optimizer.step()
+        if step == 1:
+            assert session.recover("1.*").restored_partitions == 2
+            assert not optimizer.state[model[1].weight], "there is nothing to restore into yet"
     assert session.stats.errors == 0
     session.close()
     expected = {k: v.clone() for k, v in model.state_dict().items()}

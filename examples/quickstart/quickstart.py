@@ -15,7 +15,7 @@ import partial_failure
 import process_dies
 from data import load
 
-SEEDS = 8
+SEEDS = 6
 IMAGES = 2000
 
 

@@ -82,6 +82,12 @@ class Run:
             return True
         return True
 
+    def orphan(self) -> bool:
+        """The training process has gone, and perhaps in the middle of a pause. Returns whether nothing waits."""
+        if self._arena is not None and self._saver.stopped:
+            self._saver.resume()
+        return self.settled()
+
     def settled(self) -> bool:
         """Whether nothing waits for the store any more, or saving has stopped for good."""
         return self._arena is None or self._saver.failure is not None or self._saver.thread.settled

@@ -65,6 +65,7 @@ class LocalSaver:
         self._arena: Arena | None = None
         self._writer: StoreWriter | None = None
         self._thread: PersisterThread | None = None
+        self.stopped = False
 
     def claim(self) -> None:
         """Take the store's lock."""
@@ -112,6 +113,7 @@ class LocalSaver:
     def stop(self) -> None:
         """End the thread."""
         self._running().close()
+        self.stopped = True
 
     def resume(self) -> None:
         """Start it again."""
@@ -135,6 +137,7 @@ class LocalSaver:
     def _start(self) -> None:
         assert self._arena is not None
         assert self._writer is not None
+        self.stopped = False
         persister = Persister(self._arena, self._writer, self._shard_of)
         self._thread = PersisterThread(persister, HandOverQueue(self._arena.folder))
 

@@ -79,7 +79,7 @@ class Daemon:
             for run in list(self._runs.values()):
                 phase = self._life.runs.get(run.id)
                 if phase is Phase.ATTACHED and not run.trainer_lives():
-                    self._apply(TrainerGone(run.id, durable=run.settled()))
+                    self._apply(TrainerGone(run.id, durable=run.orphan()))
                 elif phase is Phase.ORPHANED and run.settled():
                     self._apply(Settled(run.id))
             self._apply(Tick(time.monotonic()))
@@ -155,7 +155,7 @@ class Daemon:
         with self._lock:
             run = self._runs.get(peer.run) if peer.run else None
             if run is not None and run.owner is peer:
-                self._apply(TrainerGone(run.id, durable=run.settled()))
+                self._apply(TrainerGone(run.id, durable=run.orphan()))
 
     # -- operations ---------------------------------------------------------------------------------------------
 
