@@ -103,7 +103,7 @@ class LiveState:
 
 
 def _is_placeholder(tensor: torch.Tensor) -> bool:
-    """Whether it stands for a slot that the optimizer has not made yet (see `StateGroup`): zeros, nothing to restore."""
+    """Whether it stands for a slot that the optimizer has not made yet (see `StateGroup`): nothing to restore."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 

@@ -17,7 +17,6 @@ from scarctl.errors import Contention, Corruption, LayoutMismatch, NoIntactCopy,
 from scarctl.store import Store, verify
 from tests.support.training import Loop, differing, drained
 
-
 pytestmark = pytest.mark.usefixtures("both_savers")
 
 
