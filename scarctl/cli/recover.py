@@ -83,23 +83,35 @@ def command(
         warn(
             f"{into} holds no optimizer slots: {len(done.left_out)} tensors such as {min(done.left_out)!r} are left out"
         )
-    emit({**done.to_json(), "dry_run": dry_run}, as_json=as_json, text=_text(done, dry_run))
+    emit(
+        {**done.to_json(), "dry_run": dry_run},
+        as_json=as_json,
+        text=_text(done, dry_run, new_file=output is not None),
+    )
     if done.plan.degraded:
         note("exit code 3: the newest copy of something is damaged, an older one was taken")
     return EXIT_PARTLY if done.plan.degraded else EXIT_OK
 
 
-def _text(done: Recovery, dry_run: bool) -> str:
+def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
     plan = done.plan
     tiers = ", ".join(f"{count} from {tier}" for tier, count in plan.to_json()["tiers"].items()) or "none"
-    label = f"exact, of step {plan.step}" if plan.exact else "perturbed: not all of one step"
+    if plan.exact:
+        label = f"the state is exact, of step {plan.step}"
+    elif plan.step is not None:
+        label = f"what was restored is of step {plan.step}; exact only if the survivors are of that step too"
+    else:
+        label = "what was restored is of several steps: the state is perturbed"
     lines = [
         f"{'would restore' if dry_run else 'restored'} {len(plan.ids)} partitions ({tiers}), "
         f"{human_bytes(plan.nbytes)}, to {done.output or 'the arena'}",
-        f"the state is {label}",
+        label,
     ]
     value, kind = done.perturbation.value, done.perturbation.kind
-    lines.append(f"perturbation: {kind}" if value is None else f"perturbation: {value:.6g} ({kind})")
+    if value is not None:
+        lines.append(f"perturbation: {value:.6g} ({kind})")
+    elif not new_file:
+        lines.append("perturbation: unknown, for the lost values are gone")
     for shard in plan.to_json()["shards"]:
         lines.append(
             f"  shard {shard['shard']}: {shard['partitions']} partitions, {human_bytes(shard['bytes'])}, "
