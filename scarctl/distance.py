@@ -31,7 +31,7 @@ _Block = tuple[int, int, torch.Tensor, torch.Tensor]
 
 # Values per chunk. On the CPU two float32 buffers of this size stay in the last-level cache, and the passes are few
 # enough not to be slowed down by a busy interpreter; an accelerator wants fewer and larger launches still.
-_CPU_CHUNK = 1 << 19
+_CPU_CHUNK = 1 << 20
 _DEVICE_CHUNK = 1 << 23
 
 
@@ -42,7 +42,11 @@ def check_norm(norm: Norm) -> None:
 
 
 def distances(
-    group: Group, live: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], norm: Norm = "l2"
+    group: Group,
+    live: Sequence[torch.Tensor],
+    saved: Sequence[torch.Tensor],
+    norm: Norm = "l2",
+    scratch: Scratch | None = None,
 ) -> NDArray[np.float64]:
     """Distance of every partition of one group, float64 of shape (group.partitions,).
 
@@ -59,7 +63,7 @@ def distances(
     if callable(norm):
         return _user_distances(group, live, saved, norm)
     per_partition = group.rows_per_partition
-    squared = _squares(live[0], saved[0], per_partition, relative=norm == "relative")
+    squared = _squares(live[0], saved[0], per_partition, scratch or Scratch(), relative=norm == "relative")
     if norm == "rms":
         values = max(1, math.prod(group.tensors[0].shape[1:])) * per_partition
         counts = np.full(group.partitions, float(values))
@@ -69,19 +73,23 @@ def distances(
 
 
 def _squares(
-    live: torch.Tensor, saved: torch.Tensor, per_partition: int, *, relative: bool
+    live: torch.Tensor, saved: torch.Tensor, per_partition: int, scratch: Scratch, *, relative: bool
 ) -> NDArray[np.float64]:
     """Squared norms of (live - saved) per partition; divided by those of `saved` when `relative`."""
     rows = live.shape[0] if live.dim() else 1
     partitions = -(-rows // per_partition)
     result = torch.zeros(partitions, dtype=_accumulator(live.dtype), device=live.device)
     scale = torch.zeros_like(result) if relative else None
-    scratch = _Scratch(live)
-    for first, last, a, b in _blocks(live, saved, per_partition):
-        difference = scratch.difference(a, b)
-        _row_squares(difference, result[first:last])
-        if scale is not None:
-            _row_squares(scratch.widen(b), scale[first:last])
+    values = per_partition * (live.numel() // rows)
+    if _is_plain(live) and not relative and 0 < values <= _CPU_CHUNK:
+        _plain_norms(live.view(-1), saved.view(-1), values, scratch, result)
+        result.square_()
+    else:
+        for first, last, a, b in _blocks(live, saved, per_partition):
+            difference = scratch.difference(a, b)
+            _row_squares(difference, result[first:last])
+            if scale is not None:
+                _row_squares(scratch.widen(b, a), scale[first:last])
     squared = result.cpu().numpy().astype(np.float64)
     for index in np.flatnonzero(~np.isfinite(squared)):
         start = int(index) * per_partition
@@ -91,6 +99,27 @@ def _squares(
     if scale is not None:
         squared /= np.maximum(scale.cpu().numpy().astype(np.float64), np.finfo(np.float32).tiny)
     return squared
+
+
+def _is_plain(live: torch.Tensor) -> bool:
+    return live.device.type == "cpu" and live.is_contiguous() and not live.dtype.is_complex
+
+
+def _plain_norms(
+    live: torch.Tensor, saved: torch.Tensor, values: int, scratch: Scratch, result: torch.Tensor
+) -> None:
+    """The usual case, flat tensors in host memory: as few passes as can be, the short last partition included."""
+    total = live.numel()
+    together = max(1, _CPU_CHUNK // values)
+    for start in range(0, total, together * values):
+        stop = min(total, start + together * values)
+        difference = scratch.difference(live[start:stop], saved[start:stop])
+        first, whole = start // values, (stop - start) // values
+        if whole:
+            block = difference[: whole * values].view(whole, values)
+            torch.linalg.vector_norm(block, dim=1, out=result[first : first + whole])
+        if whole * values < stop - start:
+            torch.linalg.vector_norm(difference[whole * values :], out=result[first + whole])
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -122,48 +151,58 @@ def _blocks(live: torch.Tensor, saved: torch.Tensor, per_partition: int) -> Iter
         return
     whole = rows // per_partition
     together = max(1, chunk // (per_partition * values))
+    now, then = _cutter(live, whole, per_partition), _cutter(saved, whole, per_partition)
     for first in range(0, whole, together):
         last = min(whole, first + together)
-        yield from _pieces(live, saved, first * per_partition, last * per_partition, first, last, chunk)
+        yield from _pieces(first, last, now(first, last), then(first, last), chunk)
     if whole * per_partition < rows:
-        yield from _pieces(live, saved, whole * per_partition, rows, whole, whole + 1, chunk)
+        start = whole * per_partition
+        tail = _matrix(_rows(live, start, rows - start), 1), _matrix(_rows(saved, start, rows - start), 1)
+        yield from _pieces(whole, whole + 1, *tail, chunk)
 
 
-def _pieces(
-    live: torch.Tensor, saved: torch.Tensor, start: int, stop: int, first: int, last: int, chunk: int
-) -> Iterator[_Block]:
-    a = _matrix(_rows(live, start, stop - start), last - first)
-    b = _matrix(_rows(saved, start, stop - start), last - first)
-    step = chunk if last - first == 1 else a.shape[1]
-    for column in range(0, a.shape[1], step):
-        yield first, last, a[:, column : column + step], b[:, column : column + step]
+def _cutter(tensor: torch.Tensor, whole: int, per_partition: int) -> Callable[[int, int], torch.Tensor]:
+    """What gives partitions [first, last) of the first `whole` as rows of a matrix."""
+    if tensor.is_contiguous():
+        matrix = _matrix(_rows(tensor, 0, whole * per_partition), whole) if whole else tensor
+        return lambda first, last: matrix[first:last]
+    # Reshaping it at once would copy the whole tensor.
+    return lambda first, last: _matrix(
+        _rows(tensor, first * per_partition, (last - first) * per_partition), last - first
+    )
 
 
-class _Scratch:
-    """Reused buffers for one tensor's differences."""
+def _pieces(first: int, last: int, a: torch.Tensor, b: torch.Tensor, chunk: int) -> Iterator[_Block]:
+    if last - first > 1 or a.shape[1] <= chunk:
+        yield first, last, a, b
+        return
+    for column in range(0, a.shape[1], chunk):
+        yield first, last, a[:, column : column + chunk], b[:, column : column + chunk]
 
-    def __init__(self, like: torch.Tensor) -> None:
-        self._dtype = _accumulator(like.dtype)
-        self._device = like.device
-        self._native = like.dtype == self._dtype
-        self._buffers: dict[int, torch.Tensor] = {}
 
-    def _buffer(self, which: int, shape: torch.Size) -> torch.Tensor:
-        size = shape.numel()
-        buffer = self._buffers.get(which)
-        if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[which] = torch.empty(size, dtype=self._dtype, device=self._device)
-        return buffer[:size].view(shape)
+class Scratch:
+    """Buffers for differences, reused from block to block and from group to group."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
 
     def difference(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        out = self._buffer(0, a.shape)
-        if self._native:
-            return torch.sub(a, b.to(self._device), out=out)
-        # Narrow and integer types widen first: their own arithmetic would overflow or round.
-        return out.copy_(a).sub_(self.widen(b))
+        """a - b, in a type that neither overflows nor rounds what its own would; valid until the next call."""
+        out = self._buffer(0, a)
+        if a.dtype == out.dtype:
+            return torch.sub(a, b.to(a.device), out=out)
+        return out.copy_(a).sub_(self.widen(b, a))
 
-    def widen(self, b: torch.Tensor) -> torch.Tensor:
-        return self._buffer(1, b.shape).copy_(b)
+    def widen(self, b: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """`b` in the type of differences, on the device of `like`; valid until the next call."""
+        return self._buffer(1, like).copy_(b)
+
+    def _buffer(self, which: int, like: torch.Tensor) -> torch.Tensor:
+        size, key = like.numel(), (which, _accumulator(like.dtype), like.device)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[key] = torch.empty(size, dtype=key[1], device=like.device)
+        return buffer[:size].view(like.shape)
 
 
 def _row_squares(matrix: torch.Tensor, out: torch.Tensor) -> None:

@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
-from scarctl.distance import Norm, changed, distances
+from scarctl.distance import Norm, Scratch, changed, distances
 from scarctl.dtypes import torch_of
 from scarctl.layout import Layout
+from scarctl.recovery import take_rows
 
 Ids = NDArray[np.int64]
 
@@ -56,11 +57,11 @@ class LiveState:
         NaN or Inf where live values that are not finite differ from the saved ones. With `ids` (ascending) only groups
         with partitions among them are looked at; all others are 0.
         """
-        result = np.zeros(self.layout.partitions)
+        result, scratch = np.zeros(self.layout.partitions), Scratch()
         for g, group in enumerate(self.layout.groups):
             span = self._span(g)
             if ids is None or np.searchsorted(ids, span.start) < np.searchsorted(ids, span.stop):
-                result[span] = distances(group, self.tensors[g], self._saved[g], norm)
+                result[span] = distances(group, self.tensors[g], self._saved[g], norm, scratch)
         return result
 
     def changed(self) -> NDArray[np.bool_]:
@@ -112,22 +113,20 @@ def _copy_rows(target: torch.Tensor, source: torch.Tensor, starts: Ids, stops: I
     if not target.dim():
         target.copy_(source)
         return
-    breaks = np.flatnonzero(starts[1:] != stops[:-1]) + 1
-    run_starts = starts[np.concatenate(([0], breaks))]
-    run_stops = stops[np.concatenate((breaks - 1, [starts.size - 1]))]
-    row_bytes = target.element_size() * (target.numel() // target.shape[0])
-    rows = int((run_stops - run_starts).sum())
-    if run_starts.size == 1 or rows * row_bytes >= run_starts.size * _RUN_BYTES:
-        for start, stop in zip(run_starts.tolist(), run_stops.tolist(), strict=True):
-            target[start:stop].copy_(source[start:stop])
+    if starts.size == 1:
+        start, count = int(starts[0]), int(stops[0] - starts[0])
+        target.narrow(0, start, count).copy_(source.narrow(0, start, count))
         return
-    index = torch.from_numpy(expand_ranges(starts, stops))
+    breaks = np.flatnonzero(starts[1:] != stops[:-1])
+    run_starts = starts[np.concatenate(([0], breaks + 1))].tolist()
+    run_stops = stops[np.append(breaks, starts.size - 1)].tolist()
+    row_bytes = target.element_size() * (target.numel() // target.shape[0])
+    if int((stops - starts).sum()) * row_bytes >= len(run_starts) * _RUN_BYTES or len(run_starts) == 1:
+        for start, stop in zip(run_starts, run_stops, strict=True):
+            target.narrow(0, start, stop - start).copy_(source.narrow(0, start, stop - start))
+        return
+    rows = take_rows(starts, stops)
+    assert not isinstance(rows, slice), "several runs"
+    index = torch.from_numpy(rows)
     picked = source.index_select(0, index.to(source.device)).to(target.device)
     target.index_copy_(0, index.to(target.device), picked)
-
-
-def expand_ranges(starts: Ids, stops: Ids) -> Ids:
-    """All integers of the ranges [start, stop), in order: int64 of shape (sum of lengths,)."""
-    lengths = stops - starts
-    offsets = np.repeat(starts - np.concatenate(([0], np.cumsum(lengths)[:-1])), lengths)
-    return np.arange(int(lengths.sum()), dtype=np.int64) + offsets
