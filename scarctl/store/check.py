@@ -19,7 +19,6 @@ from scarctl.store.format import (
     layout_path,
     record_path,
     segment_path,
-    seq_of_record,
     shard_folder,
 )
 from scarctl.store.log import ShardLog
@@ -123,7 +122,9 @@ class _Check:
     # --- logs -----------------------------------------------------------------------------------------------
 
     def _shard(self, log: ShardLog) -> None:
-        records = self._records(log)
+        # Listed before the records: a run that goes on meanwhile adds a record first, then its index.
+        indexes = log.indexes()
+        records = self._records(log, indexes)
         named = set()
         for record in records.values():
             if record.segment is not None:
@@ -133,18 +134,15 @@ class _Check:
             if name not in named and is_segment_name(name):
                 self.report.orphans.append(self.blobs.where(segment_path(log.shard, name)))
                 self._count(segment_path(log.shard, name), size)
-        for seq in log.indexes():
+        for seq in indexes:
             self._index(log, seq, records)
             self._count(index_path(log.shard, seq))
 
-    def _records(self, log: ShardLog) -> dict[int, Record]:
+    def _records(self, log: ShardLog, indexes: list[int]) -> dict[int, Record]:
         found: dict[int, Record] = {}
-        numbers = []
-        for name, size in self.blobs.files(f"{shard_folder(log.shard)}/log"):
-            seq = seq_of_record(name)
-            if seq is None:
-                continue
-            numbers.append(seq)
+        files = log.files()
+        numbers = list(files)
+        for seq, size in files.items():
             path = record_path(log.shard, seq)
             with self._noting(path):
                 found[seq] = log.record(seq)
@@ -155,14 +153,14 @@ class _Check:
         present = set(numbers)
         # From the numbers that are there, not over the range: a hostile name may claim any number.
         for low, high in zip(
-            [first - 1, *sorted(n for n in numbers if n >= first)],
-            sorted(n for n in numbers if n >= first),
+            [first - 1, *(n for n in numbers if n >= first)],
+            (n for n in numbers if n >= first),
             strict=False,
         ):
             if high > low + 1:
                 gap = f"{low + 1}" if high == low + 2 else f"{low + 1} to {high - 1}"
                 self.note(record_path(log.shard, low + 1), f"record {gap} of shard {log.shard} is missing")
-        beyond = [seq for seq in log.indexes() if seq > max(present, default=-1)]
+        beyond = [seq for seq in indexes if seq > max(present, default=-1)]
         for seq in beyond:
             self.note(record_path(log.shard, seq), "this record is missing: there is an index made after it")
         for seq, record in sorted(found.items()):

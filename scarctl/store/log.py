@@ -36,10 +36,21 @@ class ShardLog:
         self.shard = shard
         self._layouts = layouts
 
+    def files(self) -> dict[int, int]:
+        """Sizes of the records there are, by ascending sequence number."""
+        found = self._listed()
+        if found and len(found) <= max(found) - min(found):
+            # A listing made beside a writer may lack a record and have the one after it: the next one has both.
+            found = {seq: size for seq, size in self._listed().items() if seq <= max(found)}
+        return found
+
+    def _listed(self) -> dict[int, int]:
+        files = self.blobs.files(f"{shard_folder(self.shard)}/log")
+        return {seq: size for name, size in files if (seq := seq_of_record(name)) is not None}
+
     def numbers(self) -> list[int]:
         """Sequence numbers of the records there are, ascending."""
-        names = self.blobs.files(f"{shard_folder(self.shard)}/log")
-        return [seq for name, _ in names if (seq := seq_of_record(name)) is not None]
+        return list(self.files())
 
     def indexes(self) -> list[int]:
         names = self.blobs.files(f"{shard_folder(self.shard)}/index")

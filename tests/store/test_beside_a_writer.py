@@ -1,0 +1,72 @@
+"""Readers take no lock: what they list while a run goes on adding to it must not look like damage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from scarctl.store import Store, StoreWriter, verify
+from scarctl.store.blob import LocalBlobs
+from scarctl.store.format import index_path, record_path
+from tests.store.helpers import Data
+
+Files = list[tuple[str, int]]
+
+
+def listing(
+    monkeypatch: pytest.MonkeyPatch, folder: str, change: Callable[[Files], Files], *, number: int = 1
+) -> None:
+    """Of the listings of `folder` from here on the first, or another one, is changed on its way."""
+    original, done = LocalBlobs.files, []
+
+    def files(blobs: LocalBlobs, of: str) -> Files:
+        found = original(blobs, of)
+        if of != folder:
+            return found
+        done.append(of)
+        return change(found) if len(done) == number else found
+
+    monkeypatch.setattr(LocalBlobs, "files", files)
+
+
+def commit(writer: StoreWriter, data: Data, steps: int) -> None:
+    ids = np.arange(data.layout.partitions)
+    for _ in range(steps):
+        writer.commit(0, ids, data, step=writer.states[0].step + 1)
+
+
+def test_a_listing_that_lacks_a_record_and_has_the_next(
+    monkeypatch: pytest.MonkeyPatch, store: Store, writer: StoreWriter, data: Data
+) -> None:
+    """A directory's entries are not read at one moment: of two that appear meanwhile the later one may be seen."""
+    commit(writer, data, 5)
+
+    def lacking(files: Files) -> Files:
+        return files[:-2] + files[-1:]
+
+    listing(monkeypatch, "shards/0/log", lacking)
+    assert [record.seq for record in store.records(0)] == list(range(6))
+    listing(monkeypatch, "shards/0/log", lacking, number=2)  # the first one is for the progress shown
+    assert verify(store, read_data=True).problems == []
+
+
+def test_an_index_that_appears_while_records_are_checked(
+    monkeypatch: pytest.MonkeyPatch, store: Store, writer: StoreWriter, data: Data
+) -> None:
+    commit(writer, data, 1)
+
+    def overtaken(files: Files) -> Files:
+        commit(writer, data, 3)  # all partitions each time: every one of them gets an index
+        return files
+
+    listing(monkeypatch, "shards/0/log", overtaken, number=2)
+    assert verify(store, read_data=True).problems == []
+    assert (store.root / index_path(0, 4)).exists()
+
+
+def test_a_record_that_is_really_missing_is_damage(store: Store, writer: StoreWriter, data: Data) -> None:
+    commit(writer, data, 5)
+    (store.root / record_path(0, 3)).unlink()
+    assert [p.file for p in verify(store, read_data=False).problems] == [str(store.root / record_path(0, 3))]
