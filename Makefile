@@ -2,6 +2,9 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
+ROUNDS ?= 500
+SEED ?= 0
+MINUTES ?= 30
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,13 +13,15 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types layers unit format bench clean
+.PHONY: help demo test lint types layers unit format bench torture soak clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
 	@echo "make test     lint, types, layers and unit, in this order"
 	@echo "make format   rewrite the sources the way that lint wants them"
 	@echo "make bench    every benchmark, one after the other"
+	@echo "make torture  kill, stop and end training and daemon at random moments: ROUNDS=$(ROUNDS) SEED=$(SEED)"
+	@echo "make soak     train for long, watch memory and descriptors: MINUTES=$(MINUTES)"
 	@echo "make clean    remove $(VENV), caches and build results"
 
 demo: $(VENV)/.examples
@@ -42,7 +47,14 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.dev
-	@set -e; for file in $(wildcard benchmarks/*.py); do echo "== $$file"; $(BIN)/python "$$file"; done
+	@set -e; for file in $(filter-out benchmarks/soak.py,$(wildcard benchmarks/*.py)); do \
+	    echo "== $$file"; $(BIN)/python "$$file"; done
+
+torture: $(VENV)/.dev
+	$(BIN)/python -m tests.torture --rounds $(ROUNDS) --seed $(SEED) --keep
+
+soak: $(VENV)/.dev
+	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
 
 clean:
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

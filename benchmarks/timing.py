@@ -7,6 +7,7 @@ import os
 import shutil
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,6 +71,21 @@ def scratch(folder: Path) -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path)
+
+
+@contextmanager
+def arenas(folder: Path) -> Iterator[str]:
+    """A temporary folder for arenas and their daemon: in shared memory, or in `folder` where there is none.
+
+    Sessions in it must be closed inside. Removed when the daemon has ended.
+    """
+    base = Path("/dev/shm")
+    with scratch(base if base.is_dir() else folder) as path:
+        yield str(path)
+        socket = path / f"scarctl-{os.getuid()}" / "daemon.sock"
+        end = time.monotonic() + 60
+        while socket.exists() and time.monotonic() < end:
+            time.sleep(0.05)
 
 
 def settle() -> None:

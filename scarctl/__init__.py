@@ -16,12 +16,13 @@ __version__ = "0.1.0"
 __all__ = ["Session", "attach"]
 
 if TYPE_CHECKING:
-    from scarctl.session import Session, attach
+    from scarctl.attaching import attach
+    from scarctl.session import Session
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from scarctl import session
+        from scarctl import attaching
 
-        return getattr(session, name)
+        return getattr(attaching, name)
     raise AttributeError(f"module 'scarctl' has no attribute {name!r}")

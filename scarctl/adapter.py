@@ -51,6 +51,9 @@ class Adapter(Protocol):
     def groups(self) -> list[StateGroup]:
         """The state as it is now. Names, order, shapes and dtypes are stable once a first step was taken."""
 
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The groups of kind "buffer", by name, as they are now. Called after every step: to be quick."""
+
     def capture_early(self) -> Any:
         """Extras that must be read right after a step, because the next batch changes them (RNG, data position)."""
 

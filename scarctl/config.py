@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from scarctl.errors import UsageError
 
@@ -35,8 +35,10 @@ class SessionSettings:
     """Folder of the store, or a `file://` URL."""
     fraction: float = DEFAULT_FRACTION
     """Share of the state's bytes that one partial checkpoint may write, in (0, 1]."""
-    interval: int = 10
-    """Iterations between two partial checkpoints."""
+    interval: int | Literal["auto"] = 10
+    """Iterations between two partial checkpoints. "auto": as many as the store needs to keep up."""
+    max_bandwidth: float | None = None
+    """Bytes per second that partial checkpoints may write on average, with interval "auto". None: no such limit."""
     policy: str = DEFAULT_POLICY
     """Which partitions a partial checkpoint picks: priority, round, random or full."""
     norm: Norm = "l2"
@@ -53,6 +55,8 @@ class SessionSettings:
     """Every group is one partition. Fixed when the store is created (None: no)."""
     rows: Mapping[str, int] | None = None
     """Rows per partition by pattern of group names, first match wins. Fixed when the store is created."""
+    flush_on_signal: bool = True
+    """Before SIGTERM or SIGINT takes effect, bring the newest step into this host's memory."""
     on_error: str = "warn"
     """A fault while saving is logged and counted ("warn"), or raised from the next call or step ("raise")."""
     daemon: bool = False
@@ -68,7 +72,9 @@ class SessionSettings:
         check_store(self.store)
         check_fraction(self.fraction)
         check_policy(self.policy)
-        _at_least("interval", self.interval, 1)
+        if self.interval != "auto":
+            _at_least("interval", self.interval, 1)
+        self._check_bandwidth()
         _at_least("max_staleness", self.max_staleness, 1)
         check_fixed(self.shards, self.partition_bytes)
         _at_least("seed", self.seed, 0)
@@ -87,6 +93,18 @@ class SessionSettings:
             raise UsageError(f"on_error is {self.on_error!r}", hint='use "warn" or "raise"')
         if not (isinstance(self.drain_timeout, int | float) and self.drain_timeout >= 0):
             raise UsageError(f"drain_timeout is {self.drain_timeout!r}", hint="give seconds, 0 or more")
+
+    def _check_bandwidth(self) -> None:
+        limit = self.max_bandwidth
+        if limit is None:
+            return
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:
+            raise UsageError(f"max_bandwidth is {limit!r}", hint="give bytes per second, more than 0")
+        if self.interval != "auto":
+            raise UsageError(
+                f"max_bandwidth sets the pace, and so does an interval of {self.interval}",
+                hint='give interval="auto" with it, or leave one of them out',
+            )
 
     def fixed(self) -> dict[str, Any]:
         """What a store fixes when it is created; None where the store decides."""
@@ -193,6 +211,10 @@ def _at_least(name: str, value: object, least: int) -> None:
         raise UsageError(f"{name} is {value!r}", hint=f"give a whole number, {least} or more")
 
 
+def _interval(text: str) -> int | str:
+    return "auto" if text.strip() == "auto" else int(text)
+
+
 def _flag(text: str) -> bool:
     words = {
         "1": True,
@@ -218,7 +240,8 @@ def _parse(name: str, text: str, read: Callable[[str], object]) -> object:
 _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "store": str,
     "fraction": parse_fraction,
-    "interval": int,
+    "interval": _interval,
+    "max_bandwidth": float,
     "policy": str,
     "norm": str,
     "max_staleness": int,
@@ -226,6 +249,7 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "seed": int,
     "partition_bytes": int,
     "by_layer": _flag,
+    "flush_on_signal": _flag,
     "on_error": str,
     "daemon": _flag,
     "arena_dir": str,

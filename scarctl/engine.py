@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.cadence import Cadence
 from scarctl.config import SessionSettings
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.handover import HandOverQueue
@@ -67,6 +69,11 @@ class Engine:
         self.budget = max(1, int(settings.fraction * layout.nbytes))
         self.credit = 0
         self.cursor = 0
+        self.cadence = Cadence(
+            None if settings.interval == "auto" else settings.interval,
+            checkpoint_bytes=layout.nbytes if settings.policy == "full" else self.budget,
+            max_bandwidth=settings.max_bandwidth,
+        )
         self.arena = _open_arena(folder, layout, store.id)
         self.queue = HandOverQueue(self.arena.folder)
         saver.open(self.arena)
@@ -142,8 +149,22 @@ class Engine:
     def hand_over(self, copied: Copied, extras: Any) -> None:
         """Queue what was copied for the persister. Returns at once; the queue is on disk, in the arena's folder."""
         version = pack(self.arena.epoch, copied.step)
-        self.queue.put(version=version, ids=copied.ids, sealed=copied.sealed, extras=extras)
+        number = self.queue.put(version=version, ids=copied.ids, sealed=copied.sealed, extras=extras)
+        nbytes = int(self.layout.partition_bytes[copied.ids].sum())
+        self.cadence.handed_over(time.monotonic(), number, copied.step, nbytes)
         self.saver.notify()
+
+    def due(self, step: int) -> bool:
+        """Whether a partial checkpoint is due, to be asked after every iteration; `step`: iterations finished."""
+        try:
+            waiting = self.queue.numbers() if self.settings.interval == "auto" else []
+        except ScarError:
+            return True  # the checkpoint will meet the same fault, and report it
+        return self.cadence.due(time.monotonic(), step, waiting)
+
+    def lag(self, step: int) -> int:
+        """Iterations between `step` and the oldest hand-over of this process that is not durable, 0 when all are."""
+        return self.cadence.lag(step, self.queue.numbers())
 
     def start_over(self) -> None:
         """Forget what the arena has: it is of a run that never got as far as a whole checkpoint.
@@ -175,6 +196,11 @@ class Engine:
         self.saver.roll_back(plan.seqs)
         self.arena.durable[:] = self.arena.version
         self.arena.sealed = NEVER
+
+    def leave(self) -> None:
+        """Let go at once: what waits becomes durable in the daemon, and the arena stays for the next session."""
+        self.saver.leave()
+        self.arena.close()
 
     def close(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until all is durable, then let go. Returns whether it was.

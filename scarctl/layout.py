@@ -13,102 +13,39 @@ import difflib
 import fnmatch
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from scarctl.errors import Corruption, UsageError
+from scarctl.group import (
+    DTYPES,
+    KINDS,
+    MAX_BYTES,
+    Group,
+    TensorSpec,
+    group_fault,
+    group_from_json,
+    is_text,
+    json_fields,
+)
+
+__all__ = ["DTYPES", "KINDS", "Group", "Layout", "TensorSpec", "build_layout", "close_to"]
 
 Ids: TypeAlias = NDArray[np.int64]
 
-DTYPES: dict[str, int] = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "I8", "U8", "BOOL"), 1),
-}
-"""Bytes per value of every safetensors dtype that has whole bytes."""
-
-KINDS = ("parameter", "buffer")
 MIN_PARTITION_BYTES = 4 << 10
 MAX_PARTITION_BYTES = 1 << 20
 """Bounds of the default partition size, in bytes."""
 
 MAX_PARTITIONS = 1 << 28
 """A layout with more is refused: a file must not be able to ask for arrays of any size."""
-MAX_BYTES = 1 << 60
-MAX_DIMS = 64
-MAX_NAME = 4096
-RESERVED = ("scarctl/", "__metadata__")
-"""Beginnings of tensor names that segments use for themselves."""
-
 _ROWS = re.compile(r"(.+)\[(\d{0,18}):(\d{0,18})\]", re.ASCII | re.DOTALL)
 _CHUNK = 1 << 15
 """Values per piece of an array computation: pieces stay in the cache, and are many times faster for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One tensor of a group: the parameter or buffer itself (`slot` ""), or an optimizer slot of it."""
-
-    slot: str
-    dtype: str
-    """A name in `DTYPES`."""
-    shape: tuple[int, ...]
-
-    @property
-    def rows(self) -> int:
-        """Length of dim 0; a 0-dim tensor is one row."""
-        return self.shape[0] if self.shape else 1
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return DTYPES[self.dtype] * math.prod(self.shape[1:])
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows * self.row_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A parameter or buffer with its optimizer slots. All tensors have the same number of rows."""
-
-    name: str
-    kind: str
-    """"parameter" or "buffer"."""
-    rows_per_partition: int
-    tensors: tuple[TensorSpec, ...]
-    """The first is the parameter or buffer itself."""
-
-    @property
-    def rows(self) -> int:
-        return self.tensors[0].rows
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row, over all tensors."""
-        return sum(tensor.row_bytes for tensor in self.tensors)
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows * self.row_bytes
-
-    @property
-    def partitions(self) -> int:
-        """Number of partitions; none when the group has no bytes, for then there is nothing to save."""
-        return -(-self.rows // self.rows_per_partition) if self.nbytes else 0
-
-    def key(self, t: int) -> str:
-        """Full name of tensor `t`, unique in the layout: the group's name, or name/slot."""
-        slot = self.tensors[t].slot
-        return f"{self.name}/{slot}" if slot else self.name
 
 
 class Layout:
@@ -302,9 +239,9 @@ class Layout:
     @classmethod
     def from_json(cls, obj: object) -> Layout:
         """The layout that `to_json` wrote. Takes hostile input: raises Corruption with the reason."""
-        optimizer, groups = _fields(obj, "the layout", optimizer=str, groups=list)
+        optimizer, groups = json_fields(obj, "the layout", optimizer=str, groups=list)
         try:
-            return cls([_group(entry) for entry in groups], optimizer)
+            return cls([group_from_json(entry) for entry in groups], optimizer)
         except UsageError as error:
             raise Corruption(f"not a layout: {error.message}") from error
 
@@ -423,12 +360,12 @@ def _changes(old: Group, new: Group | None) -> list[str]:
 
 def _fault(groups: Sequence[Group], optimizer: str) -> str:
     """Why the groups are no sound layout, or "". Allocates nothing that depends on a size in them."""
-    if not _is_text(optimizer):
+    if not is_text(optimizer):
         return "the optimizer's name is not plain text"
     keys: set[str] = set()
     partitions = nbytes = 0
     for group in groups:
-        reason = _group_fault(group)
+        reason = group_fault(group)
         if reason:
             return reason
         for t in range(len(group.tensors)):
@@ -441,58 +378,6 @@ def _fault(groups: Sequence[Group], optimizer: str) -> str:
     if partitions > MAX_PARTITIONS:
         return f"{partitions} partitions are more than {MAX_PARTITIONS}: use larger ones"
     return f"a state of {nbytes} bytes is more than {MAX_BYTES}" if nbytes > MAX_BYTES else ""
-
-
-def _group_fault(group: Group) -> str:
-    name = group.name
-    if not name or not _is_text(name) or name.startswith(RESERVED):
-        return f"{name!r} cannot be a tensor's name: it is empty, too long, not plain text or reserved"
-    if group.kind not in KINDS:
-        return f"tensor {name!r} is a {group.kind!r}, neither parameter nor buffer"
-    if not group.tensors or group.tensors[0].slot:
-        return f"tensor {name!r}: its own values do not come first"
-    for t, tensor in enumerate(group.tensors):
-        key = group.key(t)
-        if not _is_text(tensor.slot):
-            return f"tensor {name!r} has a slot whose name is not plain text"
-        if tensor.dtype not in DTYPES:
-            return f"tensor {key!r} has an unknown dtype {tensor.dtype!r}"
-        if len(tensor.shape) > MAX_DIMS or not all(0 <= size <= MAX_BYTES for size in tensor.shape):
-            return f"tensor {key!r} has an impossible shape"
-        if tensor.rows != group.tensors[0].rows:
-            return f"tensor {key!r} has {tensor.rows} rows, {name!r} has {group.tensors[0].rows}"
-    if not 1 <= group.rows_per_partition <= MAX_BYTES:
-        return f"tensor {name!r} has {group.rows_per_partition} rows per partition"
-    return ""
-
-
-def _is_text(text: str) -> bool:
-    """Whether it can go into a file's JSON header and be shown on a terminal line."""
-    return len(text) <= MAX_NAME and text.isprintable()
-
-
-def _fields(obj: object, what: str, **types: type) -> list[Any]:
-    """Values of the JSON object `obj`, which must have just these fields of just these types."""
-    if not isinstance(obj, dict) or obj.keys() != types.keys():
-        raise Corruption(f"not a layout: {what} has not the fields {', '.join(types)}")
-    for field, wanted in types.items():
-        if type(obj[field]) is not wanted:  # exactly: True is an int to isinstance
-            raise Corruption(f"not a layout: {field} of {what} is not of type {wanted.__name__}")
-    return [obj[field] for field in types]
-
-
-def _group(obj: object) -> Group:
-    name, kind, rows, tensors = _fields(
-        obj, "a group", name=str, kind=str, rows_per_partition=int, tensors=list
-    )
-    return Group(name, kind, rows, tuple(_tensor(entry) for entry in tensors))
-
-
-def _tensor(obj: object) -> TensorSpec:
-    slot, dtype, shape = _fields(obj, "a tensor", slot=str, dtype=str, shape=list)
-    if not all(type(size) is int for size in shape):
-        raise Corruption("not a layout: a shape is not of integers")
-    return TensorSpec(slot, dtype, tuple(shape))
 
 
 # --- arrays -------------------------------------------------------------------------------------------------

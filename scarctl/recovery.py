@@ -1,17 +1,15 @@
-"""Partial recovery: what was lost, where its freshest intact copy is, and putting it back.
+"""Planning a recovery: what was lost, and where its freshest intact copy is.
 
-A `Plan` says for every lost partition from which tier which version comes. The dry run prints it, `execute`
-carries it out, the `Report` is it plus what happened. Only what was lost is restored; survivors stay where
-they are (Qiao et al., ICML 2019, section 4.1: partial recovery).
+A `Plan` says for every lost partition from which tier which version comes. The dry run prints it,
+`scarctl.execution` carries it out. Only what was lost is restored; survivors stay where they are (Qiao et
+al., ICML 2019, section 4.1: partial recovery).
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,26 +30,6 @@ MEMORY = 1
 STORE = 3
 
 _NAMES_SHOWN = 5
-_BATCH_BYTES = 64 << 20
-
-
-class Sink(Protocol):
-    """Where restored partitions go."""
-
-    arena: Arena | None
-    """The arena, when that is what is written to: its own copies need no writing."""
-
-    def overwrites(self, ids: Ids, versions: Ids) -> bool:
-        """Whether writing these would destroy newer copies: then all are checked before one is written."""
-
-    def put(
-        self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Bytes]
-    ) -> NDArray[np.float64] | None:
-        """Write partitions `ids` (ascending, of one group): per tensor uint8 of shape (rows, bytes per row).
-
-        Returns the squared norm by which each partition's parameter changed, NaN where that cannot be known;
-        or None.
-        """
 
 
 def lost_ids(spec: Lost, layout: Layout, shard_of: NDArray[np.int32], shards: int | None = None) -> Ids:
@@ -134,7 +112,7 @@ class Plan:
             "lost_partitions": self.lost,
             "restored_partitions": len(self.ids),
             "bytes": self.nbytes,
-            "tiers": _count_tiers(self.tier),
+            "tiers": count_tiers(self.tier),
             "shards": _shard_lines(self.layout, self.shard_of, self.ids, self.tier, self.version),
         }
 
@@ -151,60 +129,6 @@ class Perturbation:
     def to_json(self) -> dict[str, Any]:
         """`value` and `kind`."""
         return {"value": self.value, "kind": self.kind}
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A plan that was carried out."""
-
-    plan: Plan
-    """As it was carried out, with the tiers and versions that copies really came from."""
-    perturbation: Perturbation
-    seconds: float
-    problems: tuple[str, ...] = ()
-    """Copies that were found damaged, for people."""
-    output: str | None = None
-    """The file that was written."""
-
-    @property
-    def mode(self) -> str:
-        return self.plan.mode
-
-    @property
-    def exact(self) -> bool:
-        return self.plan.exact
-
-    @property
-    def degraded(self) -> bool:
-        return self.plan.degraded
-
-    @property
-    def step(self) -> int | None:
-        return self.plan.step
-
-    @property
-    def lost_partitions(self) -> int:
-        return self.plan.lost
-
-    @property
-    def restored_partitions(self) -> int:
-        return len(self.plan.ids)
-
-    @property
-    def bytes(self) -> int:
-        return self.plan.nbytes
-
-    @property
-    def tiers(self) -> dict[str, int]:
-        return _count_tiers(self.plan.tier)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **self.plan.to_json(),
-            "perturbation": self.perturbation.to_json(),
-            "output": self.output,
-            "seconds": round(self.seconds, 6),
-        }
 
 
 def plan_partial(
@@ -228,7 +152,7 @@ def plan_partial(
     tier = np.full(len(ids), STORE, dtype=np.int8)
     version = stored
     if arena is not None:
-        memory = _in_memory(arena)[ids]
+        memory = in_memory(arena)[ids]
         # Of two equal copies the one in memory is nearer.
         near = (memory >= stored) & (memory >= 0)
         tier[near] = MEMORY
@@ -236,8 +160,8 @@ def plan_partial(
     missing = ids[version < 0]
     if missing.size:
         damage = [d.reason for state in states.values() for d in state.damaged]
-        raise _no_copy(layout, missing, "has no intact copy" if damage else "was never saved", damage)
-    step = _only_step(version)
+        raise no_copy(layout, missing, "has no intact copy" if damage else "was never saved", damage)
+    step = only_step(version)
     exact = step is not None and (len(ids) == layout.partitions or step == survivors_step)
     degraded = bool((_in_doubt(layout, states)[ids] & (tier == STORE)).any())
     return Plan(
@@ -287,7 +211,7 @@ def plan_rollback(
             continue
         tier = np.full(len(ids), STORE, dtype=np.int8)
         if arena is not None:
-            tier[_in_memory(arena) == version] = MEMORY
+            tier[in_memory(arena) == version] = MEMORY
         count = len(ids) if lost is None else lost
         return Plan("rollback", layout, shard_of, count, ids, tier, version, states, True, step, seqs=seqs)
     raise NoIntactCopy(
@@ -297,170 +221,6 @@ def plan_rollback(
         hint="recover the lost partitions only (--mode partial)",
         kind="no-sealed-state",
     )
-
-
-def execute(plan: Plan, store: Store | None, arena: Arena | None, sink: Sink) -> Report:
-    """Put the plan's partitions into `sink`, every one verified.
-
-    A damaged copy is replaced by the next best: of memory and older versions in the store, the newer one; a
-    rollback goes to the next older sealed state. The report is then `degraded`.
-
-    arena: source of the memory tier and of the last known distances. store: needed when the plan reads from
-    it.
-
-    Raises NoIntactCopy when a partition has no intact copy at all; AccessDenied, Unavailable. Nothing was
-    destroyed then: a sink that overwrites newer copies is written to only after everything was read and
-    verified.
-    """
-    started = time.perf_counter()
-    # The sink may be the arena itself, and forgets the distances of what it takes in.
-    distance = None if arena is None else np.array(arena.distance)
-    while True:
-        run = _Run(plan, store, arena)
-        try:
-            if sink.overwrites(plan.ids, plan.version):
-                for _ in run.pieces():
-                    pass
-                run = _Run(run.outcome(), store, arena, run.problems)
-            squared = run.deliver(sink)
-        except _NextSealedState as damage:
-            assert store is not None
-            older = plan_rollback(
-                store, plan.layout, plan.shard_of, arena, lost=plan.lost, before=int(plan.version.max())
-            )
-            plan = replace(older, degraded=True)
-            run.problems.append(damage.reason)
-            continue
-        done = run.outcome()
-        return Report(
-            done,
-            _perturbation(done.ids, squared, distance),
-            time.perf_counter() - started,
-            tuple(dict.fromkeys(run.problems)),
-        )
-
-
-@dataclass(slots=True)
-class _Piece:
-    tier: int
-    group: int
-    ids: Ids
-    versions: Ids
-    tensors: Sequence[Bytes]
-
-
-class _NextSealedState(Exception):
-    """A copy of the sealed state is damaged."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-class _Run:
-    """One pass over a plan: yields verified pieces, and keeps account of where they really came from."""
-
-    def __init__(
-        self, plan: Plan, store: Store | None, arena: Arena | None, problems: Sequence[str] = ()
-    ) -> None:
-        self.plan = plan
-        self.store = store
-        self.arena = arena
-        self.tier = plan.tier.copy()
-        self.version = plan.version.copy()
-        self.problems = list(problems)
-        self.fell_back = False
-        self.skip_memory = False
-
-    def deliver(self, sink: Sink) -> NDArray[np.float64]:
-        """Write every piece; returns the squared changes, parallel to the plan's ids, NaN where unknown."""
-        squared = np.full(len(self.plan.ids), np.nan)
-        # What the arena has needs no writing when it is what is written to.
-        self.skip_memory = sink.arena is not None and sink.arena is self.arena
-        for piece in self.pieces():
-            changes = sink.put(piece.group, piece.ids, piece.versions, piece.tensors)
-            if changes is not None:
-                squared[np.searchsorted(self.plan.ids, piece.ids)] = changes
-        return squared
-
-    def outcome(self) -> Plan:
-        """The plan as it was carried out."""
-        if not self.fell_back:
-            return self.plan
-        whole = len(self.plan.ids) == self.plan.layout.partitions
-        step = _only_step(self.version)
-        return replace(
-            self.plan,
-            tier=self.tier,
-            version=self.version,
-            degraded=True,
-            step=step,
-            exact=self.plan.exact and whole and step is not None,
-        )
-
-    def pieces(self) -> Iterator[_Piece]:
-        """Every partition of the plan once; with `skip_memory` those that come from the store."""
-        plan = self.plan
-        near = plan.tier == MEMORY
-        yield from self._from_memory(plan.ids[near], plan.version[near])
-        far = plan.ids[plan.tier == STORE]
-        shard_of = plan.shard_of[far]
-        for shard in np.unique(shard_of).tolist():
-            yield from self._from_store(shard, far[shard_of == shard])
-
-    def _from_memory(self, ids: Ids, versions: Ids) -> Iterator[_Piece]:
-        arena, layout = self.arena, self.plan.layout
-        if not ids.size or self.skip_memory:
-            return
-        assert arena is not None
-        bounds = np.searchsorted(ids, layout.base)
-        for g, group in enumerate(layout.groups):
-            step = max(1, _BATCH_BYTES // max(1, group.rows_per_partition * group.row_bytes))
-            for first in range(int(bounds[g]), int(bounds[g + 1]), step):
-                part = slice(first, min(first + step, int(bounds[g + 1])))
-                rows = take_rows(*layout.row_ranges(ids[part]))
-                tensors = [arena.rows(g, t)[rows] for t in range(len(group.tensors))]
-                yield _Piece(MEMORY, g, ids[part], versions[part], tensors)
-
-    def _from_store(self, shard: int, ids: Ids) -> Iterator[_Piece]:
-        assert self.store is not None
-        state: ShardState | None = self.plan.states[shard]
-        while ids.size:
-            if state is None:
-                raise _no_copy(self.plan.layout, ids, "has no intact copy", self.problems)
-            corrupt: list[tuple[Ids, str]] = []
-            versions = _versions_of(state, ids)
-            found = versions >= 0
-            for batch in self.store.read(state, ids[found], corrupt=corrupt) if found.any() else ():
-                yield _Piece(STORE, batch.group, batch.ids, _versions_of(state, batch.ids), batch.tensors)
-            left = [ids[~found], *(bad for bad, _ in corrupt)]
-            self.problems += [reason for _, reason in corrupt]
-            ids = np.unique(np.concatenate(left))
-            if not ids.size:
-                return
-            if self.plan.mode == "rollback":
-                raise _NextSealedState(self.problems[-1])
-            self.fell_back = True
-            state = self.store.older(shard, ids, state)
-            ids = yield from self._nearer(ids, state)
-            if state is not None:
-                self._settle(ids, STORE, _versions_of(state, ids))
-
-    def _nearer(self, ids: Ids, older: ShardState | None) -> Generator[_Piece, None, Ids]:
-        """Yield those of `ids` that memory has at least as new as `older` has; return the rest."""
-        if self.arena is None:
-            return ids
-        memory = _in_memory(self.arena)[ids]
-        stored = _versions_of(older, ids) if older is not None else np.full(len(ids), NEVER)
-        near = (memory >= stored) & (memory >= 0)
-        self._settle(ids[near], MEMORY, memory[near])
-        yield from self._from_memory(ids[near], memory[near])
-        return ids[~near]
-
-    def _settle(self, ids: Ids, tier: int, versions: Ids) -> None:
-        at = np.searchsorted(self.plan.ids, ids)
-        self.tier[at] = tier
-        self.version[at] = versions
 
 
 def take_rows(starts: Ids, stops: Ids) -> slice | Ids:
@@ -479,18 +239,6 @@ def estimate(distance: NDArray[np.float64]) -> Perturbation:
     return Perturbation(float(np.linalg.norm(distance)), "estimated")
 
 
-def _perturbation(
-    ids: Ids, squared: NDArray[np.float64], distance: NDArray[np.float64] | None
-) -> Perturbation:
-    unknown = np.isnan(squared)
-    if unknown.any():
-        if distance is None or not np.isfinite(distance[ids[unknown]]).all():
-            return Perturbation(None, "unknown")
-        squared = squared.copy()
-        squared[unknown] = distance[ids[unknown]] ** 2
-    return Perturbation(math.sqrt(float(squared.sum())), "estimated" if unknown.any() else "measured")
-
-
 def _stored(layout: Layout, states: Mapping[int, ShardState]) -> Ids:
     """Newest version in the store of every partition, `NEVER` where there is none."""
     result = np.full(layout.partitions, NEVER, dtype=np.int64)
@@ -507,12 +255,12 @@ def _in_doubt(layout: Layout, states: Mapping[int, ShardState]) -> NDArray[np.bo
     return result
 
 
-def _in_memory(arena: Arena) -> Ids:
+def in_memory(arena: Arena) -> Ids:
     """Version of every intact copy in the arena, `NEVER` for the others."""
     return np.where(arena.intact(), arena.newest(), np.int64(NEVER))
 
 
-def _versions_of(state: ShardState, ids: Ids) -> Ids:
+def versions_of(state: ShardState, ids: Ids) -> Ids:
     at = state.find(ids)
     known = at >= 0
     result = np.full(len(ids), NEVER, dtype=np.int64)
@@ -520,12 +268,12 @@ def _versions_of(state: ShardState, ids: Ids) -> Ids:
     return result
 
 
-def _only_step(version: Ids) -> int | None:
+def only_step(version: Ids) -> int | None:
     steps = np.unique(step_of(version))
     return int(steps[0]) if len(steps) == 1 else None
 
 
-def _no_copy(layout: Layout, ids: Ids, what: str, problems: Sequence[str] = ()) -> NoIntactCopy:
+def no_copy(layout: Layout, ids: Ids, what: str, problems: Sequence[str] = ()) -> NoIntactCopy:
     names = ", ".join(layout.name(int(i)) for i in ids[:_NAMES_SHOWN])
     more = f" and {len(ids) - _NAMES_SHOWN} more" if len(ids) > _NAMES_SHOWN else ""
     reason = f": {problems[-1]}" if problems else ""
@@ -535,7 +283,7 @@ def _no_copy(layout: Layout, ids: Ids, what: str, problems: Sequence[str] = ()) 
     )
 
 
-def _count_tiers(tier: NDArray[np.int8]) -> dict[str, int]:
+def count_tiers(tier: NDArray[np.int8]) -> dict[str, int]:
     counts = np.bincount(tier, minlength=len(TIERS))
     return {name: int(count) for name, count in zip(TIERS, counts, strict=True) if count}
 
@@ -552,7 +300,7 @@ def _shard_lines(
                 "shard": shard,
                 "partitions": int(mine.sum()),
                 "bytes": int(layout.partition_bytes[ids[mine]].sum()),
-                "tiers": _count_tiers(tier[mine]),
+                "tiers": count_tiers(tier[mine]),
                 "oldest_step": int(steps.min()),
                 "newest_step": int(steps.max()),
             }

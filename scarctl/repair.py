@@ -16,19 +16,9 @@ from scarctl.daemon.folder import arena_folder
 from scarctl.daemon.handover import HandOverQueue
 from scarctl.daemon.peek import open_stopped
 from scarctl.errors import NoIntactCopy, UsageError
+from scarctl.execution import Report, Sink, execute
 from scarctl.layout import Layout
-from scarctl.recovery import (
-    Ids,
-    Perturbation,
-    Plan,
-    Report,
-    Sink,
-    estimate,
-    execute,
-    lost_ids,
-    plan_partial,
-    plan_rollback,
-)
+from scarctl.recovery import Ids, Perturbation, Plan, estimate, lost_ids, plan_partial, plan_rollback
 from scarctl.sinks import ArenaSink, FileSink, PatchSink, check_fits, file_content
 from scarctl.statefile import StateFile, open_state
 from scarctl.statewriter import new_state, patch_state

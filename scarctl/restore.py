@@ -18,18 +18,9 @@ from numpy.typing import NDArray
 from scarctl.dtypes import torched
 from scarctl.engine import Engine
 from scarctl.errors import Corruption, NoIntactCopy, UsageError
+from scarctl.execution import Report, execute
 from scarctl.live import LiveState
-from scarctl.recovery import (
-    Lost,
-    Perturbation,
-    Plan,
-    Report,
-    estimate,
-    execute,
-    lost_ids,
-    plan_partial,
-    plan_rollback,
-)
+from scarctl.recovery import Lost, Perturbation, Plan, estimate, lost_ids, plan_partial, plan_rollback
 from scarctl.sinks import ArenaSink
 from scarctl.store import ShardState, Store
 from scarctl.version import pack, step_of
@@ -75,6 +66,7 @@ def _resume(engine: Engine, live: LiveState) -> tuple[Resumed, Any]:
         log.warning("%s holds no complete state yet: there is nothing to resume from", engine.store.url)
         engine.start_over()
         return Resumed(0, True, None), None
+    _believe_newest_seal(engine)
     plan = plan_partial(everything, engine.layout, engine.shard_of, states, arena)
     report = execute(plan, engine.store, arena, ArenaSink(arena))
     version, extras = found
@@ -85,6 +77,16 @@ def _resume(engine: Engine, live: LiveState) -> tuple[Resumed, Any]:
     arena.relabel(ahead, pack(arena.epoch, step))
     live.load(everything)
     return Resumed(step, report.exact and report.step == step, report), extras
+
+
+def _believe_newest_seal(engine: Engine) -> None:
+    """What the newest hand-over seals is whole in memory, also while the store does not have it yet."""
+    arena, waiting = engine.arena, engine.queue.pending()
+    if not waiting or not waiting[-1].sealed or not arena.intact().all():
+        return
+    sealed = waiting[-1]
+    if (arena.version[sealed.ids] == sealed.version).all() and (arena.version <= sealed.version).all():
+        arena.sealed = max(arena.sealed, sealed.version)
 
 
 def recover_live(
@@ -152,7 +154,9 @@ def _newest_extras(engine: Engine, states: Mapping[int, ShardState]) -> tuple[in
 
     Raises NoIntactCopy when there are some and none can be read.
     """
-    candidates = [(h.version, h.extras) for h in engine.queue.pending() if h.extras is not None]
+    # Newest first: of two of the same version the later one counts.
+    waiting = reversed(engine.queue.pending())
+    candidates = [(h.version, h.extras) for h in waiting if h.extras is not None]
     damaged: list[str] = []
     for state in states.values():
         found = next(_stored_extras(engine.store, state, damaged), None)

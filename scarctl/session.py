@@ -1,144 +1,60 @@
-"""The Python API: `attach` puts scarctl beside a training loop, the `Session` it returns saves, resumes and recovers.
+"""The `Session` that `attach` returns saves, resumes and recovers one training process's state.
 
 What a session does with the training thread's time: after the last optimizer's step it reads the extras that the next
 batch will change, clones the buffers that the next forward will change, and starts the copy on a worker thread. Before
 the next optimizer step it waits for what of the copy is not finished, reads the remaining extras, and queues the
 checkpoint.
+
+A flush does the same at any time between two steps, also from another thread (`scarctl.gate` keeps it and steps apart).
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
-import numpy as np
-import torch
-
-from scarctl.adapter import Adapter, StateGroup, find_adapter
+from scarctl import signals
+from scarctl.adapter import Adapter
+from scarctl.binding import Binding
+from scarctl.checkpoint import Checkpoints, Stats
 from scarctl.config import SessionSettings
 from scarctl.daemon.client import DaemonSaver
 from scarctl.daemon.folder import arena_folder
 from scarctl.daemon.saver import LocalSaver, Saver
-from scarctl.dtypes import name_of, plain
-from scarctl.engine import Copied, Engine
-from scarctl.errors import Corruption, LayoutMismatch, ScarError, UsageError
-from scarctl.layout import Group, Layout, TensorSpec, build_layout
-from scarctl.live import LiveState
-from scarctl.recovery import Report
+from scarctl.engine import Engine
+from scarctl.errors import ScarError, UsageError
+from scarctl.execution import Report
+from scarctl.gate import Gate
+from scarctl.layout import Layout
+from scarctl.moment import Moment, Moments
 from scarctl.restore import Resumed, recover_live, resume_live
 from scarctl.store import Store
 from scarctl.version import MAX_STEP
-from scarctl.worker import Job, Worker
+from scarctl.worker import Worker
 
 log = logging.getLogger("scarctl")
 
-
-@dataclass(slots=True)
-class Stats:
-    """What a session has done so far."""
-
-    checkpoints: int = 0
-    stall_seconds: float = 0.0
-    """Time of the training thread in hooks and waiting, all together."""
-    last_stall_seconds: float = 0.0
-    """The part of it that the newest checkpoint took."""
-    saved_bytes: int = 0
-    """Bytes copied into the arena."""
-    nonfinite_partitions: int = 0
-    """Partitions that some checkpoint left out because their values were not finite."""
-    torn_copies: int = 0
-    """Groups copied again because they changed while they were copied."""
-    errors: int = 0
-    last_error: str = ""
+FLUSH_SECONDS = 10.0
+"""How long a flush waits for a running step to end."""
+_LAST_DRAIN = 10.0
+"""How long a process that a signal ends waits for the store, at most; it could be killed any time."""
+_PATIENCE = 120.0
+"""How long closing waits for a flush or a step in another thread."""
 
 
-@dataclass(slots=True)
-class _UnderWay:
-    """A checkpoint between its two halves."""
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """A checkpoint that is due."""
 
-    step: int
-    job: Job[Copied]
-    live: LiveState
-    counters: list[list[int]]
-    early: Any
-    snapshot: list[list[torch.Tensor]] | None
-
-
-def attach(
-    model: Any,
-    optimizer: Any = None,
-    *,
-    store: str | os.PathLike[str] | None = None,
-    fraction: float | None = None,
-    interval: int | None = None,
-    policy: str | None = None,
-    norm: str | Callable[..., Any] | None = None,
-    max_staleness: int | None = None,
-    shards: int | None = None,
-    seed: int | None = None,
-    partition_bytes: int | None = None,
-    by_layer: bool | None = None,
-    rows: Mapping[str, int] | None = None,
-    schedulers: Any = (),
-    scaler: Any = None,
-    extras: Mapping[str, Any] | None = None,
-    auto: bool = True,
-    on_error: str | None = None,
-    arena_dir: str | os.PathLike[str] | None = None,
-    validate: bool | None = None,
-    drain_timeout: float | None = None,
-) -> Session:
-    """Checkpoint `model` and its optimizer from now on; returns the `Session`.
-
-    model: an `nn.Module`, or a dict of numpy arrays.
-    optimizer: a `torch.optim.Optimizer`, or several in the order in which they step: the last one ends an iteration.
-    store: folder of the store, made if it is not there. SCARCTL_STORE and `scarctl.toml` may name it instead.
-    fraction: share of the state's bytes that one partial checkpoint may write (the paper's r).
-    interval: iterations between two partial checkpoints (the paper's rC).
-    policy: "priority", "round", "random" or "full".
-    norm: "l2", "rms", "relative", or a function (see `scarctl.distance`).
-    max_staleness: iterations after which a changed partition is saved before all others.
-    shards, seed: split the state at random into that many parts that fail together.
-    partition_bytes, by_layer, rows: size of a partition; fixed, like shards and seed, when the store is created.
-    schedulers, scaler: learning-rate schedulers and gradient scaler; read right before the next step.
-    extras: more objects with a state (state_dict(), a dict, a numpy Generator); read right after a step.
-    auto: hook into the optimizers' steps; otherwise call `session.step()` at the end of every iteration.
-    on_error: "warn" logs and counts a fault while saving, "raise" raises it from the training loop.
-    arena_dir: folder for the arena instead of shared memory.
-    validate: prove after every copy that it is not torn, at the price of cloning the state.
-    drain_timeout: seconds that `close` waits for the store.
-
-    Raises UsageError (arguments), NoStore (`kind` "foreign-store"), SettingsConflict, Contention, AccessDenied,
-    Unavailable. From the first step on, saving raises nothing unless `on_error="raise"`.
-    """
-    given = {
-        "store": os.fspath(store) if store is not None else None,
-        "fraction": fraction,
-        "interval": interval,
-        "policy": policy,
-        "norm": norm,
-        "max_staleness": max_staleness,
-        "shards": shards,
-        "seed": seed,
-        "partition_bytes": partition_bytes,
-        "by_layer": by_layer,
-        "rows": rows,
-        "on_error": on_error,
-        "arena_dir": os.fspath(arena_dir) if arena_dir is not None else None,
-        "validate": validate,
-        "drain_timeout": drain_timeout,
-    }
-    settings = SessionSettings.resolve(given, environ=os.environ)
-    adapter = find_adapter(
-        model, _as_list(optimizer), schedulers=_as_list(schedulers), scaler=scaler, extras=extras
-    )
-    return Session(adapter, settings, auto=auto and adapter.automatic)
+    full: bool
+    may_skip: bool = False
 
 
 class Session:
@@ -151,13 +67,17 @@ class Session:
         """Iterations finished so far, counted over restarts."""
         self._adapter = adapter
         self._engine: Engine | None = None
-        self._under_way: _UnderWay | None = None
-        self._in_step = False
         self._closed = False
         self._pid = os.getpid()
         self._requested: bool | None = None
-        self._views: LiveState | None = None  # mapping the arena takes longer than the rest of a hook
+        self._gate = Gate(stepping=not auto)
+        self._moments = Moments(adapter)
+        self._moment: Moment | None = None
+        """The end of the newest step, if it is taken after every step."""
+        self._flushed: int | None = None
+        """The newest step that a flush has sealed."""
         self.store = Store.create(settings.store, **settings.fixed())
+        self._binding = Binding(adapter, self.store)
         self._saver = self._make_saver()
         try:
             self._saver.claim()
@@ -169,8 +89,14 @@ class Session:
             self.store.close()
             raise
         self._worker = Worker("scarctl-copy")
+        self._checkpoints = Checkpoints(
+            adapter, self._worker, self.stats, self._fault, validate=settings.validate
+        )
         # Without this, a loop that just ends would lose what it did since the last checkpoint.
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
+        self._unwatch: Callable[[], None] = lambda: None
+        if settings.flush_on_signal:
+            self._unwatch = signals.watch(self._before_signal)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -183,9 +109,11 @@ class Session:
         if step is not None:
             _check_step(step, self.head_step)
             self.head_step = step - 1
-        self._before_step()
+        self._between_steps()
         self._after_step()
-        self._finish()
+        with self._gate.held():
+            self._finish()
+        self._gate.enter()
 
     def checkpoint(self, *, full: bool = False, wait: bool = False) -> None:
         """Save now: one partial checkpoint, or the whole state as a sealed one. `wait`: until it is durable.
@@ -193,11 +121,25 @@ class Session:
         Raises UsageError before the first step, when the optimizer has no state yet, and with `wait` the store's fault.
         """
         engine = self._started()
-        self._finish()
-        self._begin(full=full)
-        self._finish()
+        with self._gate.held():
+            self._finish()
+            self._begin(self._take(), full=full)
+            self._finish()
         if wait and not engine.saver.drain(self.settings.drain_timeout):
             raise engine.saver.fault()
+
+    def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
+        """Bring the newest step into this host's memory, and queue it as one sealed checkpoint: at memory speed.
+
+        A process that starts again on this host resumes from it exactly; what it leaves is made durable as usual. The
+        extras are those of the step's end, if they are taken then (`flush_on_signal`). May be called in any thread.
+
+        timeout: seconds to wait for a running step to end. Returns whether the state was sealed: not within a step,
+        nor with values that are not finite. Raises UsageError before the first step.
+        """
+        self._started()
+        with self._gate.quiet(timeout) as quiet:
+            return quiet and not self._closed and self._seal(self._moment or self._take())
 
     def resume(self, mode: str = "partial") -> Resumed:
         """Restore what the store and this host's memory have, in place; an empty store changes nothing.
@@ -214,11 +156,15 @@ class Session:
         layout = self.store.current_layout()
         if layout is None:
             return Resumed(step=0, exact=True, report=None)
-        self._check_model(layout)
+        with self._gate.held():
+            return self._resume(layout, mode)
+
+    def _resume(self, layout: Layout, mode: str) -> Resumed:
+        self._binding.check(layout)
         remove_slots = self._adapter.create_slots(layout)
         try:
             engine = self._start(layout)
-            resumed, extras = resume_live(engine, self._live(engine), mode)
+            resumed, extras = resume_live(engine, self._binding.live(engine.arena), mode)
         except BaseException:
             remove_slots()
             raise
@@ -239,33 +185,29 @@ class Session:
         Raises UsageError for a part that does not exist, NoIntactCopy when one has no copy; then nothing was changed.
         """
         engine = self._started()
-        self._finish()
-        report, extras = recover_live(engine, self._live(engine), lost, mode, self.head_step)
-        if extras is not None:
-            self._adapter.restore(extras["early"], extras["late"])
-        if report.mode == "rollback" and report.step is not None:
-            self.head_step = report.step
-            engine.arena.head_step = report.step
+        with self._gate.held():
+            self._finish()
+            live = self._binding.live(engine.arena)
+            report, extras = recover_live(engine, live, lost, mode, self.head_step)
+            # Whatever was flushed or taken before is not what the state is now.
+            self._flushed = self._moment = None
+            if extras is not None:
+                self._adapter.restore(extras["early"], extras["late"])
+            if report.mode == "rollback" and report.step is not None:
+                self.head_step = report.step
+                engine.arena.head_step = report.step
+            if self.settings.flush_on_signal:
+                self._take()
         return report
 
     def close(self, *, seal: bool = True) -> None:
         """Save the whole state as a sealed checkpoint, wait up to `drain_timeout` seconds for the store, and let go.
 
-        What is not durable by then stays in the arena, and the next session on this host goes on with it.
+        What is not durable by then stays in the arena, and the next session on this host goes on with it. While an
+        exception is on its way the state of the newest step is flushed instead; see `flush`.
         """
-        if self._closed or os.getpid() != self._pid:
-            return
-        self._closed = True
-        atexit.unregister(self.close)
-        self._remove_hooks()
-        try:
-            if self._engine is not None:
-                self._close_engine(self._engine, seal=seal)
-            else:
-                self._saver.close()
-        finally:
-            self._worker.close()
-            self.store.close()
+        failed = sys.exc_info()[1] is not None
+        self._close(seal=seal, as_it_is=not failed, failed=failed)
 
     def __enter__(self) -> Session:
         return self
@@ -273,7 +215,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._close(as_it_is=error is None, failed=error is not None)
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
@@ -281,129 +223,101 @@ class Session:
         """Right before an optimizer changes parameters: the copy under way has to be finished."""
         if self._inert():
             return
-        self._in_step = True
-        if self._under_way is not None:
-            self._finish()
-        elif self._engine is None and self.head_step == 0:
+        self._between_steps()
+        with self._stalled():
+            self._gate.enter()
+
+    def _between_steps(self) -> None:
+        if self._engine is None and self.head_step == 0:
             self._refuse_unread_store()
+        with self._gate.held(), self._stalled(part=self._checkpoints.under_way):
+            self._finish()
 
     def _after_step(self) -> None:
         """Right after the last optimizer's step: an iteration is over."""
         if self._inert():
             return
-        self._in_step = False
-        self.head_step += 1
-        if self._engine is None:
-            self._start(self._build_layout())
-            self._begin(full=True)
-            return
-        self._engine.arena.head_step = self.head_step
+        # As long as this is held a flush cannot come between the parts.
+        with self._gate.held():
+            self._moment = None
+            self._gate.leave()
+            self.head_step += 1
+            if self._engine is None:
+                self._start(self._binding.build_layout())
+                due: _Due | None = _Due(full=True)
+            else:
+                self._engine.arena.head_step = self.head_step
+                due = self._due(self._engine)
+            with self._stalled(first=due is not None, part=due is not None):
+                if due is not None or self.settings.flush_on_signal:
+                    moment = self._take()
+                if due is not None:
+                    self._begin(moment, full=due.full, skip_if_behind=due.may_skip)
+
+    def _due(self, engine: Engine) -> _Due | None:
+        """The checkpoint that is due now."""
+        regular = engine.due(self.head_step)
         requested, self._requested = self._requested, None
         if requested is not None:
-            self._begin(full=requested)
-        elif self.head_step % self.settings.interval == 0:
-            full = self.settings.policy == "full"
-            self._begin(full=full, skip_if_behind=full)
+            return _Due(requested)
+        whole = self.settings.policy == "full"
+        return _Due(whole, may_skip=whole) if regular else None
 
     def _inert(self) -> bool:
         """A closed session, or a forked child's copy of one (a data loader's worker) does nothing."""
         return self._closed or os.getpid() != self._pid
 
-    # -- one checkpoint -----------------------------------------------------------------------------------------
-
-    def _begin(self, *, full: bool, skip_if_behind: bool = False) -> None:
-        """First half: read what the next batch changes, start the copy."""
-        engine = self._started()
+    @contextlib.contextmanager
+    def _stalled(self, *, first: bool = False, part: bool = False) -> Iterator[None]:
+        """Time of the training thread; `part` of the newest checkpoint's, its `first`."""
         started = time.perf_counter()
         try:
-            if (fault := engine.saver.failure) is not None:
-                raise fault
-            live = self._live(engine)
-            # A forward pass changes buffers (batch norm): the copy must not read them while it does.
-            buffers = [g for g, group in enumerate(engine.layout.groups) if group.kind == "buffer"]
-            live = live.with_tensors({g: [t.clone() for t in live.tensors[g]] for g in buffers})
-            step = self.head_step
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self.stats.stall_seconds += seconds
+            if part:
+                self.stats.last_stall_seconds = seconds + (0.0 if first else self.stats.last_stall_seconds)
 
-            def copy() -> Copied:
-                return (
-                    engine.seal(live, step, skip_if_behind=skip_if_behind)
-                    if full
-                    else engine.copy(live, step)
-                )
+    # -- one checkpoint, with the gate held -----------------------------------------------------------------------
 
-            self._under_way = _UnderWay(
-                step=step,
-                job=self._worker.submit(copy),
-                live=live,
-                counters=_counters(live),
-                early=plain(self._adapter.capture_early()),
-                snapshot=[[t.clone() for t in group] for group in live.tensors]
-                if self.settings.validate
-                else None,
-            )
+    def _take(self) -> Moment | None:
+        """Take the moment. None when that fails."""
+        try:
+            moment = self._moments.take(self.head_step)
         except Exception as error:
             self._fault(error)
-        self.stats.last_stall_seconds = time.perf_counter() - started
-        self.stats.stall_seconds += self.stats.last_stall_seconds
+            return None
+        if self.settings.flush_on_signal:
+            self._moment = moment
+        return moment
 
-    def _finish(self) -> None:
-        """Second half: wait for the copy, read what the loop changed since the step, queue the checkpoint."""
-        under_way, engine = self._under_way, self._engine
-        if under_way is None or engine is None:
+    def _begin(self, moment: Moment | None, *, full: bool, skip_if_behind: bool = False) -> None:
+        """First half: start the copy of the state as it was at `moment`."""
+        engine = self._engine
+        if moment is None or engine is None:
             return
-        started = time.perf_counter()
-        self._under_way = None
         try:
-            copied = self._copy_again(under_way, under_way.job.wait(), engine)
-            self._count(copied, engine)
-            if copied.ids.size or copied.sealed:
-                late = plain(self._adapter.capture_late())
-                policy = {"credit": engine.credit, "cursor": engine.cursor}
-                engine.hand_over(copied, {"early": under_way.early, "late": late, "policy": policy})
+            live = self._binding.live(engine.arena)
+            self._checkpoints.begin(engine, live, moment, full=full, skip_if_behind=skip_if_behind)
         except Exception as error:
-            engine.adopt_orphans()
             self._fault(error)
-        seconds = time.perf_counter() - started
-        self.stats.last_stall_seconds += seconds
-        self.stats.stall_seconds += seconds
 
-    def _copy_again(self, under_way: _UnderWay, copied: Copied, engine: Engine) -> Copied:
-        """Repeat the copy of groups that somebody wrote to meanwhile; nothing writes to them during the repetition.
+    def _finish(self) -> bool:
+        """Second half, if one is under way; returns whether it has sealed the state."""
+        if self._engine is None:
+            return False
+        copied = self._checkpoints.finish(self._engine)
+        return copied is not None and copied.sealed
 
-        Torch counts in-place writes to a tensor (`_version`); writes through `.data` escape it: `validate` finds those.
-        """
-        live, arena = under_way.live, engine.arena
-        for g, (before, after) in enumerate(zip(under_way.counters, _counters(live), strict=True)):
-            first, last = np.searchsorted(copied.ids, engine.layout.base[g : g + 2])
-            ids = copied.ids[first:last]
-            if before != after and ids.size:
-                self.stats.torn_copies += 1
-                copied = engine.copy_again(live, copied, g)
-            elif under_way.snapshot is not None and ids.size:
-                twin = live.with_tensors({g: under_way.snapshot[g]})
-                torn = np.intersect1d(ids, np.flatnonzero(twin.changed()))
-                if torn.size:
-                    twin.save(torn, int(arena.version[torn[0]]))
-                    self._fault(
-                        Corruption(
-                            f"{engine.layout.name(int(torn[0]))} was written while it was copied, unseen by torch",
-                            hint="do not write through .data between optimizer steps; the copy was mended",
-                        )
-                    )
-        return copied
-
-    def _count(self, copied: Copied, engine: Engine) -> None:
-        self.stats.checkpoints += 1
-        self.stats.saved_bytes += int(engine.layout.partition_bytes[copied.ids].sum())
-        if copied.nonfinite.size:
-            if not self.stats.nonfinite_partitions:
-                log.warning(
-                    "step %d: %d partitions are not finite (first: %s); their last good copies are kept",
-                    copied.step,
-                    copied.nonfinite.size,
-                    engine.layout.name(int(copied.nonfinite[0])),
-                )
-            self.stats.nonfinite_partitions += int(copied.nonfinite.size)
+    def _seal(self, moment: Moment | None) -> bool:
+        """Both halves of a whole checkpoint at once, after what is under way."""
+        self._finish()
+        self._begin(moment, full=True)
+        sealed = self._finish()
+        if sealed and moment is not None:
+            self._flushed = moment.step
+        return sealed
 
     def _fault(self, error: Exception) -> None:
         """A fault while saving never ends training unless the user wants it to."""
@@ -445,14 +359,65 @@ class Session:
         if self._closed:
             raise UsageError("the session is closed")
 
-    def _close_engine(self, engine: Engine, *, seal: bool) -> None:
-        self._finish()
-        # An optimizer's step that raised has left parameters half changed: what was saved before is better.
-        if seal and not self._in_step and self.head_step > 0:
-            self._closed = False
-            self._begin(full=True)
-            self._finish()
-            self._closed = True
+    def _refuse_unread_store(self) -> None:
+        layout = self.store.current_layout()
+        if layout is not None:
+            raise UsageError(
+                f"{self.store.url} holds an earlier run, and this one did not resume it",
+                hint="call session.resume() before the loop, or use a new store; nothing was changed",
+            )
+
+    def _before_signal(self, fatal: bool) -> None:
+        """SIGTERM or SIGINT has come; called in a thread, and this process ends right after it if it is `fatal`."""
+        engine = self._engine
+        with self._gate.quiet(FLUSH_SECONDS) as quiet:
+            if self._inert() or engine is None:
+                return
+            if not quiet:
+                log.warning("a signal came in a step that did not end: the state is not flushed")
+            elif self._moment is not None and self._seal(self._moment):
+                log.info("a signal came: step %d is in this host's memory", self.head_step)
+            if fatal and not self.settings.daemon:
+                engine.saver.drain(min(self.settings.drain_timeout, _LAST_DRAIN))
+
+    def _at_exit(self) -> None:
+        # The interpreter has told of an exception that nobody caught.
+        self._close(as_it_is=False, failed=getattr(sys, "last_value", None) is not None)
+
+    def _close(self, *, seal: bool = True, as_it_is: bool, failed: bool) -> None:
+        """Seal and let go. `as_it_is`: the loop is between two iterations, else the end of its newest step counts.
+
+        failed: an exception is on its way: a step that nobody saw begin may be half done.
+        """
+        if self._inert():
+            return
+        atexit.unregister(self._at_exit)
+        self._remove_hooks()
+        with contextlib.ExitStack() as last:
+            last.callback(self.store.close)
+            last.callback(self._worker.close)
+            last.callback(self._let_go, failed)
+            last.callback(self._unwatch)
+            last.callback(self._stop)
+            with self._gate.quiet(_PATIENCE, trust=not failed) as quiet:
+                self._finish()
+                # A step that raised has left parameters half changed: what was saved before is better.
+                if seal and quiet and self.head_step > 0 and (as_it_is or self._flushed != self.head_step):
+                    self._seal(self._take() if as_it_is else self._moment or self._take())
+
+    def _stop(self) -> None:
+        self._closed = True
+        self._gate.end()
+
+    def _let_go(self, failed: bool) -> None:
+        """Wait for the store and close the arena; after a failure leave both to the daemon, if there is one."""
+        engine = self._engine
+        if engine is None:
+            self._saver.close()
+            return
+        if failed and self.settings.daemon:
+            engine.leave()
+            return
         try:
             durable = engine.close(self.settings.drain_timeout)
         except ScarError as error:
@@ -465,82 +430,6 @@ class Session:
                 engine.saver.fault(),
                 engine.arena.folder,
             )
-
-    def _live(self, engine: Engine, groups: list[StateGroup] | None = None) -> LiveState:
-        """The model's tensors as they are now, checked against the layout."""
-        tensors = []
-        by_name = {group.name: group for group in groups or self._adapter.groups()}
-        for group in engine.layout.groups:
-            state = by_name.get(group.name)
-            found = [state.tensors.get(spec.slot) for spec in group.tensors] if state else []
-            if not found or any(
-                t is None or tuple(t.shape) != spec.shape
-                for t, spec in zip(found, group.tensors, strict=True)
-            ):
-                raise LayoutMismatch(
-                    f"group {group.name!r} is no longer what it was when the layout was fixed",
-                    hint="parameters may not be added, removed or resized while a session is open",
-                )
-            tensors.append([t for t in found if t is not None])
-        if self._views is None or self._views.arena is not engine.arena:
-            self._views = LiveState(engine.layout, tensors, engine.arena)
-            return self._views
-        return self._views.with_tensors(dict(enumerate(tensors)))
-
-    def _build_layout(self) -> Layout:
-        fixed = self.store.settings
-        return build_layout(
-            [(group.name, group.kind, _specs(group)) for group in self._adapter.groups()],
-            partition_bytes=fixed.partition_bytes,
-            rows=dict(fixed.rows),
-            by_layer=fixed.by_layer,
-            optimizer=self._adapter.optimizer,
-        )
-
-    def _check_model(self, layout: Layout) -> None:
-        """Raise LayoutMismatch, naming every difference, unless the model and optimizer are those of `layout`.
-
-        Before the first step the optimizer has no slots: those of the layout are taken as given.
-        """
-        stored = {group.name: group for group in layout.groups}
-        groups = []
-        for state in self._adapter.groups():
-            known = stored.get(state.name)
-            specs = _specs(state)
-            if known is not None and len(specs) == 1:
-                specs += tuple(replace(slot, shape=specs[0].shape) for slot in known.tensors[1:])
-            groups.append(Group(state.name, state.kind, known.rows_per_partition if known else 1, specs))
-        differences = layout.differences(Layout(groups, self._adapter.optimizer))
-        if differences:
-            raise LayoutMismatch(
-                f"the model is not the one in {self.store.url}: " + "; ".join(differences[:10]),
-                hint="build the model and optimizer as in the run to resume, or use a new store; nothing was changed",
-            )
-
-    def _refuse_unread_store(self) -> None:
-        layout = self.store.current_layout()
-        if layout is not None:
-            raise UsageError(
-                f"{self.store.url} holds an earlier run, and this one did not resume it",
-                hint="call session.resume() before the loop, or use a new store; nothing was changed",
-            )
-
-
-def _as_list(value: Any) -> Sequence[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _specs(group: StateGroup) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(slot, name_of(tensor.dtype, group.name), tuple(tensor.shape))
-        for slot, tensor in group.tensors.items()
-    )
-
-
-def _counters(live: LiveState) -> list[list[int]]:
-    return [[t._version for t in group] for group in live.tensors]
 
 
 def _check_step(step: int, head: int) -> None:

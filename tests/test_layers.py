@@ -14,11 +14,15 @@ PACKAGE = Path(__file__).parents[1] / "scarctl"
 # The trainer's side. Every other module, the command line too, is importable without torch.
 WITH_TORCH = {
     "scarctl.adapter",
+    "scarctl.attaching",
+    "scarctl.binding",
+    "scarctl.checkpoint",
     "scarctl.dcp",
     "scarctl.distance",
     "scarctl.dtypes",
     "scarctl.engine",
     "scarctl.live",
+    "scarctl.moment",
     "scarctl.restore",
     "scarctl.session",
 }

@@ -14,18 +14,9 @@ from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
 from scarctl.errors import NoIntactCopy, UsageError
+from scarctl.execution import Report, execute
 from scarctl.layout import Layout, TensorSpec, build_layout
-from scarctl.recovery import (
-    MEMORY,
-    STORE,
-    Plan,
-    Report,
-    estimate,
-    execute,
-    lost_ids,
-    plan_partial,
-    plan_rollback,
-)
+from scarctl.recovery import MEMORY, STORE, Plan, estimate, lost_ids, plan_partial, plan_rollback
 from scarctl.sinks import ArenaSink
 from scarctl.store import Store, StoreWriter
 from scarctl.version import pack

@@ -78,6 +78,10 @@ class NumpyAdapter:
                 raise UsageError(f"state[{name!r}] has dtype {array.dtype}: {error}") from error
         return groups
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """None: every array is a parameter."""
+        return {}
+
     def capture_early(self) -> dict[str, Any]:
         """Random number generators of Python and numpy, and the user's extras."""
         return {

@@ -50,6 +50,8 @@ class TorchAdapter:
         self._optimizers = list(optimizers)
         self._late = dict(late)
         self._early = dict(early)
+        # Going through all modules takes longer than all else that is done after every step.
+        self._places: list[tuple[str, nn.Module, str]] = []
 
     @classmethod
     def build(
@@ -90,10 +92,16 @@ class TorchAdapter:
             if optimizer is not None:
                 tensors |= _slots(optimizer, parameter, templates[id(optimizer)])
             groups.append(StateGroup(name, "parameter", tensors))
+        self._places = list(_buffers(self._model))
         groups += [
-            StateGroup(name, "buffer", {"": buffer.detach()}) for name, buffer in _buffers(self._model)
+            StateGroup(name, "buffer", {"": buffer.detach()}) for name, buffer in self.buffers().items()
         ]
         return groups
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Persistent buffers of the modules that the model had when `groups` was last called."""
+        found = ((name, module._buffers.get(key)) for name, module, key in self._places)
+        return {name: buffer for name, buffer in found if buffer is not None}
 
     def capture_early(self) -> dict[str, Any]:
         """Random number generators, and the user's extras."""
@@ -187,14 +195,14 @@ def _params(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Persistent buffers: the others are rebuilt by the module itself."""
+def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Persistent buffers, as name, module and name there: the others are rebuilt by the module itself."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
-                yield (f"{prefix}.{name}" if prefix else name), buffer
+                yield (f"{prefix}.{name}" if prefix else name), module, name
 
 
 def _is_slot(key: str, value: Any, parameter: torch.Tensor) -> bool:

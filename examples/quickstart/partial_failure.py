@@ -20,7 +20,7 @@ from data import Images
 from model import Batches, Net, build, evaluate, train_step
 
 import scarctl
-from scarctl.recovery import Report
+from scarctl.execution import Report
 
 SHARDS = 8
 LOST = SHARDS // 2

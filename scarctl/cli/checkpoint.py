@@ -1,4 +1,4 @@
-"""`scarctl checkpoint`: one partial checkpoint of a state file."""
+"""`scarctl checkpoint`: one partial checkpoint of a state file, or of a running session."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from scarctl.cli.output import EXIT_OK, EXIT_PARTLY, common_options, emit, human_bytes, note, warn
+from scarctl.cli.output import (
+    EXIT_OK,
+    EXIT_PARTLY,
+    arena_option,
+    common_options,
+    emit,
+    human_bytes,
+    note,
+    warn,
+)
 from scarctl.config import DEFAULT_FRACTION, DEFAULT_POLICY, POLICIES, parse_fraction
+from scarctl.errors import UsageError
 
 if TYPE_CHECKING:
     from scarctl.oneshot import Checkpoint
@@ -18,14 +28,15 @@ Examples:
   scarctl checkpoint model.safetensors --store ckpt --step 0 --shards 8
   scarctl checkpoint model.safetensors --store ckpt --step 100 --fraction 1/4
   scarctl checkpoint state.pt --store ckpt --step 200 --policy full --json
+  scarctl checkpoint --live --full --store ckpt
 """
+_LIVE = ("full", "wait")
+_FILE = ("state", "step", "fraction", "policy", "shards", "partition_bytes", "dry_run")
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("state", type=click.Path(path_type=Path))
-@click.option(
-    "--step", type=int, required=True, envvar="SCARCTL_STEP", help="Iterations done when STATE was written."
-)
+@click.argument("state", type=click.Path(path_type=Path), required=False)
+@click.option("--step", type=int, envvar="SCARCTL_STEP", help="Iterations done when STATE was written.")
 @click.option(
     "--fraction",
     default=str(DEFAULT_FRACTION),
@@ -54,22 +65,36 @@ Examples:
     help="Size of a partition; fixed by the first checkpoint.  [default: from the state's size]",
 )
 @click.option(
-    "--arena-dir", metavar="DIR", envvar="SCARCTL_ARENA_DIR", help="Where arenas are, if not the default."
-)
-@click.option(
     "--dry-run", is_flag=True, envvar="SCARCTL_DRY_RUN", help="Say what would be saved; write nothing."
 )
+@click.option(
+    "--live", is_flag=True, envvar="SCARCTL_LIVE", help="Ask the session that runs on this host to save now."
+)
+@click.option("--full", is_flag=True, envvar="SCARCTL_FULL", help="With --live: the whole state.")
+@click.option(
+    "--wait",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    envvar="SCARCTL_WAIT",
+    help="With --live: how long to wait until it is durable.",
+)
+@arena_option
 @common_options
 def command(
-    state: Path,
+    state: Path | None,
     store: str,
-    step: int,
+    step: int | None,
     fraction: str | float,
     policy: str,
     shards: int | None,
     partition_bytes: int | None,
     arena_dir: str | None,
     dry_run: bool,
+    live: bool,
+    full: bool,
+    wait: float,
     as_json: bool,
     debug: bool,
 ) -> int:
@@ -78,7 +103,17 @@ def command(
     STATE is a .safetensors file, a .pt file with tensors only, or a folder of torch.distributed.checkpoint. The
     first call creates the store and saves everything. Values that are not finite never replace a good copy: then the
     exit code is 3.
+
+    With --live there is no STATE: the session that saves to the store through this host's daemon takes a checkpoint
+    after its next step. Exit code 0 when that is durable.
     """
+    _refuse(*(_FILE if live else _LIVE), why="cannot be combined with --live" if live else "goes with --live")
+    if live:
+        return _live(store, full, wait, arena_dir, as_json)
+    if state is None or step is None:
+        raise UsageError(
+            "give STATE and --step, or --live", hint="`scarctl checkpoint --help` shows examples"
+        )
     from scarctl.oneshot import CheckpointSettings, checkpoint
     from scarctl.statefile import open_state
 
@@ -104,6 +139,33 @@ def command(
     if done.left_out_partitions:
         note("exit code 3: not everything that was due is saved")
     return EXIT_PARTLY if done.left_out_partitions else EXIT_OK
+
+
+def _refuse(*names: str, why: str) -> None:
+    """Raise UsageError for those given on the command line."""
+    context = click.get_current_context()
+    for name in names:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            shown = "STATE" if name == "state" else f"--{name.replace('_', '-')}"
+            raise UsageError(f"{shown} {why}")
+
+
+def _live(url: str, full: bool, wait: float, arena_dir: str | None, as_json: bool) -> int:
+    from scarctl.cli.live import checkpoint_live
+    from scarctl.store import Store
+
+    done = checkpoint_live(Store.open(url), full=full, wait=wait, arena_dir=arena_dir).to_json()
+    exact = "; the whole state is of this step" if done["exact"] else ""
+    emit(
+        {**done, "live": True, "full": full},
+        as_json=as_json,
+        text=f"step {done['step']}: process {done['pid']} saved {done['saved_partitions']} of "
+        f"{done['total_partitions']} partitions, {human_bytes(done['saved_bytes'])}, to {url}{exact}",
+    )
+    if full and not done["exact"]:
+        note("exit code 3: it saved, but not the whole state; values may not be finite")
+        return EXIT_PARTLY
+    return EXIT_OK
 
 
 def _about_nonfinite(done: Checkpoint) -> str:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from scarctl.daemon.peek import ArenaView
     from scarctl.layout import Layout
     from scarctl.store import Store
 
@@ -22,6 +23,7 @@ EXAMPLES = """\b
 Examples:
   scarctl inspect --store ckpt
   scarctl inspect --store ckpt --json --limit all
+  scarctl inspect --store ckpt --watch --every 10
 """
 TOP = 8
 
@@ -54,15 +56,45 @@ class _Limit(click.ParamType[Any]):
 @click.option(
     "--arena-dir", metavar="DIR", envvar="SCARCTL_ARENA_DIR", help="Where arenas are, if not the default."
 )
+@click.option(
+    "--watch", "follow", is_flag=True, envvar="SCARCTL_WATCH", help="Go on until the run on this host ends."
+)
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0.1),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    envvar="SCARCTL_EVERY",
+    help="Time between two looks with --watch.",
+)
 @common_options
-def command(store: str, limit: int | None, arena_dir: str | None, as_json: bool, debug: bool) -> int:
+def command(
+    store: str,
+    limit: int | None,
+    arena_dir: str | None,
+    follow: bool,
+    every: float,
+    as_json: bool,
+    debug: bool,
+) -> int:
     """Show what a store holds: ages, shards, sizes, and what losing each shard now would change.
 
-    Distances and the newest step of a run are known as long as its arena is on this host.
+    Distances and the newest step of a run are known as long as its arena is on this host. With --watch and --json it is
+    one document per line, and no partitions in it unless --limit asks for them.
     """
     from scarctl.store import Store
 
-    view = survey(Store.open(store), arena_dir)
+    opened = Store.open(store)
+    if follow:
+        from scarctl.cli.watch import watch
+
+        given = click.get_current_context().get_parameter_source("limit")
+        if given is click.core.ParameterSource.DEFAULT:
+            limit = 0
+        watch(lambda: survey(opened, arena_dir), every, as_json=as_json, limit=limit)
+        return EXIT_OK
+    view = survey(opened, arena_dir)
     if as_json:
         emit(view.to_json(limit), as_json=True)
     elif sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
@@ -223,12 +255,21 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
             "alive": arena.alive,
             "head_step": arena.head_step,
             "pending_partitions": arena.pending,
+            "lag_steps": _lag(arena),
             "errors": arena.errors,
         }
     shard_of = layout.shards(store.settings.shards, store.settings.seed)
     return Survey(
         store.url, step if step >= 0 else None, layout, shard_of, step_of(version), distance, usage, run
     )
+
+
+def _lag(arena: ArenaView) -> int:
+    """Iterations since the oldest copy was made that is not durable yet, 0 when all are."""
+    from scarctl.version import step_of
+
+    waiting = arena.version[(arena.version != arena.durable) & (arena.version >= 0)]
+    return max(arena.head_step - int(step_of(waiting).min()), 0) if len(waiting) else 0
 
 
 def summary(view: Survey) -> list[str]:

@@ -12,20 +12,37 @@ from typing import Any, NoReturn
 import click
 
 from scarctl import __version__
-from scarctl.cli.output import logging_to_stderr, report_error, signals
+from scarctl.cli.output import EXIT_RUN_FAILED, EXIT_SIGNAL, logging_to_stderr, report_error, signals
 from scarctl.config import KNOWN_NAMES, read_file
 from scarctl.errors import UsageError
 
 # What `scarctl --help` shows stands here, so that it imports no command.
 COMMANDS = {
     "checkpoint": "Save the part of a state file that changed most.",
+    "daemon": "Start, look at or stop the process that makes checkpoints durable.",
     "inspect": "Show what a store holds and what losing a shard would change.",
     "recover": "Restore only what was lost.",
+    "run": "Run a command whose sessions save through the host's daemon.",
     "verify": "Check every record, segment and checksum of a store.",
 }
 
 # Options that are no settings of a session and may still stand at the top of scarctl.toml.
-OPTIONS = frozenset({"as_json", "debug", "limit", "mode", "read_data", "dry_run"})
+OPTIONS = frozenset(
+    {
+        "as_json",
+        "debug",
+        "limit",
+        "mode",
+        "read_data",
+        "dry_run",
+        "reap",
+        "timeout",
+        "restarts",
+        "wait",
+        "live",
+        "full",
+    }
+)
 
 EPILOG = """\
 \b
@@ -34,6 +51,7 @@ Examples:
   scarctl inspect --store ckpt
   scarctl recover --store ckpt --lost 2,5 --into survivors.safetensors
   scarctl verify --store ckpt
+  scarctl run --store ckpt -- python train.py
 
 \b
 Every option is also an environment variable (--store is SCARCTL_STORE) and a key of scarctl.toml in the
@@ -96,12 +114,15 @@ class LazyGroup(click.Group):
         except (
             BaseException
         ) as error:  # this is the end of the process: everything is told, nothing swallowed
+            command = next((a for a in arguments if a in COMMANDS), None)
             code = report_error(
                 error,
-                command=next((a for a in arguments if a in COMMANDS), None),
-                as_json=_asked(arguments, "--json", "SCARCTL_JSON"),
+                command=command,
+                as_json=_asked(arguments, "--json", "SCARCTL_JSON") and command != "run",
                 debug=_asked(arguments, "--debug", "SCARCTL_DEBUG"),
             )
+            if command == "run" and code < EXIT_SIGNAL:
+                code = EXIT_RUN_FAILED  # all others are those of the command that it runs
         sys.exit(code or 0)
 
 

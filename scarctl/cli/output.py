@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import click
 
@@ -27,6 +27,9 @@ EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_PARTLY = 3
 EXIT_CORRUPT = 13
+EXIT_RUN_FAILED = 125
+EXIT_SIGNAL = 128
+"""Plus the signal's number."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -40,26 +43,34 @@ class Terminated(BaseException):
 
 
 def common_options(command: Command) -> Command:
-    """Add the options that every command has: `--store`, `--json`, `--debug`."""
-    options: tuple[Callable[[Any], Any], ...] = (
-        click.option(
-            "--debug", is_flag=True, envvar="SCARCTL_DEBUG", help="Show a traceback when something fails."
-        ),
-        click.option(
-            "--json", "as_json", is_flag=True, envvar="SCARCTL_JSON", help="Print one JSON document."
-        ),
-        click.option(
-            "--store",
-            required=True,
-            metavar="URL",
-            envvar="SCARCTL_STORE",
-            help="The store: a folder, or file://...",
-        ),
+    """Add the options of every command on a store: `--store`, `--json`, `--debug`."""
+    store = click.option(
+        "--store",
+        required=True,
+        metavar="URL",
+        envvar="SCARCTL_STORE",
+        help="The store: a folder, or file://...",
     )
-    result: Any = command
-    for option in options:
-        result = option(result)
-    return cast("Command", result)
+    return store(output_options(command))
+
+
+def output_options(command: Command) -> Command:
+    """Add `--json` and `--debug`."""
+    debug = click.option(
+        "--debug", is_flag=True, envvar="SCARCTL_DEBUG", help="Show a traceback when something fails."
+    )
+    as_json = click.option(
+        "--json", "as_json", is_flag=True, envvar="SCARCTL_JSON", help="Print one JSON document."
+    )
+    return as_json(debug(command))
+
+
+def arena_option(command: Command) -> Command:
+    """Add `--arena-dir`."""
+    option = click.option(
+        "--arena-dir", metavar="DIR", envvar="SCARCTL_ARENA_DIR", help="Where arenas are, if not the default."
+    )
+    return option(command)
 
 
 def emit(fields: Mapping[str, Any], *, as_json: bool, text: str = "") -> None:
@@ -144,11 +155,11 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, ScarError):
         return error.exit_code
     if isinstance(error, Terminated):
-        return 128 + error.number
+        return EXIT_SIGNAL + error.number
     if isinstance(error, KeyboardInterrupt | click.Abort):
-        return 128 + signal.SIGINT
+        return EXIT_SIGNAL + signal.SIGINT
     if isinstance(error, BrokenPipeError):
-        return 128 + signal.SIGPIPE
+        return EXIT_SIGNAL + signal.SIGPIPE
     if isinstance(error, click.ClickException):
         return EXIT_USAGE
     return EXIT_ERROR
@@ -174,6 +185,11 @@ def report_error(error: BaseException, *, command: str | None, as_json: bool, de
         if hint:
             click.echo(f"  {hint}", err=True)
     return code
+
+
+def error_fields(error: ScarError) -> dict[str, Any]:
+    """An error in a JSON document."""
+    return {"kind": error.kind, "message": error.message, "hint": error.hint, "exit_code": error.exit_code}
 
 
 def _describe(error: BaseException) -> tuple[str, str, str]:

@@ -18,7 +18,7 @@ from scarctl.cli.inspect import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.text import Text
 
 # A level has a colour and a shape of its own: readable without colours too.
@@ -28,21 +28,25 @@ MAX_LINES = 12
 
 
 def draw(view: Survey, console: Console) -> None:
-    """Write summary, heatmap and tables to `console`."""
+    """Write `page` to `console`."""
+    for part in page(view, console.width):
+        console.print(part)
+
+
+def page(view: Survey, width: int) -> list[RenderableType]:
+    """Summary, heatmap and tables, top to bottom, for a terminal of `width` columns."""
     from rich.text import Text
 
-    for line in summary(view):
-        console.print(Text(line))
+    parts: list[RenderableType] = [Text(line) for line in summary(view)]
     if view.layout is None:
-        return
-    console.print()
-    for row in heatmap(view.staleness, console.width - 2):
-        console.print(row)
-    _table(console, "shards", SHARD_COLUMNS, shard_rows(view))
-    _table(console, "stalest", PARTITION_COLUMNS, partition_rows(view.stalest(TOP)))
+        return parts
+    parts += ["", *heatmap(view.staleness, width - 2)]
+    parts += _table("shards", SHARD_COLUMNS, shard_rows(view))
+    parts += _table("stalest", PARTITION_COLUMNS, partition_rows(view.stalest(TOP)))
     changed = partition_rows(view.most_changed(TOP))
     if changed:
-        _table(console, "most changed", PARTITION_COLUMNS, changed)
+        parts += _table("most changed", PARTITION_COLUMNS, changed)
+    return parts
 
 
 def heatmap(staleness: NDArray[np.int64], width: int) -> list[Text]:
@@ -83,7 +87,7 @@ def heatmap(staleness: NDArray[np.int64], width: int) -> list[Text]:
     return [*lines, legend]
 
 
-def _table(console: Console, title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[RenderableType]:
     from rich.table import Table
     from rich.text import Text
 
@@ -92,5 +96,4 @@ def _table(console: Console, title: str, columns: tuple[str, ...], rows: list[tu
         table.add_column(name, justify="left" if k == 0 and columns is PARTITION_COLUMNS else "right")
     for row in rows:
         table.add_row(*map(Text, row))
-    console.print()
-    console.print(table)
+    return ["", table]

@@ -6,11 +6,13 @@ import contextlib
 import fcntl
 import logging
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
+from typing import TextIO
 
-from scarctl.daemon.folder import make_private_level
+from scarctl.daemon.folder import folder_error, make_private_level
 from scarctl.daemon.server import Daemon
 from scarctl.errors import ScarError
 
@@ -18,49 +20,73 @@ LOCK = "daemon.lock"
 LOG = "daemon.log"
 _MAX_LOG = 1 << 20
 _NICENESS = 10
+_DESCRIPTORS = 4096
 
 
 def main(folder: Path) -> int:
-    """Become the daemon of `folder`, unless there is one. The parent returns once the socket is bound."""
+    """Become the daemon of `folder`, unless there is one. The parent returns once the socket is bound.
+
+    Raises AccessDenied when the folder, or a file in it, is not ours; Unavailable.
+    """
     make_private_level(folder)
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    lock = _open(folder / LOCK, os.O_RDWR)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return 0  # there is one
+    # What can fail does so now, while there is somebody to tell.
+    log = _open_log(folder / LOG)
     daemon = Daemon(folder)
     if os.fork():
         os._exit(0)  # the caller sees its child end; the daemon is nobody's child
-    os.setsid()
-    _let_go(folder)
-    daemon.serve()
-    # Threads of peers that are still connected must not hold up the end.
+    _let_go(daemon)
+    logging.basicConfig(stream=log, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logger = logging.getLogger("scarctl")
+    logger.info("daemon %d starts", os.getpid())
+    try:
+        daemon.serve()
+        logger.info("daemon %d ends", os.getpid())
+    except BaseException:
+        logger.exception("daemon %d fails", os.getpid())
     logging.shutdown()
+    # Threads of peers that are still connected must not hold up the end.
     os._exit(0)
 
 
-def _let_go(folder: Path) -> None:
-    """Keep nothing of the process that happened to start the daemon: streams, folder, signals."""
+def _let_go(daemon: Daemon) -> None:
+    """Keep nothing of the process that happened to start the daemon: session, folder, streams, signals."""
+    os.setsid()
     os.chdir("/")
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
     os.close(null)
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are for the terminal's processes; SIGTERM ends it
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # they are for the terminal's processes
+    signal.signal(signal.SIGTERM, lambda *_: daemon.terminate())
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
-    path = folder / LOG
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < _DESCRIPTORS:
+        wanted = _DESCRIPTORS if hard < 0 else min(hard, _DESCRIPTORS)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        raise folder_error(error, path) from error
+
+
+def _open_log(path: Path) -> TextIO:
+    """The log, for appending; begun anew when it has grown large."""
     with contextlib.suppress(FileNotFoundError):
-        if path.stat().st_size > _MAX_LOG:
+        if path.lstat().st_size > _MAX_LOG:
             path.unlink()
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    logging.basicConfig(
-        stream=os.fdopen(fd, "w", buffering=1),
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(message)s",
-    )
-    logging.getLogger("scarctl").info("daemon %d starts", os.getpid())
+    return os.fdopen(_open(path, os.O_WRONLY | os.O_APPEND), "w", buffering=1)
 
 
 if __name__ == "__main__":

@@ -13,25 +13,33 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from scarctl.daemon import protocol
 from scarctl.daemon.arena import Arena
-from scarctl.errors import Fenced, ScarError, Unavailable, by_kind
+from scarctl.errors import Corruption, Fenced, ScarError, Unavailable
 
 log = logging.getLogger("scarctl")
+T = TypeVar("T")
 
 START_SECONDS = 20.0
 """A daemon that does not answer by then, on a busy host, counts as not startable."""
 REPLY_SECONDS = 60.0
-_PAUSE = 0.2
+_SLICE = 5.0
+"""Seconds that one question to drain waits: it keeps the connection busy."""
+_MARGIN = 10.0
+"""Seconds that an answer may come later than asked for."""
+_PAUSE = 0.1
+_LAST_MOMENTS = 0.005
+"""One that is just ending keeps others from starting: not to be tried all the time."""
+_LONGEST_PAUSE = 2.0
 _PACKAGES = Path(__file__).parents[2]
 
 
 def start(folder: Path) -> None:
     """Start a daemon for `folder`, unless there is one. Returns when it accepts connections.
 
-    Raises Unavailable with what it said when it could not start.
+    Raises Unavailable (`kind` "daemon-not-started") with what it said when it could not start.
     """
     # The same packages as in this process, also where they were put on the path by hand.
     path = os.pathsep.join(filter(None, [str(_PACKAGES), os.environ.get("PYTHONPATH")]))
@@ -43,7 +51,8 @@ def start(folder: Path) -> None:
             stderr=subprocess.PIPE,
             start_new_session=True,
             cwd="/",
-            env={**os.environ, "PYTHONPATH": path},
+            # It multiplies no matrices: threads for that would only take memory.
+            env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
             timeout=START_SECONDS,
             check=False,
         )
@@ -56,40 +65,61 @@ def start(folder: Path) -> None:
 def connect(folder: Path, *, begin: bool = True) -> socket.socket:
     """A connection to the daemon of `folder`, started if need be (`begin`).
 
-    Raises Unavailable when there is none and it cannot be started; AccessDenied.
+    Raises Unavailable when there is none (`kind` "no-daemon") or it cannot be started; AccessDenied.
     """
     deadline = time.monotonic() + START_SECONDS
     while True:
         try:
             return protocol.connect(folder, REPLY_SECONDS)
-        except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError) as error:
-            missing: Exception = error
-        except Unavailable as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
-                raise
-            missing = error  # not even the folder is there
-        if not begin or time.monotonic() > deadline:
+        except BlockingIOError as error:
+            missing: OSError = error  # there is one, and many talk to it
+            time.sleep(_PAUSE)
+        except (FileNotFoundError, ConnectionError) as error:
+            missing = error
+            if begin:
+                start(folder)
+                time.sleep(_LAST_MOMENTS)
+        except OSError as error:
+            raise Unavailable(f"the daemon in {folder} cannot be reached: {error}") from error
+        if time.monotonic() > deadline or not (begin or isinstance(missing, BlockingIOError)):
             raise Unavailable(
                 "no daemon is running on this host",
                 hint="`scarctl daemon start` starts one",
                 kind="no-daemon",
             ) from missing
-        start(folder)
 
 
-def request(connection: socket.socket, op: str, **fields: Any) -> dict[str, Any]:
-    """Ask the daemon; returns its reply. Raises the error that it replies with; Unavailable when it has gone."""
+def request(
+    connection: socket.socket, op: str, *, patience: float = REPLY_SECONDS, **fields: Any
+) -> dict[str, Any]:
+    """Ask the daemon; returns its reply. Raises the error that it replies with.
+
+    Raises Unavailable (`kind` "daemon-gone") when no answer comes within `patience` seconds; the connection is of no
+    use then.
+    """
     try:
+        connection.settimeout(patience)
         protocol.send(connection, {"v": protocol.VERSION, "op": op, **fields})
-        return protocol.check_reply(protocol.receive(connection))
+        reply = protocol.receive(connection, protocol.MAX_REPLY)
     except (protocol.Closed, OSError) as error:
-        raise Unavailable("the daemon has gone", hint="it is started again", kind="daemon-gone") from error
+        raise _gone() from error
+    return protocol.check_reply(reply)
 
 
 def ask(folder: Path, op: str, **fields: Any) -> dict[str, Any]:
     """One question to a daemon that is running. Raises Unavailable (`kind` "no-daemon") when there is none."""
     with contextlib.closing(connect(folder, begin=False)) as connection:
         return request(connection, op, **fields)
+
+
+def hold(folder: Path, seconds: int) -> int:
+    """Have a daemon, started if need be, that waits that long for its first run; returns its process id."""
+
+    def attempt() -> int:
+        with contextlib.closing(connect(folder)) as connection:
+            return int(request(connection, "hold", seconds=seconds)["pid"])
+
+    return _insist(attempt)
 
 
 class DaemonSaver:
@@ -102,10 +132,11 @@ class DaemonSaver:
         self._folder = folder
         self._on_request = on_request
         self._arena: Arena | None = None
+        # Held while a question is answered and while a new daemon is started: never to be waited for by `notify`.
         self._lock = threading.RLock()
         self._control: socket.socket | None = None
         self._watch: socket.socket | None = None
-        self._closing = False
+        self._closing = self._stopped = False
         self._failure: ScarError | None = None
         self._last: ScarError | None = None
         self._watcher = threading.Thread(target=self._look, name="scarctl-watch", daemon=True)
@@ -113,47 +144,47 @@ class DaemonSaver:
 
     def claim(self) -> None:
         """See `Saver`. Starts the daemon if need be."""
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            try:
-                self._connect()
-                break
-            except ScarError as error:
-                # It was just ending when we came: there will be a new one.
-                if error.kind not in ("daemon-gone", "daemon-ending") or time.monotonic() > deadline:
-                    raise
-                time.sleep(_PAUSE)
+        _insist(self._connect)
         self._watcher.start()
 
     def open(self, arena: Arena) -> None:
         """See `Saver`."""
-        again, self._arena = self._arena is not None, arena
-        arena.epoch = self._ask("open", again=again)["epoch"]
+        arena.epoch = self._done("open")["epoch"]
+        self._arena = arena
 
     def notify(self) -> None:
-        """See `Saver`. Never waits, never fails: a new daemon looks at the queue by itself."""
-        with self._lock, contextlib.suppress(OSError):
-            if self._control is not None:
+        """See `Saver`. Never waits, never fails: the daemon, also a new one, looks at the queue by itself as well."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            # A daemon that was stopped reads nothing: training must not wait for it.
+            if self._control is not None and protocol.writable(self._control):
                 protocol.send(self._control, {"v": protocol.VERSION, "op": "notify"})
+        except OSError:
+            pass  # the watcher sees it, too
+        finally:
+            self._lock.release()
 
     def drain(self, timeout: float) -> bool:
         """See `Saver`."""
         deadline = time.monotonic() + timeout
-        while True:
+        while self._failure is None:
             left = max(0.0, deadline - time.monotonic())
+            part = min(left, _SLICE)
             try:
-                reply = self._ask("drain", milliseconds=int(min(left, REPLY_SECONDS / 2) * 1000))
+                reply = self._ask("drain", patience=part + _MARGIN, milliseconds=int(part * 1000))
             except ScarError as error:
+                self._last = error
                 if error.kind != "daemon-gone" or left == 0.0:
-                    self._last = error
                     return False
                 time.sleep(min(_PAUSE, left))
                 continue
-            if reply["durable"]:
+            if reply["durable"] is True:
                 return True
-            self._last = _error(reply["fault"])
+            self._last = protocol.error_from(reply["fault"])
             if left == 0.0 or not self._last.retryable:
                 return False
+        return False
 
     def fault(self) -> ScarError:
         """See `Saver`."""
@@ -165,26 +196,37 @@ class DaemonSaver:
         return self._failure
 
     def stop(self) -> None:
-        """See `LocalSaver.stop`."""
-        self._ask("pause")
+        """See `Saver`."""
+        self._stopped = True  # from here on for a new daemon as well
+        self._done("pause")
 
     def resume(self) -> None:
-        """See `LocalSaver.resume`."""
-        self._ask("resume")
+        """See `Saver`."""
+        self._stopped = False
+        self._done("resume")
 
     def roll_back(self, seqs: Mapping[int, int]) -> None:
         """See `Saver`."""
         assert self._arena is not None
-        self._arena.epoch = self._ask("roll_back", seqs={str(k): v for k, v in seqs.items()})["epoch"]
+        self._arena.epoch = self._done("roll_back", seqs={str(k): v for k, v in seqs.items()})["epoch"]
 
     def close(self) -> None:
         """See `Saver`."""
+        self._end("close")
+
+    def leave(self) -> None:
+        """See `Saver`."""
+        self._end("leave")
+
+    def _end(self, op: str) -> None:
         self._closing = True
         with contextlib.suppress(ScarError):
-            self._ask("close")  # a daemon that has gone has let go of the store as well
-        self._disconnect()
+            # A daemon that has gone has let go of the store as well.
+            self._ask(op, patience=_SLICE + _MARGIN)
+        self._hang_up()
         if self._watcher.ident is not None:
             self._watcher.join()
+        self._disconnect()
 
     def abandon(self) -> None:
         """In a forked child: the connections are the parent's."""
@@ -192,6 +234,7 @@ class DaemonSaver:
         for connection in (self._control, self._watch):
             if connection is not None:
                 os.close(connection.detach())
+        self._control = self._watch = None
 
     # -- connections --------------------------------------------------------------------------------------------
 
@@ -199,25 +242,43 @@ class DaemonSaver:
         with self._lock:
             self._disconnect()
             self._control = connect(self._folder)
-            request(self._control, "claim", store=self._store, pid=os.getpid())
+            self._ask("claim", store=self._store)
             self._watch = connect(self._folder)
-            self._watch.settimeout(None)
             request(self._watch, "watch", run=self._id)
+            self._watch.settimeout(None)
 
     def _disconnect(self) -> None:
+        with self._lock:
+            self._hang_up()
+            for connection in (self._control, self._watch):
+                if connection is not None:
+                    connection.close()
+            self._control = self._watch = None
+
+    def _hang_up(self) -> None:
+        """Wake up every thread that waits for the daemon's answer."""
         for connection in (self._control, self._watch):
             if connection is not None:
-                # A thread that reads from it has to wake up.
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-                connection.close()
-        self._control = self._watch = None
 
-    def _ask(self, op: str, **fields: Any) -> dict[str, Any]:
-        with self._lock:
+    def _ask(self, op: str, *, patience: float = REPLY_SECONDS, **fields: Any) -> dict[str, Any]:
+        if not self._lock.acquire(timeout=patience):
+            raise _gone()  # another one is still being started
+        try:
             if self._control is None:
-                raise Unavailable("the daemon has gone", hint="it is started again", kind="daemon-gone")
-            return request(self._control, op, **fields)
+                raise _gone()
+            return request(self._control, op, patience=patience, **fields)
+        except ScarError as error:
+            if error.kind == "daemon-gone":
+                self._disconnect()  # its answer may still come, and would be taken for another one
+            raise
+        finally:
+            self._lock.release()
+
+    def _done(self, op: str, **fields: Any) -> dict[str, Any]:
+        """Ask until a daemon answers. All that is asked this way may be done twice."""
+        return _insist(lambda: self._ask(op, **fields))
 
     def _look(self) -> None:
         """The watcher: takes the daemon's events, and starts another daemon when this one dies."""
@@ -226,37 +287,54 @@ class DaemonSaver:
             try:
                 if watch is None:
                     raise protocol.Closed
-                event = protocol.receive(watch)
-            except (protocol.Closed, OSError, ScarError):
-                if not self._closing:
-                    self._again()
-                continue
-            if "failed" in event:
-                self._failure = _error(event["failed"])
-            elif "checkpoint" in event:
-                self._on_request(event["checkpoint"] == "full")
+                event = protocol.receive(watch, protocol.MAX_REPLY)
+                if "failed" in event:
+                    self._failure = protocol.error_from(event["failed"])
+                elif "checkpoint" in event:
+                    self._on_request(event["checkpoint"] == "full")
+            except (protocol.Closed, OSError, Corruption):
+                self._begin_again()
 
-    def _again(self) -> None:
-        log.warning("the daemon has gone: starting another")
-        try:
-            self._connect()
-            if self._arena is not None:
-                self.open(self._arena)
-        except ScarError as error:
-            self._last = error
-            if isinstance(error, Fenced):
-                self._failure = error
-                self._closing = True
-            with self._lock:
+    def _begin_again(self) -> None:
+        """Have another daemon go on with the run."""
+        pause = 0.0
+        while not self._closing:
+            try:
+                with self._lock:
+                    if self._closing:
+                        return
+                    self._connect()
+                    if self._arena is not None:
+                        reply = self._ask("open", again=True, stopped=self._stopped)
+                        self._arena.epoch = reply["epoch"]
+                    log.warning("the daemon had gone: another one goes on")
+                    return
+            except ScarError as error:
+                self._last = error
                 self._disconnect()
-            time.sleep(_PAUSE)
+                if isinstance(error, Fenced):
+                    self._failure = error
+                    self._closing = True
+                if not pause:
+                    log.warning("the daemon has gone, another one cannot go on yet: %s", error)
+            pause = min(_LONGEST_PAUSE, pause + _PAUSE)
+            time.sleep(pause)
 
 
-def _error(fields: Any) -> ScarError:
-    if not isinstance(fields, dict):
-        return Unavailable("the daemon gives no reason")
-    kind = str(fields.get("kind"))
-    return by_kind(kind)(str(fields.get("message")), hint=str(fields.get("hint")), kind=kind)
+def _insist(attempt: Callable[[], T]) -> T:
+    """Try until a daemon answers, for some time: one may just be ending, and there will be a new one."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            return attempt()
+        except ScarError as error:
+            if error.kind not in ("daemon-gone", "daemon-ending") or time.monotonic() > deadline:
+                raise
+        time.sleep(_PAUSE)
+
+
+def _gone() -> Unavailable:
+    return Unavailable("the daemon has gone", hint="a session starts another one", kind="daemon-gone")
 
 
 def _not_started(folder: Path, reason: str) -> Unavailable:

@@ -22,7 +22,12 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def arena_folder(base: str | None, store_id: str) -> Path:
-    """Where the arena of the run that saves to this store lies. Creates nothing.
+    """Where the arena of the run that saves to this store lies. Creates nothing. `base` as for `host_folder`."""
+    return host_folder(base) / store_id
+
+
+def host_folder(base: str | None) -> Path:
+    """Where this user's arenas and the daemon's socket lie. Creates nothing.
 
     base: None means shared memory; where there is none, the temp directory (which may be on a disk: a warning says so).
     """
@@ -33,7 +38,7 @@ def arena_folder(base: str | None, store_id: str) -> Path:
     else:
         root = Path(tempfile.gettempdir())
         warnings.warn(f"no shared memory here: the arena goes to {root}, which may be slower", stacklevel=3)
-    return root / f"scarctl-{os.getuid()}" / store_id
+    return root / f"scarctl-{os.getuid()}"
 
 
 def make_private(folder: Path) -> None:
@@ -106,7 +111,7 @@ def lock_folder(folder: Path) -> int:
 
 def clear_queue(folder: Path) -> None:
     """Delete all hand-overs in the folder, and what was set aside of them."""
-    for path in folder.glob("handover-*"):
+    for path in (*folder.glob("handover-*"), *folder.glob(".handover-*")):
         path.unlink(missing_ok=True)
 
 

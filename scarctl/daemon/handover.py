@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl import extras as codec
-from scarctl.daemon.folder import folder_error
+from scarctl.daemon.folder import clear_queue, folder_error
 from scarctl.errors import Corruption
 from scarctl.store.format import canonical, dump_header, encode_header, parse_header
 from scarctl.version import MAX_EPOCH, pack
@@ -51,13 +51,12 @@ class HandOver:
 
 
 class HandOverQueue:
-    """Hand-overs in an arena's folder, in the order in which they were put."""
+    """Hand-overs in an arena's folder, in the order in which they were put: by one process at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        (folder / _TEMPORARY).unlink(missing_ok=True)
-        self._next = max(self.numbers(), default=0) + 1
+        self._next = 1
 
     def put(self, *, version: int, ids: Ids, sealed: bool, extras: Any) -> int:
         """Queue a hand-over and return its number. Raises Unavailable when the folder is full."""
@@ -70,9 +69,11 @@ class HandOverQueue:
             metadata,
         )
         with self._lock:
-            number = self._next
+            # Looked up every time: whoever reconciled the queue has put into it, too.
+            number = max(self._next, max(_numbers(self._folder), default=0) + 1)
             temporary = self._folder / _TEMPORARY
             try:
+                temporary.unlink(missing_ok=True)  # of a process that was killed
                 with open(temporary, "xb", opener=_private) as file:
                     file.writelines([encode_header(header), *parts])
                 os.rename(temporary, self._path(number))
@@ -85,11 +86,7 @@ class HandOverQueue:
 
     def numbers(self) -> list[int]:
         """Numbers of all that waits, in order."""
-        try:
-            names = os.listdir(self._folder)
-        except OSError as error:
-            raise folder_error(error, self._folder) from error
-        return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+        return sorted(_numbers(self._folder))
 
     def read(self, number: int) -> HandOver:
         """One hand-over. Raises FileNotFoundError; Corruption when it is not what `put` wrote."""
@@ -142,11 +139,18 @@ class HandOverQueue:
 
     def clear(self) -> None:
         """Forget all that waits, and what was set aside."""
-        for path in self._folder.glob("handover-*"):
-            path.unlink(missing_ok=True)
+        clear_queue(self._folder)
 
     def _path(self, number: int) -> Path:
         return self._folder / f"handover-{number:020d}.safetensors"
+
+
+def _numbers(folder: Path) -> list[int]:
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise folder_error(error, folder) from error
+    return [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
 
 
 def _digest(metadata: Mapping[str, str], data: bytes) -> str:

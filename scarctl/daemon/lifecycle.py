@@ -1,7 +1,8 @@
 """How long the daemon keeps a run, and when it ends: a pure state machine, like `scarctl.daemon.state`.
 
 A run is attached while its training process lives. When that dies the run is orphaned: the daemon finishes saving, then
-lets the run go. A daemon without runs ends after a short while. Times are seconds on one monotonic clock.
+lets the run go, which takes as long as what is being written. A daemon without runs ends after a short while. Times are
+seconds on one monotonic clock, and come in with the events.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ class Phase(Enum):
 
     ATTACHED = "attached"
     ORPHANED = "orphaned"
+    CLOSING = "closing"
+    """It is being let go: its store is not free yet."""
 
 
 # -- events ------------------------------------------------------------------------------------------------------
@@ -25,7 +28,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A training process claims this run."""
+    """A training process has this run, which is new here."""
 
     run: str
 
@@ -35,7 +38,6 @@ class TrainerGone:
     """The run's training process ended without saying so."""
 
     run: str
-    durable: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +49,28 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Detached:
-    """The training process has closed the run."""
+    """The training process has closed the run, or another one is to have it."""
 
     run: str
 
 
 @dataclass(frozen=True, slots=True)
+class Released:
+    """The run's store is free."""
+
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Somebody is about to start a training process: do not end before `until`, unless a run comes and goes."""
+
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
 class StopAsked:
-    """Somebody wants the daemon to end: it lets all runs go."""
+    """Somebody wants the daemon to end: it lets all runs go. What waits stays in their queues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +80,14 @@ class Tick:
     now: float
 
 
-Event = Attached | TrainerGone | Settled | Detached | StopAsked | Tick
+Event = Attached | TrainerGone | Settled | Detached | Released | Held | StopAsked | Tick
 
 # -- instructions ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Stop saving this run, free its store and its arena."""
+    """Finish what of this run is being written, free its store and its arena, then report `Released`."""
 
     run: str
 
@@ -90,42 +106,60 @@ class Lifecycle:
 
     runs: dict[str, Phase] = field(default_factory=dict)
     idle_since: float | None = None
+    held_until: float = 0.0
     stopping: bool = False
+    """No run may be attached any more."""
+    ended: bool = False
 
     def handle(self, event: Event) -> list[Instruction]:
         """Take one event; returns what to do, in order."""
+        if self.ended:
+            return []
         match event:
             case Attached(run):
+                assert run not in self.runs
+                assert not self.stopping
                 self.runs[run] = Phase.ATTACHED
-                self.idle_since = None
-            case TrainerGone(run, durable):
-                if run in self.runs:
+                self.idle_since, self.held_until = None, 0.0
+            case TrainerGone(run):
+                if self.runs.get(run) is Phase.ATTACHED:
                     self.runs[run] = Phase.ORPHANED
-                    if durable:
-                        return self._release(run)
             case Settled(run):
                 if self.runs.get(run) is Phase.ORPHANED:
                     return self._release(run)
             case Detached(run):
-                if run in self.runs:
-                    return self._release(run)
+                return self._release(run)
+            case Released(run):
+                self.runs.pop(run, None)
+                return self._end_if_stopping()
+            case Held(until):
+                self.held_until = until
             case StopAsked():
                 self.stopping = True
-                releases: list[Instruction] = []
-                for run in list(self.runs):
-                    releases += self._release(run)
-                return [*releases, Exit()]
+                releases = [instruction for run in self.runs for instruction in self._release(run)]
+                return releases + self._end_if_stopping()
             case Tick(now):
                 return self._tick(now)
         return []
 
     def _release(self, run: str) -> list[Instruction]:
-        del self.runs[run]
+        if self.runs.get(run) not in (Phase.ATTACHED, Phase.ORPHANED):
+            return []
+        self.runs[run] = Phase.CLOSING
         return [Release(run)]
+
+    def _end_if_stopping(self) -> list[Instruction]:
+        return self._end() if self.stopping and not self.runs else []
 
     def _tick(self, now: float) -> list[Instruction]:
         if self.runs:
             return []
         if self.idle_since is None:
             self.idle_since = now
-        return [Exit()] if now - self.idle_since >= LINGER else []
+        if now < max(self.idle_since + LINGER, self.held_until):
+            return []
+        return self._end()
+
+    def _end(self) -> list[Instruction]:
+        self.stopping = self.ended = True
+        return [Exit()]

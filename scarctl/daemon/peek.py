@@ -27,6 +27,8 @@ class ArenaView:
     pid: int
     errors: int
     """Faults while saving that the run has counted."""
+    sealed: int
+    """Version of the newest sealed commit."""
     version: NDArray[np.int64]
     durable: NDArray[np.int64]
     distance: NDArray[np.float64]
@@ -77,6 +79,7 @@ def peek(base: str | None, store_id: str) -> ArenaView | None:
         named["head_step"],
         named["pid"],
         named["errors"],
+        named["sealed"],
         version=arrays[1],
         durable=arrays[2],
         distance=arrays[3].view(np.float64),

@@ -1,13 +1,15 @@
 """Messages between sessions, commands and the host's daemon: small JSON objects over a private unix socket.
 
-A message is its length (4 bytes, big-endian) and that many bytes of JSON, at most 64 KiB. Nothing of the state travels
-here: that is in the arena and the hand-over files. Both sides check that the peer is the same user.
+A message is its length (4 bytes, big-endian) and that many bytes of JSON: at most 64 KiB to the daemon, 1 MiB from it.
+Nothing of the state travels here: that is in the arena and the hand-over files. Both sides check that the peer is the
+same user.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import struct
 from pathlib import Path
@@ -18,6 +20,7 @@ from scarctl.errors import AccessDenied, Corruption, ScarError, UsageError, by_k
 
 VERSION = 1
 MAX_MESSAGE = 64 << 10
+MAX_REPLY = 1 << 20
 SOCKET = "daemon.sock"
 
 _LENGTH = struct.Struct(">I")
@@ -28,19 +31,19 @@ class Closed(Exception):
     """The other side has closed the connection."""
 
 
-def send(connection: socket.socket, message: dict[str, Any]) -> None:
+def send(connection: socket.socket, message: dict[str, Any], limit: int = MAX_MESSAGE) -> None:
     """Send one message. Raises UsageError when it is too large, OSError when the connection is broken."""
     data = json.dumps(message, separators=(",", ":")).encode()
-    if len(data) > MAX_MESSAGE:
-        raise UsageError(f"a message of {len(data)} bytes is more than {MAX_MESSAGE}")
+    if len(data) > limit:
+        raise UsageError(f"a message of {len(data)} bytes is more than {limit}")
     connection.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def receive(connection: socket.socket) -> dict[str, Any]:
+def receive(connection: socket.socket, limit: int = MAX_MESSAGE) -> dict[str, Any]:
     """The next message. Raises Closed at the end, Corruption for what is not a message, OSError."""
     (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
-    if length > MAX_MESSAGE:
-        raise Corruption(f"a message claims {length} bytes, more than {MAX_MESSAGE}")
+    if length > limit:
+        raise Corruption(f"a message claims {length} bytes, more than {limit}")
     try:
         message = json.loads(_read(connection, length))
     except (ValueError, RecursionError) as error:
@@ -60,28 +63,55 @@ def _read(connection: socket.socket, size: int) -> bytes:
     return data
 
 
+def readable(connection: socket.socket) -> bool:
+    """Whether there is something to read now, the end included."""
+    return _ready(connection, select.POLLIN)
+
+
+def writable(connection: socket.socket) -> bool:
+    """Whether a small message can be sent now without waiting."""
+    return _ready(connection, select.POLLOUT)
+
+
+def _ready(connection: socket.socket, event: int) -> bool:
+    # Not select(): it knows no descriptors above 1023.
+    poll = select.poll()
+    poll.register(connection, event)
+    return bool(poll.poll(0))
+
+
+def error_fields(error: ScarError) -> dict[str, str]:
+    """An error as it travels: `type` is its class, `kind` may be more precise."""
+    return {"type": type(error).kind, "kind": error.kind, "message": error.message, "hint": error.hint}
+
+
+def error_from(fields: object) -> ScarError:
+    """The error of `error_fields`. Raises Corruption when that is not what it is."""
+    names = ("type", "kind", "message", "hint")
+    if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in names):
+        raise Corruption("the daemon's answer cannot be understood")
+    return by_kind(fields["type"])(fields["message"], hint=fields["hint"], kind=fields["kind"])
+
+
 def failure(error: ScarError) -> dict[str, Any]:
     """The reply that carries an error."""
-    return {"ok": False, "error": {"kind": error.kind, "message": error.message, "hint": error.hint}}
+    return {"ok": False, "error": error_fields(error)}
 
 
 def check_reply(reply: dict[str, Any]) -> dict[str, Any]:
     """The reply, if it is a good one. Raises the error that it carries."""
     if reply.get("ok") is True:
         return reply
-    error = reply.get("error")
-    if not isinstance(error, dict) or not all(
-        isinstance(error.get(k), str) for k in ("kind", "message", "hint")
-    ):
-        raise Corruption("the daemon's reply cannot be understood")
-    raise by_kind(error["kind"])(error["message"], hint=error["hint"], kind=error["kind"])
+    raise error_from(reply.get("error"))
 
 
 def connect(folder: Path, timeout: float) -> socket.socket:
     """A connection to the daemon whose socket lies in `folder`.
 
-    Raises FileNotFoundError or ConnectionRefusedError when there is no daemon, AccessDenied when it is not ours.
+    Raises FileNotFoundError or ConnectionRefusedError when there is no daemon, BlockingIOError when too many want to
+    talk to it at once, AccessDenied when the folder or the daemon is not ours.
     """
+    os.lstat(folder)
     check_private(folder)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -95,14 +125,15 @@ def connect(folder: Path, timeout: float) -> socket.socket:
     return connection
 
 
-def check_peer(connection: socket.socket) -> None:
-    """Raise AccessDenied unless the process at the other end runs as this user."""
+def check_peer(connection: socket.socket) -> int:
+    """Raise AccessDenied unless the process at the other end runs as this user; returns its number, 0 if unknown."""
     if not hasattr(socket, "SO_PEERCRED"):
-        return  # elsewhere the folder's mode, checked before, is what keeps others out
+        return 0  # elsewhere the folder's mode, checked before, is what keeps others out
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid = _CREDENTIALS.unpack(data)[1]
+    pid, uid, _ = _CREDENTIALS.unpack(data)
     if uid != os.getuid():
         raise AccessDenied(f"the daemon's socket is used by user {uid}, not by you")
+    return int(pid)
 
 
 class short_path:  # noqa: N801

@@ -4,46 +4,67 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from scarctl.daemon.arena import Arena
+from scarctl.daemon.lifecycle import Phase
+from scarctl.daemon.runner import PersisterStats
 from scarctl.daemon.saver import LocalSaver
-from scarctl.errors import Corruption, ScarError
+from scarctl.errors import Corruption, ScarError, UsageError
 from scarctl.store import Store
-from scarctl.version import step_of
+from scarctl.version import NEVER, step_of
+
+MAX_SHARDS_SHOWN = 1024
 
 
 class Run:
-    """Saving for one store. The training process owns the arena; this side reads it and acknowledges."""
+    """Saving for one store. The training process owns the arena; this side reads it and acknowledges.
+
+    Requests come from the training process's connection, `finish` and `release` from the daemon: one at a time.
+    """
 
     def __init__(self, store: Store, folder: Path, pid: int, owner: object) -> None:
         self.id = store.id
+        self.store = store
         self.pid = pid
+        """The training process, 0 when the system does not say."""
         self.owner = owner
         """The connection of the training process."""
         self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         """What the training process is to be told."""
-        self._store = store
         self._folder = folder
         self._saver = LocalSaver(store)
         self._arena: Arena | None = None
+        self._lock = threading.Lock()
+        self._released = False
 
-    def open(self, *, again: bool) -> int:
-        """Map the arena and start saving; returns the epoch. Raises Corruption when there is no arena."""
-        arena = Arena.share(self._folder, store_id=self.id)
-        if arena is None:
-            raise Corruption(
-                f"there is no arena in {self._folder}", hint="the session makes it before it opens a run"
-            )
-        self._saver.open(arena, again=again)
-        self._arena = arena
-        return arena.epoch
+    def open(self, *, again: bool, stopped: bool) -> int:
+        """Map the arena and start saving; returns the epoch. Flags as for `LocalSaver.open`.
+
+        Raises Corruption when there is no arena, and what that raises.
+        """
+        with self._lock:
+            if self._released or self._arena is not None:
+                raise UsageError("this run is open already, or let go", kind="not-claimed")
+            arena = Arena.share(self._folder, store_id=self.id)
+            if arena is None:
+                raise Corruption(
+                    f"there is no arena in {self._folder}", hint="the session makes it before it opens a run"
+                )
+            self._saver.open(arena, again=again, stopped=stopped)
+            self._arena = arena
+            return arena.epoch
 
     def notify(self) -> None:
         """Something was handed over."""
-        self._saver.notify()
+        if self._arena is not None and not self._saver.stopped:
+            self._saver.notify()
 
     def drain(self, timeout: float) -> bool:
         """See `Saver.drain`."""
@@ -55,17 +76,21 @@ class Run:
 
     def stop(self) -> None:
         """See `LocalSaver.stop`."""
-        self._saver.stop()
+        with self._lock:
+            self._saver.stop()
 
     def resume(self) -> None:
         """See `LocalSaver.resume`."""
-        self._saver.resume()
+        with self._lock:
+            self._saver.resume()
 
     def roll_back(self, seqs: Mapping[int, int]) -> int:
-        """See `Saver.roll_back`; returns the new epoch."""
-        self._saver.roll_back(seqs)
-        assert self._arena is not None
-        return self._arena.epoch
+        """See `Saver.roll_back`; returns the new epoch. Raises UsageError unless saving is stopped."""
+        with self._lock:
+            if self._arena is None or not self._saver.stopped:
+                raise UsageError("pause before you roll back")
+            self._saver.roll_back(seqs)
+            return self._arena.epoch
 
     @property
     def failure(self) -> ScarError | None:
@@ -73,51 +98,86 @@ class Run:
         return self._saver.failure
 
     def trainer_lives(self) -> bool:
-        """Whether the training process exists."""
+        """Whether the training process exists. Where that is not known, its connection has to tell."""
         try:
-            os.kill(self.pid, 0)
+            if self.pid:
+                os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
         except PermissionError:
-            return True
+            pass
         return True
 
-    def orphan(self) -> bool:
-        """The training process has gone, and perhaps in the middle of a pause. Returns whether nothing waits."""
-        if self._arena is not None and self._saver.stopped:
-            self._saver.resume()
-        return self.settled()
+    def finish(self) -> bool:
+        """The training process has gone, perhaps in the middle of a pause: go on.
 
-    def settled(self) -> bool:
-        """Whether nothing waits for the store any more, or saving has stopped for good."""
-        return self._arena is None or self._saver.failure is not None or self._saver.thread.settled
+        Returns whether nothing waits for the store any more, or saving has stopped for good. Never waits itself.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False  # its last request is still being served
+        try:
+            if self._arena is None:
+                return True
+            self._saver.resume()
+            thread = self._saver.thread
+            return thread is None or thread.failure is not None or thread.settled
+        finally:
+            self._lock.release()
 
     def release(self) -> None:
         """Finish what is being written; free the store. The arena stays for the next session."""
-        self._saver.close()
-        self._store.close()
-        if self._arena is not None:
-            self._arena.close()
+        with self._lock:
+            self._released = True
+            try:
+                self._saver.close()
+            finally:
+                self.store.close()
+                if self._arena is not None:
+                    self._arena.close()
 
-    def status(self, phase: str) -> dict[str, Any]:
-        """Figures for `scarctl daemon status`."""
-        known = {"store": self._store.url, "id": self.id, "pid": self.pid, "phase": phase}
+    def status(self, phase: Phase) -> dict[str, Any]:
+        """Figures for `scarctl daemon status`. Steps are -1 where nothing is durable yet."""
+        known = {"store": self.store.url, "id": self.id, "pid": self.pid, "phase": phase.value}
         arena = self._arena
         if arena is None:
-            return known
-        stats = self._saver.thread.stats
+            return {**known, "open": False, "peers": []}
+        thread = self._saver.thread
+        stats = thread.stats if thread is not None else PersisterStats()
+        fault = thread.failure or thread.last_error if thread is not None else None
         pending = arena.pending()
-        fault = self._saver.thread.last_error
+        # What is durable equals the live values of the newest sealed step as well.
+        durable = np.where(arena.durable >= 0, np.maximum(arena.durable, arena.sealed), np.int64(NEVER))
         seconds = max(stats.busy_seconds, 1e-9)
-        return known | {
+        return {
+            **known,
+            "open": True,
             "head_step": arena.head_step,
-            "durable_step": int(step_of(int(arena.durable.max(initial=-1)))),
-            "oldest_durable_step": int(step_of(int(arena.durable.min(initial=-1)))),
+            "durable_step": step_of(int(durable.max(initial=NEVER))),
+            "oldest_durable_step": step_of(int(durable.min(initial=durable.max(initial=NEVER)))),
+            "shards": self._shards(durable),
             "queued_partitions": int(pending.sum()),
             "queued_bytes": int(arena.layout.partition_bytes[pending].sum()),
             "saved_bytes": stats.nbytes,
-            "bytes_per_second": int(stats.nbytes / seconds) if stats.nbytes else 0,
+            "bytes_per_second": int(stats.nbytes / seconds),
             "errors": stats.errors,
             "last_error": str(fault) if fault is not None else None,
+            "stopped": self._saver.failure is not None,
             "peers": [],
         }
+
+    def _shards(self, durable: NDArray[np.int64]) -> list[dict[str, int]] | None:
+        """Newest and oldest durable step of every shard; None when there are too many to list."""
+        count = self.store.settings.shards
+        if count > MAX_SHARDS_SHOWN:
+            return None
+        newest = np.full(count, NEVER, dtype=np.int64)
+        oldest = np.full(count, np.iinfo(np.int64).max, dtype=np.int64)
+        np.maximum.at(newest, self._saver.shard_of, durable)
+        np.minimum.at(oldest, self._saver.shard_of, durable)
+        oldest = np.minimum(oldest, newest)  # a shard without a partition
+        return [
+            {"shard": shard, "durable_step": new, "oldest_durable_step": old}
+            for shard, (new, old) in enumerate(
+                zip(step_of(newest).tolist(), step_of(oldest).tolist(), strict=True)
+            )
+        ]

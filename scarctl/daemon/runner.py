@@ -138,7 +138,6 @@ class PersisterThread:
                 event = self._look()
             with self._changed:
                 instructions = self._machine.handle(event)
-                self._obeying = True
             for instruction in instructions:
                 if isinstance(instruction, Stopped):
                     return
@@ -163,6 +162,7 @@ class PersisterThread:
         with self._changed:
             timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
             if self._changed.wait_for(lambda: self._events, timeout):
+                self._obeying = True  # from here on: what it is about to see may be waiting
                 return self._events.pop(0)
             return Tick(time.monotonic())
 

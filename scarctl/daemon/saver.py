@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.handover import HandOverQueue
@@ -56,6 +57,9 @@ class Saver(Protocol):
     def close(self) -> None:
         """Finish what is being written and let go of the store. What waits stays in the queue."""
 
+    def leave(self) -> None:
+        """Go without waiting, as a process that dies does. The daemon makes durable what waits."""
+
 
 class LocalSaver:
     """Saves from a thread of this process."""
@@ -66,27 +70,32 @@ class LocalSaver:
         self._writer: StoreWriter | None = None
         self._thread: PersisterThread | None = None
         self.stopped = False
+        self.shard_of: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+        """Shard of every partition, int32 of shape (layout.partitions,), once open."""
 
     def claim(self) -> None:
         """Take the store's lock."""
         self._store.lock()
 
-    def open(self, arena: Arena, *, again: bool = False) -> None:
+    def open(self, arena: Arena, *, again: bool = False, stopped: bool = False) -> None:
         """Open the store for writing and start the thread.
 
         again: the training process is the one that made the copies in the arena; it goes on making them.
+        stopped: write nothing to the store until `resume`.
         """
         settings = self._store.settings
-        self._shard_of = arena.layout.shards(settings.shards, settings.seed)
+        self.shard_of = arena.layout.shards(settings.shards, settings.seed)
         self._arena = arena
-        self._writer = self._store.writer(layout=arena.layout, shard_of=self._shard_of)
+        self._writer = self._store.writer(layout=arena.layout, shard_of=self.shard_of)
         if not again:
             stored = np.full(arena.layout.partitions, NEVER, dtype=np.int64)
             for state in self._writer.states.values():
                 stored[state.ids] = state.version
             reconcile(arena, HandOverQueue(arena.folder), stored, self._writer.epoch)
         arena.epoch = self._writer.epoch
-        self._start()
+        self.stopped = stopped
+        if not stopped:
+            self._start()
 
     def notify(self) -> None:
         """Wake the thread."""
@@ -106,18 +115,20 @@ class LocalSaver:
         return self._thread.failure if self._thread is not None else None
 
     @property
-    def thread(self) -> PersisterThread:
-        """The thread, for its figures."""
-        return self._running()
+    def thread(self) -> PersisterThread | None:
+        """The thread, for its figures; None before it was started."""
+        return self._thread
 
     def stop(self) -> None:
         """End the thread."""
-        self._running().close()
+        if self._thread is not None:
+            self._thread.close()
         self.stopped = True
 
     def resume(self) -> None:
-        """Start it again."""
-        self._start()
+        """Start it again, if it was stopped."""
+        if self.stopped:
+            self._start()
 
     def roll_back(self, seqs: Mapping[int, int]) -> None:
         """See `Saver`."""
@@ -134,11 +145,15 @@ class LocalSaver:
         if self._writer is not None:
             self._writer.close()
 
+    def leave(self) -> None:
+        """See `Saver`. Here nobody would go on."""
+        self.close()
+
     def _start(self) -> None:
         assert self._arena is not None
         assert self._writer is not None
         self.stopped = False
-        persister = Persister(self._arena, self._writer, self._shard_of)
+        persister = Persister(self._arena, self._writer, self.shard_of)
         self._thread = PersisterThread(persister, HandOverQueue(self._arena.folder))
 
     def _running(self) -> PersisterThread:

@@ -10,13 +10,12 @@ import contextlib
 import logging
 import os
 import queue
-import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from scarctl.daemon import protocol
 from scarctl.daemon.lifecycle import (
@@ -24,22 +23,33 @@ from scarctl.daemon.lifecycle import (
     Detached,
     Event,
     Exit,
+    Held,
     Lifecycle,
     Phase,
     Release,
+    Released,
     Settled,
     StopAsked,
     Tick,
     TrainerGone,
 )
 from scarctl.daemon.run import Run
+from scarctl.daemon.stale import DAY, reap
 from scarctl.errors import Contention, ScarError, UsageError
 from scarctl.store import Store
 
 log = logging.getLogger("scarctl")
 
 _TICK = 0.1
-_MAX_CONNECTIONS = 1024
+_LOOK_SECONDS = 1.0
+"""A hand-over that nobody told of is found after this time."""
+_PATIENCE = 10.0
+"""Seconds that a peer may take to say what it wants, and that it waits for a run to be let go."""
+_FAREWELL = 2.0
+"""Seconds that answers under way get when the daemon ends."""
+_MAX_CONNECTIONS = 256
+_MAX_HOLD = 3600
+_WARN_SECONDS = 60.0
 
 
 class Daemon:
@@ -50,48 +60,107 @@ class Daemon:
         self.started = time.time()
         self._runs: dict[str, Run] = {}
         self._life = Lifecycle()
-        self._lock = threading.RLock()
+        # Held for moments only: what takes long (opening and letting go of a run) happens outside.
+        self._changed = threading.Condition(threading.RLock())
         self._ending = threading.Event()
+        self._terminated = False
+        self._look_at = self._warn_at = 0.0
+        self._peers: dict[threading.Thread, socket.socket] = {}
         self._listener = _listen(folder)
-        self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+
+    def terminate(self) -> None:
+        """Let all runs go, then end. The second time: end at once. For signal handlers: takes no lock."""
+        if self._terminated:
+            os._exit(1)
+        self._terminated = True
 
     def serve(self) -> None:
         """Accept connections until the daemon has no run left, or is asked to stop."""
+        reap(self.folder, older_than=DAY)
         self._listener.settimeout(_TICK)
         while not self._ending.is_set():
-            with contextlib.suppress(TimeoutError):
+            try:
                 connection, _ = self._listener.accept()
                 self._accept(connection)
+            except TimeoutError:
+                pass
+            except (OSError, RuntimeError) as error:  # out of descriptors, or of threads
+                self._warn("a connection cannot be served: %s", error)
+                self._ending.wait(_TICK)
             self._look_after_runs()
+        self._say_farewell()
+
+    def _say_farewell(self) -> None:
         # The name goes first, so that nobody connects to a daemon that ends.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.folder / protocol.SOCKET)
         self._listener.close()
+        with self._changed:
+            peers = dict(self._peers)
+        for connection in peers.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RD)  # it may still get its answer
+        deadline = time.monotonic() + _FAREWELL
+        for thread in peers:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _accept(self, connection: socket.socket) -> None:
-        if not self._connections.acquire(blocking=False):
+        thread = threading.Thread(target=self._converse, args=(connection,), name="scarctl-peer", daemon=True)
+        try:
+            with self._changed:
+                if len(self._peers) >= _MAX_CONNECTIONS:
+                    raise OSError(f"there are {_MAX_CONNECTIONS} already")
+                thread.start()
+                self._peers[thread] = connection
+        except BaseException:
             connection.close()
-            return
-        threading.Thread(target=self._converse, args=(connection,), name="scarctl-peer", daemon=True).start()
+            raise
 
     def _look_after_runs(self) -> None:
-        with self._lock:
+        now = time.monotonic()
+        with self._changed:
+            if self._terminated and not self._life.stopping:
+                self._apply(StopAsked())
             for run in list(self._runs.values()):
-                phase = self._life.runs.get(run.id)
+                phase = self._life.runs[run.id]
                 if phase is Phase.ATTACHED and not run.trainer_lives():
-                    self._apply(TrainerGone(run.id, durable=run.orphan()))
-                elif phase is Phase.ORPHANED and run.settled():
+                    self._apply(TrainerGone(run.id))
+                elif phase is Phase.ORPHANED and self._finished(run):
                     self._apply(Settled(run.id))
-            self._apply(Tick(time.monotonic()))
+                if now >= self._look_at:
+                    run.notify()
+            if now >= self._look_at:
+                self._look_at = now + _LOOK_SECONDS
+            self._apply(Tick(now))
+
+    def _finished(self, run: Run) -> bool:
+        try:
+            return run.finish()
+        except Exception as error:
+            log.error("%s: saving cannot go on: %s", run.store.url, error)
+            return True
 
     def _apply(self, event: Event) -> None:
+        """Tell the state machine, and do what it says. The caller holds the lock."""
+        if isinstance(event, TrainerGone):
+            log.info("%s: its training process is gone", self._runs[event.run].store.url)
         for instruction in self._life.handle(event):
             if isinstance(instruction, Release):
-                run = self._runs.pop(instruction.run, None)
-                if run is not None:
-                    run.release()
+                run = self._runs[instruction.run]
+                threading.Thread(target=self._release, args=(run,), name="scarctl-release").start()
             elif isinstance(instruction, Exit):
                 self._ending.set()
+
+    def _release(self, run: Run) -> None:
+        try:
+            run.release()
+            log.info("%s: let go", run.store.url)
+        except Exception:
+            log.exception("%s: could not be let go of properly", run.store.url)
+        with self._changed:
+            del self._runs[run.id]
+            self._apply(Released(run.id))
+            self._changed.notify_all()
 
     # -- one connection -----------------------------------------------------------------------------------------
 
@@ -100,89 +169,101 @@ class Daemon:
         peer = _Peer()
         try:
             with connection:
-                protocol.check_peer(connection)
+                connection.settimeout(_PATIENCE)
+                peer.pid = protocol.check_peer(connection)
                 while True:
                     self._answer(connection, peer, protocol.receive(connection))
+                    if peer.watched is not None:
+                        self._watch(connection, peer.watched)
         except (protocol.Closed, OSError):
             pass  # the usual end
         except ScarError as error:
-            log.warning("a peer is turned away: %s", error)
+            self._warn("a peer is turned away: %s", error)
         except Exception:
             log.exception("a peer's connection failed unexpectedly")
         finally:
-            self._connections.release()
-            self._gone(peer)
+            with self._changed:
+                self._peers.pop(threading.current_thread(), None)
+                run = self._runs.get(peer.run) if peer.run else None
+                if run is not None and run.owner is peer:
+                    self._apply(TrainerGone(run.id))
 
     def _answer(self, connection: socket.socket, peer: _Peer, message: dict[str, Any]) -> None:
         name = message.get("op")
         try:
             if message.get("v") != protocol.VERSION:
                 raise UsageError(
-                    f"the daemon speaks version {protocol.VERSION} of its protocol, not {message.get('v')!r}",
-                    hint="`scarctl daemon stop` ends it after its last run; the next session starts a new one",
+                    f"the daemon speaks version {protocol.VERSION} of its protocol, not {message.get('v')!r:.40}",
+                    hint="`scarctl daemon stop` ends it; the next session starts a new one",
                     kind="daemon-version",
                 )
-            if name == "watch":
-                self._watch(connection, _text(message, "run"))
-                return
             operation = _OPERATIONS.get(name) if isinstance(name, str) else None
             if operation is None:
                 raise UsageError(f"unknown operation {name!r:.40}")
             reply = {"ok": True, **(operation(self, peer, message) or {})}
         except ScarError as error:
             reply = protocol.failure(error)
+        except Exception as error:
+            log.exception("an operation failed unexpectedly")
+            reply = protocol.failure(ScarError(f"the daemon failed: {error!r:.200}", kind="defect"))
         if name != "notify":
-            protocol.send(connection, reply)
+            protocol.send(connection, reply, protocol.MAX_REPLY)
+        # A training process says nothing for as long as it likes.
+        connection.settimeout(None if peer.run else _PATIENCE)
 
-    def _watch(self, connection: socket.socket, run_id: str) -> None:
+    def _watch(self, connection: socket.socket, run: Run) -> NoReturn:
         """Tell a session what happens to its run, until it goes. The end of the connection tells it of ours."""
-        protocol.send(connection, {"ok": True})
-        with self._lock:
-            run = self._runs.get(run_id)
         told = False
-        while run is not None and not self._ending.is_set():
+        while not self._ending.is_set():
             with contextlib.suppress(queue.Empty):
                 protocol.send(connection, run.events.get(timeout=_TICK))
             failed = run.failure
             if failed is not None and not told:
                 told = True
-                protocol.send(connection, {"failed": protocol.failure(failed)["error"]})
-            if select.select([connection], [], [], 0)[0]:
+                protocol.send(connection, {"failed": protocol.error_fields(failed)})
+            if protocol.readable(connection):
                 break  # it says nothing more: this is its end
         raise protocol.Closed
 
-    def _gone(self, peer: _Peer) -> None:
-        with self._lock:
-            run = self._runs.get(peer.run) if peer.run else None
-            if run is not None and run.owner is peer:
-                self._apply(TrainerGone(run.id, durable=run.orphan()))
+    def _warn(self, text: str, error: Exception) -> None:
+        """Garbage must not fill the log."""
+        if time.monotonic() >= self._warn_at:
+            self._warn_at = time.monotonic() + _WARN_SECONDS
+            log.warning(text, error)
 
     # -- operations ---------------------------------------------------------------------------------------------
 
     def claim(self, peer: _Peer, message: dict[str, Any]) -> None:
         """A training process wants to save to a store."""
         store = Store.open(_text(message, "store"))
-        pid = _number(message, "pid")
-        with self._lock:
-            if self._ending.is_set():
-                raise Contention("the daemon is ending", hint="try again", kind="daemon-ending")
-            known = self._runs.get(store.id)
-            if known is not None:
-                if self._life.runs.get(store.id) is Phase.ATTACHED and known.trainer_lives():
+        if peer.run is not None:
+            raise UsageError("this connection has claimed a store already")
+        deadline = time.monotonic() + _PATIENCE
+        with self._changed:
+            while (known := self._runs.get(store.id)) is not None:
+                if self._life.runs[store.id] is Phase.ATTACHED and known.trainer_lives():
                     raise Contention(
                         f"{store.url}: process {known.pid} is saving to this store",
                         hint="wait until it ends, or stop it; reading needs no lock",
                     )
-                # Its trainer has died: what it left goes on under the new one.
+                # Its training process has died: what it left goes on under the new one.
                 self._apply(Detached(store.id))
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise Contention(
+                        f"{store.url}: the daemon still writes what an earlier process left",
+                        hint="try again in a while",
+                    )
+            self._check_staying()
             store.lock()
-            self._runs[store.id] = Run(store, self.folder / store.id, pid, peer)
+            self._runs[store.id] = Run(store, self.folder / store.id, peer.pid, peer)
             peer.run = store.id
             self._apply(Attached(store.id))
+        log.info("%s: process %d saves to it", store.url, peer.pid)
 
     def open(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """The run's arena is there: start saving."""
-        return {"epoch": self._run(peer).open(again=message.get("again") is True)}
+        again, stopped = message.get("again") is True, message.get("stopped") is True
+        return {"epoch": self._run(peer).open(again=again, stopped=stopped)}
 
     def notify(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Something was handed over."""
@@ -192,7 +273,7 @@ class Daemon:
         """Wait until all is durable."""
         run = self._run(peer)
         durable = run.drain(float(_number(message, "milliseconds")) / 1000)
-        return {"durable": durable, "fault": None if durable else protocol.failure(run.fault())["error"]}
+        return {"durable": durable, "fault": None if durable else protocol.error_fields(run.fault())}
 
     def pause(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Write nothing to the store until `roll_back` or `resume`."""
@@ -210,37 +291,67 @@ class Daemon:
         return {"epoch": self._run(peer).roll_back({int(k): v for k, v in seqs.items()})}
 
     def close(self, peer: _Peer, message: dict[str, Any]) -> None:
-        """The training process has finished."""
-        with self._lock:
+        """The training process has finished. Returns when the store is free, if that does not take too long."""
+        with self._changed:
             run = self._run(peer)
             peer.run = None
             self._apply(Detached(run.id))
+            self._changed.wait_for(lambda: self._runs.get(run.id) is not run, _PATIENCE)
+
+    def leave(self, peer: _Peer, message: dict[str, Any]) -> None:
+        """The training process ends, and something may wait: go on as if it had died."""
+        with self._changed:
+            run = self._run(peer)
+            peer.run = None
+            self._apply(TrainerGone(run.id))
+
+    def watch(self, peer: _Peer, message: dict[str, Any]) -> None:
+        """From now on this connection tells what happens to a run."""
+        with self._changed:
+            peer.watched = self._runs.get(_text(message, "run"))
+        if peer.watched is None:
+            raise UsageError("there is no such run", kind="not-claimed")
 
     def ask(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Somebody wants a running session to save now."""
         store, full = _text(message, "store"), message.get("full") is True
-        with self._lock:
+        with self._changed:
             run = self._runs.get(store)
-            if run is None or self._life.runs.get(store) is not Phase.ATTACHED:
+            if run is None or self._life.runs[store] is not Phase.ATTACHED:
                 raise UsageError("no running session saves to this store on this host", kind="no-session")
             run.events.put({"checkpoint": "full" if full else "partial"})
             return {"pid": run.pid}
 
+    def hold(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
+        """A training process is about to start: stay that many seconds, though there is no run yet."""
+        seconds = min(_number(message, "seconds"), _MAX_HOLD)
+        with self._changed:
+            self._check_staying()
+            self._apply(Held(time.monotonic() + seconds))
+        return {"pid": os.getpid()}
+
     def status(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """What `scarctl daemon status` shows."""
-        with self._lock:
-            runs = [run.status(self._life.runs[run.id].value) for run in self._runs.values()]
-        return {"pid": os.getpid(), "started": self.started, "runs": runs}
+        with self._changed:
+            runs = [(run, self._life.runs[run.id]) for run in self._runs.values()]
+        return {
+            "pid": os.getpid(),
+            "started": self.started,
+            "runs": [run.status(phase) for run, phase in runs],
+        }
 
     def stop(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """End the daemon; what waits stays queued in the arenas."""
-        with self._lock:
-            waiting = sum(1 for run in self._runs.values() if not run.settled())
+        """End the daemon when what is being written is done; what waits stays queued in the arenas."""
+        with self._changed:
             self._apply(StopAsked())
-        return {"unsettled_runs": waiting}
+        return {"pid": os.getpid()}
+
+    def _check_staying(self) -> None:
+        if self._life.stopping:
+            raise Contention("the daemon is ending", hint="try again", kind="daemon-ending")
 
     def _run(self, peer: _Peer) -> Run:
-        with self._lock:
+        with self._changed:
             run = self._runs.get(peer.run) if peer.run else None
             if run is None or run.owner is not peer:
                 raise UsageError("claim a store first", kind="not-claimed")
@@ -248,10 +359,13 @@ class Daemon:
 
 
 class _Peer:
-    """One connection, and the run that it has claimed."""
+    """One connection: the process at its other end, and the run that it has claimed."""
 
     def __init__(self) -> None:
+        self.pid = 0
         self.run: str | None = None
+        self.watched: Run | None = None
+        """The run whose events go to this connection, if that is what it is for."""
 
 
 _Operation = Callable[[Daemon, _Peer, dict[str, Any]], dict[str, Any] | None]
@@ -264,7 +378,10 @@ _OPERATIONS: dict[str, _Operation] = {
     "resume": Daemon.resume,
     "roll_back": Daemon.roll_back,
     "close": Daemon.close,
+    "leave": Daemon.leave,
+    "watch": Daemon.watch,
     "ask": Daemon.ask,
+    "hold": Daemon.hold,
     "status": Daemon.status,
     "stop": Daemon.stop,
 }
@@ -292,7 +409,7 @@ def _listen(folder: Path) -> socket.socket:
             os.unlink(folder / protocol.SOCKET)
         with protocol.short_path(folder) as path, _private():
             listener.bind(path)
-        listener.listen(128)
+        listener.listen(_MAX_CONNECTIONS)
     except BaseException:
         listener.close()
         raise

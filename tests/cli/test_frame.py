@@ -53,8 +53,11 @@ def test_every_option_is_also_an_environment_variable() -> None:
 
 
 def test_every_command_takes_json_and_debug() -> None:
-    for command in commands():
-        assert {"as_json", "debug", "store"} <= {option.name for option in command.params}
+    for name, command in zip(COMMANDS, commands(), strict=True):
+        options = {option.name for option in command.params}
+        assert "debug" in options
+        assert ("as_json" in options) == (name != "run"), "stdout is that of the command that it runs"
+        assert ("store" in options) == (name != "daemon")
 
 
 class TestErrors:

@@ -30,7 +30,7 @@ KEYS = {
 SHARD_KEYS = {"shard", "partitions", "bytes", "oldest_step", "newest_step", "never_saved", "perturbation"}
 PARTITION_KEYS = {"name", "group", "start", "stop", "shard", "bytes", "saved_step", "staleness", "distance"}
 STORE_KEYS = {"bytes", "live_bytes", "segments", "records"}
-RUN_KEYS = {"pid", "alive", "head_step", "pending_partitions", "errors"}
+RUN_KEYS = {"pid", "alive", "head_step", "pending_partitions", "lag_steps", "errors"}
 
 
 def test_the_document(run: Run, saved: Model) -> None:

@@ -1,0 +1,98 @@
+"""`attach`: puts scarctl beside a training loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from scarctl.adapter import find_adapter
+from scarctl.config import SessionSettings
+from scarctl.session import Session
+
+
+def attach(
+    model: Any,
+    optimizer: Any = None,
+    *,
+    store: str | os.PathLike[str] | None = None,
+    fraction: float | None = None,
+    interval: int | Literal["auto"] | None = None,
+    max_bandwidth: float | None = None,
+    policy: str | None = None,
+    norm: str | Callable[..., Any] | None = None,
+    max_staleness: int | None = None,
+    shards: int | None = None,
+    seed: int | None = None,
+    partition_bytes: int | None = None,
+    by_layer: bool | None = None,
+    rows: Mapping[str, int] | None = None,
+    schedulers: Any = (),
+    scaler: Any = None,
+    extras: Mapping[str, Any] | None = None,
+    auto: bool = True,
+    flush_on_signal: bool | None = None,
+    on_error: str | None = None,
+    daemon: bool | None = None,
+    arena_dir: str | os.PathLike[str] | None = None,
+    validate: bool | None = None,
+    drain_timeout: float | None = None,
+) -> Session:
+    """Checkpoint `model` and its optimizer from now on; returns the `Session`.
+
+    model: an `nn.Module`, or a dict of numpy arrays.
+    optimizer: a `torch.optim.Optimizer`, or several in the order in which they step: the last one ends an iteration.
+    store: folder of the store, made if it is not there. SCARCTL_STORE and `scarctl.toml` may name it instead.
+    fraction: share of the state's bytes that one partial checkpoint may write (the paper's r).
+    interval: iterations between two partial checkpoints (the paper's rC), or "auto": as often as the store keeps up.
+    max_bandwidth: bytes per second that an "auto" interval may write on average.
+    policy: "priority", "round", "random" or "full".
+    norm: "l2", "rms", "relative", or a function (see `scarctl.distance`).
+    max_staleness: iterations after which a changed partition is saved before all others.
+    shards, seed: split the state at random into that many parts that fail together.
+    partition_bytes, by_layer, rows: size of a partition; fixed, like shards and seed, when the store is created.
+    schedulers, scaler: learning-rate schedulers and gradient scaler; read right before the next step.
+    extras: more objects with a state (state_dict(), a dict, a numpy Generator); read right after a step.
+    auto: hook into the optimizers' steps; otherwise call `session.step()` at the end of every iteration.
+    flush_on_signal: on SIGTERM and SIGINT bring the newest step into this host's memory first (see `Session.flush`).
+        For that, extras are read and small buffers copied after every step. Only from the main thread.
+    on_error: "warn" logs and counts a fault while saving, "raise" raises it from the training loop.
+    daemon: save from the host's daemon, which outlives this process.
+    arena_dir: folder for the arena instead of shared memory.
+    validate: prove after every copy that it is not torn, at the price of cloning the state.
+    drain_timeout: seconds that `close` waits for the store.
+
+    Raises UsageError (arguments), NoStore (`kind` "foreign-store"), SettingsConflict, Contention, AccessDenied,
+    Unavailable. From the first step on, saving raises nothing unless `on_error="raise"`.
+    """
+    given = {
+        "store": os.fspath(store) if store is not None else None,
+        "fraction": fraction,
+        "interval": interval,
+        "max_bandwidth": max_bandwidth,
+        "policy": policy,
+        "norm": norm,
+        "max_staleness": max_staleness,
+        "shards": shards,
+        "seed": seed,
+        "partition_bytes": partition_bytes,
+        "by_layer": by_layer,
+        "rows": rows,
+        "flush_on_signal": flush_on_signal,
+        "on_error": on_error,
+        "daemon": daemon,
+        "arena_dir": os.fspath(arena_dir) if arena_dir is not None else None,
+        "validate": validate,
+        "drain_timeout": drain_timeout,
+    }
+    settings = SessionSettings.resolve(given, environ=os.environ)
+    adapter = find_adapter(
+        model, _as_list(optimizer), schedulers=_as_list(schedulers), scaler=scaler, extras=extras
+    )
+    return Session(adapter, settings, auto=auto and adapter.automatic)
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]

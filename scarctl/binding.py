@@ -1,0 +1,81 @@
+"""The live model and the layout: which tensor is which group, and whether they still fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from scarctl.adapter import Adapter, StateGroup
+from scarctl.daemon.arena import Arena
+from scarctl.dtypes import name_of
+from scarctl.errors import LayoutMismatch
+from scarctl.layout import Group, Layout, TensorSpec, build_layout
+from scarctl.live import LiveState
+from scarctl.store import Store
+
+
+class Binding:
+    """One model and its optimizers, seen through their adapter, beside one store's layout."""
+
+    def __init__(self, adapter: Adapter, store: Store) -> None:
+        self._adapter = adapter
+        self._store = store
+        self._views: LiveState | None = None  # mapping the arena takes longer than the rest of a hook
+
+    def build_layout(self) -> Layout:
+        """The layout of the state as it is now, after the first step."""
+        fixed = self._store.settings
+        return build_layout(
+            [(group.name, group.kind, _specs(group)) for group in self._adapter.groups()],
+            partition_bytes=fixed.partition_bytes,
+            rows=dict(fixed.rows),
+            by_layer=fixed.by_layer,
+            optimizer=self._adapter.optimizer,
+        )
+
+    def check(self, layout: Layout) -> None:
+        """Raise LayoutMismatch, naming every difference, unless the model and optimizer are those of `layout`.
+
+        Before the first step the optimizer has no slots: those of the layout are taken as given.
+        """
+        stored = {group.name: group for group in layout.groups}
+        groups = []
+        for state in self._adapter.groups():
+            known = stored.get(state.name)
+            specs = _specs(state)
+            if known is not None and len(specs) == 1:
+                specs += tuple(replace(slot, shape=specs[0].shape) for slot in known.tensors[1:])
+            groups.append(Group(state.name, state.kind, known.rows_per_partition if known else 1, specs))
+        differences = layout.differences(Layout(groups, self._adapter.optimizer))
+        if differences:
+            raise LayoutMismatch(
+                f"the model is not the one in {self._store.url}: " + "; ".join(differences[:10]),
+                hint="build the model and optimizer as in the run to resume, or use a new store; nothing was changed",
+            )
+
+    def live(self, arena: Arena) -> LiveState:
+        """The model's tensors as they are now. Raises LayoutMismatch when they are not those of the arena's layout."""
+        layout, tensors = arena.layout, []
+        by_name = {group.name: group for group in self._adapter.groups()}
+        for group in layout.groups:
+            state = by_name.get(group.name)
+            found = [state.tensors.get(spec.slot) for spec in group.tensors] if state else []
+            if not found or any(
+                t is None or tuple(t.shape) != spec.shape
+                for t, spec in zip(found, group.tensors, strict=True)
+            ):
+                raise LayoutMismatch(
+                    f"group {group.name!r} is no longer what it was when the layout was fixed",
+                    hint="parameters may not be added, removed or resized while a session is open",
+                )
+            tensors.append([t for t in found if t is not None])
+        if self._views is None or self._views.arena is not arena:
+            self._views = LiveState(layout, tensors, arena)
+            return self._views
+        return self._views.with_tensors(dict(enumerate(tensors)))
+
+
+def _specs(group: StateGroup) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(slot, name_of(tensor.dtype, group.name), tuple(tensor.shape))
+        for slot, tensor in group.tensors.items()
+    )

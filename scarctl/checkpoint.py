@@ -1,0 +1,183 @@
+"""One checkpoint between its two halves, and what a session has counted.
+
+The first half starts the copy on a worker thread; the second waits for it, copies again what was written meanwhile,
+reads what the loop has changed since the step, and queues the result.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from scarctl.adapter import Adapter
+from scarctl.dtypes import plain
+from scarctl.engine import Copied, Engine
+from scarctl.errors import Corruption
+from scarctl.live import LiveState
+from scarctl.moment import Moment
+from scarctl.worker import Job, Worker
+
+log = logging.getLogger("scarctl")
+
+_ATTEMPTS = 8
+"""How often a group is copied before what another thread keeps writing to counts as torn."""
+
+
+@dataclass(slots=True)
+class Stats:
+    """What a session has done so far."""
+
+    checkpoints: int = 0
+    stall_seconds: float = 0.0
+    """Time of the training thread in hooks and waiting, all together."""
+    last_stall_seconds: float = 0.0
+    """The part of it that the newest checkpoint took."""
+    saved_bytes: int = 0
+    """Bytes copied into the arena."""
+    nonfinite_partitions: int = 0
+    """Partitions that some checkpoint left out because their values were not finite."""
+    torn_copies: int = 0
+    """Groups copied again because they changed while they were copied."""
+    errors: int = 0
+    last_error: str = ""
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    moment: Moment
+    job: Job[Copied]
+    live: LiveState
+    counters: list[list[int]]
+    snapshot: list[list[torch.Tensor]] | None
+
+
+class Checkpoints:
+    """A session's checkpoints, one under way at a time. Not for several threads at once."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        worker: Worker,
+        stats: Stats,
+        fault: Callable[[Exception], None],
+        *,
+        validate: bool,
+    ) -> None:
+        """`fault` is told of what goes wrong; what it raises is passed on."""
+        self._adapter = adapter
+        self._worker = worker
+        self._stats = stats
+        self._fault = fault
+        self._validate = validate
+        self._under_way: _UnderWay | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a first half waits for its second."""
+        return self._under_way is not None
+
+    def begin(
+        self, engine: Engine, live: LiveState, moment: Moment, *, full: bool, skip_if_behind: bool = False
+    ) -> None:
+        """First half. `full`: the whole state, sealed (see `Engine.seal`)."""
+        if (failure := engine.saver.failure) is not None:
+            raise failure
+        # A forward pass changes buffers (batch norm): the copy must not read them while it does.
+        live = live.with_tensors(
+            {
+                g: [moment.buffers[group.name]]
+                for g, group in enumerate(engine.layout.groups)
+                if group.kind == "buffer"
+            }
+        )
+
+        def copy() -> Copied:
+            if full:
+                return engine.seal(live, moment.step, skip_if_behind=skip_if_behind)
+            return engine.copy(live, moment.step)
+
+        counters = _counters(live)
+        snapshot = [[t.clone() for t in group] for group in live.tensors] if self._validate else None
+        self._under_way = _UnderWay(moment, self._worker.submit(copy), live, counters, snapshot)
+
+    def finish(self, engine: Engine) -> Copied | None:
+        """Second half, if there is one under way. Returns what was queued."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return None
+        try:
+            copied = self._copy_again(under_way, under_way.job.wait(), engine)
+            self._count(copied, engine)
+            if not copied.ids.size and not copied.sealed:
+                return None
+            extras: dict[str, Any] = {
+                "early": under_way.moment.early,
+                "late": plain(self._adapter.capture_late()),
+                "policy": {"credit": engine.credit, "cursor": engine.cursor},
+            }
+            engine.hand_over(copied, extras)
+        except Exception as error:
+            engine.adopt_orphans()
+            self._fault(error)
+            return None
+        return copied
+
+    def _copy_again(self, under_way: _UnderWay, copied: Copied, engine: Engine) -> Copied:
+        """Repeat the copy of groups that somebody wrote to meanwhile.
+
+        Torch counts in-place writes to a tensor (`_version`); writes through `.data` escape it: `validate` finds those.
+        """
+        live, arena = under_way.live, engine.arena
+        for g, (before, after) in enumerate(zip(under_way.counters, _counters(live), strict=True)):
+            first, last = np.searchsorted(copied.ids, engine.layout.base[g : g + 2])
+            ids = copied.ids[first:last]
+            if before != after and ids.size:
+                copied = self._repeat(live, copied, g, engine)
+            elif under_way.snapshot is not None and ids.size:
+                twin = live.with_tensors({g: under_way.snapshot[g]})
+                torn = np.intersect1d(ids, np.flatnonzero(twin.changed()))
+                if torn.size:
+                    twin.save(torn, int(arena.version[torn[0]]))
+                    self._fault(
+                        Corruption(
+                            f"{engine.layout.name(int(torn[0]))} was written while it was copied, unseen by torch",
+                            hint="do not write through .data between optimizer steps; the copy was mended",
+                        )
+                    )
+        return copied
+
+    def _repeat(self, live: LiveState, copied: Copied, g: int, engine: Engine) -> Copied:
+        """Copy group `g` until nobody writes to it meanwhile: in the training thread, which does not, once."""
+        self._stats.torn_copies += 1
+        for _ in range(_ATTEMPTS):
+            before = _counters(live)[g]
+            copied = engine.copy_again(live, copied, g)
+            if _counters(live)[g] == before:
+                return copied
+        first, last = engine.layout.base[g : g + 2]
+        mine = (copied.ids >= first) & (copied.ids < last)
+        engine.arena.spoil(copied.ids[mine])
+        return replace(copied, ids=copied.ids[~mine], sealed=False)
+
+    def _count(self, copied: Copied, engine: Engine) -> None:
+        stats = self._stats
+        stats.checkpoints += 1
+        stats.saved_bytes += int(engine.layout.partition_bytes[copied.ids].sum())
+        if copied.nonfinite.size:
+            if not stats.nonfinite_partitions:
+                log.warning(
+                    "step %d: %d partitions are not finite (first: %s); their last good copies are kept",
+                    copied.step,
+                    copied.nonfinite.size,
+                    engine.layout.name(int(copied.nonfinite[0])),
+                )
+            stats.nonfinite_partitions += int(copied.nonfinite.size)
+
+
+def _counters(live: LiveState) -> list[list[int]]:
+    return [[t._version for t in group] for group in live.tensors]

@@ -1,0 +1,115 @@
+"""`scarctl checkpoint --live`: a running session is asked to save now."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.daemon.client import ask
+from scarctl.daemon.folder import host_folder
+from scarctl.daemon.peek import peek
+from scarctl.errors import Unavailable, UsageError
+from scarctl.layout import Layout
+from scarctl.store import Store
+from scarctl.version import NEVER, epoch_of, pack, step_of
+
+_POLL = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class LiveCheckpoint:
+    """What a running session has made durable after it was asked."""
+
+    pid: int
+    version: int
+    layout: Layout
+    durable: NDArray[np.int64]
+    """Version that the store has of every partition."""
+    exact: bool
+    """The whole state in the store is of this version."""
+
+    def to_json(self) -> dict[str, Any]:
+        saved = self.durable == self.version
+        return {
+            "step": step_of(self.version),
+            "total_partitions": self.layout.partitions,
+            "saved_partitions": int(saved.sum()),
+            "total_bytes": self.layout.nbytes,
+            "saved_bytes": int(self.layout.partition_bytes[saved].sum()),
+            "durable": True,
+            "exact": self.exact,
+            "pid": self.pid,
+        }
+
+
+def checkpoint_live(store: Store, *, full: bool, wait: float, arena_dir: str | None) -> LiveCheckpoint:
+    """Ask the session that saves to `store` on this host for a checkpoint, and wait until it is durable.
+
+    full: of the whole state. Where values are not finite it cannot be: then what is returned is not exact.
+
+    Raises UsageError (`kind` "no-session"); Unavailable when nothing new is durable after `wait` seconds.
+    """
+    before = peek(arena_dir, store.id)
+    try:
+        pid = int(ask(host_folder(arena_dir), "ask", store=store.id, full=full)["pid"])
+    except Unavailable as error:
+        if error.kind != "no-daemon":
+            raise
+        raise UsageError(
+            "no running session saves to this store through this host's daemon",
+            hint="a session does with daemon=True, or SCARCTL_DAEMON=1",
+            kind="no-session",
+        ) from None
+    # The session saves after its next step: what is of an earlier one was under way before.
+    newest = int(before.version.max(initial=NEVER)) if before is not None else NEVER
+    target = pack(epoch_of(newest), before.head_step + 1) if before is not None and newest >= 0 else 0
+    deadline = time.monotonic() + wait
+    while True:
+        started = time.monotonic()
+        found = _look(store, arena_dir, target, pid)
+        if found is not None and (found.exact or not full):
+            return found
+        now = time.monotonic()
+        if now > deadline:
+            break
+        time.sleep(max(_POLL, now - started))  # a large arena takes longer to look at
+    if found is not None:
+        return found
+    raise Unavailable(
+        f"process {pid} was asked, but nothing newer is durable after {wait:g} s",
+        hint="it saves after its next step, if something has changed; `scarctl daemon status` shows how far it is",
+    )
+
+
+def _look(store: Store, arena_dir: str | None, target: int, pid: int) -> LiveCheckpoint | None:
+    """The checkpoint of version `target` or later that is durable, None while there is none."""
+    view = peek(arena_dir, store.id)
+    if view is None:
+        return _closed(store, target, pid)
+    if view.sealed >= target and view.sealed >= 0:
+        return LiveCheckpoint(pid, view.sealed, view.layout, view.durable, exact=True)
+    newer = view.durable[view.durable >= target]
+    if not newer.size:
+        return None
+    version = int(newer.min())
+    waiting = (view.version != view.durable) & (view.version >= 0) & (view.version <= version)
+    return None if waiting.any() else LiveCheckpoint(pid, version, view.layout, view.durable, exact=False)
+
+
+def _closed(store: Store, target: int, pid: int) -> LiveCheckpoint | None:
+    """The same when the session has ended meanwhile: it leaves no arena when all is durable."""
+    layout = store.current_layout()
+    if layout is None:
+        return None
+    durable = np.full(layout.partitions, NEVER, dtype=np.int64)
+    for shard in store.shards():
+        state = store.state(shard, layout)
+        durable[state.ids] = state.version
+    version = int(durable.max(initial=NEVER))
+    if version < max(target, 0):
+        return None
+    return LiveCheckpoint(pid, version, layout, durable, exact=bool((durable == version).all()))

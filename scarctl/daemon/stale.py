@@ -1,0 +1,136 @@
+"""Arenas whose runs are dead: finding them, and removing those that hold nothing which the store has not."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from scarctl.daemon.arena import FILE
+from scarctl.daemon.folder import check_private, lock_folder
+from scarctl.daemon.peek import peek
+from scarctl.errors import Contention, ScarError
+from scarctl.version import step_of
+
+log = logging.getLogger("scarctl")
+
+DAY = 86400.0
+_STORE_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_HANDOVER = "handover-*.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class StaleArena:
+    """An arena that no live process owns."""
+
+    id: str
+    """Of the store that its run saved to."""
+    folder: Path
+    nbytes: int
+    seconds: float
+    """Time since its run handed over something, or since the store took the last of it."""
+    pid: int
+    head_step: int
+    durable_step: int
+    pending: int
+    """Partitions whose newest copy the store has not; -1 when the arena cannot be read."""
+    handovers: int
+    """Hand-overs in its queue."""
+
+    @property
+    def durable(self) -> bool:
+        """Whether the store has all that is in it."""
+        return self.pending == 0 and self.handovers == 0
+
+
+def survey(folder: Path, live: frozenset[str] = frozenset()) -> list[StaleArena]:
+    """Arenas in the host folder whose process is gone. Takes no lock: it disturbs nobody.
+
+    live: stores whose runs somebody else, the daemon, still looks after.
+
+    Raises AccessDenied when the folder is not ours.
+    """
+    return [
+        arena for path in _folders(folder) if path.name not in live and (arena := _look(path)) is not None
+    ]
+
+
+def reap(folder: Path, *, older_than: float = 0.0) -> list[StaleArena]:
+    """Remove arenas in the host folder whose run is dead, which the store has all of, and which nothing happened to
+    for `older_than` seconds. Returns what was removed. A fault is logged, never raised.
+    """
+    removed = []
+    try:
+        for path in _folders(folder):
+            if _age(path) >= older_than and (arena := _remove(path)) is not None:
+                log.info("removed the arena of a dead run: %s, %d bytes", path, arena.nbytes)
+                removed.append(arena)
+    except ScarError as error:
+        log.warning("arenas of dead runs cannot be looked for: %s", error)
+    return removed
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    """Folders of arenas, in order of their names. Nothing when the host folder is not there."""
+    if os.path.lexists(folder):
+        check_private(folder)
+        yield from sorted(path for path in folder.iterdir() if _STORE_ID.fullmatch(path.name))
+
+
+def _look(path: Path, *, dead: bool = False) -> StaleArena | None:
+    """The arena in `path`, None when there is none or a process has its number (unless it is known to be dead)."""
+    try:
+        nbytes = os.stat(path / FILE, follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return None
+    view = peek(str(path.parents[1]), path.name)
+    if view is not None and not dead and view.alive:
+        return None
+    return StaleArena(
+        id=path.name,
+        folder=path,
+        nbytes=nbytes,
+        seconds=_age(path),
+        pid=view.pid if view else 0,
+        head_step=view.head_step if view else -1,
+        durable_step=step_of(int(view.durable.max(initial=-1))) if view else -1,
+        pending=view.pending if view else -1,
+        handovers=sum(1 for _ in path.glob(_HANDOVER)),
+    )
+
+
+def _remove(path: Path) -> StaleArena | None:
+    """Remove the arena if that loses nothing; None when it stays. Its lock proves that the run is dead."""
+    try:
+        lock = lock_folder(path)
+    except Contention:
+        return None
+    except ScarError as error:
+        log.warning("%s", error)
+        return None
+    try:
+        arena = _look(path, dead=True)
+        if arena is None or not arena.durable:
+            return None
+        (path / FILE).unlink()
+        with contextlib.suppress(OSError):  # what is set aside there is for people to look at
+            path.rmdir()
+        return arena
+    finally:
+        os.close(lock)
+
+
+def _age(path: Path) -> float:
+    """Seconds since something was put into the folder, or taken out of it.
+
+    The arena's own time says nothing: writing through a map need not change it.
+    """
+    try:
+        return max(0.0, time.time() - path.stat(follow_symlinks=False).st_mtime)
+    except FileNotFoundError:
+        return 0.0

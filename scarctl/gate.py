@@ -1,0 +1,106 @@
+"""Keeps an optimizer's step and a flush from another thread apart.
+
+A step that is running is never copied: a flush waits until it has ended. While a flush is under way the next step waits
+at the gate; what comes before it, forward and backward, goes on. The flush waits for nothing else that the training
+thread does, and for a step not for ever, so neither can hold up the other for good.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SETTLE = 0.25
+"""Seconds after a step in which the loop may still be changing what belongs to it (a schedule), unless it is at the
+next one already."""
+
+
+class Gate:
+    """One training thread goes in and out; other threads ask for `quiet`.
+
+    stepping: whether a step counts as running from the start. Where no hook says that a step begins, it begins when the
+    last one has ended.
+    """
+
+    def __init__(self, *, stepping: bool) -> None:
+        self._changed = threading.Condition(threading.RLock())
+        self._stepping = stepping
+        self._implied = stepping
+        self._wanted = 0
+        self._at_gate = self._over = False
+        self._ended = -math.inf
+        self._trainer = threading.get_ident()
+
+    @property
+    def stepping(self) -> bool:
+        """Whether parameters may be half changed."""
+        return self._stepping
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, nobody else is inside `held` or `quiet`. May be nested."""
+        with self._changed:
+            yield
+
+    def enter(self) -> None:
+        """A step begins, now: the caller's thread is the training thread. Waits for a flush that is under way."""
+        with self._changed:
+            self._trainer = threading.get_ident()
+            if self._stepping:
+                return
+            self._at_gate = True
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(lambda: not self._wanted)
+            finally:
+                self._at_gate = False
+            self._stepping = True
+
+    def leave(self) -> None:
+        """The step has ended."""
+        with self._changed:
+            self._stepping = False
+            self._ended = time.monotonic()
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """There will be no more steps: whoever waits for one to end goes away without."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    @contextmanager
+    def quiet(self, timeout: float, *, trust: bool = True) -> Iterator[bool]:
+        """Wait up to `timeout` seconds until no step is running; inside, none begins. Yields whether that is so.
+
+        trust: where nothing says when a step begins, take the training thread's word that it is between two.
+        """
+        deadline = time.monotonic() + timeout
+        if not self._changed.acquire(timeout=timeout):
+            yield False
+            return
+        try:
+            self._wanted += 1
+            if threading.get_ident() == self._trainer:
+                yield (trust and self._implied) or not self._stepping
+            else:
+                yield self._wait(deadline)
+        finally:
+            self._wanted -= 1
+            self._changed.notify_all()
+            self._changed.release()
+
+    def _wait(self, deadline: float) -> bool:
+        while not self._over:
+            now = time.monotonic()
+            settled = self._at_gate or now >= self._ended + SETTLE
+            if not self._stepping and settled:
+                return True
+            if now >= deadline:
+                return False
+            limit = deadline if self._stepping else min(deadline, self._ended + SETTLE)
+            self._changed.wait(limit - now)
+        return False

@@ -1,0 +1,63 @@
+"""What belongs to a step and is gone soon after it: the next batch changes random numbers, data position and buffers.
+
+A checkpoint that is decided on later, because a signal came, needs them as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from scarctl.adapter import Adapter
+from scarctl.dtypes import plain
+
+# Batch norm's kernels write to running statistics without counting the write in `_version`. Those are small; larger
+# buffers (masks, tables) are seldom written, and always counted.
+_UNCOUNTED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The end of a step."""
+
+    step: int
+    early: Any
+    """Extras that the next batch changes."""
+    buffers: Mapping[str, torch.Tensor]
+    """Private copies, by name. Good until the next moment is taken."""
+
+
+class Moments:
+    """Takes moments, and keeps the memory for the copies."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._copies: dict[str, torch.Tensor] = {}
+        self._copied: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def take(self, step: int) -> Moment:
+        """The state as it is now, right after `step`."""
+        targets, sources = [], []
+        with torch.no_grad():
+            for name, buffer in self._adapter.buffers().items():
+                copy = self._copies.get(name)
+                if copy is None or not _alike(copy, buffer):
+                    self._copies[name] = buffer.detach().clone()
+                elif buffer.nbytes <= _UNCOUNTED_BYTES or self._changed(name, buffer):
+                    targets.append(copy)
+                    sources.append(buffer.detach())
+                self._copied[name] = buffer, buffer._version
+            if targets:
+                torch._foreach_copy_(targets, sources)
+        return Moment(step, plain(self._adapter.capture_early()), dict(self._copies))
+
+    def _changed(self, name: str, buffer: torch.Tensor) -> bool:
+        source, version = self._copied[name]
+        return source is not buffer or version != buffer._version
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device

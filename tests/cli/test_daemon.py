@@ -1,0 +1,253 @@
+"""`scarctl daemon` and `scarctl checkpoint --live`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import scarctl
+from scarctl.cli import live
+from scarctl.daemon.folder import host_folder
+from tests.cli.conftest import Run
+from tests.daemon.trainer import Trainer, assert_sound, status, stop, wait_until
+
+
+@pytest.fixture
+def folder(arena_dir: Path) -> Iterator[Path]:
+    folder = host_folder(str(arena_dir))
+    yield folder
+    stop(folder)
+
+
+def test_start_status_stop(run: Run, folder: Path) -> None:
+    started = run("daemon", "start", "--json").document
+    assert started["command"] == "daemon"
+    assert (started["folder"], started["already_running"]) == (str(folder), False)
+    assert run("daemon", "start", "--json").document["already_running"]
+    assert str(started["pid"]) in run("daemon", "start").stdout
+    told = run("daemon", "status", "--json").document
+    assert (told["running"], told["pid"], told["runs"], told["stale"]) == (True, started["pid"], [], [])
+    assert 0 <= told["uptime_seconds"] < 60
+    assert "0 runs" in run("daemon", "status").stdout
+    done = run("daemon", "stop", "--json").document
+    assert (done["pid"], done["live_runs"], done["reaped"], done["stale"]) == (started["pid"], 0, [], [])
+    assert status(folder) is None
+
+
+def test_without_a_daemon(run: Run, folder: Path) -> None:
+    assert run("daemon", "stop", "--json", code=17).error["kind"] == "no-daemon"
+    told = run("daemon", "status", "--json", code=17).document
+    assert (told["running"], told["pid"], told["runs"], told["stale"]) == (False, None, [], [])
+    assert told["error"]["kind"] == "no-daemon"
+    assert told["error"]["exit_code"] == 17
+    done = run("daemon", "status", code=17)
+    assert done.stdout == ""
+    assert "no daemon" in done.stderr
+    assert run("daemon", "stop", "--reap", "--json").document["reaped"] == []
+
+
+def test_status_shows_runs_and_shards(run: Run, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    assert "store" in run("daemon", "status").stdout
+    trainer.save(trainer.everything, 3)
+    trainer.drained()
+    trainer.saver.stop()
+    trainer.save(trainer.everything[:2], 4)
+    (shown,) = run("daemon", "status", "--json").document["runs"]
+    assert shown["store"] == str(tmp_path / "store")
+    assert (shown["pid"], shown["phase"], shown["head_step"]) == (os.getpid(), "attached", 4)
+    assert (shown["durable_step"], shown["queued_partitions"]) == (3, 2)
+    assert shown["queued_bytes"] == trainer.layout.partition_bytes[:2].sum()
+    assert shown["bytes_per_second"] > 0
+    assert (shown["errors"], shown["last_error"], shown["peers"]) == (0, None, [])
+    assert len(shown["shards"]) == 3
+    text = run("daemon", "status").stdout
+    assert f"process {os.getpid()}, attached, step 4, durable 3" in text
+    assert "by shard: 0: 3, 1: 3, 2: 3" in text
+    trainer.saver.resume()
+    trainer.close()
+
+
+def test_stop_with_a_live_session_says_so(run: Run, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.save(trainer.everything, 1)
+    done = run("daemon", "stop")
+    assert "1 sessions are alive" in done.stderr
+    wait_until(lambda: trainer.phases() == ["attached"])
+    trainer.close()
+    assert_sound(tmp_path / "store")
+
+
+def test_stop_gives_up_waiting(run: Run, folder: Path) -> None:
+    pid = run("daemon", "start", "--json").document["pid"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scarctl.cli.daemon._ask", lambda *_: {"pid": pid, "runs": []})
+        error = run("daemon", "stop", "--timeout", 0.2, "--json", code=17).error
+    assert error["kind"] == "daemon-busy"
+
+
+def test_reap_removes_what_the_store_has_and_nothing_else(
+    run: Run, folder: Path, arena_dir: Path, tmp_path: Path
+) -> None:
+    durable, waiting, alive = (Trainer(tmp_path / name, arena_dir) for name in ("a", "b", "c"))
+    for trainer in (durable, waiting, alive):
+        trainer.save(trainer.everything, 1, sealed=True)
+        trainer.drained()
+    os.kill(status(folder)["pid"], signal.SIGSTOP)  # type: ignore[index]
+    waiting.save(waiting.everything, 2)
+    durable.saver._closing = waiting.saver._closing = True
+    pid = None
+    for trainer in (durable, waiting):
+        trainer.saver.abandon()
+        trainer.arena.pid = 0x7FFFFFF0
+        trainer.arena.close()
+    # The daemon dies with them; the session that lives starts another, which knows nothing of the dead runs.
+    for entry in folder.glob("daemon.log"):
+        pid = int(entry.read_text().split("daemon ")[1].split()[0])
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: alive.phases() == ["attached"])
+    stale = {arena["id"]: arena for arena in run("daemon", "status", "--json").document["stale"]}
+    assert set(stale) == {durable.store.id, waiting.store.id}
+    assert (stale[durable.store.id]["durable"], stale[waiting.store.id]["durable"]) == (True, False)
+    assert stale[waiting.store.id]["pending_partitions"] == waiting.layout.partitions
+    text = run("daemon", "status").stdout
+    assert "the store has all of it" in text
+    assert "not in the store" in text
+    done = run("daemon", "stop", "--reap", "--json").document
+    assert [arena["id"] for arena in done["reaped"]] == [durable.store.id]
+    assert [arena["id"] for arena in done["stale"]] == [waiting.store.id]
+    assert not durable.arena.folder.exists()
+    assert alive.arena.folder.exists()
+    wait_until(lambda: alive.phases() == ["attached"])
+    alive.close()
+    again = Trainer(tmp_path / "b", arena_dir)
+    again.close()
+    assert set(again.stored()[0]) == {2}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["start", "--reap"], ["status", "--timeout", "3"], ["restart"], [], ["stop", "--timeout", "-1"]],
+)
+def test_wrong_calls(run: Run, arguments: list[str]) -> None:
+    assert run("daemon", *arguments, "--json", code=2).error["kind"] == "usage"
+
+
+class Training:
+    """A session in a thread of this process, with steps of 10 ms."""
+
+    def __init__(self, *, change: bool = True) -> None:
+        self.state = {"w": np.zeros((64, 8), np.float32), "b": np.ones(16, np.float64)}
+        self.session = scarctl.attach(
+            self.state, store="ckpt", interval=1_000_000, shards=2, partition_bytes=256, daemon=True
+        )
+        self.change = change
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.loop)
+        self.thread.start()
+        wait_until(lambda: self.session.head_step > 2)
+
+    def loop(self) -> None:
+        while not self.ended.is_set():
+            if self.change:
+                self.state["w"] += 1
+            self.session.step()
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        self.ended.set()
+        self.thread.join()
+        self.session.close()
+
+
+@pytest.fixture
+def training(run: Run, folder: Path) -> Iterator[Training]:
+    made = Training()
+    yield made
+    made.end()
+
+
+class TestLive:
+    def test_a_running_session_saves_now(self, run: Run, training: Training) -> None:
+        before = training.session.head_step
+        done = run("checkpoint", "--live", "--store", "ckpt", "--json").document
+        assert done["command"] == "checkpoint"
+        assert done["step"] > before
+        assert (done["live"], done["full"], done["durable"], done["exact"]) == (True, False, True, False)
+        assert done["pid"] == os.getpid()
+        assert 0 < done["saved_partitions"] < done["total_partitions"] == 9
+        assert 0 < done["saved_bytes"] < done["total_bytes"] == 64 * 8 * 4 + 16 * 8
+        text = run("checkpoint", "--live", "--store", "ckpt").stdout
+        assert f"process {os.getpid()} saved" in text
+
+    def test_the_whole_state(self, run: Run, training: Training) -> None:
+        before = training.session.head_step
+        done = run("checkpoint", "--live", "--full", "--store", "ckpt", "--json").document
+        assert done["step"] > before
+        assert (done["full"], done["exact"]) == (True, True)
+        shards = run("inspect", "--store", "ckpt", "--json").document["shards"]
+        assert all(shard["oldest_step"] >= done["step"] for shard in shards)
+
+    def test_values_that_are_not_finite_cannot_be_whole(self, run: Run, training: Training) -> None:
+        training.state["b"][:] = np.nan
+        done = run(
+            "checkpoint", "--live", "--full", "--store", "ckpt", "--wait", 2, "--json", code=3
+        ).document
+        assert (done["durable"], done["exact"]) == (True, False)
+        training.state["b"][:] = 1
+
+    def test_nothing_new(self, run: Run, training: Training) -> None:
+        training.change = False
+        run("checkpoint", "--live", "--full", "--store", "ckpt")
+        error = run("checkpoint", "--live", "--store", "ckpt", "--wait", 0.5, "--json", code=17).error
+        assert "nothing newer" in error["message"]
+        done = run("checkpoint", "--live", "--full", "--store", "ckpt", "--json").document
+        assert done["exact"], "nothing to write, and yet the whole state is known to be of a newer step"
+
+    def test_the_session_ends_meanwhile(
+        self, run: Run, training: Training, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ask = live.ask
+
+        def ending(*arguments: Any, **fields: Any) -> Any:
+            answer = ask(*arguments, **fields)
+            training.end()
+            return answer
+
+        monkeypatch.setattr(live, "ask", ending)
+        done = run("checkpoint", "--live", "--full", "--store", "ckpt", "--json").document
+        assert (done["step"], done["exact"]) == (training.session.head_step, True)
+        assert run("checkpoint", "--live", "--store", "ckpt", "--json", code=2).error["kind"] == "no-session"
+
+    @pytest.mark.usefixtures("saved")
+    def test_no_session(self, run: Run, folder: Path) -> None:
+        arguments = ["checkpoint", "--live", "--store", "ckpt", "--json"]
+        assert run(*arguments, code=2).error["kind"] == "no-session"
+        run("daemon", "start")
+        assert run(*arguments, code=2).error["kind"] == "no-session"
+        assert run("checkpoint", "--live", "--store", "x", "--json", code=10).error["kind"] == "no-store"
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["state.safetensors", "--live"],
+            ["--live", "--step", "3"],
+            ["--live", "--dry-run"],
+            ["state.safetensors", "--step", "3", "--full"],
+            ["state.safetensors", "--step", "3", "--wait", "3"],
+            ["--step", "3"],
+            ["state.safetensors"],
+        ],
+    )
+    def test_wrong_calls(self, run: Run, arguments: list[str]) -> None:
+        error = run("checkpoint", *arguments, "--store", "ckpt", "--json", code=2).error
+        assert error["kind"] == "usage"

@@ -1,0 +1,125 @@
+"""`scarctl inspect --watch` follows a run as long as it is alive."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scarctl.cli.inspect import survey
+from scarctl.cli.watch import line, watch
+from scarctl.daemon.arena import Arena
+from scarctl.daemon.folder import arena_folder
+from scarctl.store import Store
+from tests.cli.conftest import Model, Run
+
+pytestmark = pytest.mark.leaves_arena
+SCARCTL = [sys.executable, "-m", "scarctl"]
+
+
+@pytest.fixture
+def arena(run: Run, saved: Model, arena_dir: Path) -> Iterator[Arena]:
+    """The arena of a run of this process, at step 40; two partitions copied at step 31 wait."""
+    store = Store.open("ckpt")
+    layout = store.current_layout()
+    assert layout is not None
+    arena = Arena.create(arena_folder(str(arena_dir), store.id), layout, store_id=store.id, epoch=1)
+    arena.head_step = 40
+    arena.version[:2] = 1 << 40 | 31
+    yield arena
+    arena.close()
+
+
+def test_it_ends_with_the_run(run: Run, arena: Arena) -> None:
+    after = threading.Timer(0.5, lambda: setattr(arena, "pid", _dead()))
+    after.start()
+    done = run("inspect", "--store", "ckpt", "--watch", "--every", "0.1", "--json")
+    after.join()
+    documents = [json.loads(text) for text in done.stdout.splitlines()]
+    assert len(documents) >= 3
+    assert {document["schema_version"] for document in documents} == {1}
+    assert all(document["run"]["alive"] for document in documents[:-1])
+    assert not documents[-1]["run"]["alive"]
+    assert documents[0]["run"]["lag_steps"] == 9
+    assert documents[0]["partitions"] == []
+    assert documents[0]["shards"] != []
+    assert "the run has ended" in done.stderr
+
+
+def test_partitions_are_listed_when_asked_for(run: Run, arena: Arena) -> None:
+    arena.pid = _dead()
+    done = run("inspect", "--store", "ckpt", "--watch", "--json", "--limit", "2")
+    assert len(done.document["partitions"]) == 2
+
+
+def test_without_a_run_it_shows_the_store_once(run: Run, saved: Model) -> None:
+    done = run("inspect", "--store", "ckpt", "--watch")
+    assert len(done.stdout.splitlines()) == 1
+    assert "step 0" in done.stdout
+    assert "no run is alive" in done.stderr
+
+
+def test_a_line_says_what_matters(arena: Arena, arena_dir: Path) -> None:
+    store = Store.open("ckpt")
+    text = line(survey(store, str(arena_dir)))
+    assert "step 40, 2 of " in text
+    assert "the oldest copied 9 steps ago" in text
+    arena.durable[:] = arena.version
+    assert "all that was copied is durable, oldest saved 40 steps ago" in line(survey(store, str(arena_dir)))
+    Store.create("empty")
+    assert line(survey(Store.open("empty"), None)) == "nothing is saved yet"
+
+
+def test_on_a_terminal_the_page_is_refreshed_in_place_and_ctrl_c_ends_it(arena: Arena) -> None:
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [*SCARCTL, "inspect", "--store", "ckpt", "--watch", "--every", "0.1"],
+        stdout=terminal,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "60"},
+    )
+    os.close(terminal)
+    shown = b""
+    deadline = time.monotonic() + 30
+    while shown.count(b"stalest") < 3 and time.monotonic() < deadline:
+        if select.select([controller], [], [], 0.1)[0]:
+            shown += os.read(controller, 65536)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    os.close(controller)
+    assert process.returncode == 130, errors
+    assert shown.count(b"stalest") >= 3
+    assert b"\x1b[1A" in shown, "it does not go back up"
+    assert b"Traceback" not in errors
+
+
+def test_the_beat_does_not_drift(arena: Arena, arena_dir: Path) -> None:
+    store, looks = Store.open("ckpt"), []
+
+    def slow_look():  # type: ignore[no-untyped-def]
+        looks.append(time.monotonic())
+        time.sleep(0.05)
+        if len(looks) == 5:
+            arena.pid = _dead()
+        return survey(store, str(arena_dir))
+
+    watch(slow_look, 0.1, as_json=False, limit=0)
+    assert len(looks) == 5
+    assert looks[-1] - looks[0] >= 0.39
+
+
+def _dead() -> int:
+    """The number of a process that has ended."""
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    return process.pid

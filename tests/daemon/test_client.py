@@ -1,0 +1,241 @@
+"""The session's side, with a real daemon that dies, hangs, and comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scarctl.daemon import client, protocol
+from scarctl.daemon.folder import host_folder
+from scarctl.errors import Fenced, ScarError, Unavailable
+from tests.daemon.trainer import Trainer, assert_sound, status, stop, wait_until
+
+
+@pytest.fixture
+def folder(arena_dir: Path) -> Iterator[Path]:
+    """Where the daemon is; it is stopped at the end, and what it left of its socket is removed."""
+    folder = host_folder(str(arena_dir))
+    yield folder
+    stop(folder)
+    (folder / protocol.SOCKET).unlink(missing_ok=True)
+
+
+def daemon_of(folder: Path) -> int:
+    found = status(folder)
+    assert found is not None
+    return int(found["pid"])
+
+
+def kill(folder: Path, number: signal.Signals = signal.SIGKILL) -> int:
+    pid = daemon_of(folder)
+    os.kill(pid, number)
+    return pid
+
+
+def test_after_a_kill_another_daemon_goes_on(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.save(trainer.everything, 1, sealed=True)
+    trainer.drained()
+    epoch = trainer.arena.epoch
+    for step in range(2, 5):
+        dead = kill(folder)
+        trainer.save(trainer.everything[step::3], step)  # nobody hears of it
+        trainer.drained()
+        assert daemon_of(folder) != dead
+        assert trainer.arena.epoch > epoch
+        epoch = trainer.arena.epoch
+    steps, content = trainer.stored()
+    assert steps.tolist() == content.tolist()
+    assert steps.max() == 4
+    trainer.close()
+    assert_sound(tmp_path / "store")
+
+
+def test_a_pause_outlives_the_daemon(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.save(trainer.everything, 1, sealed=True)
+    trainer.drained()
+    seqs = {shard: trainer.store.state(shard).seq for shard in trainer.store.shards()}
+    trainer.save(trainer.everything, 2)
+    trainer.drained()
+    trainer.saver.stop()
+    dead = kill(folder)
+    trainer.save(trainer.everything, 3)
+    wait_until(lambda: trainer.phases() == ["attached"])
+    assert daemon_of(folder) != dead
+    assert not trainer.saver.drain(1.2), "a new daemon looks at the queue, but must not write"
+    assert set(trainer.stored()[0]) == {2}
+    kill(folder)
+    trainer.saver.roll_back(seqs)  # insists until there is a daemon again
+    assert set(trainer.stored()[0]) == {1}
+    trainer.save(trainer.everything, 4)
+    trainer.saver.resume()
+    trainer.drained()
+    assert set(trainer.stored()[0]) == {4}
+    trainer.close()
+
+
+def test_a_kill_right_after_the_claim(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+    """The arena that a dead process left is reconciled by the daemon that opens it first, whichever that is."""
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.save(trainer.everything, 1, sealed=True)
+    trainer.drained()
+    trainer.saver.stop()
+    trainer.save(trainer.everything, 2)
+    kill(folder)
+    trainer.saver._closing = True
+    trainer.saver.abandon()
+    trainer.arena.close()
+    done = client.DaemonSaver._done
+
+    def killed_before(self: client.DaemonSaver, op: str, **fields: object) -> dict[str, object]:
+        if op == "open":
+            kill(folder)
+        return done(self, op, **fields)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client.DaemonSaver, "_done", killed_before)
+        again = Trainer(tmp_path / "store", arena_dir)
+    again.drained()
+    assert set(again.stored()[0]) == {2}
+    assert (again.arena.version == again.arena.durable).all()
+    again.close()
+    assert_sound(tmp_path / "store")
+
+
+def test_a_daemon_that_hangs_holds_up_nobody(
+    folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_MARGIN", 0.3)
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.save(trainer.everything, 1)
+    trainer.drained()
+    pid = kill(folder, signal.SIGSTOP)
+    try:
+        slowest = 0.0
+        for step in range(2, 1000):
+            trainer.copy(trainer.everything[:1], step)
+            started = time.monotonic()
+            trainer.saver.notify()
+            slowest = max(slowest, time.monotonic() - started)
+        assert slowest < 0.2, "training waits for nobody"
+        started = time.monotonic()
+        assert not trainer.saver.drain(0.2)
+        assert trainer.saver.fault().kind == "daemon-gone"
+        assert time.monotonic() - started < 5
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    trainer.save(trainer.everything, 1000)
+    trainer.drained()
+    assert daemon_of(folder) == pid
+    assert set(trainer.stored()[0]) == {1000}
+    trainer.close()
+
+
+def test_what_nobody_told_of_is_found(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.saver.notify = lambda: None  # type: ignore[method-assign]
+    trainer.save(trainer.everything, 1)
+    wait_until(lambda: not trainer.arena.pending().any())
+    trainer.close()
+
+
+def test_a_forked_child_has_nothing_to_do_with_it(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.save(trainer.everything, 1)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            trainer.saver.notify()
+            assert not trainer.saver.drain(0.1)
+            assert not any(
+                os.path.realpath(f"/proc/self/fd/{fd}").startswith("socket:") for fd in range(3, 30)
+            )
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    trainer.save(trainer.everything, 2)
+    trainer.close()
+    assert set(trainer.stored()[0]) == {2}
+
+
+def test_a_new_owner_of_the_store_is_not_fought(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.save(trainer.everything, 1)
+    trainer.drained()
+    fenced = Fenced("somebody else has taken over")
+    asked = trainer.saver._ask
+
+    def ask(op: str, **fields: object) -> dict[str, object]:
+        if op == "open":
+            raise fenced
+        return asked(op, **fields)  # type: ignore[arg-type]
+
+    trainer.saver._ask = ask  # type: ignore[method-assign, assignment]
+    kill(folder)
+    assert wait_until(lambda: trainer.saver.failure) is fenced
+    assert not trainer.saver.drain(30)
+    assert trainer.saver.fault() is fenced
+    trainer.close(durable=False)
+    trainer.arena = None  # type: ignore[assignment]
+    for path in folder.glob("*/arena"):
+        path.unlink()
+
+
+def test_closed_in_the_middle_of_a_new_start(
+    folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.save(trainer.everything, 1)
+    trainer.drained()
+    kill(folder)
+    trainer.saver.close()
+    assert trainer.saver._control is None
+    assert trainer.saver._watch is None
+    assert not trainer.saver._watcher.is_alive()
+    trainer.arena.remove()
+    wait_until(lambda: status(folder) is None)
+
+
+class TestWithoutADaemon:
+    def test_a_question_finds_none(self, arena_dir: Path) -> None:
+        folder = host_folder(str(arena_dir))
+        for make in (lambda: None, lambda: folder.mkdir(mode=0o700)):
+            make()
+            with pytest.raises(Unavailable) as caught:
+                client.ask(folder, "status")
+            assert caught.value.kind == "no-daemon"
+            assert caught.value.exit_code == 17
+
+    def test_one_that_cannot_start_says_why(self, arena_dir: Path) -> None:
+        folder = host_folder(str(arena_dir))
+        folder.mkdir(mode=0o755)
+        with pytest.raises(ScarError, match="0700"):
+            client.connect(folder)
+        with pytest.raises(Unavailable, match="0700") as caught:
+            client.start(folder)
+        assert caught.value.kind == "daemon-not-started"
+        folder.rmdir()
+
+    def test_a_daemon_that_is_too_busy_is_asked_again(self, arena_dir: Path) -> None:
+        folder = host_folder(str(arena_dir))
+        folder.mkdir(mode=0o700)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / protocol.SOCKET))
+            listener.listen(0)
+            waiting = [client.connect(folder, begin=False)]
+            with pytest.raises(BlockingIOError):
+                waiting += [protocol.connect(folder, 5) for _ in range(5)]
+            accepted = [listener.accept()[0]]
+            waiting.append(client.connect(folder, begin=False))
+            for connection in (*accepted, *waiting):
+                connection.close()
+        (folder / protocol.SOCKET).unlink()

@@ -1,0 +1,447 @@
+"""The daemon as a process: how it starts and ends, what it keeps of whoever started it, and who may come near it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scarctl.daemon import client, protocol
+from scarctl.daemon.__main__ import LOCK, LOG
+from scarctl.daemon.folder import arena_folder, host_folder
+from scarctl.daemon.peek import peek
+from scarctl.errors import AccessDenied, ScarError, Unavailable
+from scarctl.store import Store
+from scarctl.version import step_of
+from tests.daemon.trainer import Trainer, assert_sound, orphans, status, stop, wait_until, wide_layout
+
+ROOT = Path(__file__).parents[2]
+NOBODY = 65534
+SECONDS = 5.0
+"""More than anything here takes on a busy machine; the aim is one second."""
+
+only_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+
+@pytest.fixture
+def folder(arena_dir: Path) -> Iterator[Path]:
+    folder = host_folder(str(arena_dir))
+    yield folder
+    with contextlib.suppress(ScarError):
+        stop(folder)
+    (folder / protocol.SOCKET).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def pid(folder: Path) -> int:
+    """A daemon that stays."""
+    return begin(folder)
+
+
+def begin(folder: Path) -> int:
+    return client.hold(folder, 60)
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended; one that nobody waits for counts as ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+class Training:
+    """`tests.daemon.trainer` as a process."""
+
+    def __init__(self, store: Path, base: Path, log: Path, steps: int = 100_000) -> None:
+        self.store = store
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.daemon.trainer", str(store), str(base), str(steps)],
+                stdout=output,
+                stderr=subprocess.PIPE,
+                cwd=ROOT,
+            )
+        wait_until(lambda: len(self.told()) > 5 or self.process.poll() is not None)
+        assert self.process.poll() is None, self.process.stderr and self.process.stderr.read().decode()
+
+    def told(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log.read_bytes().split(b"\n")[:-1]]
+
+    def goes_on(self) -> None:
+        """Training and saving go on from here."""
+        last = self.told()[-1]
+        wait_until(lambda: max(self.told()[-1]["durable"]) > last["step"])
+
+    def kill(self) -> dict[str, Any]:
+        """SIGKILL; returns what it told last."""
+        self.process.kill()
+        _, errors = self.process.communicate()
+        assert self.process.returncode == -signal.SIGKILL, errors.decode()
+        return self.told()[-1]
+
+
+def assert_stored(store: Path, told: list[int]) -> None:
+    """The store is sound and has every partition at least as new as told."""
+    assert_sound(store)
+    opened = Store.open(str(store))
+    for shard in opened.shards():
+        state = opened.state(shard)
+        steps = step_of(state.version).tolist()
+        assert all(step >= told[i] for i, step in zip(state.ids.tolist(), steps, strict=True))
+
+
+@pytest.mark.leaves_arena
+class TestKilled:
+    def test_the_daemon_under_a_live_session(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+        training = Training(tmp_path / "store", arena_dir, tmp_path / "log")
+        for _ in range(2):
+            daemon = begin(folder)
+            told = training.told()[-1]
+            os.kill(daemon, signal.SIGKILL)
+            started = time.monotonic()
+            wait_until(lambda dead=daemon: (status(folder) or {"pid": dead})["pid"] != dead)
+            assert time.monotonic() - started < SECONDS
+            assert_stored(tmp_path / "store", told["durable"])
+            training.goes_on()
+        told = training.kill()
+        wait_until(lambda: status(folder) is None)
+        assert_stored(tmp_path / "store", told["handed"])
+        assert training.process.stderr is not None
+
+    def test_the_training_process(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+        told = Training(tmp_path / "store", arena_dir, tmp_path / "log").kill()
+        # It finishes, then ends by itself.
+        wait_until(lambda: status(folder) is None)
+        assert_stored(tmp_path / "store", told["handed"])
+        assert list(folder.glob("*/handover-*")) == []
+        view = peek(str(arena_dir), Store.open(str(tmp_path / "store")).id)
+        assert view is not None
+        assert not view.alive
+
+    def test_both(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+        training = Training(tmp_path / "store", arena_dir, tmp_path / "log")
+        os.kill(begin(folder), signal.SIGKILL)
+        told = training.kill()
+        assert_stored(tmp_path / "store", told["durable"])
+        # Perhaps the session had just started another one.
+        wait_until(lambda: status(folder) is None)
+        training = Training(tmp_path / "store", arena_dir, tmp_path / "log")
+        assert training.told()[0]["step"] > told["step"] - 2, "it goes on from the memory that was left"
+        training.kill()
+        wait_until(lambda: status(folder) is None)
+
+    def test_stopped_and_continued(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+        training = Training(tmp_path / "store", arena_dir, tmp_path / "log")
+        daemon = begin(folder)
+        os.kill(daemon, signal.SIGSTOP)
+        before = len(training.told())
+        wait_until(lambda: len(training.told()) > before + 20)  # training goes on
+        os.kill(daemon, signal.SIGCONT)
+        training.goes_on()
+        os.kill(training.process.pid, signal.SIGSTOP)
+        time.sleep(0.3)
+        assert [run["phase"] for run in status(folder)["runs"]] == ["attached"]  # type: ignore[index]
+        os.kill(training.process.pid, signal.SIGCONT)
+        training.goes_on()
+        assert begin(folder) == daemon
+        assert_stored(tmp_path / "store", training.kill()["durable"])
+        stop(folder)
+
+
+class TestEnding:
+    def test_it_ends_after_its_last_run_closes(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+        trainers = [Trainer(tmp_path / name, arena_dir) for name in "ab"]
+        daemon = status(folder)["pid"]  # type: ignore[index]
+        for trainer in trainers:
+            trainer.save(trainer.everything, 1)
+        trainers[0].close()
+        time.sleep(1.0)
+        assert status(folder)["pid"] == daemon  # type: ignore[index]
+        trainers[1].close()
+        wait_until(lambda: gone(daemon))
+        assert sorted(path.name for path in folder.iterdir()) == [LOCK, LOG]
+        assert "ends" in (folder / LOG).read_text()
+
+    def test_sigterm_finishes_what_is_being_written(
+        self, folder: Path, arena_dir: Path, tmp_path: Path
+    ) -> None:
+        trainer = Trainer(tmp_path / "store", arena_dir, shards=2, layout=wide_layout())
+        daemon = status(folder)["pid"]  # type: ignore[index]
+        for step in range(1, 4):
+            trainer.save(trainer.everything, step)
+            time.sleep(0.03 * step)
+            os.kill(daemon, signal.SIGTERM)
+            wait_until(lambda dead=daemon: gone(dead))
+            assert orphans(tmp_path / "store") == 0
+            trainer.drained()
+            daemon, dead = status(folder)["pid"], daemon  # type: ignore[index]
+            assert daemon != dead, "the session has started another one"
+        trainer.close()
+        assert_sound(tmp_path / "store")
+        assert set(trainer.stored()[0]) == {3}
+
+    def test_the_second_sigterm_does_not_wait(self, folder: Path, pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        for _ in range(2):
+            os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: gone(pid))
+
+    def test_it_survives_the_session_that_started_it(self, folder: Path) -> None:
+        """A hang-up of the terminal reaches every process of the session; an interrupt its foreground."""
+        program = (
+            "import sys, time\nfrom pathlib import Path\nfrom scarctl.daemon import client\n"
+            "client.hold(Path(sys.argv[1]), 60)\nprint('ready', flush=True)\ntime.sleep(60)"
+        )
+        starter = subprocess.Popen(
+            [sys.executable, "-c", program, str(folder)],
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        with starter:
+            assert starter.stdout is not None
+            assert starter.stdout.readline() == b"ready\n"
+            daemon = status(folder)["pid"]  # type: ignore[index]
+            assert os.getsid(daemon) not in (os.getsid(starter.pid), os.getsid(0))
+            os.killpg(starter.pid, signal.SIGHUP)
+        assert starter.returncode == -signal.SIGHUP
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+            os.kill(daemon, number)
+        time.sleep(0.3)
+        assert status(folder)["pid"] == daemon  # type: ignore[index]
+
+
+class TestStarting:
+    def test_eight_at_once_get_one(self, folder: Path) -> None:
+        program = (
+            "import sys\nfrom pathlib import Path\nfrom scarctl.daemon import client\n"
+            "print(client.hold(Path(sys.argv[1]), 60), flush=True)"
+        )
+        starters = [
+            subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, cwd=ROOT)
+            for _ in range(8)
+        ]
+        told = [starter.communicate(timeout=60)[0] for starter in starters]
+        assert [starter.returncode for starter in starters] == [0] * 8
+        assert set(told) == {f"{status(folder)['pid']}\n".encode()}  # type: ignore[index]
+
+    def test_nothing_of_the_starter_is_kept(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        read, write = os.pipe()
+        os.set_inheritable(write, True)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            daemon = begin(folder)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            os.close(write)
+        os.set_blocking(read, False)
+        assert os.read(read, 1) == b"", "nobody else has the other end"
+        os.close(read)
+        files = {}
+        for entry in Path(f"/proc/{daemon}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                files[int(entry.name)] = os.readlink(entry)
+        assert {files.pop(stream) for stream in (0, 1, 2)} == {"/dev/null"}
+        known = [target for target in files.values() if not target.startswith("socket:")]
+        assert sorted(known) == [str(folder / LOCK), str(folder / LOG)]
+        assert os.readlink(f"/proc/{daemon}/cwd") == "/"
+        words = dict(line.split(":\t", 1) for line in Path(f"/proc/{daemon}/status").read_text().splitlines())
+        assert int(words["SigBlk"], 16) == 0
+        assert int(words["PPid"]) != os.getpid()
+        assert os.getpriority(os.PRIO_PROCESS, daemon) >= 10
+        loaded = Path(f"/proc/{daemon}/maps").read_text()
+        assert "numpy" in loaded
+        assert "torch" not in loaded
+
+    def test_a_socket_that_nobody_serves_is_replaced(self, folder: Path, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: gone(pid))
+        assert (folder / protocol.SOCKET).is_socket()
+        assert begin(folder) != pid
+
+    def test_a_large_log_is_begun_anew(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700)
+        (folder / LOG).write_bytes(b"x" * (2 << 20))
+        begin(folder)
+        assert (folder / LOG).stat().st_size < 1000
+
+
+# -- other users -------------------------------------------------------------------------------------------------
+
+
+def as_nobody(action: Callable[[], None]) -> None:
+    """Do it in a forked child that is another user. Fails when that raises."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            action()
+            code = 0
+        except BaseException as error:
+            os.write(write, repr(error).encode()[:4000])
+        finally:
+            os._exit(code)
+    os.close(write)
+    with open(read, "rb") as pipe:
+        said = pipe.read().decode()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, said
+
+
+def denied(action: Callable[[], Any]) -> None:
+    try:
+        action()
+    except PermissionError:
+        return
+    raise AssertionError("it was allowed")
+
+
+@only_root
+class TestOtherUsers:
+    @pytest.fixture(autouse=True)
+    def everybodys_base(self, arena_dir: Path) -> None:
+        """As /dev/shm: everybody may put something there."""
+        arena_dir.chmod(0o1777)
+
+    def test_can_neither_connect_nor_read_nor_write(
+        self, folder: Path, arena_dir: Path, tmp_path: Path
+    ) -> None:
+        trainer = Trainer(tmp_path / "store", arena_dir)
+        trainer.save(trainer.everything, 1)
+        trainer.drained()
+        trainer.saver.stop()
+        trainer.save(trainer.everything, 2)
+        arena = arena_folder(str(arena_dir), trainer.store.id)
+        files = [folder / name for name in (LOCK, LOG, protocol.SOCKET)] + list(arena.iterdir())
+        assert len(files) == 5
+
+        def attack() -> None:
+            for path in (folder, arena):
+                denied(lambda path=path: os.listdir(path))
+                denied(lambda path=path: (path / "planted").touch())
+            for path in files:
+                denied(lambda path=path: os.open(path, os.O_RDONLY))
+                denied(lambda path=path: os.open(path, os.O_WRONLY))
+                denied(lambda path=path: path.unlink())
+                denied(lambda path=path: os.chmod(path, 0o777))
+            with socket.socket(socket.AF_UNIX) as connection:
+                denied(lambda: connection.connect(str(folder / protocol.SOCKET)))
+            denied(lambda: os.rename(folder, arena_dir / "moved"))
+            denied(lambda: os.kill(status_before, signal.SIGTERM))
+
+        status_before = status(folder)["pid"]  # type: ignore[index]
+        as_nobody(attack)
+        trainer.saver.resume()
+        trainer.close()
+        assert set(trainer.stored()[0]) == {2}
+
+    def test_get_no_answer_even_where_the_folder_is_open(self, folder: Path, pid: int) -> None:
+        folder.chmod(0o755)
+        (folder / protocol.SOCKET).chmod(0o777)
+
+        def attack() -> None:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(10)
+                connection.connect(str(folder / protocol.SOCKET))
+                with contextlib.suppress(OSError):
+                    protocol.send(connection, {"v": 1, "op": "stop"})
+                try:
+                    raise AssertionError(f"it answered {protocol.receive(connection)}")
+                except (protocol.Closed, ConnectionError):
+                    pass
+
+        as_nobody(attack)
+        folder.chmod(0o700)
+        assert status(folder)["pid"] == pid  # type: ignore[index]
+
+    def test_cannot_pretend_to_be_the_daemon(self, folder: Path) -> None:
+        folder.mkdir()
+        folder.chmod(0o777)
+        listener = socket.socket(socket.AF_UNIX)
+        read, write = os.pipe()
+        ready, go = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setuid(NOBODY)
+                listener.bind(str(folder / protocol.SOCKET))
+                listener.listen()
+                os.write(write, b"x")
+                os.read(ready, 1)
+            finally:
+                os._exit(0)
+        os.read(read, 1)
+        folder.chmod(0o700)
+        try:
+            with pytest.raises(AccessDenied, match=str(NOBODY)):
+                client.connect(folder)
+        finally:
+            os.write(go, b"x")
+            os.waitpid(child, 0)
+            for fd in (read, write, ready, go):
+                os.close(fd)
+            listener.close()
+
+    @pytest.mark.leaves_arena
+    @pytest.mark.parametrize("what", ["folder", "link"])
+    def test_cannot_make_it_follow_what_they_planted(
+        self, folder: Path, arena_dir: Path, tmp_path: Path, what: str
+    ) -> None:
+        mine = tmp_path / "mine"
+        mine.mkdir(mode=0o700)
+        victim = mine / "victim"
+        victim.write_text("precious")
+
+        def plant() -> None:
+            if what == "link":
+                folder.symlink_to(mine)
+                return
+            folder.mkdir(mode=0o700)
+            for name in (LOCK, LOG, protocol.SOCKET):
+                (folder / name).symlink_to(victim)
+
+        as_nobody(plant)
+        with pytest.raises(AccessDenied):
+            client.connect(folder)
+        with pytest.raises(Unavailable, match="not a folder of yours") as caught:
+            client.start(folder)
+        assert caught.value.kind == "daemon-not-started"
+        with pytest.raises(AccessDenied):
+            Trainer(tmp_path / "store", arena_dir)
+        assert victim.read_text() == "precious"
+        assert list(mine.iterdir()) == [victim]
+
+
+@pytest.mark.parametrize("name", [LOCK, LOG, protocol.SOCKET, "arena"])
+@pytest.mark.leaves_arena
+def test_links_in_its_own_folder_are_not_followed_either(
+    folder: Path, arena_dir: Path, tmp_path: Path, name: str
+) -> None:
+    folder.mkdir(mode=0o700)
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious" * 1000)
+    store = Store.create(tmp_path / "store", shards=3)
+    place = folder / store.id if name == "arena" else folder
+    place.mkdir(mode=0o700, exist_ok=True)
+    (place / name).symlink_to(victim)
+    with contextlib.suppress(ScarError):
+        Trainer(tmp_path / "store", arena_dir).close()
+        assert name == protocol.SOCKET, "a socket is replaced, whatever it was; nothing else is"
+    assert victim.read_bytes() == b"precious" * 1000
+    stop(folder)

@@ -1,0 +1,215 @@
+"""When the daemon lets runs go and when it ends, without processes or a clock."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from scarctl.daemon.lifecycle import (
+    LINGER,
+    Attached,
+    Detached,
+    Event,
+    Exit,
+    Held,
+    Lifecycle,
+    Phase,
+    Release,
+    Released,
+    Settled,
+    StopAsked,
+    Tick,
+    TrainerGone,
+)
+
+
+@pytest.fixture
+def life() -> Lifecycle:
+    life = Lifecycle()
+    assert life.handle(Attached("a")) == []
+    return life
+
+
+def test_a_closed_run_is_let_go_and_the_daemon_ends_a_moment_later(life: Lifecycle) -> None:
+    assert life.handle(Detached("a")) == [Release("a")]
+    assert life.runs == {"a": Phase.CLOSING}
+    assert life.handle(Tick(100.0)) == []
+    assert life.handle(Released("a")) == []
+    assert life.handle(Tick(101.0)) == []
+    assert life.handle(Tick(101.0 + LINGER / 2)) == []
+    assert life.handle(Tick(101.0 + LINGER)) == [Exit()]
+    assert life.stopping
+
+
+def test_a_dead_run_is_kept_until_it_is_durable(life: Lifecycle) -> None:
+    assert life.handle(Settled("a")) == []
+    assert life.handle(TrainerGone("a")) == []
+    assert life.handle(Tick(1e9)) == []
+    assert life.handle(Settled("a")) == [Release("a")]
+    assert life.handle(Settled("a")) == []
+    assert life.handle(TrainerGone("a")) == []
+    assert life.runs == {"a": Phase.CLOSING}
+
+
+def test_another_process_takes_a_dead_run_over(life: Lifecycle) -> None:
+    life.handle(TrainerGone("a"))
+    assert life.handle(Detached("a")) == [Release("a")]
+    assert life.handle(Detached("a")) == []
+    life.handle(Released("a"))
+    assert life.handle(Attached("a")) == []
+    assert life.runs == {"a": Phase.ATTACHED}
+
+
+def test_a_new_run_starts_the_time_anew(life: Lifecycle) -> None:
+    life.handle(Detached("a"))
+    life.handle(Released("a"))
+    life.handle(Tick(10.0))
+    life.handle(Attached("b"))
+    life.handle(Detached("b"))
+    life.handle(Released("b"))
+    assert life.handle(Tick(20.0)) == []
+    assert life.handle(Tick(20.0 + LINGER)) == [Exit()]
+
+
+def test_stopping_waits_for_what_is_being_written(life: Lifecycle) -> None:
+    life.handle(Attached("b"))
+    life.handle(Detached("b"))
+    assert life.handle(StopAsked()) == [Release("a")]
+    assert life.handle(StopAsked()) == []
+    assert life.handle(Released("b")) == []
+    assert life.handle(Released("a")) == [Exit()]
+
+
+def test_stopping_without_a_run_ends_at_once() -> None:
+    assert Lifecycle().handle(StopAsked()) == [Exit()]
+
+
+def test_held_for_a_run_that_comes() -> None:
+    life = Lifecycle()
+    life.handle(Held(60.0))
+    assert life.handle(Tick(1.0)) == []
+    assert life.handle(Tick(59.0)) == []
+    life.handle(Attached("a"))
+    life.handle(Detached("a"))
+    life.handle(Released("a"))
+    assert life.handle(Tick(59.1)) == []
+    assert life.handle(Tick(59.1 + LINGER)) == [Exit()], "a run has come and gone: nobody waits any more"
+
+
+def test_held_in_vain_or_no_longer() -> None:
+    life = Lifecycle()
+    life.handle(Held(60.0))
+    life.handle(Tick(1.0))
+    assert life.handle(Tick(60.0)) == [Exit()]
+    life = Lifecycle()
+    life.handle(Held(60.0))
+    life.handle(Tick(1.0))
+    life.handle(Held(2.0))
+    assert life.handle(Tick(2.0)) == [Exit()]
+
+
+@pytest.mark.parametrize("event", [TrainerGone("x"), Settled("x"), Detached("x"), Released("x")])
+def test_nothing_is_done_for_a_run_that_is_not_there(life: Lifecycle, event: Event) -> None:
+    assert life.handle(event) == []
+    assert life.runs == {"a": Phase.ATTACHED}
+
+
+RUNS = st.sampled_from(["a", "b", "c"])
+
+
+class Model(RuleBasedStateMachine):
+    """Training processes that come, close, die and are replaced, and a daemon that has to let go of each once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.life = Lifecycle()
+        self.now = 0.0
+        self.runs: dict[str, str] = {}
+        self.releasing: set[str] = set()
+        self.expected: set[str] = set()
+        self.busy_until = 0.0
+        """The last moment at which there was a run, or until which somebody holds the daemon for one."""
+        self.stopping = self.ended = False
+
+    def send(self, event: Event) -> None:
+        for instruction in self.life.handle(event):
+            assert not self.ended, "an instruction after the end"
+            if isinstance(instruction, Release):
+                assert instruction.run in self.expected, "let go though its training process lives"
+                assert instruction.run not in self.releasing, "let go twice"
+                self.expected.discard(instruction.run)
+                self.releasing.add(instruction.run)
+                self.runs[instruction.run] = "closing"
+            elif isinstance(instruction, Exit):
+                assert self.runs == {}, "ended while a run was there"
+                self.ended = True
+        assert not self.expected, "not let go"
+
+    @precondition(lambda self: not (self.ended or self.stopping))
+    @rule(run=RUNS)
+    def attach(self, run: str) -> None:
+        if run not in self.runs:
+            self.runs[run] = "attached"
+            self.busy_until = self.now
+            self.send(Attached(run))
+
+    @rule(run=RUNS)
+    def close(self, run: str) -> None:
+        if self.runs.get(run) in ("attached", "orphaned"):
+            self.expected.add(run)
+        self.send(Detached(run))
+
+    @rule(run=RUNS)
+    def trainer_dies(self, run: str) -> None:
+        if self.runs.get(run) == "attached":
+            self.runs[run] = "orphaned"
+        self.send(TrainerGone(run))
+
+    @rule(run=RUNS)
+    def settles(self, run: str) -> None:
+        if self.runs.get(run) == "orphaned":
+            self.expected.add(run)
+        self.send(Settled(run))
+
+    @precondition(lambda self: self.releasing)
+    @rule(data=st.data())
+    def released(self, data: st.DataObject) -> None:
+        run = data.draw(st.sampled_from(sorted(self.releasing)))
+        self.releasing.discard(run)
+        del self.runs[run]
+        self.busy_until = max(self.busy_until, self.now)
+        self.send(Released(run))
+        assert self.ended == (self.stopping and not self.runs)
+
+    @rule(seconds=st.floats(0, 30))
+    def hold(self, seconds: float) -> None:
+        if not self.ended:
+            self.busy_until = self.now + seconds
+            self.send(Held(self.now + seconds))
+
+    @rule(seconds=st.floats(0, 3))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.send(Tick(self.now))
+        if not self.runs and self.now >= self.busy_until:
+            self.send(Tick(self.now + LINGER))
+            assert self.ended, "nobody needs it any more"
+
+    @rule(sure=st.integers(0, 7))
+    def stop(self, sure: int) -> None:
+        if sure == 0 and not self.ended:
+            self.stopping = True
+            self.expected |= {run for run, phase in self.runs.items() if phase != "closing"}
+            self.send(StopAsked())
+            assert self.ended == (not self.runs)
+
+    @invariant()
+    def it_knows_what_there_is(self) -> None:
+        assert {run: phase.value for run, phase in self.life.runs.items()} == self.runs
+        assert self.life.stopping or not (self.stopping or self.ended), "nobody may come any more"
+
+
+Model.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
+TestModel = Model.TestCase

@@ -1,0 +1,547 @@
+"""The daemon in this process: every operation, in the right and in the wrong order, and peers that send garbage."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scarctl.daemon import client, protocol
+from scarctl.daemon import server as server_module
+from scarctl.daemon.folder import arena_folder, host_folder
+from scarctl.daemon.server import Daemon
+from scarctl.errors import AccessDenied, Contention, NoStore, ScarError, Unavailable, UsageError
+from scarctl.layout import build_layout
+from scarctl.store import Store
+from scarctl.version import pack
+from tests.daemon.trainer import Trainer, assert_sound, orphans, status, stop, wait_until
+
+NO_PROCESS = 0x7FFFFFF0
+
+
+@pytest.fixture
+def base(arena_dir: Path) -> Path:
+    return arena_dir
+
+
+@pytest.fixture
+def daemon(base: Path) -> Iterator[Daemon]:
+    """A daemon in a thread of this process: it finds itself alone, and `client.start` is never needed."""
+    folder = host_folder(str(base))
+    folder.mkdir(mode=0o700)
+    made = Daemon(folder)
+    thread = threading.Thread(target=made.serve)
+    thread.start()
+    client.ask(folder, "hold", seconds=60)
+    yield made
+    made.terminate()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert not (folder / protocol.SOCKET).exists()
+
+
+@pytest.fixture
+def connection(daemon: Daemon) -> Iterator[socket.socket]:
+    with protocol.connect(daemon.folder, 10) as made:
+        yield made
+
+
+def refused(connection: socket.socket, op: str, error: type[ScarError] = UsageError, **fields: Any) -> str:
+    """The kind of the error that the daemon answers with."""
+    with pytest.raises(error) as caught:
+        client.request(connection, op, **fields)
+    return caught.value.kind
+
+
+class TestOperations:
+    def test_a_whole_run(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
+        trainer = Trainer(tmp_path / "store", base)
+        trainer.save(trainer.everything, 1, sealed=True)
+        trainer.drained()
+        trainer.save(trainer.everything[::2], 2)
+        trainer.drained()
+        steps, content = trainer.stored()
+        assert set(steps[::2]) == {2} == set(content[::2])
+        assert set(steps[1::2]) == {1} == set(content[1::2])
+        told = status(daemon.folder)
+        assert told is not None
+        (run,) = told["runs"]
+        assert (run["pid"], run["phase"], run["id"]) == (os.getpid(), "attached", trainer.store.id)
+        assert (run["head_step"], run["durable_step"], run["oldest_durable_step"]) == (2, 2, 1)
+        assert (run["queued_bytes"], run["errors"], run["peers"], run["last_error"]) == (0, 0, [], None)
+        assert run["saved_bytes"] > trainer.layout.nbytes
+        assert run["bytes_per_second"] > 0
+        assert [s["shard"] for s in run["shards"]] == [0, 1, 2]
+        assert {s["durable_step"] for s in run["shards"]} == {2}
+        assert {s["oldest_durable_step"] for s in run["shards"]} == {1}
+        trainer.close()
+        assert status(daemon.folder)["runs"] == []  # type: ignore[index]
+        with Store.open(str(tmp_path / "store")).writer(
+            layout=trainer.layout, shard_of=trainer.layout.shards(3, 0)
+        ):
+            pass  # the store is free as soon as the run is closed
+
+    def test_a_sealed_step_holds_for_all_shards(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
+        trainer = Trainer(tmp_path / "store", base)
+        trainer.save(trainer.everything, 1, sealed=True)
+        trainer.save(trainer.everything[:3], 5, sealed=True)
+        trainer.drained()
+        (run,) = status(daemon.folder)["runs"]  # type: ignore[index]
+        assert (run["durable_step"], run["oldest_durable_step"]) == (5, 5)
+        trainer.close()
+
+    def test_two_stores_at_once(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
+        a, b = Trainer(tmp_path / "a", base), Trainer(tmp_path / "b", base)
+        for step in range(1, 4):
+            a.save(a.everything, step)
+            b.save(b.everything, 10 * step)
+            a.drained()
+            b.drained()
+        assert len(status(daemon.folder)["runs"]) == 2  # type: ignore[index]
+        a.close()
+        b.save(b.everything, 40)
+        b.close()
+        assert set(a.stored()[0]) == {3}
+        assert set(b.stored()[0]) == {40}
+
+    def test_a_second_session_for_a_store_is_refused(
+        self, daemon: Daemon, base: Path, tmp_path: Path
+    ) -> None:
+        trainer = Trainer(tmp_path / "store", base)
+        with pytest.raises(Contention, match=str(os.getpid())):
+            Trainer(tmp_path / "store", base)
+        trainer.close()
+
+    def test_a_store_that_somebody_else_writes_to_is_refused(
+        self, daemon: Daemon, base: Path, tmp_path: Path
+    ) -> None:
+        held = Store.create(tmp_path / "store", shards=3)
+        held.lock()
+        with pytest.raises(Contention):
+            Trainer(tmp_path / "store", base)
+        held.close()
+        Trainer(tmp_path / "store", base).close()
+
+    def test_wrong_orders_and_wrong_values_are_refused(
+        self, daemon: Daemon, connection: socket.socket, tmp_path: Path
+    ) -> None:
+        for op in ("open", "drain", "pause", "resume", "roll_back", "close"):
+            assert refused(connection, op, milliseconds=1, seqs={}) == "not-claimed"
+        assert refused(connection, "unheard-of") == "usage"
+        assert refused(connection, "watch", run="x") == "not-claimed"
+        assert refused(connection, "ask", store="x") == "no-session"
+        for store in ("", 7, None, [], str(tmp_path / "\0"), "s3://bucket/x"):
+            assert refused(connection, "claim", store=store) == "usage"
+        assert refused(connection, "claim", NoStore, store=str(tmp_path / "missing")) == "no-store"
+        assert refused(connection, "claim", ScarError, store="\ud800") == "defect"
+        for seconds in (-1, 1.5, "1", None, True, 1 << 60):
+            assert refused(connection, "hold", seconds=seconds) == "usage"
+        store = Store.create(tmp_path / "store")
+        client.request(connection, "claim", store=str(store.root))
+        assert refused(connection, "claim", store=str(store.root)) == "usage"
+        assert refused(connection, "open", ScarError) == "corruption", "there is no arena"
+        assert refused(connection, "drain", Unavailable, milliseconds=1) == "unavailable"
+        for seqs in (None, [], {"x": 1}, {"0": "1"}, {"0": True}, {"²": 1}):
+            assert refused(connection, "roll_back", seqs=seqs) == "usage"
+        assert refused(connection, "roll_back", seqs={"0": 0}) == "usage", "nothing is open"
+        for version in (0, 2, "1", None, 1e300, "x" * 10000):
+            protocol.send(connection, {"v": version, "op": "status"})
+            with pytest.raises(UsageError) as caught:
+                protocol.check_reply(protocol.receive(connection))
+            assert caught.value.kind == "daemon-version"
+        client.request(connection, "close")
+        assert client.request(connection, "status")["runs"] == []
+
+    def test_paused_nothing_is_written(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
+        trainer = Trainer(tmp_path / "store", base)
+        trainer.save(trainer.everything, 1, sealed=True)
+        trainer.drained()
+        trainer.saver.stop()
+        trainer.saver.stop()
+        trainer.save(trainer.everything, 2)
+        assert not trainer.saver.drain(0.3)
+        assert set(trainer.stored()[0]) == {1}
+        trainer.saver.resume()
+        trainer.saver.resume()
+        trainer.drained()
+        assert set(trainer.stored()[0]) == {2}
+        trainer.close()
+
+    def test_rolled_back_what_came_later_is_gone(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
+        trainer = Trainer(tmp_path / "store", base)
+        trainer.save(trainer.everything, 1, sealed=True)
+        trainer.drained()
+        seqs = {shard: trainer.store.state(shard).seq for shard in trainer.store.shards()}
+        trainer.save(trainer.everything, 2)
+        trainer.drained()
+        epoch = trainer.arena.epoch
+        with pytest.raises(UsageError, match="pause"):
+            trainer.saver.roll_back(seqs)
+        trainer.saver.stop()
+        trainer.saver.roll_back(seqs)
+        assert trainer.arena.epoch > epoch
+        assert set(trainer.stored()[0]) == {1}
+        trainer.arena.durable[:] = trainer.arena.version
+        trainer.saver.resume()
+        trainer.close()
+        assert_sound(tmp_path / "store")
+
+    def test_a_request_for_a_checkpoint_reaches_the_session(
+        self, daemon: Daemon, base: Path, tmp_path: Path
+    ) -> None:
+        trainer = Trainer(tmp_path / "store", base)
+        for full in (True, False):
+            told = client.ask(daemon.folder, "ask", store=trainer.store.id, full=full)
+            assert told["pid"] == os.getpid()
+        wait_until(lambda: trainer.requests == [True, False])
+        trainer.close()
+        with pytest.raises(UsageError) as caught:
+            client.ask(daemon.folder, "ask", store=trainer.store.id, full=True)
+        assert caught.value.kind == "no-session"
+
+    def test_a_failure_for_good_is_told_and_shown(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
+        trainer = Trainer(tmp_path / "store", base)
+        trainer.save(trainer.everything, 1)
+        trainer.drained()
+        # Another host takes over, which the lock of this one does not see.
+        (tmp_path / "store" / ".lock").unlink(missing_ok=True)
+        for path in (tmp_path / "store").iterdir():
+            if path.is_file() and path.name != "scarctl.json":
+                path.unlink()
+        other = Store.open(str(tmp_path / "store"))
+        with other.writer(layout=trainer.layout, shard_of=trainer.layout.shards(3, 0)):
+            trainer.save(trainer.everything, 2)
+            failure = wait_until(lambda: trainer.saver.failure)
+        assert failure.kind == "fenced"
+        started = time.monotonic()
+        assert not trainer.saver.drain(30)
+        assert time.monotonic() - started < 5
+        (run,) = status(daemon.folder)["runs"]  # type: ignore[index]
+        assert run["stopped"]
+        assert run["last_error"]
+        trainer.close(durable=False)
+        trainer.queue.clear()
+        (trainer.arena.folder / "arena").unlink()
+
+
+class TestDeath:
+    @pytest.mark.leaves_arena
+    def test_what_a_dead_process_handed_over_becomes_durable(
+        self, daemon: Daemon, base: Path, tmp_path: Path
+    ) -> None:
+        trainer = Trainer(tmp_path / "store", base)
+        trainer.saver.stop()  # it dies in the middle of a pause
+        for step in range(1, 6):
+            trainer.save(trainer.everything, step)
+        trainer.die()
+        wait_until(lambda: status(daemon.folder)["runs"] == [])  # type: ignore[index]
+        assert set(trainer.stored()[0]) == {5}
+        assert trainer.queue.numbers() == []
+
+    @pytest.mark.leaves_arena
+    def test_a_death_that_only_the_process_number_tells(
+        self, daemon: Daemon, base: Path, tmp_path: Path
+    ) -> None:
+        trainer = Trainer(tmp_path / "store", base)
+        trainer.save(trainer.everything, 1)
+        with daemon._changed:
+            daemon._runs[trainer.store.id].pid = NO_PROCESS  # a forked child keeps the connection open
+        wait_until(lambda: status(daemon.folder)["runs"] == [])  # type: ignore[index]
+        assert set(trainer.stored()[0]) == {1}
+        trainer.die()
+
+    @pytest.mark.leaves_arena
+    def test_a_new_process_goes_on_with_what_the_dead_one_left(
+        self, daemon: Daemon, base: Path, tmp_path: Path
+    ) -> None:
+        trainer = Trainer(tmp_path / "store", base, shards=1)
+        trainer.save(trainer.everything, 1)
+        trainer.drained()
+        for step in range(2, 8):
+            trainer.save(trainer.everything, step)
+        trainer.die()
+        again = Trainer(tmp_path / "store", base, shards=1)
+        again.save(again.everything[:4], 8)
+        again.close()
+        steps, _ = again.stored()
+        assert set(steps[:4]) == {8}
+        assert set(steps[4:]) == {7}
+        assert_sound(tmp_path / "store")
+
+    @pytest.mark.leaves_arena
+    def test_an_arena_that_vanishes_harms_nobody(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
+        other = Trainer(tmp_path / "other", base)
+        trainer = Trainer(tmp_path / "store", base)
+        trainer.save(trainer.everything, 1)
+        trainer.drained()
+        trainer.saver.stop()
+        for path in trainer.arena.folder.iterdir():
+            path.unlink()
+        trainer.arena.folder.rmdir()
+        trainer.die()
+        wait_until(lambda: len(status(daemon.folder)["runs"]) == 1)  # type: ignore[index]
+        other.save(other.everything, 1)
+        other.close()
+
+    def test_the_arena_is_unmapped_when_its_run_is_closed(
+        self, daemon: Daemon, base: Path, tmp_path: Path
+    ) -> None:
+        place = str(arena_folder(str(base), "x").parent)
+        for number in range(3):
+            trainer = Trainer(tmp_path / str(number), base)
+            trainer.save(trainer.everything, 1)
+            assert place in Path("/proc/self/maps").read_text()
+            trainer.close()
+            del trainer
+            wait_until(lambda: place not in Path("/proc/self/maps").read_text())
+
+
+class TestSlowStores:
+    """What hangs in one store holds up nobody else."""
+
+    @pytest.fixture
+    def gate(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+        """Commits to stores named "slow" wait for this event."""
+        from scarctl.store.writer import StoreWriter
+
+        gate, commit = threading.Event(), StoreWriter.commit
+
+        def waiting(self: StoreWriter, *arguments: Any, **options: Any) -> Any:
+            if self.store.root.name == "slow":
+                gate.wait(30)
+            return commit(self, *arguments, **options)
+
+        monkeypatch.setattr(StoreWriter, "commit", waiting)
+        yield gate
+        gate.set()
+
+    @pytest.mark.leaves_arena
+    def test_other_runs_go_on_and_stopping_waits(
+        self, daemon: Daemon, base: Path, tmp_path: Path, gate: threading.Event
+    ) -> None:
+        slow, fast = Trainer(tmp_path / "slow", base), Trainer(tmp_path / "fast", base)
+        slow.save(slow.everything, 1)
+        slow.die()
+        with protocol.connect(daemon.folder, 10) as connection:
+            # Somebody takes the run over: it is let go, which takes as long as the write.
+            protocol.send(connection, {"v": 1, "op": "claim", "store": str(slow.store.root)})
+            wait_until(lambda: slow.phases() == ["closing"])
+            fast.save(fast.everything, 1)
+            fast.drained()
+            fast.close()
+            assert not protocol.readable(connection)
+            gate.set()
+            assert protocol.check_reply(protocol.receive(connection))
+        wait_until(lambda: status(daemon.folder)["runs"] == [])  # type: ignore[index]
+        assert set(slow.stored()[0]) == {1}
+
+    def test_too_slow_a_takeover_is_contention(
+        self,
+        daemon: Daemon,
+        base: Path,
+        tmp_path: Path,
+        gate: threading.Event,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(server_module, "_PATIENCE", 0.3)
+        slow = Trainer(tmp_path / "slow", base)
+        slow.save(slow.everything, 1)
+        slow.die()
+        with pytest.raises(Contention, match="earlier process"):
+            Trainer(tmp_path / "slow", base)
+        gate.set()
+        wait_until(lambda: status(daemon.folder)["runs"] == [])  # type: ignore[index]
+        again = Trainer(tmp_path / "slow", base)
+        again.close()
+
+
+class TestHostilePeers:
+    def test_garbage_never_stops_the_daemon(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
+        trainer = Trainer(tmp_path / "store", base)
+        rng = random.Random(11)
+        whole = b'{"v":1,"op":"status"}'
+        texts = [
+            b'{"v":1,"op":["status"]}',
+            b'{"v":1,"op":{"a":1}}',
+            b'{"v":1,"op":"claim","store":{}}',
+            b'{"v":1,"op":"claim","pid":549755813887,"store":"/"}',
+            b'{"v":1,"op":"watch","run":[1]}',
+            b'{"v":1,"op":"notify"}',
+            b'{"v":1,"op":"drain","milliseconds":1e999}',
+            b'{"v":1,"op":"open","again":"yes"}',
+            b'{"v":1,"op":"roll_back","seqs":{"0":99999999999999999999999}}',
+            b"[" * 60000,
+            b'{"v":1,"op":"' + b"x" * 60000 + b'"}',
+            b"1" * 60000,
+            b'{"v":NaN}',
+            b"\x00" * 100,
+        ]
+        for number in range(150):
+            with protocol.connect(daemon.folder, 10) as connection:
+                kind = number % 5
+                with contextlib.suppress(OSError):
+                    if kind == 0:
+                        connection.sendall(rng.randbytes(rng.randrange(1, 2000)))
+                    elif kind == 1:
+                        connection.sendall(struct.pack(">I", rng.randrange(1 << 32)) + rng.randbytes(50))
+                    elif kind == 2:
+                        connection.sendall((struct.pack(">I", 21) + whole)[: rng.randrange(25)])
+                    else:
+                        text = texts[number % len(texts)]
+                        connection.sendall(struct.pack(">I", len(text)) + text)
+                        if kind == 3 and b"notify" not in text:
+                            connection.recv(10)
+        trainer.save(trainer.everything, 1)
+        trainer.close()
+        assert set(trainer.stored()[0]) == {1}
+
+    def test_many_connections(
+        self, daemon: Daemon, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with contextlib.ExitStack() as stack:
+            peers = [stack.enter_context(client.connect(daemon.folder, begin=False)) for _ in range(200)]
+            trainer = Trainer(tmp_path / "store", base)
+            trainer.save(trainer.everything, 1)
+            for peer in peers:
+                assert len(client.request(peer, "status")["runs"]) == 1
+            trainer.close()
+            monkeypatch.setattr(server_module, "_MAX_CONNECTIONS", 200)
+            with protocol.connect(daemon.folder, 10) as one_more, pytest.raises((protocol.Closed, OSError)):
+                protocol.receive(one_more)
+        assert wait_until(lambda: status(daemon.folder)) is not None, "there is room again"
+
+    def test_a_peer_that_says_nothing_is_not_waited_for(
+        self, daemon: Daemon, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(server_module, "_PATIENCE", 0.2)
+        trainer = Trainer(tmp_path / "store", base)
+        with protocol.connect(daemon.folder, 10) as silent, protocol.connect(daemon.folder, 10) as half:
+            half.sendall(b"\0")
+            for connection in (silent, half):
+                with pytest.raises((protocol.Closed, OSError)):
+                    protocol.receive(connection)
+        trainer.save(trainer.everything, 1)
+        trainer.close()  # a session may be silent for as long as it likes
+
+    def test_a_peer_of_another_user_gets_no_answer(
+        self, daemon: Daemon, connection: socket.socket, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def foreign(connection: socket.socket) -> int:
+            raise AccessDenied("another user")
+
+        with pytest.MonkeyPatch.context() as patch:
+            client.request(connection, "status")
+            patch.setattr(protocol, "check_peer", foreign)
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.settimeout(10)
+                stranger.connect(str(daemon.folder / protocol.SOCKET))
+                with contextlib.suppress(OSError):
+                    protocol.send(stranger, {"v": 1, "op": "stop"})
+                with pytest.raises((protocol.Closed, OSError)):
+                    protocol.receive(stranger)
+        assert client.request(connection, "status")["runs"] == []
+
+    def test_a_listener_that_fails_now_and_then(
+        self, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        failures = iter([OSError(24, "Too many open files"), RuntimeError("can't start new thread")])
+        accept = daemon._accept
+
+        def failing(connection: socket.socket) -> None:
+            error = next(failures, None)
+            if error is not None:
+                connection.close()
+                raise error
+            accept(connection)
+
+        monkeypatch.setattr(daemon, "_accept", failing)
+        for _ in range(2):
+            with pytest.raises((Unavailable, OSError)):
+                client.ask(daemon.folder, "status")
+        assert status(daemon.folder) is not None
+
+
+class TestTheEnd:
+    @pytest.mark.leaves_arena
+    def test_stop_answers_finishes_and_leaves_the_rest_queued(
+        self, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = host_folder(str(base))
+        folder.mkdir(mode=0o700)
+        daemon = Daemon(folder)
+        thread = threading.Thread(target=daemon.serve)
+        thread.start()
+
+        def no_start(folder: Path) -> None:
+            raise Unavailable("the session shall not start another")
+
+        monkeypatch.setattr(client, "start", no_start)
+        trainer = Trainer(tmp_path / "store", base)
+        for step in range(1, 10):
+            trainer.save(trainer.everything, step)
+        assert client.ask(folder, "stop")["pid"] == os.getpid()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert status(folder) is None
+        assert not (folder / protocol.SOCKET).exists()
+        assert_sound(tmp_path / "store")
+        assert orphans(tmp_path / "store") == 0
+        trainer.saver._closing = True
+        trainer.saver.close()
+        trainer.die()
+
+    def test_nobody_attaches_to_a_daemon_that_ends(
+        self, daemon: Daemon, connection: socket.socket, tmp_path: Path
+    ) -> None:
+        store = Store.create(tmp_path / "store")
+        with daemon._changed:
+            daemon._life.stopping = True
+        assert refused(connection, "claim", ScarError, store=str(store.root)) == "daemon-ending"
+        store.lock()  # it has not kept it
+        store.close()
+        with daemon._changed:
+            daemon._life.stopping = False
+
+    def test_the_second_signal_ends_at_once(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = host_folder(str(base))
+        folder.mkdir(mode=0o700)
+        daemon = Daemon(folder)
+        ended: list[int] = []
+        monkeypatch.setattr(os, "_exit", ended.append)
+        daemon.terminate()
+        assert ended == []
+        daemon.terminate()
+        assert ended == [1]
+        daemon.serve()
+
+
+def test_an_epoch_that_changes_while_a_copy_is_made(daemon: Daemon, base: Path, tmp_path: Path) -> None:
+    """The hand-over says another version than its copies then, and they are saved nevertheless."""
+    trainer = Trainer(tmp_path / "store", base)
+    trainer.save(trainer.everything, 1)
+    trainer.drained()
+    old = trainer.arena.epoch
+    trainer.copy(trainer.everything, 2)
+    trainer.queue.put(version=pack(old + 1, 2), ids=trainer.everything, sealed=False, extras=None)
+    trainer.saver.notify()
+    wait_until(lambda: not trainer.arena.pending().any())
+    trainer.close()
+
+
+def test_a_run_without_partitions(daemon: Daemon, base: Path, tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "store", base, layout=build_layout([]))
+    assert np.array_equal(trainer.everything, [])
+    (run,) = status(daemon.folder)["runs"]  # type: ignore[index]
+    assert (run["durable_step"], run["oldest_durable_step"], run["queued_bytes"]) == (-1, -1, 0)
+    trainer.close()
+    stop(base / "nothing")

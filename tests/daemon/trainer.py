@@ -1,0 +1,161 @@
+"""What a session does with the daemon, without torch: values tell their step. Also as a program:
+
+    python -m tests.daemon.trainer STORE BASE STEPS
+
+It saves a quarter of the partitions per step, and prints a JSON line after every step: per partition the step that was
+handed over and the step that is acknowledged as durable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scarctl.daemon import client
+from scarctl.daemon.arena import Arena
+from scarctl.daemon.folder import arena_folder
+from scarctl.daemon.handover import HandOverQueue
+from scarctl.errors import ScarError, Unavailable
+from scarctl.layout import Layout, TensorSpec, build_layout
+from scarctl.store import Store, verify
+from scarctl.version import pack, step_of
+from tests.daemon.rig import Ids, Rig, fill, small_layout
+
+
+def wide_layout(rows: int = 512) -> Layout:
+    """A state of 32 KiB per row."""
+    return build_layout([("wide", "parameter", (TensorSpec("", "F32", (rows, 8192)),))], rows={"*": 8})
+
+
+class Trainer:
+    """A session's saving side in this process, with a daemon in the folder under `base`."""
+
+    stored = Rig.stored
+
+    def __init__(self, store: Path, base: Path, *, shards: int = 3, layout: Layout | None = None) -> None:
+        self.store = Store.create(str(store), shards=shards)
+        self.requests: list[bool] = []
+        place = arena_folder(str(base), self.store.id)
+        self.folder = place.parent
+        self.saver = client.DaemonSaver(
+            str(self.store.root), self.store.id, self.folder, self.requests.append
+        )
+        self.layout = layout or small_layout()
+        self.everything = np.arange(self.layout.partitions)
+        try:
+            self.saver.claim()
+            found = Arena.open_existing(place, store_id=self.store.id)
+            self.arena = found or Arena.create(place, self.layout, store_id=self.store.id, epoch=1)
+            self.arena.pid = os.getpid()
+            self.queue = HandOverQueue(self.arena.folder)
+            self.saver.open(self.arena)
+        except ScarError:
+            self.saver.close()
+            self.store.close()
+            raise
+
+    def copy(self, ids: Ids, step: int) -> None:
+        self.arena.begin(ids)
+        fill(self.arena, ids, step)
+        self.arena.end(ids, pack(self.arena.epoch, step))
+        self.arena.head_step = step
+
+    def save(self, ids: Ids, step: int, *, sealed: bool = False) -> None:
+        """Copy and hand over."""
+        self.copy(ids, step)
+        version = int(self.arena.version[ids].max())
+        self.queue.put(version=version, ids=ids, sealed=sealed, extras={"step": step})
+        self.saver.notify()
+
+    def drained(self, seconds: float = 20.0) -> None:
+        assert self.saver.drain(seconds), self.saver.fault()
+
+    def close(self, *, durable: bool = True) -> None:
+        """As a session: wait, let go, remove the arena. `durable`: everything has to be in the store by then."""
+        done = self.saver.drain(20.0)
+        self.saver.close()
+        if done:
+            self.arena.remove()
+        else:
+            self.arena.close()
+        self.store.close()
+        assert done or not durable, self.saver.fault()
+
+    def die(self) -> None:
+        """Let go of everything as a killed process does: the daemon sees the connection end, the arena stays."""
+        self.saver.abandon()
+        self.arena.pid = 0x7FFFFFF0  # a number that no process has
+        self.arena.close()
+        self.store.close()
+        wait_until(lambda: "attached" not in self.phases())
+
+    def phases(self) -> list[str]:
+        """The phase that the daemon says this run is in; empty when it has none."""
+        runs = (status(self.folder) or {"runs": []})["runs"]
+        return [run["phase"] for run in runs if run["id"] == self.store.id]
+
+
+def status(folder: Path) -> dict[str, Any] | None:
+    """What the daemon says, None when there is none."""
+    try:
+        return client.ask(folder, "status")
+    except Unavailable:
+        return None
+
+
+def wait_until(condition: Any, seconds: float = 10.0) -> Any:
+    """The first value of `condition()` that is true; fails after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)
+    return value
+
+
+def stop(folder: Path) -> None:
+    """End the daemon and wait for it. Fine when there is none."""
+    try:
+        pid = client.ask(folder, "stop")["pid"]
+    except ScarError:
+        return
+    wait_until(lambda: (status(folder) or {"pid": 0})["pid"] != pid)
+
+
+def assert_sound(root: Path) -> None:
+    """The store verifies."""
+    store = Store.open(str(root))
+    assert verify(store, read_data=True).problems == []
+
+
+def orphans(root: Path) -> int:
+    """Segments that no record names."""
+    return len(verify(Store.open(str(root)), read_data=False).orphans)
+
+
+def main() -> None:
+    trainer = Trainer(Path(sys.argv[1]), Path(sys.argv[2]))
+    start = trainer.arena.head_step
+    for step in range(start + 1, start + 1 + int(sys.argv[3])):
+        free = np.flatnonzero(~trainer.arena.pending())
+        ids = free[step % 4 :: 4] if step > 1 else trainer.everything
+        if ids.size:
+            trainer.save(ids, step)
+        trainer.arena.head_step = step
+        told = {
+            "step": step,
+            "handed": step_of(trainer.arena.version).tolist(),
+            "durable": step_of(trainer.arena.durable).tolist(),
+        }
+        os.write(1, json.dumps(told).encode() + b"\n")
+        time.sleep(0.005)
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main()
