@@ -73,10 +73,11 @@ class Gate:
             self._changed.notify_all()
 
     @contextmanager
-    def quiet(self, timeout: float, *, trust: bool = True) -> Iterator[bool]:
+    def quiet(self, timeout: float, *, between: bool | None = None) -> Iterator[bool]:
         """Wait up to `timeout` seconds until no step is running; inside, none begins. Yields whether that is so.
 
-        trust: where nothing says when a step begins, take the training thread's word that it is between two.
+        between: where nothing says when a step begins, whether the caller knows that none is running. By default the
+        training thread does, and no other one.
         """
         deadline = time.monotonic() + timeout
         if not self._changed.acquire(timeout=timeout):
@@ -84,8 +85,11 @@ class Gate:
             return
         try:
             self._wanted += 1
-            if threading.get_ident() == self._trainer:
-                yield (trust and self._implied) or not self._stepping
+            mine = threading.get_ident() == self._trainer
+            if self._implied and (mine if between is None else between):
+                yield True
+            elif mine:
+                yield not self._stepping
             else:
                 yield self._wait(deadline)
         finally:

@@ -76,6 +76,8 @@ class Session:
         """The end of the newest step, if it is taken after every step."""
         self._flushed: int | None = None
         """The newest step that a flush has sealed."""
+        self._doomed = False
+        """A signal ends this process any moment: what was flushed has to stay as it is."""
         self.store = Store.create(settings.store, **settings.fixed())
         self._binding = Binding(adapter, self.store)
         self._saver = self._make_saver()
@@ -265,7 +267,7 @@ class Session:
 
     def _inert(self) -> bool:
         """A closed session, or a forked child's copy of one (a data loader's worker) does nothing."""
-        return self._closed or os.getpid() != self._pid
+        return self._closed or self._doomed or os.getpid() != self._pid
 
     @contextlib.contextmanager
     def _stalled(self, *, first: bool = False, part: bool = False) -> Iterator[None]:
@@ -295,7 +297,7 @@ class Session:
     def _begin(self, moment: Moment | None, *, full: bool, skip_if_behind: bool = False) -> None:
         """First half: start the copy of the state as it was at `moment`."""
         engine = self._engine
-        if moment is None or engine is None:
+        if moment is None or engine is None or self._doomed:
             return
         try:
             live = self._binding.live(engine.arena)
@@ -377,6 +379,7 @@ class Session:
                 log.warning("a signal came in a step that did not end: the state is not flushed")
             elif self._moment is not None and self._seal(self._moment):
                 log.info("a signal came: step %d is in this host's memory", self.head_step)
+            self._doomed = fatal
             if fatal and not self.settings.daemon:
                 engine.saver.drain(min(self.settings.drain_timeout, _LAST_DRAIN))
 
@@ -399,7 +402,7 @@ class Session:
             last.callback(self._let_go, failed)
             last.callback(self._unwatch)
             last.callback(self._stop)
-            with self._gate.quiet(_PATIENCE, trust=not failed) as quiet:
+            with self._gate.quiet(_PATIENCE, between=not failed) as quiet:
                 self._finish()
                 # A step that raised has left parameters half changed: what was saved before is better.
                 if seal and quiet and self.head_step > 0 and (as_it_is or self._flushed != self.head_step):

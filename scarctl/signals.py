@@ -157,6 +157,8 @@ class _Watch:
         self._machine = Machine()
         self._through: set[int] = set()
         """Signals whose next run of the handler lets them through."""
+        self._fatal: set[int] = set()
+        """Signals of which the callbacks were told that they end the process: then they do."""
         self._reading, self._writing = socket.socketpair()
         self._writing.setblocking(False)
         self._previous = {
@@ -258,8 +260,10 @@ class _Watch:
     def _obey(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             if isinstance(instruction, Save):
-                fatal = self._is_ours(instruction.signum) and not callable(self._previous[instruction.signum])
-                self._saving.submit(lambda fatal=fatal: self._save(fatal))  # type: ignore[misc]
+                signum = instruction.signum
+                if self._is_ours(signum) and not callable(self._previous[signum]):
+                    self._fatal.add(signum)
+                self._saving.submit(lambda fatal=signum in self._fatal: self._save(fatal))  # type: ignore[misc]
             else:
                 for signum in instruction.signums:
                     self._let(signum, instruction.at_once)
@@ -267,7 +271,9 @@ class _Watch:
     def _let(self, signum: int, at_once: bool) -> None:
         previous = self._previous[signum]
         self._forward(signum)
-        if not self._is_ours(signum):
+        if signum in self._fatal:
+            _die(signum)
+        elif not self._is_ours(signum):
             self._machine.forget(signum)  # the handler that took our place has run
         elif not callable(previous) or (at_once and previous is signal.default_int_handler):
             _die(signum)
