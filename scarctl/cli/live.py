@@ -66,11 +66,11 @@ def checkpoint_live(store: Store, *, full: bool, wait: float, arena_dir: str | N
         ) from None
     # The session saves after its next step: what is of an earlier one was under way before.
     newest = int(before.version.max(initial=NEVER)) if before is not None else NEVER
-    target = pack(epoch_of(newest), before.head_step + 1) if before is not None and newest >= 0 else 0
+    asked_at = pack(epoch_of(newest), before.head_step) if before is not None and newest >= 0 else NEVER
     deadline = time.monotonic() + wait
     while True:
         started = time.monotonic()
-        found = _look(store, arena_dir, target, pid)
+        found = _look(store, arena_dir, asked_at, pid)
         if found is not None and (found.exact or not full):
             return found
         now = time.monotonic()
@@ -85,14 +85,14 @@ def checkpoint_live(store: Store, *, full: bool, wait: float, arena_dir: str | N
     )
 
 
-def _look(store: Store, arena_dir: str | None, target: int, pid: int) -> LiveCheckpoint | None:
-    """The checkpoint of version `target` or later that is durable, None while there is none."""
+def _look(store: Store, arena_dir: str | None, asked_at: int, pid: int) -> LiveCheckpoint | None:
+    """The durable checkpoint that is newer than version `asked_at`, None while there is none."""
     view = peek(arena_dir, store.id)
     if view is None:
-        return _closed(store, target, pid)
-    if view.sealed >= target and view.sealed >= 0:
+        return _closed(store, asked_at, pid)
+    if view.sealed > asked_at:
         return LiveCheckpoint(pid, view.sealed, view.layout, view.durable, exact=True)
-    newer = view.durable[view.durable >= target]
+    newer = view.durable[view.durable > asked_at]
     if not newer.size:
         return None
     version = int(newer.min())
@@ -100,8 +100,11 @@ def _look(store: Store, arena_dir: str | None, target: int, pid: int) -> LiveChe
     return None if waiting.any() else LiveCheckpoint(pid, version, view.layout, view.durable, exact=False)
 
 
-def _closed(store: Store, target: int, pid: int) -> LiveCheckpoint | None:
-    """The same when the session has ended meanwhile: it leaves no arena when all is durable."""
+def _closed(store: Store, asked_at: int, pid: int) -> LiveCheckpoint | None:
+    """The same when the session has ended meanwhile: it leaves no arena when all is durable.
+
+    Perhaps without another step: then what was the newest when it was asked is what it ended with.
+    """
     layout = store.current_layout()
     if layout is None:
         return None
@@ -110,6 +113,6 @@ def _closed(store: Store, target: int, pid: int) -> LiveCheckpoint | None:
         state = store.state(shard, layout)
         durable[state.ids] = state.version
     version = int(durable.max(initial=NEVER))
-    if version < max(target, 0):
+    if version < max(asked_at, 0):
         return None
     return LiveCheckpoint(pid, version, layout, durable, exact=bool((durable == version).all()))
