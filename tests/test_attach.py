@@ -1,0 +1,78 @@
+"""Where a session saves from, and what `attach` refuses."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import scarctl
+from scarctl.daemon.folder import host_folder
+from scarctl.errors import Unavailable
+from tests.daemon.trainer import status, stop
+from tests.support import stepper
+
+
+@pytest.fixture
+def folder(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The daemon's, with nothing said about it by the environment."""
+    monkeypatch.delenv("SCARCTL_DAEMON")
+    folder = host_folder(str(arena_dir))
+    yield folder
+    stop(folder)
+
+
+def test_saving_is_the_daemons_unless_it_is_told_otherwise(tmp_path: Path, folder: Path) -> None:
+    with stepper.attach(*stepper.build(), str(tmp_path / "daemon")):
+        found = status(folder)
+        assert found is not None
+        assert [run["store"] for run in found["runs"]] == [str(tmp_path / "daemon")]
+    stop(folder)
+    with stepper.attach(*stepper.build(), str(tmp_path / "thread"), daemon=False):
+        assert status(folder) is None
+
+
+@pytest.fixture
+def no_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a sandbox that lets no other program run."""
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+
+
+@pytest.mark.usefixtures("no_daemon")
+def test_where_there_can_be_no_daemon_a_thread_saves(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "scarctl"):
+        model, optimizer = stepper.build()
+        session = stepper.attach(model, optimizer, str(tmp_path / "store"))
+    assert "could not be started" in caplog.text
+    assert "in a thread of this process" in caplog.text
+    optimizer.step()
+    session.checkpoint(full=True, wait=True)
+    session.close()
+    with stepper.attach(*stepper.build(), str(tmp_path / "store")) as again:
+        assert again.resume().step == 1
+
+
+@pytest.mark.usefixtures("no_daemon")
+def test_a_daemon_that_is_asked_for_has_to_start(tmp_path: Path, folder: Path) -> None:
+    model, optimizer = stepper.build()
+    with pytest.raises(Unavailable, match="could not be started") as caught:
+        stepper.attach(model, optimizer, str(tmp_path / "store"), daemon=True)
+    assert caught.value.kind == "daemon-not-started"
+    stepper.attach(model, optimizer, str(tmp_path / "store")).close()  # nothing is held
+
+
+def test_memory_that_is_too_small_is_found_out_at_once(tmp_path: Path, arena_dir: Path) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(1).expand(1 << 46), requires_grad=False)])
+    with pytest.raises(
+        Unavailable, match=r"at least 281,474,976,710,656 bytes in .* are free .*arena_dir"
+    ) as caught:
+        scarctl.attach(model, store=tmp_path / "store", auto=False)
+    assert caught.value.kind == "arena-full"
+    scarctl.attach(nn.Linear(2, 2), store=tmp_path / "store", auto=False).close()
