@@ -57,7 +57,8 @@ def attach(
     flush_on_signal: on SIGTERM and SIGINT bring the newest step into this host's memory first (see `Session.flush`).
         For that, extras are read and small buffers copied after every step. Only from the main thread.
     on_error: "warn" logs and counts a fault while saving, "raise" raises it from the training loop.
-    daemon: save from the host's daemon, which outlives this process.
+    daemon: save from the host's daemon, which outlives this process; False: from a thread of this process. By default
+        the daemon, or the thread, with a warning, where it cannot be started.
     arena_dir: folder for the arena instead of shared memory.
     validate: prove after every copy that it is not torn, at the price of cloning the state.
     drain_timeout: seconds that `close` waits for the store.

@@ -32,6 +32,13 @@ class Binding:
             optimizer=self._adapter.optimizer,
         )
 
+    def least_bytes(self) -> int:
+        """Bytes of the state: of the stored layout if there is one, else without what the first step will add."""
+        stored = self._store.current_layout()
+        if stored is not None:
+            return stored.nbytes
+        return sum(t.nbytes for group in self._adapter.groups() for t in group.tensors.values())
+
     def check(self, layout: Layout) -> None:
         """Raise LayoutMismatch, naming every difference, unless the model and optimizer are those of `layout`.
 

@@ -59,8 +59,10 @@ class SessionSettings:
     """Before SIGTERM or SIGINT takes effect, bring the newest step into this host's memory."""
     on_error: str = "warn"
     """A fault while saving is logged and counted ("warn"), or raised from the next call or step ("raise")."""
-    daemon: bool = False
-    """Save from the host's daemon, which outlives this process; otherwise from a thread of this process."""
+    daemon: bool | None = None
+    """Save from the host's daemon, which outlives this process, or from a thread of this process (False).
+
+    None: from the daemon, unless it cannot be started."""
     arena_dir: str | None = None
     """Folder that holds the arena instead of shared memory. None: /dev/shm, or the temporary folder."""
     validate: bool = False

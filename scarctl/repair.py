@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
-from scarctl.daemon.folder import arena_folder
+from scarctl.daemon.client import wait_until_released
+from scarctl.daemon.folder import arena_folder, host_folder
 from scarctl.daemon.handover import HandOverQueue
 from scarctl.daemon.peek import open_stopped
 from scarctl.errors import NoIntactCopy, UsageError
@@ -100,14 +101,17 @@ def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
     for path in (settings.into, settings.output):
         if path is not None and store.root.resolve() in path.resolve().parents:
             raise UsageError(f"{path} is inside the store", hint="give a file elsewhere")
+    # To be found out before anything is written: whether somebody else writes.
+    changes_store = settings.mode == "rollback" and settings.output is None and not dry_run
+    changes_arena = settings.into is None and settings.output is None
+    if changes_store or changes_arena:
+        wait_until_released(host_folder(settings.arena_dir), store.id)
     with ExitStack() as stack:
         arena = stack.enter_context(_stopped_arena(store, layout, settings))
-        # To be found out before anything is written: whether somebody else writes.
-        changes_store = settings.mode == "rollback" and settings.output is None and not dry_run
         writer: StoreWriter | None = None
         if changes_store:
             writer = stack.enter_context(store.writer(layout=layout, shard_of=shard_of))
-        elif settings.into is None and settings.output is None and not dry_run:
+        elif changes_arena and not dry_run:
             stack.callback(StoreLock(store.root / "lock").release)
         return _Recovery(settings, store, layout, shard_of, ids, arena).run(writer, dry_run=dry_run)
 

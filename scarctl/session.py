@@ -25,8 +25,8 @@ from scarctl.adapter import Adapter
 from scarctl.binding import Binding
 from scarctl.checkpoint import Checkpoints, Stats
 from scarctl.config import SessionSettings
-from scarctl.daemon.client import DaemonSaver
-from scarctl.daemon.folder import arena_folder
+from scarctl.daemon.folder import arena_folder, require_room
+from scarctl.daemon.remote import DaemonSaver
 from scarctl.daemon.saver import LocalSaver, Saver
 from scarctl.engine import Engine
 from scarctl.errors import ScarError, UsageError
@@ -80,9 +80,14 @@ class Session:
         """A signal ends this process any moment: what was flushed has to stay as it is."""
         self.store = Store.create(settings.store, **settings.fixed())
         self._binding = Binding(adapter, self.store)
-        self._saver = self._make_saver()
         try:
-            self._saver.claim()
+            # Better now than at the first step.
+            require_room(arena_folder(settings.arena_dir, self.store.id), self._binding.least_bytes())
+            self._saver = self._claim()
+        except BaseException:
+            self.store.close()
+            raise
+        try:
             self._remove_hooks = (
                 adapter.install(self._before_step, self._after_step) if auto else lambda: None
             )
@@ -332,11 +337,22 @@ class Session:
 
     # -- start and end ------------------------------------------------------------------------------------------
 
-    def _make_saver(self) -> Saver:
-        if not self.settings.daemon:
-            return LocalSaver(self.store)
-        folder = arena_folder(self.settings.arena_dir, self.store.id).parent
-        return DaemonSaver(str(self.store.root), self.store.id, folder, self._ask)
+    def _claim(self) -> Saver:
+        """The saver that has the store for this session."""
+        if self.settings.daemon is not False:
+            folder = arena_folder(self.settings.arena_dir, self.store.id).parent
+            saver: Saver = DaemonSaver(str(self.store.root), self.store.id, folder, self._ask)
+            try:
+                saver.claim()
+                return saver
+            except BaseException as error:
+                saver.close()
+                if self.settings.daemon or getattr(error, "kind", None) != "daemon-not-started":
+                    raise
+                log.warning("%s. Saving goes on in a thread of this process, and ends with it", error)
+        saver = LocalSaver(self.store)
+        saver.claim()
+        return saver
 
     def _ask(self, full: bool) -> None:
         """Somebody wants a checkpoint after the next step. Called from another thread."""
@@ -380,7 +396,7 @@ class Session:
             elif self._moment is not None and self._seal(self._moment):
                 log.info("a signal came: step %d is in this host's memory", self.head_step)
             self._doomed = fatal
-            if fatal and not self.settings.daemon:
+            if fatal and not self._saver.outlives:
                 engine.saver.drain(min(self.settings.drain_timeout, _LAST_DRAIN))
 
     def _at_exit(self) -> None:
@@ -418,7 +434,7 @@ class Session:
         if engine is None:
             self._saver.close()
             return
-        if failed and self.settings.daemon:
+        if failed and self._saver.outlives:
             engine.leave()
             return
         try:

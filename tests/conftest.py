@@ -76,6 +76,12 @@ def both_savers(request: pytest.FixtureRequest, arena_dir: Path, monkeypatch: py
     return str(request.param)
 
 
+@pytest.fixture
+def usual_saver(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saving as it is where nobody says anything about it."""
+    monkeypatch.delenv("SCARCTL_DAEMON")
+
+
 def _settled(leaks: Callable[[], list[object]]) -> list[object]:
     """The leaks that are still there after a time of grace."""
     deadline = time.monotonic() + GRACE_SECONDS

@@ -19,9 +19,8 @@ from tests.support import stepper
 
 
 @pytest.fixture
-def folder(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The daemon's, with nothing said about it by the environment."""
-    monkeypatch.delenv("SCARCTL_DAEMON")
+def folder(arena_dir: Path, usual_saver: None) -> Iterator[Path]:
+    """The daemon's."""
     folder = host_folder(str(arena_dir))
     yield folder
     stop(folder)

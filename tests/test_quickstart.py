@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+pytestmark = pytest.mark.usefixtures("usual_saver")
+
 FOLDER = Path(__file__).parent.parent / "examples" / "quickstart"
 FULL_EVERY = 32
 

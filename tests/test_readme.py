@@ -16,6 +16,8 @@ import scarctl
 from scarctl import errors
 from scarctl.cli.main import COMMANDS
 
+pytestmark = pytest.mark.usefixtures("usual_saver")
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = ["README.md", "docs/ARCHITECTURE.md", "docs/FORMAT.md", "CONTRIBUTING.md", "CHANGELOG.md"]

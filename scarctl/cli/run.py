@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from scarctl.cli.output import EXIT_SIGNAL, arena_option, human_bytes, note
-from scarctl.errors import Unavailable
+from scarctl.cli.output import EXIT_RUN_FAILED, EXIT_SIGNAL, arena_option, human_bytes, note
+from scarctl.errors import ScarError
 
 EXAMPLES = """\b
 Examples:
@@ -27,6 +27,8 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _HOLD_SECONDS = 600
 _POLL = 0.1
+_PATIENCE = 1.0
+"""Seconds that one question to the daemon may take at the end: a signal is noticed between two."""
 
 
 @click.command(epilog=EXAMPLES, context_settings={"allow_interspersed_args": False})
@@ -64,9 +66,12 @@ def command(
     """
     from scarctl.daemon.client import hold
     from scarctl.daemon.folder import host_folder
+    from scarctl.store.settings import local_path
 
     folder = host_folder(arena_dir)
-    given = {"SCARCTL_STORE": store, "SCARCTL_ARENA_DIR": arena_dir}
+    # Absolute: CMD may go to another folder before it attaches.
+    root = str(local_path(store)) if store is not None else None
+    given = {"SCARCTL_STORE": root, "SCARCTL_ARENA_DIR": arena_dir and os.path.abspath(arena_dir)}
     environment = {
         **os.environ,
         "SCARCTL_DAEMON": "1",
@@ -86,7 +91,11 @@ def command(
             if code == 0 or forwarding.asked is not None or count == restarts:
                 break
             note(f"{cmd[0]} ended with exit code {code}: restart {count + 1} of {restarts}")
-        _wait_until_durable(folder, store, wait, forwarding, started)
+        try:
+            _wait_until_durable(folder, root, wait, forwarding, started)
+        except ScarError as error:
+            note(str(error))
+            code = code or EXIT_RUN_FAILED
     return code
 
 
@@ -116,7 +125,7 @@ class _Forwarding:
         """Run the command; returns its exit code, 128+N when signal N ended it. Raises OSError if it cannot start."""
         if self.asked is not None:
             return EXIT_SIGNAL + self.asked
-        self._process = subprocess.Popen(command, env=environment)
+        self._process = subprocess.Popen(command, env=environment, close_fds=False)
         while self._early:
             self._process.send_signal(self._early.pop(0))
         code = self._process.wait()
@@ -149,31 +158,42 @@ def _in_foreground() -> bool:
 
 
 def _wait_until_durable(
-    folder: Path, store: str | None, wait: float, forwarding: _Forwarding, started: float
+    folder: Path, root: str | None, wait: float, forwarding: _Forwarding, started: float
 ) -> None:
     """Wait until the daemon has saved what dead sessions left, at most `wait` seconds or until a signal; say what
     is left then.
     """
     from scarctl.daemon.client import ask
     from scarctl.daemon.stale import survey
-    from scarctl.store.settings import local_path
 
-    root = str(local_path(store)) if store is not None else None
     forwarding.asked = None
     deadline = time.monotonic() + wait
     runs: list[dict[str, Any]] = []
-    try:
-        ask(folder, "hold", seconds=0)
-        while True:
-            time.sleep(_POLL)  # the daemon, too, sees only after a moment who has died
-            runs = ask(folder, "status")["runs"]
-            waiting = [run for run in runs if run["phase"] != "attached" and root in (None, run["store"])]
-            if not waiting or forwarding.asked is not None or time.monotonic() > deadline:
-                break
-    except Unavailable as error:
-        if error.kind not in ("no-daemon", "daemon-gone"):
-            raise
-        runs = waiting = []  # it has nothing to do any more
+    held = True
+    while True:
+        patience = min(_PATIENCE, max(_POLL, deadline - time.monotonic()))
+        silent = False
+        try:
+            if held:
+                ask(folder, "hold", patience=patience, seconds=0)
+                held = False
+            runs = ask(folder, "status", patience=patience)["runs"]
+        except ScarError as error:
+            if error.kind == "no-daemon":
+                runs = []  # it has nothing to do any more
+            elif error.kind == "daemon-ending":
+                held = False
+                continue
+            elif error.kind == "daemon-gone":
+                silent = True  # it has been stopped, or ends just now
+            else:
+                raise
+        waiting = [run for run in runs if root in (None, run["store"]) and not _trainer_lives(run)]
+        if not (waiting or silent) or forwarding.asked is not None or time.monotonic() > deadline:
+            break
+        time.sleep(_POLL)
+    if silent:
+        note(f"the daemon in {folder} does not answer")
     for run in waiting:
         queued = f"{human_bytes(run['queued_bytes'])} are " if run["open"] else "something is "
         note(f"{run['store']}: {queued}not durable yet; the daemon goes on with it")
@@ -183,3 +203,15 @@ def _wait_until_durable(
                 f"{arena.folder}: {arena.pending} partitions are only in memory; "
                 "the next session of that run on this host saves them"
             )
+
+
+def _trainer_lives(run: Mapping[str, Any]) -> bool:
+    """Whether a run's training process is there. The daemon sees only after a moment that one has died."""
+    if run["phase"] != "attached":
+        return False
+    try:
+        if run["pid"]:
+            os.kill(run["pid"], 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.daemon.folder import arena_folder, clear_queue, folder_error, lock_folder
-from scarctl.errors import AccessDenied, Corruption, Unavailable, UsageError
+from scarctl.daemon.folder import arena_folder, clear_queue, folder_error, lock_folder, no_room
+from scarctl.errors import AccessDenied, Corruption, UsageError
 from scarctl.layout import Layout
 from scarctl.version import NEVER
 
@@ -384,12 +384,7 @@ def _reserve(fd: int, size: int, folder: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
             raise
-        free = os.statvfs(folder)
-        raise Unavailable(
-            f"the arena needs {size:,} bytes in {folder}, {free.f_bavail * free.f_frsize:,} are free",
-            hint="give arena_dir (SCARCTL_ARENA_DIR) a folder with room, on disk if need be, or enlarge /dev/shm",
-            kind="arena-full",
-        ) from error
+        raise no_room(folder, size) from error
 
 
 def _map(fd: int, size: int) -> mmap.mmap:

@@ -109,6 +109,31 @@ def lock_folder(folder: Path) -> int:
         os.close(fd)
 
 
+def require_room(folder: Path, nbytes: int) -> None:
+    """Raise Unavailable (`kind` "arena-full") unless an arena of at least `nbytes` fits into `folder`, or one is there.
+
+    Takes no space: the folder may still be full when the arena is made.
+    """
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if existing != folder and free_bytes(existing) < nbytes:
+        raise no_room(existing, nbytes, least=True)
+
+
+def no_room(folder: Path, nbytes: int, *, least: bool = False) -> Unavailable:
+    """The error for an arena that does not fit."""
+    return Unavailable(
+        f"the arena needs {'at least ' if least else ''}{nbytes:,} bytes in {folder}, {free_bytes(folder):,} are free",
+        hint="give arena_dir (SCARCTL_ARENA_DIR) a folder with room, on disk if need be, or enlarge /dev/shm",
+        kind="arena-full",
+    )
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that this user can still write there."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
 def clear_queue(folder: Path) -> None:
     """Delete all hand-overs in the folder, and what was set aside of them."""
     for path in (*folder.glob("handover-*"), *folder.glob(".handover-*")):

@@ -20,6 +20,9 @@ from scarctl.version import NEVER
 class Saver(Protocol):
     """The saving side of one run, as its session sees it. `claim`, then `open`, then the others, then `close`."""
 
+    outlives: bool
+    """Whether it goes on when this process dies."""
+
     def claim(self) -> None:
         """Make sure that nobody else writes to the store. Raises Contention, AccessDenied, Unavailable."""
 
@@ -63,6 +66,8 @@ class Saver(Protocol):
 
 class LocalSaver:
     """Saves from a thread of this process."""
+
+    outlives = False
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -368,20 +368,18 @@ class LocalWriter:
 
 def _create(path: Path) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    for attempt in range(2):
-        try:
-            return os.open(path, flags, 0o666)
-        except FileExistsError:
-            raise FileExistsError(errno.EEXIST, "exists already", str(path)) from None
-        except FileNotFoundError as error:
-            if attempt:
-                raise Unavailable(
-                    f"{path}: the folder is gone", hint="something deletes the store's folders"
-                ) from error
-            make_folder(path.parent)
-        except OSError as error:
-            raise os_error(error, path, "create") from error
-    raise AssertionError("unreachable")
+    try:
+        return os.open(path, flags, 0o666)
+    except FileExistsError:
+        raise FileExistsError(errno.EEXIST, "exists already", str(path)) from None
+    except FileNotFoundError as error:
+        # Not to be made again: a record in a new folder would lack those before it.
+        raise Unavailable(
+            f"{path.parent}: the folder is gone",
+            hint="something has deleted, moved or unmounted the store; it goes on when the folder is there again",
+        ) from error
+    except OSError as error:
+        raise os_error(error, path, "create") from error
 
 
 def make_folder(path: Path) -> None:

@@ -197,6 +197,7 @@ class Store:
             raise UsageError(
                 f"the layout has {len(data)} bytes of names and shapes, the limit is {MAX_LAYOUT}"
             )
+        self.blobs.prepare("layout")
         try:
             self.blobs.create_exclusive(layout_path(layout.digest), [data])
         except FileExistsError:

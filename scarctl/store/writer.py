@@ -82,7 +82,6 @@ class StoreWriter:
             for shard in owned:
                 for folder in ("seg", "log", "index"):
                     self._blobs.prepare(f"{shard_folder(shard)}/{folder}")
-            self._blobs.prepare("layout")
             self._take_over()
         except BaseException:
             store.return_lock(self._lock)

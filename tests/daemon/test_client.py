@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from scarctl.daemon import client, protocol
+from scarctl.daemon import client, protocol, remote
 from scarctl.daemon.folder import host_folder
-from scarctl.errors import Fenced, ScarError, Unavailable
+from scarctl.daemon.remote import DaemonSaver
+from scarctl.errors import Contention, Fenced, ScarError, Unavailable
+from scarctl.store import Store
 from tests.daemon.trainer import Trainer, assert_sound, status, stop, wait_until
 
 
@@ -92,15 +94,15 @@ def test_a_kill_right_after_the_claim(folder: Path, arena_dir: Path, tmp_path: P
     trainer.saver._closing = True
     trainer.saver.abandon()
     trainer.arena.close()
-    done = client.DaemonSaver._done
+    done = DaemonSaver._done
 
-    def killed_before(self: client.DaemonSaver, op: str, **fields: object) -> dict[str, object]:
+    def killed_before(self: DaemonSaver, op: str, **fields: object) -> dict[str, object]:
         if op == "open":
             kill(folder)
         return done(self, op, **fields)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client.DaemonSaver, "_done", killed_before)
+        patch.setattr(DaemonSaver, "_done", killed_before)
         again = Trainer(tmp_path / "store", arena_dir)
     again.drained()
     assert set(again.stored()[0]) == {2}
@@ -112,7 +114,7 @@ def test_a_kill_right_after_the_claim(folder: Path, arena_dir: Path, tmp_path: P
 def test_a_daemon_that_hangs_holds_up_nobody(
     folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "_MARGIN", 0.3)
+    monkeypatch.setattr(remote, "_MARGIN", 0.3)
     trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save(trainer.everything, 1)
     trainer.drained()
@@ -239,3 +241,48 @@ class TestWithoutADaemon:
             for connection in (*accepted, *waiting):
                 connection.close()
         (folder / protocol.SOCKET).unlink()
+
+
+class TestWaitingForTheStore:
+    def test_without_a_daemon_or_a_run_there_is_nothing_to_wait_for(
+        self, folder: Path, arena_dir: Path, tmp_path: Path
+    ) -> None:
+        client.wait_until_released(folder, "0" * 32)
+        trainer = Trainer(tmp_path / "store", arena_dir)
+        client.wait_until_released(folder, "0" * 32)
+        trainer.close()
+
+    def test_a_live_run_is_named(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+        trainer = Trainer(tmp_path / "store", arena_dir)
+        with pytest.raises(Contention, match=f"process {os.getpid()} is saving"):
+            client.wait_until_released(folder, trainer.store.id)
+        trainer.close()
+
+    def test_what_a_dead_run_left_is_saved_first(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+        trainer = Trainer(tmp_path / "store", arena_dir)
+        trainer.saver.stop()
+        trainer.save(trainer.everything, 3)
+        trainer.die()
+        client.wait_until_released(folder, trainer.store.id)
+        assert set(trainer.stored()[0]) == {3}
+        store = Store.open(str(tmp_path / "store"))
+        store.lock()
+        store.close()
+        again = Trainer(tmp_path / "store", arena_dir)
+        again.close()
+
+    def test_a_store_that_takes_nothing(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+        trainer = Trainer(tmp_path / "store", arena_dir)
+        trainer.save(trainer.everything, 1)
+        trainer.drained()
+        (tmp_path / "store" / "shards").rename(tmp_path / "shards")
+        trainer.save(trainer.everything, 2)
+        wait_until(lambda: status(folder)["runs"][0]["errors"] > 0)  # type: ignore[index]
+        trainer.die()
+        with pytest.raises(Contention, match="still saves what process .* left: .*the folder is gone"):
+            client.wait_until_released(folder, trainer.store.id, seconds=0.2)
+        (tmp_path / "shards").rename(tmp_path / "store" / "shards")
+        client.wait_until_released(folder, trainer.store.id)
+        assert set(trainer.stored()[0]) == {2}
+        again = Trainer(tmp_path / "store", arena_dir)
+        again.close()

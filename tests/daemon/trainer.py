@@ -21,6 +21,7 @@ from scarctl.daemon import client
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.folder import arena_folder
 from scarctl.daemon.handover import HandOverQueue
+from scarctl.daemon.remote import DaemonSaver
 from scarctl.errors import ScarError, Unavailable
 from scarctl.layout import Layout, TensorSpec, build_layout
 from scarctl.store import Store, verify
@@ -43,9 +44,7 @@ class Trainer:
         self.requests: list[bool] = []
         place = arena_folder(str(base), self.store.id)
         self.folder = place.parent
-        self.saver = client.DaemonSaver(
-            str(self.store.root), self.store.id, self.folder, self.requests.append
-        )
+        self.saver = DaemonSaver(str(self.store.root), self.store.id, self.folder, self.requests.append)
         self.layout = layout or small_layout()
         self.everything = np.arange(self.layout.partitions)
         try:

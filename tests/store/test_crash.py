@@ -360,12 +360,25 @@ def test_an_index_that_cannot_be_written_does_not_fail_the_commit(
     assert store.log(0).indexes() == [2]
 
 
-def test_errors_are_scarctl_errors_when_the_folder_goes(
-    store: Store, writer: StoreWriter, data: Data
+@pytest.mark.parametrize("gone", ["", "shards", "shards/0/log", "shards/0/seg"])
+def test_a_folder_that_goes_is_not_made_again(
+    store: Store, writer: StoreWriter, data: Data, gone: str
 ) -> None:
-    shutil.rmtree(store.root / "shards")
-    writer.commit(0, np.array([0]), data, step=0)  # the folders come back
-    (store.root / "shards/0/seg").rename(store.root / "x")
+    """A record in a new folder would lack those before it. When the folder is back, so is everything."""
+    everything = writer.states[0].ids
+    writer.commit(0, everything, data, step=0)
+    away = store.root.parent / "away"
+    (store.root / gone).rename(away)
+    with pytest.raises(Unavailable, match="the folder is gone"):
+        writer.commit(0, everything[:1], data, step=1)
+    away.rename(store.root / gone)
+    writer.commit(0, everything[:1], data, step=2)
+    assert read_all(store, store.state(0))[0].keys() == set(everything.tolist())
+    assert verify(store, read_data=True).problems == []
+
+
+def test_a_file_in_the_place_of_a_folder(store: Store, writer: StoreWriter, data: Data) -> None:
+    shutil.rmtree(store.root / "shards/0/seg")
     (store.root / "shards/0/seg").write_text("")
     with pytest.raises(ScarError, match="seg"):
         writer.commit(0, np.array([0]), data, step=1)

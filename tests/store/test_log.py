@@ -358,6 +358,7 @@ def test_a_log_whose_beginning_was_collected_opens_from_its_boundary(
     (store.root / record_path(0, 0)).unlink()
     (store.root / record_path(0, 1)).unlink()
     shutil.rmtree(store.root / "shards/0/index")
+    store.blobs.prepare("shards/0/index")
     store.blobs.create_exclusive(record_path(0, 1), [tip.data])
     with pytest.raises(Corruption, match="index"):
         store.state(0)
