@@ -66,11 +66,10 @@ def command(
     """
     from scarctl.daemon.client import hold
     from scarctl.daemon.folder import host_folder
-    from scarctl.store.settings import local_path
 
     folder = host_folder(arena_dir)
+    root = _absolute(store) if store is not None else None
     # Absolute: CMD may go to another folder before it attaches.
-    root = str(local_path(store)) if store is not None else None
     given = {"SCARCTL_STORE": root, "SCARCTL_ARENA_DIR": arena_dir and os.path.abspath(arena_dir)}
     environment = {
         **os.environ,
@@ -97,6 +96,12 @@ def command(
             note(str(error))
             code = code or EXIT_RUN_FAILED
     return code
+
+
+def _absolute(store: str) -> str:
+    from scarctl.store.settings import local_path
+
+    return str(local_path(store))
 
 
 class _Forwarding:
