@@ -1,0 +1,376 @@
+"""`scarctl run`, as a process, with commands that are processes and signals that are sent."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import resource
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from scarctl.daemon import client
+from scarctl.daemon.__main__ import LOCK
+from scarctl.daemon.folder import host_folder
+from scarctl.errors import ScarError
+from scarctl.store import Store
+from scarctl.version import step_of
+from tests.cli.conftest import Run
+from tests.daemon.trainer import Trainer, assert_sound, status, stop, wait_until
+
+ROOT = Path(__file__).parents[2]
+HEARS = """
+import signal, sys
+wanted = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
+print("ready", flush=True)
+while (number := signal.sigwait(wanted)) != signal.SIGTERM:
+    print(signal.Signals(number).name, flush=True)
+print("SIGTERM", flush=True)
+sys.exit(9)
+"""
+"""A command that tells which signals come, until it is SIGTERM."""
+HEARING = [sys.executable, "-S", "-c", HEARS]
+
+
+@pytest.fixture
+def folder(arena_dir: Path) -> Iterator[Path]:
+    """Where the daemon is. Ends it: it would end by itself, but after a while."""
+    folder = host_folder(str(arena_dir))
+    yield folder
+    with contextlib.suppress(ScarError):
+        stop(folder)
+
+
+@pytest.fixture(autouse=True)
+def heeded() -> Iterator[None]:
+    """What is started here heeds these signals, also where this process was told to ignore them (`nohup`)."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class Running:
+    """`scarctl run`, in the folder `place`, without a terminal; its output goes to files there."""
+
+    def __init__(self, place: Path, *arguments: object, **options: Any) -> None:
+        self._out, self._err = place / "out", place / "err"
+        settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True, **options}
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "scarctl", "run", *map(str, arguments)],
+                cwd=place,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                **{"stdout": out, "stderr": err, **settings},
+            )
+
+    @property
+    def stdout(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._err.read_text()
+
+    def says(self, text: str, count: int = 1) -> None:
+        """Wait until its output has so many of `text`."""
+        wait_until(lambda: self.stdout.count(text) >= count or self.process.poll() is not None)
+        assert self.stdout.count(text) >= count, (self.stdout, self.stderr)
+
+    def handles_signals(self) -> None:
+        """Wait until it does. The others come first, so SIGUSR2 tells."""
+        path, bit = Path(f"/proc/{self.process.pid}/status"), 1 << (signal.SIGUSR2 - 1)
+        wait_until(lambda: int(path.read_text().split("SigCgt:\t")[1].split()[0], 16) & bit)
+
+    def ends(self, code: int, seconds: float = 30.0) -> Running:
+        """Wait until it ends, with this exit code."""
+        assert self.process.wait(seconds) == code, (self.stdout[-500:], self.stderr)
+        assert "Traceback" not in self.stderr
+        return self
+
+
+# -- the command -------------------------------------------------------------------------------------------------
+
+
+def test_exit_codes(folder: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.write_text("text")
+    for code, command in {
+        7: ["sh", "-c", "exit 7"],
+        137: ["sh", "-c", "kill -KILL $$"],
+        143: ["--restarts", "1", "--", "sh", "-c", "kill -TERM $$"],
+        126: ["--restarts", "1", plain],
+        127: ["--restarts", "1", "there-is-no-such-command"],
+    }.items():
+        done = Running(tmp_path, *command).ends(code)
+        assert done.stdout == ""
+        lines = done.stderr.splitlines()
+        assert len(lines) == (code > 125 and code != 137), "what cannot be started is not started again"
+        assert all(str(command[-1]) in line for line in lines if code in (126, 127))
+
+
+def test_failures_of_its_own(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for option, value in {"--arena-dir": "file/arena", "--store": "tape://0"}.items():
+        done = Running(tmp_path, option, value, "--", "touch", "ran").ends(125)
+        assert done.stderr.startswith("scarctl run: ")
+        assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--"], ["--restarts", "-1", "true"], ["--wait", "x", "true"], ["--x"]]
+)
+def test_wrong_calls(run: Run, arguments: list[str]) -> None:
+    """Here 2 is an exit code of the command's."""
+    done = run("run", *arguments, code=125)
+    assert done.stdout == ""
+    assert "run" in done.stderr
+
+
+def test_what_the_command_gets(folder: Path, tmp_path: Path, arena_dir: Path) -> None:
+    def told(*options: str) -> dict[str, str]:
+        lines = Running(tmp_path, *options, "--", "env").ends(0).stdout.splitlines()
+        return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+    environment = told()
+    assert (environment["SCARCTL_DAEMON"], environment["SCARCTL_RESTART_COUNT"]) == ("1", "0")
+    assert environment["SCARCTL_ARENA_DIR"] == str(arena_dir)
+    assert "SCARCTL_STORE" not in environment
+    (arena_dir / "below").mkdir()
+    environment = told("--store", "ckpt", "--arena-dir", os.path.relpath(arena_dir, tmp_path))
+    # Absolute: the command may go to another folder first.
+    assert environment["SCARCTL_STORE"] == str(tmp_path / "ckpt")
+    assert environment["SCARCTL_ARENA_DIR"] == str(arena_dir)
+
+
+def test_options_of_the_command_are_its_own(folder: Path, tmp_path: Path) -> None:
+    options = ["--store", "x", "--restarts", "x", "--help", "--", "-v", "--debug"]
+    for separator in ([], ["--"]):
+        done = Running(tmp_path, *separator, "printf", "%s\n", *options).ends(0)
+        assert done.stdout.split() == options
+
+
+def test_streams_pass_through(folder: Path, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    program = f"import os, sys; os.write({write}, sys.stdin.buffer.read()); print('out'); sys.exit('err')"
+    running = Running(
+        tmp_path, "--", sys.executable, "-S", "-c", program, stdin=subprocess.PIPE, pass_fds=(write,)
+    )
+    os.close(write)
+    stdin: IO[bytes] | None = running.process.stdin
+    assert stdin is not None
+    stdin.write(b"in\0\xff")
+    stdin.close()
+    done = running.ends(1)
+    assert (done.stdout, done.stderr) == ("out\n", "err\n")
+    with open(read, "rb") as pipe:
+        assert pipe.read() == b"in\0\xff"
+
+
+def test_restarts(folder: Path, tmp_path: Path) -> None:
+    third = ["sh", "-c", "echo $SCARCTL_RESTART_COUNT; exit $((2 - SCARCTL_RESTART_COUNT))"]
+    done = Running(tmp_path, "--restarts", 5, "--", *third).ends(0)
+    assert done.stdout == "0\n1\n2\n"
+    assert "exit code 2: restart 1 of 5" in done.stderr
+    assert "exit code 1: restart 2 of 5" in done.stderr
+    assert Running(tmp_path, "--restarts", 1, "--", *third).ends(1).stdout == "0\n1\n"
+
+
+# -- signals -----------------------------------------------------------------------------------------------------
+
+
+def test_signals_are_forwarded(folder: Path, tmp_path: Path) -> None:
+    running = Running(tmp_path, "--restarts", 3, "--", *HEARING)
+    running.says("ready")
+    sent = ["SIGUSR1", "SIGINT", "SIGUSR2", "SIGHUP", "SIGUSR1", "SIGTERM"]
+    for count, name in enumerate(sent):
+        running.process.send_signal(signal.Signals[name])
+        running.says("\n", count + 2)
+    done = running.ends(9)
+    assert done.stdout.split() == ["ready", *sent]
+    assert done.stderr == "", "it was asked to end, and so it is not run again"
+
+
+def test_a_signal_before_the_command_has_started(folder: Path, tmp_path: Path) -> None:
+    """Somebody has the daemon's lock, and so the daemon takes long to start."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        stop(folder)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with (folder / LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            running = Running(tmp_path, "--", "sh", "-c", "touch ran; sleep 60")
+            running.handles_signals()
+            running.process.send_signal(number)
+            time.sleep(0.05)
+        running.ends(128 + number)
+        if number == signal.SIGTERM:
+            assert not (tmp_path / "ran").exists()
+
+
+def test_an_interrupt_by_the_terminal_comes_once(folder: Path, tmp_path: Path) -> None:
+    """The terminal sends it to the command as well: both are in its foreground."""
+    ours, theirs = pty.openpty()
+    try:
+        running = Running(
+            tmp_path,
+            "--",
+            *HEARING,
+            stdin=theirs,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        running.says("ready")
+        os.write(ours, b"\x03")
+        running.says("SIGINT")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.ends(9).stdout.split() == ["ready", "SIGINT", "SIGTERM"]
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+# -- what the command leaves -------------------------------------------------------------------------------------
+
+
+class Training(Running):
+    """`scarctl run` with a training process without torch, that has taken some steps."""
+
+    def __init__(self, place: Path, base: Path, *options: object) -> None:
+        command = [sys.executable, "-m", "tests.daemon.trainer", "store", base, 100_000]
+        super().__init__(place, *options, "--", *command)
+        self.store = place / "store"
+        self.folder = host_folder(str(base))
+        self.says("\n", 8)
+        answer = status(self.folder)
+        assert answer is not None
+        self.daemon = int(answer["pid"])
+        self.trainer = int(answer["runs"][0]["pid"])
+
+    def told(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.stdout.split("\n")[:-1]]
+
+    def disk(self, full: bool) -> None:
+        """The daemon cannot write a byte any more; or it can again."""
+        _, hard = resource.prlimit(self.daemon, resource.RLIMIT_FSIZE)
+        resource.prlimit(self.daemon, resource.RLIMIT_FSIZE, (0 if full else hard, hard))
+        if full:
+            wait_until(lambda: (last := self.told()[-1])["handed"] != last["durable"])
+            wait_until(lambda: status(self.folder)["runs"][0]["errors"])  # type: ignore[index]
+
+    def kill(self) -> dict[str, Any]:
+        """SIGKILL for the training process; returns what it told last."""
+        os.kill(self.trainer, signal.SIGKILL)
+        wait_until(lambda: not Path(f"/proc/{self.trainer}").exists())
+        return self.told()[-1]
+
+    def stored(self) -> list[int]:
+        """The step of every partition, which is what its values say, in a store that is sound."""
+        assert_sound(self.store)
+        store = Store.open(str(self.store))
+        steps = {}
+        for shard in store.shards():
+            state = store.state(shard)
+            steps.update(zip(state.ids.tolist(), step_of(state.version).tolist(), strict=True))
+        return [steps[i] for i in sorted(steps)]
+
+
+def at_least(found: list[int], told: list[int]) -> bool:
+    return all(a >= b for a, b in zip(found, told, strict=True))
+
+
+@pytest.mark.leaves_arena
+class TestDead:
+    def test_what_it_handed_over_is_waited_for(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+        training = Training(tmp_path, arena_dir, "--store", "store")
+        training.disk(full=True)
+        told = training.kill()
+        assert not at_least(training.stored(), told["handed"])
+        time.sleep(0.5)
+        assert training.process.poll() is None
+        training.disk(full=False)
+        assert training.ends(137).stderr == ""
+        assert at_least(training.stored(), told["handed"])
+        wait_until(lambda: status(folder) is None)
+
+    def test_the_wait_has_an_end(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+        training = Training(tmp_path, arena_dir, "--wait", 0.5)
+        training.disk(full=True)
+        told = training.kill()
+        started = time.monotonic()
+        training.ends(137)
+        assert 0.4 < time.monotonic() - started < 3.0
+        assert f"{training.store}: " in training.stderr
+        assert "B are not durable yet; the daemon goes on with it" in training.stderr
+        training.disk(full=False)
+        wait_until(lambda: status(folder) is None)
+        assert at_least(training.stored(), told["handed"])
+
+    def test_a_daemon_that_does_not_answer(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+        training = Training(tmp_path, arena_dir, "--wait", 60)
+        os.kill(training.daemon, signal.SIGSTOP)
+        training.kill()
+        time.sleep(0.3)
+        assert training.process.poll() is None
+        training.process.send_signal(signal.SIGTERM)
+        training.ends(137, seconds=3.0)
+        assert "does not answer" in training.stderr
+        os.kill(training.daemon, signal.SIGCONT)
+        wait_until(lambda: status(folder) is None)
+
+    def test_a_dead_daemon(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+        training = Training(tmp_path, arena_dir)
+        training.disk(full=True)
+        os.kill(training.trainer, signal.SIGSTOP)  # it would start another one
+        os.kill(training.daemon, signal.SIGKILL)
+        training.kill()
+        training.ends(137, seconds=5.0)
+        assert "partitions are only in memory; the next session of that run" in training.stderr
+        assert str(folder) in training.stderr
+        assert training.stored()
+
+
+def test_others_are_not_waited_for(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+    other = Trainer(tmp_path / "other", arena_dir)
+    other.save(other.everything, 1)
+    other.saver.stop()
+    other.save(other.everything, 2)
+    assert Running(tmp_path, "true").ends(0, seconds=10.0).stderr == ""
+    assert status(folder) is not None, "their daemon goes on"
+    other.saver.resume()
+    other.close()
+
+
+def test_nothing_stays(arena_dir: Path, tmp_path: Path) -> None:
+    """A command that attaches nothing, under a daemon that was to wait for it: no process, no file."""
+    Running(tmp_path, "true").ends(0)
+    folder = host_folder(str(arena_dir))
+    wait_until(lambda: status(folder) is None, seconds=3.0)
+
+
+def test_training_that_is_killed_goes_on(folder: Path, run: Run, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.stepper", "store", 150]
+    running = Running(tmp_path, "--restarts", 2, "--store", "store", "--", *command)
+    wait_until(lambda: running.stdout.count("\n") > 50 or running.process.poll() is not None, seconds=30.0)
+    (shown,) = client.ask(folder, "status")["runs"]
+    os.kill(shown["pid"], signal.SIGKILL)
+    done = running.ends(0, seconds=60.0)
+    assert done.stderr == f"scarctl: {sys.executable} ended with exit code 137: restart 1 of 2\n"
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    first, second = (i for i, line in enumerate(told) if not line["durable"])
+    killed = told[second - 1]
+    assert told[first]["step"] == 0
+    assert max(killed["durable"]) <= told[second]["step"] <= killed["step"] + 1
+    assert told[-1]["step"] == 150
+    assert "intact" in run("verify", "--store", "store").stdout
+    shards = run("inspect", "--store", "store", "--json").document["shards"]
+    assert {shard["oldest_step"] for shard in shards} == {150}
