@@ -1,8 +1,10 @@
-"""When the next partial checkpoint is due: pure, fed with what happens and when.
+"""When the next partial checkpoint is due, and how large it may be: pure, fed with what happens and when.
 
-With a number as interval that is every so many iterations. With "auto" the store sets the pace: the interval is the
-shortest at which saving takes at most `SHARE` of what the store was measured to take, and of the byte budget if there
-is one. All times are seconds on one monotonic clock, and come in with the calls.
+With a number as interval a checkpoint is due every so many iterations, and may take the whole of its budget. With
+"auto" the store sets the pace: the interval is the shortest at which saving takes at most `SHARE` of what the store was
+measured to take, and of the byte budget if there is one. Where that is a long interval, checkpoints become smaller and
+come more often: of the same bytes per time, an eighth of the state eight times as often loses less than all of it now
+and then (Qiao et al.). All times are seconds on one monotonic clock, and come in with the calls.
 """
 
 from __future__ import annotations
@@ -13,48 +15,68 @@ from collections.abc import Collection
 FIRST_INTERVAL = 10
 """Used until something was measured."""
 LONGEST_INTERVAL = 10_000
+LONG_INTERVAL = 40
+"""Where the pace asks for a longer one, checkpoints become smaller."""
+LEAST_SHARE = 1 / 8
+"""Of the largest checkpoint; there is no smaller one."""
 SHARE = 0.8
 """Of the measured bandwidth. The rest is for what cannot be planned: neighbours, the file system, a sealed state."""
 HYSTERESIS = 1.25
-"""The interval becomes shorter only when the shorter one would have this much room."""
+"""Checkpoints come more often, and become larger, only when that would have this much room."""
 
 _NEW = 0.3  # weight of a new measurement
 _OUTLIER = 4.0  # a step longer than so many usual ones (an evaluation) counts as so many
+_ENOUGH = 5  # measurements of checkpoints of one size, to judge it
+_LATER = 100  # so many before halving, which did not help, is tried again
+_HELPS = 0.75  # of the time of a checkpoint twice as large: one that takes longer is not worth it
 
 
 class Cadence:
-    """Decides after every iteration whether to save.
+    """Decides after every iteration whether to save, and how much.
 
     How fast the store is comes from acknowledgements: the bytes of what became durable, over the time since the store
     began with it. They are looked for once per iteration, so what is found counts as done in its middle.
     """
 
     def __init__(
-        self, interval: int | None, *, checkpoint_bytes: int, max_bandwidth: float | None = None
+        self,
+        interval: int | None,
+        *,
+        checkpoint_bytes: int,
+        max_bandwidth: float | None = None,
+        divisible: bool = True,
     ) -> None:
-        """interval: iterations, None for "auto". checkpoint_bytes: of a usual checkpoint.
+        """interval: iterations, None for "auto". checkpoint_bytes: of the largest checkpoint.
 
-        max_bandwidth: bytes per second that saving may use on average.
+        max_bandwidth: bytes per second that saving may use on average. divisible: there may be smaller checkpoints.
         """
         self.interval = interval if interval is not None else FIRST_INTERVAL
         """Iterations between two checkpoints, as it is now."""
+        self.share = 1.0
+        """Of the bytes of the largest checkpoint, what one may take now: 1, 1/2, 1/4 or 1/8."""
         self.bandwidth: float | None = None
         """Bytes per second that the store takes; None before the first measurement."""
         self.step_seconds: float | None = None
         """Time of an iteration, None before the first."""
         self._fixed = interval is not None
+        self._divisible = divisible
         self._bytes = checkpoint_bytes
         self._budget = math.inf if max_bandwidth is None else max_bandwidth
-        self._waiting: dict[int, tuple[int, int]] = {}  # number -> (step, bytes)
+        self._waiting: dict[int, int] = {}  # number -> bytes
         self._busy_since: float | None = None
         self._looked_at: float | None = None
         self._saved_at: int | None = None  # step of the newest checkpoint that was due
+        self._measured = 0  # measurements at the present share
+        self._before: tuple[float, float] | None = None  # seconds and bandwidth at twice the share, to be compared
+        self._patience = _ENOUGH
 
-    def handed_over(self, now: float, number: int, step: int, nbytes: int) -> None:
-        """Hand-over `number` of `nbytes` of state, copied at `step`, waits for the store from now on."""
+    def handed_over(self, now: float, number: int, nbytes: int) -> None:
+        """Hand-over `number` of `nbytes` of state waits for the store from now on."""
+        if self._fixed:
+            return  # nobody would ask, or take it away again
         if self._busy_since is None:
             self._busy_since = now
-        self._waiting[number] = step, nbytes
+        self._waiting[number] = nbytes
 
     def due(self, now: float, step: int, waiting: Collection[int]) -> bool:
         """To be called after every iteration: whether a checkpoint is due.
@@ -72,12 +94,9 @@ class Cadence:
         if step - self._saved_at < self.interval:
             return False
         self._saved_at = step
+        if self.bandwidth is None and self._waiting:
+            self.interval = _whole(2 * self.interval)  # slow, and nobody knows yet how slow
         return True
-
-    def lag(self, step: int, waiting: Collection[int]) -> int:
-        """Iterations between `step` and the oldest hand-over that is not durable, 0 when all are."""
-        left = self._waiting.keys() & set(waiting)
-        return max((step - self._waiting[number][0] for number in left), default=0)
 
     def _time_step(self, now: float) -> bool:
         """Take the time of an iteration; returns whether the loop did something else meanwhile."""
@@ -103,12 +122,16 @@ class Cadence:
             if done_at > self._busy_since:
                 self._take(durable / (done_at - self._busy_since))
             self._busy_since = done_at if self._waiting else None
+        elif not self._waiting:
+            self._busy_since = None  # it had no bytes
         elif self.bandwidth is not None and now > self._busy_since:
             # Not done yet, so not faster than this: a store that hangs never tells of an end.
-            _, nbytes = self._waiting[min(self._waiting)]
-            self.bandwidth = min(self.bandwidth, nbytes / (now - self._busy_since))
+            oldest = self._waiting[min(self._waiting)]
+            if oldest:
+                self.bandwidth = min(self.bandwidth, oldest / (now - self._busy_since))
 
     def _take(self, bandwidth: float) -> None:
+        self._measured += 1
         if self.bandwidth is None:
             self.bandwidth = bandwidth
         else:
@@ -116,21 +139,56 @@ class Cadence:
 
     def _forget(self, waiting: Collection[int]) -> int:
         """Take in what became durable; returns its bytes."""
-        return sum(self._waiting.pop(number)[1] for number in self._waiting.keys() - set(waiting))
+        return sum(self._waiting.pop(number) for number in self._waiting.keys() - set(waiting))
 
     def _adjust(self) -> None:
-        """The interval that the measurements ask for. Longer at once, shorter only with some room."""
-        if not self.step_seconds:
+        """Share and interval that the measurements ask for. Longer at once, shorter only with some room."""
+        if not self.step_seconds or (self.bandwidth is None and math.isinf(self._budget)):
             return
-        pace = min(SHARE * self.bandwidth if self.bandwidth is not None else math.inf, self._budget)
-        if math.isinf(pace):
-            return
-        least = self._bytes / pace / self.step_seconds if pace > 0 else math.inf
+        before = self.share
+        if self._divisible:
+            self._resize()
+        least = self._least()
         shorter = _whole(least * HYSTERESIS)
-        if least > self.interval:
+        if least > self.interval or self.share != before:
             self.interval = _whole(least)
         elif shorter < self.interval:
             self.interval = shorter
+
+    def _resize(self) -> None:
+        """Halve or double the share, if need be. Half the bytes have to save time: not all of it goes by bytes."""
+        known = self._measured >= _ENOUGH
+        seconds = self._seconds(self.bandwidth)
+        if known and self._before is not None:
+            before, bandwidth = self._before
+            if seconds > _HELPS * before:
+                self._change(2 * self.share)
+                self.bandwidth, self._patience = bandwidth, _LATER
+                return
+            self._before, self._patience = None, _ENOUGH
+        if self.share < 1 and known and 2 * self._least() * HYSTERESIS <= LONG_INTERVAL:
+            self._change(2 * self.share)
+        elif self.share > LEAST_SHARE and self._least() > LONG_INTERVAL:
+            if self._seconds(self._budget) >= seconds / SHARE:  # the budget goes by bytes alone
+                self._change(self.share / 2)
+            elif self._measured >= self._patience and self.bandwidth is not None:
+                self._change(self.share / 2)
+                self._before = seconds, self.bandwidth
+
+    def _change(self, share: float) -> None:
+        self.share = share
+        self._measured, self._before = 0, None
+
+    def _least(self) -> float:
+        """Iterations that a checkpoint of the present share takes, at the pace that saving may have."""
+        assert self.step_seconds
+        return max(self._seconds(self.bandwidth) / SHARE, self._seconds(self._budget)) / self.step_seconds
+
+    def _seconds(self, bandwidth: float | None) -> float:
+        """Time for the bytes of a checkpoint of the present share, 0 where there is no limit."""
+        if bandwidth is None:
+            return 0.0
+        return self.share * self._bytes / bandwidth if bandwidth > 0 else math.inf
 
 
 def _whole(interval: float) -> int:

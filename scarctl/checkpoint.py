@@ -87,6 +87,9 @@ class Checkpoints:
         """First half. `full`: the whole state, sealed (see `Engine.seal`)."""
         if (failure := engine.saver.failure) is not None:
             raise failure
+        if (trouble := engine.saver.trouble) is not None:
+            self._fault(trouble)  # copies go on: they are good for a process that takes over
+        engine.adopt_again()
         # A forward pass changes buffers (batch norm): the copy must not read them while it does.
         live = live.with_tensors(
             {
@@ -101,9 +104,13 @@ class Checkpoints:
                 return engine.seal(live, moment.step, skip_if_behind=skip_if_behind)
             return engine.copy(live, moment.step)
 
-        counters = _counters(live)
+        counters = [live.counters(g) for g in range(len(live.tensors))]
         snapshot = [[t.clone() for t in group] for group in live.tensors] if self._validate else None
         self._under_way = _UnderWay(moment, self._worker.submit(copy), live, counters, snapshot)
+
+    def ready(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for what the second half would have to wait for; returns whether it is done."""
+        return self._under_way is None or self._under_way.job.settle(timeout)
 
     def finish(self, engine: Engine) -> Copied | None:
         """Second half, if there is one under way. Returns what was queued."""
@@ -125,6 +132,11 @@ class Checkpoints:
             engine.adopt_orphans()
             self._fault(error)
             return None
+        except BaseException:
+            # Ctrl-C in the main thread: the copy goes on without it.
+            under_way.job.settle()
+            engine.adopt_orphans()
+            raise
         return copied
 
     def _copy_again(self, under_way: _UnderWay, copied: Copied, engine: Engine) -> Copied:
@@ -133,10 +145,10 @@ class Checkpoints:
         Torch counts in-place writes to a tensor (`_version`); writes through `.data` escape it: `validate` finds those.
         """
         live, arena = under_way.live, engine.arena
-        for g, (before, after) in enumerate(zip(under_way.counters, _counters(live), strict=True)):
+        for g, before in enumerate(under_way.counters):
             first, last = np.searchsorted(copied.ids, engine.layout.base[g : g + 2])
             ids = copied.ids[first:last]
-            if before != after and ids.size:
+            if before != live.counters(g) and ids.size:
                 copied = self._repeat(live, copied, g, engine)
             elif under_way.snapshot is not None and ids.size:
                 twin = live.with_tensors({g: under_way.snapshot[g]})
@@ -155,9 +167,9 @@ class Checkpoints:
         """Copy group `g` until nobody writes to it meanwhile: in the training thread, which does not, once."""
         self._stats.torn_copies += 1
         for _ in range(_ATTEMPTS):
-            before = _counters(live)[g]
+            before = live.counters(g)
             copied = engine.copy_again(live, copied, g)
-            if _counters(live)[g] == before:
+            if live.counters(g) == before:
                 return copied
         first, last = engine.layout.base[g : g + 2]
         mine = (copied.ids >= first) & (copied.ids < last)
@@ -177,7 +189,3 @@ class Checkpoints:
                     engine.layout.name(int(copied.nonfinite[0])),
                 )
             stats.nonfinite_partitions += int(copied.nonfinite.size)
-
-
-def _counters(live: LiveState) -> list[list[int]]:
-    return [[t._version for t in group] for group in live.tensors]

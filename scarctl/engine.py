@@ -8,6 +8,7 @@ small file; the persister does the rest in the background.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -37,27 +38,43 @@ log = logging.getLogger("scarctl")
 Ids = NDArray[np.int64]
 _NONE = np.empty(0, dtype=np.int64)
 _LARGEST = 1e150
+_STUCK = 60
+"""Seconds after which copies that wait for the store are worth a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
     """What one checkpoint put into the arena."""
 
-    step: int
+    version: int
+    """Of all its copies. Taken once: the epoch changes when the daemon is replaced meanwhile."""
     ids: Ids
     sealed: bool
-    """Every partition of the state is of `step`: copied now, or equal to its newest copy."""
+    """Every partition of the state is of this version: copied now, or equal to its newest copy."""
     nonfinite: Ids = field(default_factory=_NONE.copy)
     """Partitions left out because their values are not finite: the last good copy is kept."""
+
+    @property
+    def step(self) -> int:
+        return step_of(self.version)
 
 
 class Engine:
     """The saving side of a session. One checkpoint is under way at a time."""
 
     def __init__(
-        self, store: Store, layout: Layout, settings: SessionSettings, folder: Path, saver: Saver
+        self,
+        store: Store,
+        layout: Layout,
+        settings: SessionSettings,
+        folder: Path,
+        saver: Saver,
+        *,
+        stopped: bool = False,
     ) -> None:
         """Open or create the arena in `folder`, and start saving: a new epoch.
+
+        stopped: write nothing to the store until the end of `nothing_saved`.
 
         Raises Contention, Unavailable (arena or store is full), AccessDenied, Corruption.
         """
@@ -73,15 +90,26 @@ class Engine:
             None if settings.interval == "auto" else settings.interval,
             checkpoint_bytes=layout.nbytes if settings.policy == "full" else self.budget,
             max_bandwidth=settings.max_bandwidth,
+            divisible=settings.policy != "full",
         )
         self.arena = _open_arena(folder, layout, store.id)
         self.queue = HandOverQueue(self.arena.folder)
-        saver.open(self.arena)
+        self._orphaned = False
+        """Copies could not be queued: to be tried again."""
+        self._oldest, self._oldest_since = NEVER, math.inf
+        """Version of the oldest copy that waits for the store, and since when that is the oldest."""
+        try:
+            saver.open(self.arena, stopped=stopped)
+        except BaseException:
+            self.arena.close()
+            raise
 
     def copy(self, live: LiveState, step: int) -> Copied:
         """One partial checkpoint: pick at most the budget and copy it into the arena."""
+        version = pack(self.arena.epoch, step)
         distance = live.distances(self.settings.norm)
         pending = self.arena.pending()
+        self._warn_if_stuck(pending)
         chosen = select(
             self.settings.policy,
             # Clipped: a square that overflows would look like a value that is not finite.
@@ -91,7 +119,7 @@ class Engine:
             nbytes=self.layout.partition_bytes,
             staleness=np.maximum(step - step_of(self.arena.newest()), 0),
             eligible=~pending,
-            budget=self.budget,
+            budget=max(1, int(self.budget * self.cadence.share)),
             credit=self.credit,
             cursor=self.cursor,
             seed=self.store.settings.seed,
@@ -99,8 +127,8 @@ class Engine:
             max_staleness=self.settings.max_staleness,
         )
         self.credit, self.cursor = chosen.credit, chosen.cursor
-        self._save(live, chosen.ids, distance, step)
-        return Copied(step, chosen.ids, sealed=False, nonfinite=chosen.nonfinite)
+        self._save(live, chosen.ids, distance, version)
+        return Copied(version, chosen.ids, sealed=False, nonfinite=chosen.nonfinite)
 
     def seal(self, live: LiveState, step: int, *, skip_if_behind: bool = False) -> Copied:
         """A checkpoint after which every partition is of `step`: copies all that differ from their last copy.
@@ -111,22 +139,24 @@ class Engine:
         What is not finite is left out, and then the state is not sealed. The very first checkpoint takes everything:
         it is the running checkpoint's x(0) (Qiao et al., section 4.2).
         """
+        version = pack(self.arena.epoch, step)
         first = not (self.arena.version >= 0).any()
         if first:
             distance = np.zeros(self.layout.partitions)
             ids, nonfinite = np.arange(self.layout.partitions), _NONE
         elif skip_if_behind and self.arena.pending().any():
-            return Copied(step, _NONE, sealed=False)
+            return Copied(version, _NONE, sealed=False)
         else:
             distance = live.distances(self.settings.norm)
-            changed = live.changed()
+            # A spoiled copy is none, also where its bytes happen to be right.
+            changed = live.changed() | ~self.arena.intact()
             good = np.isfinite(distance)
             ids, nonfinite = np.flatnonzero(changed & good), np.flatnonzero(changed & ~good)
-        self._save(live, ids, distance, step)
-        return Copied(step, ids, sealed=not nonfinite.size, nonfinite=nonfinite)
+        self._save(live, ids, distance, version)
+        return Copied(version, ids, sealed=not nonfinite.size, nonfinite=nonfinite)
 
-    def _save(self, live: LiveState, ids: Ids, distance: NDArray[np.float64], step: int) -> None:
-        live.save(ids, pack(self.arena.epoch, step))
+    def _save(self, live: LiveState, ids: Ids, distance: NDArray[np.float64], version: int) -> None:
+        live.save(ids, version)
         self.arena.distance[:] = distance
         self.arena.distance[ids] = 0.0
 
@@ -134,13 +164,13 @@ class Engine:
         """Copy what was copied of group `g` once more. What is not finite by now has no good copy of this step."""
         mine = (copied.ids >= self.layout.base[g]) & (copied.ids < self.layout.base[g + 1])
         finite = np.isfinite(live.distances(self.settings.norm, copied.ids[mine])[copied.ids])
-        live.save(copied.ids[mine & finite], pack(self.arena.epoch, copied.step))
+        live.save(copied.ids[mine & finite], copied.version)
         bad = copied.ids[mine & ~finite]
         if not bad.size:
             return copied
         self.arena.spoil(bad)
         return Copied(
-            copied.step,
+            copied.version,
             copied.ids[~mine | finite],
             sealed=False,
             nonfinite=np.union1d(copied.nonfinite, bad),
@@ -148,10 +178,9 @@ class Engine:
 
     def hand_over(self, copied: Copied, extras: Any) -> None:
         """Queue what was copied for the persister. Returns at once; the queue is on disk, in the arena's folder."""
-        version = pack(self.arena.epoch, copied.step)
-        number = self.queue.put(version=version, ids=copied.ids, sealed=copied.sealed, extras=extras)
+        number = self.queue.put(version=copied.version, ids=copied.ids, sealed=copied.sealed, extras=extras)
         nbytes = int(self.layout.partition_bytes[copied.ids].sum())
-        self.cadence.handed_over(time.monotonic(), number, copied.step, nbytes)
+        self.cadence.handed_over(time.monotonic(), number, nbytes)
         self.saver.notify()
 
     def due(self, step: int) -> bool:
@@ -162,9 +191,23 @@ class Engine:
             return True  # the checkpoint will meet the same fault, and report it
         return self.cadence.due(time.monotonic(), step, waiting)
 
-    def lag(self, step: int) -> int:
-        """Iterations between `step` and the oldest hand-over of this process that is not durable, 0 when all are."""
-        return self.cadence.lag(step, self.queue.numbers())
+    def lag(self) -> int:
+        """Iterations between now and the oldest copy that the store has not, 0 when it has all."""
+        waiting = self.arena.version[self.arena.pending()]
+        return max(0, self.arena.head_step - int(step_of(waiting).min())) if waiting.size else 0
+
+    def _warn_if_stuck(self, pending: NDArray[np.bool_]) -> None:
+        oldest = int(self.arena.version[pending].min(initial=np.iinfo(np.int64).max))
+        now = time.monotonic()
+        if not pending.any() or oldest != self._oldest:
+            self._oldest, self._oldest_since = oldest, now
+        elif now > self._oldest_since + _STUCK:
+            self._oldest_since = math.inf  # said once
+            log.warning(
+                "copies of step %d have waited for the store for more than %d s: `scarctl daemon status` may tell why",
+                step_of(oldest),
+                _STUCK,
+            )
 
     def start_over(self) -> None:
         """Forget what the arena has: it is of a run that never got as far as a whole checkpoint.
@@ -175,12 +218,22 @@ class Engine:
         self.arena.reset()
 
     def adopt_orphans(self) -> None:
-        """After a fault or a death: what was copied but not handed over would wait for ever."""
+        """After a fault or a death: what was copied but not handed over would wait for ever.
+
+        Where it cannot be queued now, `adopt_again` does it later.
+        """
+        self._orphaned = True
         try:
-            adopt_orphans(self.arena, self.queue)
+            self.adopt_again()
         except ScarError as error:
-            log.error("copies in %s cannot be queued: %s", self.arena.folder, error)
-        self.saver.notify()
+            log.error("copies in %s cannot be queued yet: %s", self.arena.folder, error)
+
+    def adopt_again(self) -> None:
+        """Queue what could not be queued before, if there is something. Raises Unavailable: it still cannot."""
+        if self._orphaned:
+            adopt_orphans(self.arena, self.queue)
+            self._orphaned = False
+            self.saver.notify()
 
     @contextmanager
     def nothing_saved(self) -> Iterator[None]:

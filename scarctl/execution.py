@@ -22,7 +22,7 @@ from scarctl.recovery import (
     Perturbation,
     Plan,
     count_tiers,
-    in_memory,
+    nearer,
     no_copy,
     only_step,
     plan_rollback,
@@ -261,9 +261,8 @@ class _Run:
         """Yield those of `ids` that memory has at least as new as `older` has; return the rest."""
         if self.arena is None:
             return ids
-        memory = in_memory(self.arena)[ids]
         stored = versions_of(older, ids) if older is not None else np.full(len(ids), NEVER)
-        near = (memory >= stored) & (memory >= 0)
+        near, memory = nearer(self.arena, ids, stored)
         self._settle(ids[near], MEMORY, memory[near])
         yield from self._from_memory(ids[near], memory[near])
         return ids[~near]

@@ -21,6 +21,8 @@ from scarctl.recovery import take_rows
 Ids = NDArray[np.int64]
 
 # A process killed while it copies spoils what lies between `begin` and `end`: keep that little.
+_ATTEMPTS = 3
+"""How often a piece is copied before it is left torn."""
 _BATCH_BYTES = 1 << 20
 # Below this mean length of a run of adjacent rows one gather beats one copy per run.
 _RUN_BYTES = 1 << 14
@@ -72,12 +74,23 @@ class LiveState:
         return result
 
     def save(self, ids: Ids, version: int) -> None:
-        """Copy the partitions `ids` (ascending) into the arena as `version`."""
+        """Copy the partitions `ids` (ascending) into the arena as `version`.
+
+        What somebody keeps writing to meanwhile, as far as torch counts it, is left as it is in the middle of a copy.
+        """
         for g, batch, starts, stops in self._batches(ids):
             self.arena.begin(batch)
-            for saved, live in zip(self._saved[g], self.tensors[g], strict=True):
-                _copy_rows(saved, live, starts, stops)
-            self.arena.end(batch, version)
+            for _ in range(_ATTEMPTS):
+                before = self.counters(g)
+                for saved, live in zip(self._saved[g], self.tensors[g], strict=True):
+                    _copy_rows(saved, live, starts, stops)
+                if self.counters(g) == before:
+                    self.arena.end(batch, version)
+                    break
+
+    def counters(self, g: int) -> list[int]:
+        """How often each tensor of group `g` was written to in place, as far as torch counts it."""
+        return [t._version for t in self.tensors[g]]
 
     def load(self, ids: Ids) -> None:
         """Copy the partitions `ids` (ascending) from the arena into the live tensors."""

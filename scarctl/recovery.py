@@ -152,11 +152,9 @@ def plan_partial(
     tier = np.full(len(ids), STORE, dtype=np.int8)
     version = stored
     if arena is not None:
-        memory = in_memory(arena)[ids]
-        # Of two equal copies the one in memory is nearer.
-        near = (memory >= stored) & (memory >= 0)
+        near, memory = nearer(arena, ids, stored)
         tier[near] = MEMORY
-        version = np.maximum(stored, memory)
+        version = np.where(near, memory, stored)
     missing = ids[version < 0]
     if missing.size:
         damage = [d.reason for state in states.values() for d in state.damaged]
@@ -211,7 +209,7 @@ def plan_rollback(
             continue
         tier = np.full(len(ids), STORE, dtype=np.int8)
         if arena is not None:
-            tier[in_memory(arena) == version] = MEMORY
+            tier[arena.lifted(in_memory(arena)) == arena.lifted(version)] = MEMORY
         count = len(ids) if lost is None else lost
         return Plan("rollback", layout, shard_of, count, ids, tier, version, states, True, step, seqs=seqs)
     raise NoIntactCopy(
@@ -258,6 +256,13 @@ def _in_doubt(layout: Layout, states: Mapping[int, ShardState]) -> NDArray[np.bo
 def in_memory(arena: Arena) -> Ids:
     """Version of every intact copy in the arena, `NEVER` for the others."""
     return np.where(arena.intact(), arena.newest(), np.int64(NEVER))
+
+
+def nearer(arena: Arena, ids: Ids, stored: Ids) -> tuple[NDArray[np.bool_], Ids]:
+    """Which of `ids` the arena has at least as new as the versions `stored`, and the versions that it has of them."""
+    memory = in_memory(arena)[ids]
+    # Of two equal copies the one in memory is nearer.
+    return (arena.lifted(memory) >= arena.lifted(stored)) & (memory >= 0), memory
 
 
 def versions_of(state: ShardState, ids: Ids) -> Ids:

@@ -51,9 +51,11 @@ def resume_live(engine: Engine, live: LiveState, mode: str) -> tuple[Resumed, An
         report, extras = _roll_back(engine, live)
         assert report.step is not None
         return Resumed(report.step, True, report), extras
-    # Meanwhile nothing moves from the queue to the store: extras would be seen in neither.
-    with engine.nothing_saved():
-        resumed, extras = _resume(engine, live)
+    # Meanwhile nothing moves from the queue to the store: extras would be seen in neither. Nor after a failure: what
+    # waits may be of later steps than the one from which another attempt goes on.
+    engine.saver.stop()
+    resumed, extras = _resume(engine, live)
+    engine.saver.resume()
     engine.adopt_orphans()
     return resumed, extras
 

@@ -29,7 +29,7 @@ from scarctl.daemon.folder import arena_folder, require_room
 from scarctl.daemon.remote import DaemonSaver
 from scarctl.daemon.saver import LocalSaver, Saver
 from scarctl.engine import Engine
-from scarctl.errors import ScarError, UsageError
+from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.execution import Report
 from scarctl.gate import Gate
 from scarctl.layout import Layout
@@ -67,6 +67,8 @@ class Session:
         """Iterations finished so far, counted over restarts."""
         self._adapter = adapter
         self._engine: Engine | None = None
+        self._opened: Engine | None = None
+        """The same, also while it is not known from which step to go on."""
         self._closed = False
         self._pid = os.getpid()
         self._requested: bool | None = None
@@ -125,14 +127,25 @@ class Session:
     def checkpoint(self, *, full: bool = False, wait: bool = False) -> None:
         """Save now: one partial checkpoint, or the whole state as a sealed one. `wait`: until it is durable.
 
-        Raises UsageError before the first step, when the optimizer has no state yet, and with `wait` the store's fault.
+        Raises UsageError before the first step, when the optimizer has no state yet; with `wait` the fault for which it
+        is not durable.
         """
         engine = self._started()
         with self._gate.held():
             self._finish()
+            errors = self.stats.errors
             self._begin(self._take(), full=full)
             self._finish()
-        if wait and not engine.saver.drain(self.settings.drain_timeout):
+            failed = self.stats.errors > errors
+        if not wait:
+            return
+        if failed:
+            raise Unavailable(
+                f"the checkpoint of step {self.head_step} failed: {self.stats.last_error}",
+                hint="what was saved before is safe",
+                kind="not-saved",
+            )
+        if not engine.saver.drain(self.settings.drain_timeout):
             raise engine.saver.fault()
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
@@ -169,8 +182,9 @@ class Session:
     def _resume(self, layout: Layout, mode: str) -> Resumed:
         self._binding.check(layout)
         remove_slots = self._adapter.create_slots(layout)
+        # What a dead process left becomes durable only when it is clear from which step this one goes on.
+        engine = self._opened or self._open(layout, stopped=True)
         try:
-            engine = self._start(layout)
             resumed, extras = resume_live(engine, self._binding.live(engine.arena), mode)
         except BaseException:
             remove_slots()
@@ -180,6 +194,7 @@ class Session:
         else:
             self._adapter.restore(extras["early"], extras["late"])
             engine.credit, engine.cursor = extras["policy"]["credit"], extras["policy"]["cursor"]
+        self._engine = engine
         self.head_step = resumed.step
         engine.arena.head_step = resumed.step
         return resumed
@@ -216,6 +231,11 @@ class Session:
         failed = sys.exc_info()[1] is not None
         self._close(seal=seal, as_it_is=not failed, failed=failed)
 
+    @property
+    def lag(self) -> int:
+        """How far the store is behind: iterations since the oldest copy that is not durable yet, 0 when all are."""
+        return self._engine.lag() if self._engine is not None else 0
+
     def __enter__(self) -> Session:
         return self
 
@@ -247,8 +267,8 @@ class Session:
         # As long as this is held a flush cannot come between the parts.
         with self._gate.held():
             self._moment = None
+            self.head_step += 1  # before a flush may come
             self._gate.leave()
-            self.head_step += 1
             if self._engine is None:
                 self._start(self._binding.build_layout())
                 due: _Due | None = _Due(full=True)
@@ -329,6 +349,8 @@ class Session:
     def _fault(self, error: Exception) -> None:
         """A fault while saving never ends training unless the user wants it to."""
         self.stats.errors += 1
+        if self._opened is not None:
+            self._opened.arena.errors = self.stats.errors
         if str(error) != self.stats.last_error:
             log.error("checkpoint at step %d failed: %s", self.head_step, error)
         self.stats.last_error = str(error)
@@ -358,11 +380,14 @@ class Session:
         """Somebody wants a checkpoint after the next step. Called from another thread."""
         self._requested = full or bool(self._requested)
 
-    def _start(self, layout: Layout) -> Engine:
+    def _open(self, layout: Layout, *, stopped: bool = False) -> Engine:
         folder = arena_folder(self.settings.arena_dir, self.store.id)
-        self._engine = Engine(self.store, layout, self.settings, folder, self._saver)
+        self._opened = Engine(self.store, layout, self.settings, folder, self._saver, stopped=stopped)
+        return self._opened
+
+    def _start(self, layout: Layout) -> None:
+        self._engine = self._open(layout)
         self._engine.arena.head_step = self.head_step
-        return self._engine
 
     def _started(self) -> Engine:
         self._check_open()
@@ -376,6 +401,11 @@ class Session:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the session is closed")
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "this is a forked child's copy of the session",
+                hint="call it in the process that attached it",
+            )
 
     def _refuse_unread_store(self) -> None:
         layout = self.store.current_layout()
@@ -393,6 +423,8 @@ class Session:
                 return
             if not quiet:
                 log.warning("a signal came in a step that did not end: the state is not flushed")
+            elif not self._checkpoints.ready(FLUSH_SECONDS):
+                log.warning("a signal came, and the last copy does not end: the state is not flushed")
             elif self._moment is not None and self._seal(self._moment):
                 log.info("a signal came: step %d is in this host's memory", self.head_step)
             self._doomed = fatal
@@ -411,8 +443,9 @@ class Session:
         if self._inert():
             return
         atexit.unregister(self._at_exit)
-        self._remove_hooks()
         with contextlib.ExitStack() as last:
+            # Not before: a training thread that goes on meanwhile has to pass the gate.
+            last.callback(self._remove_hooks)
             last.callback(self.store.close)
             last.callback(self._worker.close)
             last.callback(self._let_go, failed)
@@ -430,9 +463,12 @@ class Session:
 
     def _let_go(self, failed: bool) -> None:
         """Wait for the store and close the arena; after a failure leave both to the daemon, if there is one."""
-        engine = self._engine
+        engine = self._opened
         if engine is None:
             self._saver.close()
+            return
+        if engine is not self._engine:
+            engine.leave()  # a resume that failed: all stays as it was
             return
         if failed and self._saver.outlives:
             engine.leave()

@@ -35,6 +35,10 @@ class Job(Generic[T]):
             raise self._error
         return self._result  # type: ignore[return-value]
 
+    def settle(self, timeout: float | None = None) -> bool:
+        """Block until the call has ended, whatever came of it, at most `timeout` seconds; returns whether it has."""
+        return self._done.wait(timeout)
+
 
 class Worker:
     """A daemon thread, so that an interpreter that ends with a job under way is not held up by it."""

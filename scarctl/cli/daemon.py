@@ -23,6 +23,8 @@ Examples:
 HOLD_SECONDS = 600
 _SHARDS_SHOWN = 32
 _POLL = 0.05
+_PATIENCE = 5.0
+"""Seconds that one question to the daemon may take."""
 
 
 @click.command(epilog=EXAMPLES)
@@ -147,15 +149,10 @@ def _end(folder: Path, pid: int, timeout: float) -> None:
 
 
 def _ask(folder: Path, op: str = "status") -> dict[str, Any] | None:
-    """The daemon's answer, None when there is no daemon."""
-    from scarctl.daemon.client import ask
+    """The daemon's answer, None when there is no daemon. Raises Unavailable when there is one that does not answer."""
+    from scarctl.daemon.client import question
 
-    try:
-        return ask(folder, op)
-    except Unavailable as error:
-        if error.kind in ("no-daemon", "daemon-gone"):
-            return None
-        raise
+    return question(folder, op, patience=_PATIENCE)
 
 
 def _no_daemon() -> ScarError:

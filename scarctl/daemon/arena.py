@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from scarctl.daemon.folder import arena_folder, clear_queue, folder_error, lock_folder, no_room
 from scarctl.errors import AccessDenied, Corruption, UsageError
 from scarctl.layout import Layout
-from scarctl.version import NEVER
+from scarctl.version import NEVER, epoch_of, pack, step_of
 
 __all__ = ["Arena", "arena_folder"]
 
@@ -51,7 +51,7 @@ _HEADER = 4096
 _FIXED = struct.Struct("<8sIIQQQQQQ32s16s16s")
 # magic, format, header, file, partitions, json at, json, arrays, tensors, layout digest, store, boot
 _FIELDS_AT = 256
-_FIELDS = ("epoch", "head_step", "pid", "sealed", "errors")
+_FIELDS = ("epoch", "head_step", "pid", "sealed", "errors", "base_epoch")
 _PAGE = 4096
 _ALIGNED = 64
 _MAX_LAYOUT_JSON = 64 << 20
@@ -258,6 +258,15 @@ class Arena:
     def errors(self, value: int) -> None:
         self._fields[4] = value
 
+    @property
+    def base_epoch(self) -> int:
+        """The first epoch of the process that writes copies: a daemon that is replaced meanwhile begins another one."""
+        return int(self._fields[5]) or self.epoch
+
+    @base_epoch.setter
+    def base_epoch(self, value: int) -> None:
+        self._fields[5] = value
+
     # -- copies -------------------------------------------------------------------------------------------------
 
     def rows(self, g: int, t: int) -> NDArray[np.uint8]:
@@ -289,6 +298,15 @@ class Arena:
     def newest(self) -> Ids:
         """The version that every copy is good for: its own, or the newest sealed one if that came later."""
         return np.where(self.version >= 0, np.maximum(self.version, self.sealed), np.int64(NEVER))
+
+    def lifted(self, versions: Ids) -> Ids:
+        """Versions for comparing, int64 of any shape: what this arena's process has saved counts as of one epoch.
+
+        A copy may be older, by its epoch, than the commit that made it durable: the daemon was replaced in between.
+        """
+        epochs = epoch_of(versions)
+        same = (epochs >= self.base_epoch) & (epochs <= self.epoch)
+        return np.where(same, pack(max(self.epoch, 1), 0) | step_of(versions), versions)
 
     def unseal(self) -> None:
         """Write the sealed version into the partitions, before one of them gets an older copy."""

@@ -24,6 +24,8 @@ RELEASE_SECONDS = 60.0
 _PAUSE = 0.1
 _LAST_MOMENTS = 0.005
 """One that is just ending keeps others from starting: not to be tried all the time."""
+_PASSING = ("daemon-gone", "daemon-ending", "run-busy")
+"""Kinds of errors after which the next attempt may succeed."""
 _PACKAGES = Path(__file__).parents[2]
 
 
@@ -53,12 +55,12 @@ def start(folder: Path) -> None:
         raise _not_started(folder, done.stderr.decode(errors="replace").strip()[-500:])
 
 
-def connect(folder: Path, *, begin: bool = True) -> socket.socket:
-    """A connection to the daemon of `folder`, started if need be (`begin`).
+def connect(folder: Path, *, begin: bool = True, patience: float = START_SECONDS) -> socket.socket:
+    """A connection to the daemon of `folder`, started if need be (`begin`). Gives up after `patience` seconds.
 
     Raises Unavailable when there is none (`kind` "no-daemon") or it cannot be started; AccessDenied.
     """
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + patience
     while True:
         try:
             return protocol.connect(folder, REPLY_SECONDS)
@@ -103,6 +105,31 @@ def ask(folder: Path, op: str, **fields: Any) -> dict[str, Any]:
         return request(connection, op, **fields)
 
 
+def question(folder: Path, op: str, *, patience: float) -> dict[str, Any] | None:
+    """One question to a daemon that may be running; None when there is none, or when it has just gone.
+
+    Raises Unavailable (`kind` "daemon-silent"), which names its process, when it is there and does not answer within
+    `patience` seconds.
+    """
+    try:
+        connection = connect(folder, begin=False, patience=patience)
+    except Unavailable as error:
+        if isinstance(error.__cause__, BlockingIOError):
+            raise _silent(0, patience) from error  # and nobody else's question is taken either
+        if error.kind == "no-daemon":
+            return None
+        raise
+    with contextlib.closing(connection):
+        try:
+            return request(connection, op, patience=patience)
+        except Unavailable as error:
+            if isinstance(error.__cause__, TimeoutError):
+                raise _silent(protocol.check_peer(connection), patience) from error
+            if error.kind == "daemon-gone":
+                return None
+            raise
+
+
 def hold(folder: Path, seconds: int) -> int:
     """Have a daemon, started if need be, that waits that long for its first run; returns its process id."""
 
@@ -145,14 +172,14 @@ def wait_until_released(folder: Path, store_id: str, seconds: float = RELEASE_SE
 def insist(attempt: Callable[[], T]) -> T:
     """Try until a daemon answers, for some time: one may just be ending, and there will be a new one.
 
-    Raises what `attempt` raises, also Unavailable (`kind` "daemon-gone", "daemon-ending") when the time is over.
+    Raises what `attempt` raises; when the time is over, also what may pass.
     """
     deadline = time.monotonic() + START_SECONDS
     while True:
         try:
             return attempt()
         except ScarError as error:
-            if error.kind not in ("daemon-gone", "daemon-ending") or time.monotonic() > deadline:
+            if error.kind not in _PASSING or time.monotonic() > deadline:
                 raise
         time.sleep(_PAUSE)
 
@@ -160,6 +187,14 @@ def insist(attempt: Callable[[], T]) -> T:
 def gone() -> Unavailable:
     """The daemon does not answer any more."""
     return Unavailable("the daemon has gone", hint="a session starts another one", kind="daemon-gone")
+
+
+def _silent(pid: int, patience: float) -> Unavailable:
+    return Unavailable(
+        f"the daemon{f', process {pid},' if pid else ''} has not answered for {patience:g} s",
+        hint="if it was stopped, SIGCONT lets it go on; if it is killed, what is in memory or durable stays so",
+        kind="daemon-silent",
+    )
 
 
 def _not_started(folder: Path, reason: str) -> Unavailable:

@@ -13,11 +13,15 @@ import os
 import stat
 import sys
 import tempfile
+import time
 import warnings
 from pathlib import Path
 
 from scarctl.errors import AccessDenied, Contention, ScarError, Unavailable
 
+LOCK_SECONDS = 1.0
+"""Whoever looks for arenas of dead runs holds a folder's lock for a moment: an owner to be waits that long."""
+_PAUSE = 0.01
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -77,11 +81,12 @@ def check_private(folder: Path) -> None:
         )
 
 
-def lock_folder(folder: Path) -> int:
+def lock_folder(folder: Path, *, patience: float = LOCK_SECONDS) -> int:
     """Make the arena's folder if need be, and lock it: the lock lasts until the descriptor returned is closed.
 
-    Raises what `make_private` raises; Contention when a live process holds the lock.
+    Raises what `make_private` raises; Contention when a live process holds the lock for more than `patience` seconds.
     """
+    deadline = time.monotonic() + patience
     while True:
         make_private(folder)
         try:
@@ -99,6 +104,9 @@ def lock_folder(folder: Path) -> int:
             pass
         except BlockingIOError:
             os.close(fd)
+            if time.monotonic() < deadline:
+                time.sleep(_PAUSE)
+                continue
             raise Contention(
                 f"the arena in {folder} is in use by a live process",
                 hint="stop that run first, or wait until it ends",

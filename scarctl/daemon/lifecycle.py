@@ -12,6 +12,10 @@ from enum import Enum
 
 LINGER = 0.5
 """Seconds without any run after which the daemon ends: a trainer that restarts at once finds it."""
+LAST_WORDS = 3.0
+"""Seconds after a SIGTERM in which training processes may end; those that go on by then did not get one."""
+LAST_SAVES = 20.0
+"""Seconds after a SIGTERM that saving may take: most systems wait no longer than 30 before they kill."""
 
 
 class Phase(Enum):
@@ -74,13 +78,20 @@ class StopAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class Terminated:
+    """The daemon has got a SIGTERM. Perhaps all processes have, and some are just saving their last step."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
     now: float
 
 
-Event = Attached | TrainerGone | Settled | Detached | Released | Held | StopAsked | Tick
+Event = Attached | TrainerGone | Settled | Detached | Released | Held | StopAsked | Terminated | Tick
 
 # -- instructions ------------------------------------------------------------------------------------------------
 
@@ -107,6 +118,8 @@ class Lifecycle:
     runs: dict[str, Phase] = field(default_factory=dict)
     idle_since: float | None = None
     held_until: float = 0.0
+    terminated: float | None = None
+    """When a SIGTERM came."""
     stopping: bool = False
     """No run may be attached any more."""
     ended: bool = False
@@ -135,12 +148,19 @@ class Lifecycle:
             case Held(until):
                 self.held_until = until
             case StopAsked():
-                self.stopping = True
-                releases = [instruction for run in self.runs for instruction in self._release(run)]
-                return releases + self._end_if_stopping()
+                return self._stop()
+            case Terminated(now):
+                if self.terminated is None:
+                    self.terminated = now
+                return self._tick(now)
             case Tick(now):
                 return self._tick(now)
         return []
+
+    def _stop(self) -> list[Instruction]:
+        self.stopping = True
+        releases = [instruction for run in self.runs for instruction in self._release(run)]
+        return releases + self._end_if_stopping()
 
     def _release(self, run: str) -> list[Instruction]:
         if self.runs.get(run) not in (Phase.ATTACHED, Phase.ORPHANED):
@@ -152,6 +172,10 @@ class Lifecycle:
         return self._end() if self.stopping and not self.runs else []
 
     def _tick(self, now: float) -> list[Instruction]:
+        if self.terminated is not None and not self.stopping:
+            attached = Phase.ATTACHED in self.runs.values()
+            if not self.runs or now >= self.terminated + (LAST_WORDS if attached else LAST_SAVES):
+                return self._stop()
         if self.runs:
             return []
         if self.idle_since is None:

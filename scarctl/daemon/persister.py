@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from functools import partial
 from typing import Any
 
@@ -22,10 +23,16 @@ _ATTEMPTS = 8
 """How often a segment may be spoiled by newer copies before the hand-over is put off."""
 
 
+class PutOff(Exception):
+    """A hand-over is not written to its end, because somebody wants the store, or a pause, now."""
+
+
 class Persister:
     """Commits hand-overs, shard by shard. Not for several threads at once."""
 
     def __init__(self, arena: Arena, writer: StoreWriter, shard_of: NDArray[np.int32]) -> None:
+        self.put_off = threading.Event()
+        """Set by another thread: what is being written is given up, and `PutOff` raised."""
         self._arena = arena
         self._writer = writer
         self._members = {shard: np.flatnonzero(shard_of == shard) for shard in np.unique(shard_of).tolist()}
@@ -44,7 +51,7 @@ class Persister:
         """Make a hand-over durable and acknowledge it in the arena; returns the bytes of state written.
 
         May be called again after a failure: what is durable by then is not written again. Partitions that have a newer
-        copy by now are left to the hand-over of that copy. Raises what `StoreWriter.commit` raises.
+        copy by now are left to the hand-over of that copy. Raises what `StoreWriter.commit` raises, and PutOff.
         """
         arena, version = self._arena, handover.version
         if self._sealed[0] != handover.number:
@@ -75,17 +82,19 @@ class Persister:
         """
         arena = self._arena
         for _ in range(_ATTEMPTS):
+            # The generations come first: what is looked at later is of these copies, or the commit does not happen.
+            before = arena.generation[ids].copy()
             # A copy that is newer, or under way, comes with its own hand-over.
-            ids = ids[(arena.version[ids] == handover.version) & arena.intact()[ids]]
+            good = (arena.version[ids] == handover.version) & ((before & np.uint64(1)) == 0)
+            ids, before = ids[good], before[good]
             sealed = handover.sealed and self._is_of(handover.version, shard, ids)
             if not ids.size and not sealed:
                 return ids, False
-            before = arena.generation[ids].copy()
             try:
                 self._writer.commit(
                     shard,
                     ids,
-                    arena.source,
+                    self._source,
                     step=step_of(handover.version),
                     sealed=sealed,
                     extras=extras,
@@ -112,6 +121,11 @@ class Persister:
             older = HandOver(handover.number, version, of_version, sealed=False, extras=None)
             for shard in np.unique(self._shard_of[of_version]).tolist():
                 self._commit(shard, of_version[self._shard_of[of_version] == shard], older, None)
+
+    def _source(self, g: int, t: int, start: int, stop: int) -> memoryview:
+        if self.put_off.is_set():
+            raise PutOff
+        return self._arena.source(g, t, start, stop)
 
     def _unchanged(self, ids: Ids, before: NDArray[np.uint64]) -> bool:
         return bool((self._arena.generation[ids] == before).all())
@@ -149,19 +163,24 @@ def reconcile(arena: Arena, queue: HandOverQueue, stored: Ids, epoch: int) -> No
     store than in the arena.
     """
     arena.unseal()
-    stale = stored > arena.version
+    stale = arena.lifted(stored) > arena.lifted(arena.version)
     arena.begin(np.flatnonzero(stale))
     old, waiting = arena.version.copy(), arena.pending()
     current = (old >= 0) & ~stale
-    arena.version[:] = np.where(current, pack(epoch, 0) | step_of(old), NEVER)
-    arena.durable[:] = np.where(waiting, NEVER, arena.version)
-    for handover in queue.pending():
+    # In this order a process that dies or fails in between leaves the old queue or the new one, whole, and whatever of
+    # the other does not fit the copies is dropped by the next.
+    before = queue.pending()
+    for handover in before:
         ids = handover.ids[current[handover.ids] & (old[handover.ids] == handover.version)]
-        if ids.size:
+        sealed = handover.sealed and not stale.any()
+        if ids.size or sealed:
             queue.put(
                 version=pack(epoch, step_of(handover.version)),
                 ids=ids,
-                sealed=handover.sealed and not stale.any(),
+                sealed=sealed,
                 extras=handover.extras,
             )
+    arena.version[:] = np.where(current, pack(epoch, 0) | step_of(old), NEVER)
+    arena.durable[:] = np.where(waiting, NEVER, arena.version)
+    for handover in before:
         queue.remove(handover.number)

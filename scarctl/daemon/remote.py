@@ -24,6 +24,8 @@ _SLICE = 5.0
 """Seconds that one question to drain waits: it keeps the connection busy."""
 _MARGIN = 10.0
 """Seconds that an answer may come later than asked for."""
+_TROUBLE = 5.0
+"""Seconds without a daemon after which a session hears of it."""
 _PAUSE = 0.1
 _LONGEST_PAUSE = 2.0
 
@@ -46,6 +48,7 @@ class DaemonSaver:
         self._watch: socket.socket | None = None
         self._closing = self._stopped = False
         self._failure: ScarError | None = None
+        self._trouble: ScarError | None = None
         self._last: ScarError | None = None
         self._watcher = threading.Thread(target=self._look, name="scarctl-watch", daemon=True)
         _savers.add(self)
@@ -55,9 +58,10 @@ class DaemonSaver:
         insist(self._connect)
         self._watcher.start()
 
-    def open(self, arena: Arena) -> None:
+    def open(self, arena: Arena, *, stopped: bool = False) -> None:
         """See `Saver`."""
-        arena.epoch = self._done("open")["epoch"]
+        self._stopped = stopped
+        arena.epoch = self._done("open", stopped=stopped)["epoch"]
         self._arena = arena
 
     def notify(self) -> None:
@@ -103,6 +107,11 @@ class DaemonSaver:
         """See `Saver`."""
         return self._failure
 
+    @property
+    def trouble(self) -> ScarError | None:
+        """See `Saver`."""
+        return self._trouble
+
     def stop(self) -> None:
         """See `Saver`."""
         self._stopped = True  # from here on for a new daemon as well
@@ -118,19 +127,21 @@ class DaemonSaver:
         assert self._arena is not None
         self._arena.epoch = self._done("roll_back", seqs={str(k): v for k, v in seqs.items()})["epoch"]
 
-    def close(self) -> None:
-        """See `Saver`."""
-        self._end("close")
-
     def leave(self) -> None:
         """See `Saver`."""
-        self._end("leave")
+        # The end of the connection says so, and is seen also by a daemon that does not answer now.
+        self._closing = True
+        self._part()
 
-    def _end(self, op: str) -> None:
+    def close(self) -> None:
+        """See `Saver`."""
         self._closing = True
         with contextlib.suppress(ScarError):
             # A daemon that has gone has let go of the store as well.
-            self._ask(op, patience=_SLICE + _MARGIN)
+            self._ask("close", patience=_SLICE + _MARGIN)
+        self._part()
+
+    def _part(self) -> None:
         self._hang_up()
         if self._watcher.ident is not None:
             self._watcher.join()
@@ -178,6 +189,10 @@ class DaemonSaver:
                 raise gone()
             return request(self._control, op, patience=patience, **fields)
         except ScarError as error:
+            if error.kind == "not-claimed" and op != "claim":
+                # A daemon that is ending has let go of this run already: another one goes on with it.
+                self._disconnect()
+                raise gone() from error
             if error.kind == "daemon-gone":
                 self._disconnect()  # its answer may still come, and would be taken for another one
             raise
@@ -205,7 +220,7 @@ class DaemonSaver:
 
     def _begin_again(self) -> None:
         """Have another daemon go on with the run."""
-        pause = 0.0
+        pause, since = 0.0, time.monotonic()
         while not self._closing:
             try:
                 with self._lock:
@@ -216,9 +231,12 @@ class DaemonSaver:
                         reply = self._ask("open", again=True, stopped=self._stopped)
                         self._arena.epoch = reply["epoch"]
                     log.warning("the daemon had gone: another one goes on")
+                    self._trouble = None
                     return
             except ScarError as error:
                 self._last = error
+                if time.monotonic() > since + _TROUBLE:
+                    self._trouble = error
                 self._disconnect()
                 if isinstance(error, Fenced):
                     self._failure = error

@@ -42,7 +42,7 @@ class Run:
         self._saver = LocalSaver(store)
         self._arena: Arena | None = None
         self._lock = threading.Lock()
-        self._released = False
+        self._released = self._adopted = self._looked = self._put_off = False
 
     def open(self, *, again: bool, stopped: bool) -> int:
         """Map the arena and start saving; returns the epoch. Flags as for `LocalSaver.open`.
@@ -108,8 +108,22 @@ class Run:
             pass
         return True
 
+    def adopt(self) -> None:
+        """The training process has gone. If it died before it opened its run: what an earlier one left in the arena is
+        made durable all the same. Raises what `open` raises.
+        """
+        with self._lock:
+            try:
+                if self._arena is None and not self._released:
+                    arena = Arena.share(self._folder, store_id=self.id)
+                    if arena is not None:
+                        self._saver.open(arena)
+                        self._arena = arena
+            finally:
+                self._adopted = True
+
     def finish(self) -> bool:
-        """The training process has gone, perhaps in the middle of a pause: go on.
+        """The training process has gone, perhaps in the middle of a pause: go on. After `adopt`.
 
         Returns whether nothing waits for the store any more, or saving has stopped for good. Never waits itself.
         """
@@ -117,19 +131,28 @@ class Run:
             return False  # its last request is still being served
         try:
             if self._arena is None:
-                return True
+                return self._adopted
             self._saver.resume()
             thread = self._saver.thread
+            if thread is not None and not self._looked:
+                # The last that the training process has put, it may not have lived to announce.
+                self._looked = True
+                thread.notify()
+                return False
             return thread is None or thread.failure is not None or thread.settled
         finally:
             self._lock.release()
+
+    def put_off(self) -> None:
+        """A new training process waits for the store: `release` is not to finish what is being written."""
+        self._put_off = True
 
     def release(self) -> None:
         """Finish what is being written; free the store. The arena stays for the next session."""
         with self._lock:
             self._released = True
             try:
-                self._saver.close()
+                self._saver.close(put_off=self._put_off)
             finally:
                 self.store.close()
                 if self._arena is not None:

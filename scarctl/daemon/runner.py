@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 
 from scarctl.daemon.handover import HandOverQueue
-from scarctl.daemon.persister import Persister
+from scarctl.daemon.persister import Persister, PutOff
 from scarctl.daemon.state import (
     Event,
     Failed,
@@ -84,8 +84,13 @@ class PersisterThread:
             )
             return self._settled()
 
-    def close(self) -> None:
-        """Finish the hand-over that is being written, and end the thread. What waits stays in the queue."""
+    def close(self, *, put_off: bool = False) -> None:
+        """Finish the hand-over that is being written, and end the thread. What waits stays in the queue.
+
+        put_off: do not finish it, it stays in the queue as well. What of it is committed already counts.
+        """
+        if put_off:
+            self._persister.put_off.set()
         with self._changed:
             self._events.insert(0, Stop())  # before what else is to be done
             self._changed.notify_all()
@@ -198,6 +203,8 @@ class PersisterThread:
         except ScarError as error:
             self._note(error)
             return Failed(number, error.retryable, time.monotonic(), random.random())
+        except PutOff:
+            return Failed(number, True, time.monotonic())
         except (OSError, MemoryError) as error:
             self._note(Unavailable(f"hand-over {number} cannot be handled: {error}"))
             return Failed(number, True, time.monotonic(), random.random())

@@ -12,9 +12,9 @@ from scarctl.daemon.arena import Arena
 from scarctl.daemon.handover import HandOverQueue
 from scarctl.daemon.persister import Persister, reconcile
 from scarctl.daemon.runner import PersisterThread
-from scarctl.errors import ScarError, Unavailable
+from scarctl.errors import Fenced, ScarError, Unavailable
 from scarctl.store import Store, StoreWriter
-from scarctl.version import NEVER
+from scarctl.version import NEVER, epoch_of
 
 
 class Saver(Protocol):
@@ -26,8 +26,10 @@ class Saver(Protocol):
     def claim(self) -> None:
         """Make sure that nobody else writes to the store. Raises Contention, AccessDenied, Unavailable."""
 
-    def open(self, arena: Arena) -> None:
+    def open(self, arena: Arena, *, stopped: bool = False) -> None:
         """Start saving what is handed over in the arena's folder. Starts an epoch, and writes it into the arena.
+
+        stopped: as after `stop`.
 
         Raises Contention, Fenced, Corruption, AccessDenied, Unavailable.
         """
@@ -45,8 +47,12 @@ class Saver(Protocol):
     def failure(self) -> ScarError | None:
         """What made saving stop for good; None while it works."""
 
+    @property
+    def trouble(self) -> ScarError | None:
+        """What keeps it from saving for some time already, while it goes on trying; None when nothing does."""
+
     def stop(self) -> None:
-        """Write nothing to the store until `resume`."""
+        """Write nothing to the store until `resume`. Does not wait for what is being written: that is put off."""
 
     def resume(self) -> None:
         """Go on after `stop`."""
@@ -89,14 +95,22 @@ class LocalSaver:
         stopped: write nothing to the store until `resume`.
         """
         settings = self._store.settings
+        known = arena.epoch
         self.shard_of = arena.layout.shards(settings.shards, settings.seed)
         self._arena = arena
         self._writer = self._store.writer(layout=arena.layout, shard_of=self.shard_of)
+        stored = np.full(arena.layout.partitions, NEVER, dtype=np.int64)
+        for state in self._writer.states.values():
+            stored[state.ids] = state.version
         if not again:
-            stored = np.full(arena.layout.partitions, NEVER, dtype=np.int64)
-            for state in self._writer.states.values():
-                stored[state.ids] = state.version
             reconcile(arena, HandOverQueue(arena.folder), stored, self._writer.epoch)
+            arena.base_epoch = self._writer.epoch
+        elif epoch_of(int(stored.max(initial=NEVER))) > known:
+            self._writer.close()
+            raise Fenced(
+                f"{self._store.url}: another process has saved to this store meanwhile",
+                hint="stop one of the two; what this one has in memory stays there",
+            )
         arena.epoch = self._writer.epoch
         self.stopped = stopped
         if not stopped:
@@ -120,6 +134,11 @@ class LocalSaver:
         return self._thread.failure if self._thread is not None else None
 
     @property
+    def trouble(self) -> ScarError | None:
+        """See `Saver`. The thread tells of its own: what fails is in its log."""
+        return None
+
+    @property
     def thread(self) -> PersisterThread | None:
         """The thread, for its figures; None before it was started."""
         return self._thread
@@ -127,7 +146,7 @@ class LocalSaver:
     def stop(self) -> None:
         """End the thread."""
         if self._thread is not None:
-            self._thread.close()
+            self._thread.close(put_off=True)
         self.stopped = True
 
     def resume(self) -> None:
@@ -141,12 +160,12 @@ class LocalSaver:
         assert self._writer is not None
         self._writer.roll_back(seqs)
         HandOverQueue(self._arena.folder).clear()
-        self._arena.epoch = self._writer.epoch
+        self._arena.epoch = self._arena.base_epoch = self._writer.epoch
 
-    def close(self) -> None:
-        """See `Saver`."""
+    def close(self, *, put_off: bool = False) -> None:
+        """See `Saver`. `put_off`: what is being written stays in the queue, too."""
         if self._thread is not None:
-            self._thread.close()
+            self._thread.close(put_off=put_off)
         if self._writer is not None:
             self._writer.close()
 

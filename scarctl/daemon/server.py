@@ -30,6 +30,7 @@ from scarctl.daemon.lifecycle import (
     Released,
     Settled,
     StopAsked,
+    Terminated,
     Tick,
     TrainerGone,
 )
@@ -43,6 +44,8 @@ log = logging.getLogger("scarctl")
 _TICK = 0.1
 _LOOK_SECONDS = 1.0
 """A hand-over that nobody told of is found after this time."""
+_REAP_SECONDS = 3600.0
+"""Time between two looks for arenas that dead runs left."""
 _PATIENCE = 10.0
 """Seconds that a peer may take to say what it wants, and that it waits for a run to be let go."""
 _FAREWELL = 2.0
@@ -64,19 +67,22 @@ class Daemon:
         self._changed = threading.Condition(threading.RLock())
         self._ending = threading.Event()
         self._terminated = False
-        self._look_at = self._warn_at = 0.0
+        self._look_at = self._warn_at = self._reap_at = 0.0
         self._peers: dict[threading.Thread, socket.socket] = {}
         self._listener = _listen(folder)
 
     def terminate(self) -> None:
-        """Let all runs go, then end. The second time: end at once. For signal handlers: takes no lock."""
+        """Let all runs go, then end: not before those that lose their training process now, as when the whole job gets
+        a SIGTERM, are durable, which may take some time. The second time: end at once. For signal handlers: takes no
+        lock.
+        """
         if self._terminated:
             os._exit(1)
         self._terminated = True
 
     def serve(self) -> None:
         """Accept connections until the daemon has no run left, or is asked to stop."""
-        reap(self.folder, older_than=DAY)
+        self._listener.listen(_MAX_CONNECTIONS)  # again, in this process: peers are told who did so last
         self._listener.settimeout(_TICK)
         while not self._ending.is_set():
             try:
@@ -119,8 +125,8 @@ class Daemon:
     def _look_after_runs(self) -> None:
         now = time.monotonic()
         with self._changed:
-            if self._terminated and not self._life.stopping:
-                self._apply(StopAsked())
+            if self._terminated:
+                self._apply(Terminated(now))
             for run in list(self._runs.values()):
                 phase = self._life.runs[run.id]
                 if phase is Phase.ATTACHED and not run.trainer_lives():
@@ -132,6 +138,16 @@ class Daemon:
             if now >= self._look_at:
                 self._look_at = now + _LOOK_SECONDS
             self._apply(Tick(now))
+        if now >= self._reap_at:
+            self._reap_at = now + _REAP_SECONDS
+            with contextlib.suppress(RuntimeError):  # out of threads
+                threading.Thread(
+                    target=reap,
+                    args=(self.folder,),
+                    kwargs={"older_than": DAY},
+                    name="scarctl-reap",
+                    daemon=True,
+                ).start()
 
     def _finished(self, run: Run) -> bool:
         try:
@@ -185,8 +201,18 @@ class Daemon:
             with self._changed:
                 self._peers.pop(threading.current_thread(), None)
                 run = self._runs.get(peer.run) if peer.run else None
-                if run is not None and run.owner is peer:
-                    self._apply(TrainerGone(run.id))
+            if run is not None and run.owner is peer:
+                self._lose(run)
+
+    def _lose(self, run: Run) -> None:
+        """The training process of this run has ended its connection."""
+        try:
+            run.adopt()
+        except Exception as error:
+            log.error("%s: what is in memory cannot be saved: %s", run.store.url, error)
+        with self._changed:
+            if self._runs.get(run.id) is run:
+                self._apply(TrainerGone(run.id))
 
     def _answer(self, connection: socket.socket, peer: _Peer, message: dict[str, Any]) -> None:
         name = message.get("op")
@@ -247,11 +273,13 @@ class Daemon:
                         hint="wait until it ends, or stop it; reading needs no lock",
                     )
                 # Its training process has died: what it left goes on under the new one.
+                known.put_off()
                 self._apply(Detached(store.id))
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise Contention(
                         f"{store.url}: the daemon still writes what an earlier process left",
                         hint="try again in a while",
+                        kind="run-busy",
                     )
             self._check_staying()
             store.lock()
@@ -297,13 +325,6 @@ class Daemon:
             peer.run = None
             self._apply(Detached(run.id))
             self._changed.wait_for(lambda: self._runs.get(run.id) is not run, _PATIENCE)
-
-    def leave(self, peer: _Peer, message: dict[str, Any]) -> None:
-        """The training process ends, and something may wait: go on as if it had died."""
-        with self._changed:
-            run = self._run(peer)
-            peer.run = None
-            self._apply(TrainerGone(run.id))
 
     def watch(self, peer: _Peer, message: dict[str, Any]) -> None:
         """From now on this connection tells what happens to a run."""
@@ -378,7 +399,6 @@ _OPERATIONS: dict[str, _Operation] = {
     "resume": Daemon.resume,
     "roll_back": Daemon.roll_back,
     "close": Daemon.close,
-    "leave": Daemon.leave,
     "watch": Daemon.watch,
     "ask": Daemon.ask,
     "hold": Daemon.hold,

@@ -70,7 +70,7 @@ def reap(folder: Path, *, older_than: float = 0.0) -> list[StaleArena]:
             if _age(path) >= older_than and (arena := _remove(path)) is not None:
                 log.info("removed the arena of a dead run: %s, %d bytes", path, arena.nbytes)
                 removed.append(arena)
-    except ScarError as error:
+    except (ScarError, OSError) as error:
         log.warning("arenas of dead runs cannot be looked for: %s", error)
     return removed
 
@@ -107,7 +107,7 @@ def _look(path: Path, *, dead: bool = False) -> StaleArena | None:
 def _remove(path: Path) -> StaleArena | None:
     """Remove the arena if that loses nothing; None when it stays. Its lock proves that the run is dead."""
     try:
-        lock = lock_folder(path)
+        lock = lock_folder(path, patience=0.0)
     except Contention:
         return None
     except ScarError as error:
