@@ -409,8 +409,12 @@ _OPERATIONS: dict[str, _Operation] = {
 
 def _text(message: dict[str, Any], key: str) -> str:
     value = message.get(key)
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or "\0" in value:
         raise UsageError(f"{key} must be a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{key} must be a text in UTF-8") from None  # to JSON half a character is text as well
     return value
 
 
