@@ -39,6 +39,8 @@ class Episode:
     """Rows per partition."""
     pause: float
     """Seconds of pretended work before a step, at most."""
+    meddles: bool
+    """Whether the loop writes to its parameters after a step, while they may be copied."""
 
     @classmethod
     def draw(cls, seed: int, number: int) -> Episode:
@@ -53,6 +55,7 @@ class Episode:
             fraction=rng.choice((0.1, 0.25, 0.6)),
             rows=rng.choice((1, 4)),
             pause=rng.choice((0.002, 0.008, 0.03)),
+            meddles=rng.random() < 0.3,
         )
 
 

@@ -95,6 +95,8 @@ class Trainer:
             self.position["step"] = step
             self.optimizer.step()
             self.clock.ticks = step
+            if self.episode.meddles:
+                self._meddle()
             assert self.session._engine is not None
             self.tell(step=step, durable=self.session._engine.arena.durable.tolist())
             event = rng.random()
@@ -134,15 +136,24 @@ class Trainer:
         self.tell(rolled_back=report.step)
         return report.step
 
+    def _meddle(self) -> None:
+        """Leave every value as it was, but not all the time."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(0.25)
+                parameter.sub_(0.25)
+
     def _values(self) -> list[int]:
         """The value of every partition. Raises AssertionError when one holds several."""
         values = []
         for name, parameter in self.model.named_parameters():
-            pieces = torch.stack([parameter.detach(), self.optimizer.state[parameter]["count"]], dim=1)
+            whole = [parameter.detach(), self.optimizer.state[parameter]["count"]]
             for first in range(0, parameter.shape[0], self.episode.rows):
-                piece = pieces[first : first + self.episode.rows]
-                assert piece.min() == piece.max(), f"{name}[{first}] is torn: {piece.unique().tolist()}"
-                values.append(int(piece.max()))
+                pieces = [tensor[first : first + self.episode.rows] for tensor in whole]
+                held = [piece.unique().tolist() for piece in pieces]
+                assert [len(found) for found in held] == [1, 1], f"{name}[{first}] is torn: {held}"
+                assert int(held[0][0]) == int(held[1][0]), f"{name}[{first}] is mixed: {held}"
+                values.append(int(held[0][0]))
         return values
 
     def _fill(self, value: int) -> None:
