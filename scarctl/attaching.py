@@ -43,8 +43,9 @@ def attach(
     model: an `nn.Module`, or a dict of numpy arrays.
     optimizer: a `torch.optim.Optimizer`, or several in the order in which they step: the last one ends an iteration.
     store: folder of the store, made if it is not there. SCARCTL_STORE and `scarctl.toml` may name it instead.
-    fraction: share of the state's bytes that one partial checkpoint may write (the paper's r).
-    interval: iterations between two partial checkpoints (the paper's rC), or "auto": as often as the store keeps up.
+    fraction: largest share of the state's bytes that one partial checkpoint may write (the paper's r).
+    interval: iterations between two partial checkpoints (the paper's rC), or "auto": as often as the store keeps up,
+        and smaller ones, down to an eighth of `fraction`, where that would be rare.
     max_bandwidth: bytes per second that an "auto" interval may write on average.
     policy: "priority", "round", "random" or "full".
     norm: "l2", "rms", "relative", or a function (see `scarctl.distance`).

@@ -22,11 +22,14 @@ LEAST_SHARE = 1 / 8
 SHARE = 0.8
 """Of the measured bandwidth. The rest is for what cannot be planned: neighbours, the file system, a sealed state."""
 HYSTERESIS = 1.25
-"""Checkpoints come more often, and become larger, only when that would have this much room."""
+"""Checkpoints come more often only when that would have this much room."""
+LARGER_HYSTERESIS = 1.5
+"""They become larger only when that would: nothing is lost by waiting."""
 
 _NEW = 0.3  # weight of a new measurement
 _OUTLIER = 4.0  # a step longer than so many usual ones (an evaluation) counts as so many
 _ENOUGH = 5  # measurements of checkpoints of one size, to judge it
+_PATIENCE = 20  # so many before they become larger
 _LATER = 100  # so many before halving, which did not help, is tried again
 _HELPS = 0.75  # of the time of a checkpoint twice as large: one that takes longer is not worth it
 
@@ -67,8 +70,10 @@ class Cadence:
         self._looked_at: float | None = None
         self._saved_at: int | None = None  # step of the newest checkpoint that was due
         self._measured = 0  # measurements at the present share
-        self._before: tuple[float, float] | None = None  # seconds and bandwidth at twice the share, to be compared
-        self._patience = _ENOUGH
+        self._long = 0  # of these, the last ones that ask for a long interval
+        # Seconds that a checkpoint took at the share before, to be compared, and the bandwidth then.
+        self._before: tuple[float, float] | None = None
+        self._halving_helps = True
 
     def handed_over(self, now: float, number: int, nbytes: int) -> None:
         """Hand-over `number` of `nbytes` of state waits for the store from now on."""
@@ -131,11 +136,12 @@ class Cadence:
                 self.bandwidth = min(self.bandwidth, oldest / (now - self._busy_since))
 
     def _take(self, bandwidth: float) -> None:
-        self._measured += 1
         if self.bandwidth is None:
             self.bandwidth = bandwidth
         else:
             self.bandwidth += _NEW * (bandwidth - self.bandwidth)
+        self._measured += 1
+        self._long = self._long + 1 if self._least() > LONG_INTERVAL else 0
 
     def _forget(self, waiting: Collection[int]) -> int:
         """Take in what became durable; returns its bytes."""
@@ -156,33 +162,42 @@ class Cadence:
             self.interval = shorter
 
     def _resize(self) -> None:
-        """Halve or double the share, if need be. Half the bytes have to save time: not all of it goes by bytes."""
-        known = self._measured >= _ENOUGH
+        """Halve or double the share, if need be.
+
+        Half the bytes have to save time: a store may want time for each checkpoint, whatever its size. So halving is
+        a trial, and because the store may have changed meanwhile, one that fails is checked by going back.
+        """
         seconds = self._seconds(self.bandwidth)
-        if known and self._before is not None:
+        least = self._least()
+        if self._before is not None and self._measured >= _ENOUGH:
             before, bandwidth = self._before
-            if seconds > _HELPS * before:
-                self._change(2 * self.share)
-                self.bandwidth, self._patience = bandwidth, _LATER
+            self._before = None
+            if not self._halving_helps:
+                self._halving_helps = before <= _HELPS * seconds
+            elif seconds > _HELPS * before:
+                self._halving_helps = False
+                self._change(2 * self.share, seconds)
+                self.bandwidth = bandwidth
                 return
-            self._before, self._patience = None, _ENOUGH
-        if self.share < 1 and known and 2 * self._least() * HYSTERESIS <= LONG_INTERVAL:
+        if self.share < 1 and self._measured >= _PATIENCE and 2 * least * LARGER_HYSTERESIS <= LONG_INTERVAL:
             self._change(2 * self.share)
-        elif self.share > LEAST_SHARE and self._least() > LONG_INTERVAL:
+        elif self.share > LEAST_SHARE and least > LONG_INTERVAL:
             if self._seconds(self._budget) >= seconds / SHARE:  # the budget goes by bytes alone
                 self._change(self.share / 2)
-            elif self._measured >= self._patience and self.bandwidth is not None:
-                self._change(self.share / 2)
-                self._before = seconds, self.bandwidth
+            elif self._long >= (_ENOUGH if self._halving_helps else _LATER):
+                self._halving_helps = True
+                self._change(self.share / 2, seconds)
 
-    def _change(self, share: float) -> None:
+    def _change(self, share: float, seconds: float | None = None) -> None:
+        """To another share; `seconds`: of a checkpoint so far, to be compared."""
+        self._before = (seconds, self.bandwidth) if seconds is not None and self.bandwidth is not None else None
         self.share = share
-        self._measured, self._before = 0, None
+        self._measured = self._long = 0
 
     def _least(self) -> float:
         """Iterations that a checkpoint of the present share takes, at the pace that saving may have."""
-        assert self.step_seconds
-        return max(self._seconds(self.bandwidth) / SHARE, self._seconds(self._budget)) / self.step_seconds
+        seconds = max(self._seconds(self.bandwidth) / SHARE, self._seconds(self._budget))
+        return seconds / self.step_seconds if self.step_seconds else 0.0
 
     def _seconds(self, bandwidth: float | None) -> float:
         """Time for the bytes of a checkpoint of the present share, 0 where there is no limit."""

@@ -36,7 +36,10 @@ class SessionSettings:
     fraction: float = DEFAULT_FRACTION
     """Share of the state's bytes that one partial checkpoint may write, in (0, 1]."""
     interval: int | Literal["auto"] = 10
-    """Iterations between two partial checkpoints. "auto": as many as the store needs to keep up."""
+    """Iterations between two partial checkpoints. "auto": as many as the store needs to keep up.
+
+    With "auto" checkpoints also become smaller, down to an eighth of `fraction`, where the interval would be long.
+    """
     max_bandwidth: float | None = None
     """Bytes per second that partial checkpoints may write on average, with interval "auto". None: no such limit."""
     policy: str = DEFAULT_POLICY
