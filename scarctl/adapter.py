@@ -66,7 +66,7 @@ class Adapter(Protocol):
     def create_slots(self, layout: Layout) -> Callable[[], None]:
         """Make the optimizer's slots that `layout` has and the optimizer, before its first step, has not.
 
-        Returns what takes them away again, for when there turns out to be nothing to put into them.
+        What is in them is anything. Returns what takes them away again, for when there is nothing to put into them.
         """
 
     def install(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:

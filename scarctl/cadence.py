@@ -190,7 +190,7 @@ class Cadence:
 
     def _change(self, share: float, seconds: float | None = None) -> None:
         """To another share; `seconds`: of a checkpoint so far, to be compared."""
-        self._before = (seconds, self.bandwidth) if seconds is not None and self.bandwidth is not None else None
+        self._before = (seconds, self.bandwidth or 0.0) if seconds else None
         self.share = share
         self._measured = self._long = 0
 

@@ -135,7 +135,7 @@ class TorchAdapter:
         _restore_rng(early["rng"])
 
     def create_slots(self, layout: Layout) -> Callable[[], None]:
-        """Zeros in the optimizers' state for every slot of `layout` that is not there yet."""
+        """Tensors in the optimizers' state for every slot of `layout` that is not there yet."""
         owners = {id(p): o for o in self._optimizers for p in _params(o)}
         parameters = dict(self._parameters())
         created: list[tuple[Optimizer, nn.Parameter, str]] = []
@@ -146,7 +146,8 @@ class TorchAdapter:
             state = owners[id(parameter)].state[parameter]
             for spec in group.tensors[1:]:
                 if spec.slot not in state:
-                    state[spec.slot] = torch.zeros_like(parameter.detach(), dtype=torch_of(spec.dtype))
+                    # Filled by whoever restores: to fill it here as well would take as long again.
+                    state[spec.slot] = torch.empty_like(parameter.detach(), dtype=torch_of(spec.dtype))
                     created.append((owners[id(parameter)], parameter, spec.slot))
 
         def remove() -> None:
