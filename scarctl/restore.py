@@ -74,9 +74,10 @@ def _resume(engine: Engine, live: LiveState) -> tuple[Resumed, Any]:
     version, extras = found
     step = step_of(version)
     # Copies newer than the extras: the process died before it could hand them over. Random numbers, schedule and data
-    # position are of the older step, so that is where the run goes on, and what it saves next comes after them.
+    # position are of the older step, so that is where the run goes on, and what it saves next comes after them. They
+    # count as of the step before, so that they never pass for exact.
     ahead = np.flatnonzero(step_of(arena.newest()) > step)
-    arena.relabel(ahead, pack(arena.epoch, step))
+    arena.relabel(ahead, pack(arena.epoch, max(0, step - 1)))
     live.load(everything)
     return Resumed(step, report.exact and report.step == step, report), extras
 
