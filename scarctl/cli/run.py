@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import click
 
 from scarctl.cli.output import EXIT_RUN_FAILED, EXIT_SIGNAL, arena_option, human_bytes, note
-from scarctl.errors import ScarError
+from scarctl.errors import NoStore, ScarError
 
 EXAMPLES = """\b
 Examples:
@@ -25,6 +27,9 @@ NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_BY_TERMINAL = (signal.SIGINT, signal.SIGHUP)
+_SI_KERNEL = 0x80
+"""The code of a signal that no process sent."""
 _HOLD_SECONDS = 600
 _POLL = 0.1
 _PATIENCE = 1.0
@@ -114,15 +119,30 @@ class _Forwarding:
         self._early: list[int] = []
         self._previous: dict[int, Any] = {}
         # Keys and the hang-up of a terminal reach everything in its foreground, the command too: once is enough.
-        self._shared = (signal.SIGINT, signal.SIGHUP) if _in_foreground() else ()
+        self._shared = _BY_TERMINAL if _in_foreground() else ()
+        self._lock = threading.RLock()
+        self._heard: list[signal.Signals] = []
+        self._listener = threading.Thread(target=self._listen, name="scarctl-signals", daemon=True)
+        self._ended = False
 
     def __enter__(self) -> _Forwarding:
         for number in _FORWARDED:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's stays, here and in the command
                 self._previous[number] = signal.signal(number, self._forward)
+        if sys.platform == "linux":
+            self._heard = [number for number in _BY_TERMINAL if number in self._previous]
+        if self._heard:
+            # Blocked, so that they wait for the listener.
+            signal.pthread_sigmask(signal.SIG_BLOCK, self._heard)
+            self._listener.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._heard and self._listener.ident is not None:
+            self._ended = True
+            signal.pthread_kill(self._listener.ident, self._heard[0])
+            self._listener.join()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._heard)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -130,22 +150,41 @@ class _Forwarding:
         """Run the command; returns its exit code, 128+N when signal N ended it. Raises OSError if it cannot start."""
         if self.asked is not None:
             return EXIT_SIGNAL + self.asked
-        self._process = subprocess.Popen(command, env=environment, close_fds=False)
-        while self._early:
-            self._process.send_signal(self._early.pop(0))
-        code = self._process.wait()
-        self._process = None
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._heard)  # the command would inherit it
+        try:
+            process = subprocess.Popen(command, env=environment, close_fds=False)
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, self._heard)
+        with self._lock:
+            self._process = process
+            while self._early:
+                process.send_signal(self._early.pop(0))
+        code = process.wait()
+        with self._lock:
+            self._process = None
         return code if code >= 0 else EXIT_SIGNAL - code
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        if number in _ENDING:
-            self.asked = number
-        if number in self._shared:
-            return
-        if self._process is None:
-            self._early.append(number)
-        else:
-            self._process.send_signal(number)
+        self._take(number, pass_on=number not in self._shared)
+
+    def _listen(self) -> None:
+        """Take the signals that a terminal sends as well. What a handler is not told: who sent one."""
+        while sys.platform == "linux":
+            told = signal.sigwaitinfo(self._heard)
+            if self._ended:
+                return
+            # A session's leader is the only one that a terminal's hang-up reaches.
+            alone = told.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid()
+            self._take(told.si_signo, pass_on=alone or told.si_code != _SI_KERNEL)
+
+    def _take(self, number: int, *, pass_on: bool) -> None:
+        with self._lock:
+            if number in _ENDING:
+                self.asked = number
+            if pass_on and self._process is not None:
+                self._process.send_signal(number)
+            elif pass_on:
+                self._early.append(number)
 
 
 def _in_foreground() -> bool:
@@ -175,6 +214,7 @@ def _wait_until_durable(
     deadline = time.monotonic() + wait
     runs: list[dict[str, Any]] = []
     held = True
+    tried = False
     while True:
         patience = min(_PATIENCE, max(_POLL, deadline - time.monotonic()))
         silent = False
@@ -194,8 +234,12 @@ def _wait_until_durable(
             else:
                 raise
         waiting = [run for run in runs if root in (None, run["store"]) and not _trainer_lives(run)]
-        if not (waiting or silent) or forwarding.asked is not None or time.monotonic() > deadline:
+        if forwarding.asked is not None or time.monotonic() > deadline:
             break
+        if not (waiting or silent):
+            if tried or root is None or not _go_on(folder, root):
+                break
+            tried = True
         time.sleep(_POLL)
     if silent:
         note(f"the daemon in {folder} does not answer")
@@ -210,9 +254,28 @@ def _wait_until_durable(
             )
 
 
+def _go_on(folder: Path, root: str) -> bool:
+    """Have a new daemon save what of this store is left, where the daemon has died, too. False: there is nothing."""
+    from scarctl.daemon.client import go_on
+    from scarctl.daemon.stale import survey
+    from scarctl.store import Store
+
+    queued = {arena.id for arena in survey(folder) if arena.handovers}
+    try:
+        if not queued or Store.open(root).id not in queued:
+            return False
+        go_on(folder, root)
+    except NoStore:
+        return False
+    except ScarError as error:
+        note(str(error))
+        return False
+    return True
+
+
 def _trainer_lives(run: Mapping[str, Any]) -> bool:
     """Whether a run's training process is there. The daemon sees only after a moment that one has died."""
-    if run["phase"] != "attached":
+    if run["phase"] != "attached" or run["pid"] == os.getpid():  # ours is none: see `_go_on`
         return False
     try:
         if run["pid"]:

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.daemon.folder import arena_folder, clear_queue, folder_error, lock_folder, no_room
+from scarctl.daemon.folder import arena_folder, clear_queue, folder_error, lock_folder, reserve
 from scarctl.errors import AccessDenied, Corruption, UsageError
 from scarctl.layout import Layout
 from scarctl.version import NEVER, epoch_of, pack, step_of
@@ -55,7 +55,6 @@ _FIELDS = ("epoch", "head_step", "pid", "sealed", "errors", "base_epoch")
 _PAGE = 4096
 _ALIGNED = 64
 _MAX_LAYOUT_JSON = 64 << 20
-_ZEROS = bytes(1 << 20)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -121,7 +120,7 @@ class Arena:
             clear_queue(folder)
             fd = _open_new(temporary)
             try:
-                _reserve(fd, geometry.size, folder)
+                reserve(fd, geometry.size, folder)
                 memory = _map(fd, geometry.size)
             finally:
                 os.close(fd)
@@ -389,20 +388,6 @@ def _open_new(path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise folder_error(error, path) from error
-
-
-def _reserve(fd: int, size: int, folder: Path) -> None:
-    """Take the space now: a tmpfs that is full when a page is touched kills the process with SIGBUS."""
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, size)
-        else:
-            for at in range(0, size, len(_ZEROS)):
-                os.pwrite(fd, _ZEROS[: size - at], at)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
-            raise
-        raise no_room(folder, size) from error
 
 
 def _map(fd: int, size: int) -> mmap.mmap:

@@ -21,6 +21,7 @@ START_SECONDS = 20.0
 """A daemon that does not answer by then, on a busy host, counts as not startable."""
 REPLY_SECONDS = 60.0
 RELEASE_SECONDS = 60.0
+_ANSWER_SECONDS = 5.0
 _PAUSE = 0.1
 _LAST_MOMENTS = 0.005
 """One that is just ending keeps others from starting: not to be tried all the time."""
@@ -140,19 +141,30 @@ def hold(folder: Path, seconds: int) -> int:
     return insist(attempt)
 
 
+def go_on(folder: Path, store: str) -> None:
+    """Have a daemon, started if need be, save what a dead training process left in its arena. Does not wait for that.
+
+    Raises Contention when a process saves to the store, NoStore, AccessDenied, Unavailable.
+    """
+
+    def attempt() -> None:
+        with contextlib.closing(connect(folder)) as connection:
+            # And with the connection ends what to the daemon is a training process.
+            request(connection, "claim", store=store)
+
+    insist(attempt)
+
+
 def wait_until_released(folder: Path, store_id: str, seconds: float = RELEASE_SECONDS) -> None:
     """Wait while the daemon, if there is one, still saves what a dead training process left.
 
     Returns when it has let go of the store, or has nothing to do with it. Raises Contention when a live process saves
-    to it, and when the daemon is not ready after `seconds`; AccessDenied.
+    to it, and when the daemon is not ready after `seconds`; AccessDenied; what `question` raises.
     """
     deadline = time.monotonic() + seconds
     while True:
-        try:
-            runs = ask(folder, "status")["runs"]
-        except Unavailable:
-            return  # whoever holds the store then is found by its lock
-        run = next((run for run in runs if run["id"] == store_id), None)
+        answer = question(folder, "status", patience=_ANSWER_SECONDS)
+        run = next((run for run in answer["runs"] if run["id"] == store_id), None) if answer else None
         if run is None:
             return
         if run["phase"] == "attached":

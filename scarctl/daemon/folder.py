@@ -23,6 +23,7 @@ LOCK_SECONDS = 1.0
 """Whoever looks for arenas of dead runs holds a folder's lock for a moment: an owner to be waits that long."""
 _PAUSE = 0.01
 _SHARED_MEMORY = Path("/dev/shm")
+_ZEROS = bytes(1 << 20)
 
 
 def arena_folder(base: str | None, store_id: str) -> Path:
@@ -123,20 +124,34 @@ def require_room(folder: Path, nbytes: int) -> None:
     Takes no space: the folder may still be full when the arena is made.
     """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if existing != folder and free_bytes(existing) < nbytes:
-        raise no_room(existing, nbytes, least=True)
+    if existing != folder and _free_bytes(existing) < nbytes:
+        raise _no_room(existing, nbytes, least=True)
 
 
-def no_room(folder: Path, nbytes: int, *, least: bool = False) -> Unavailable:
+def reserve(fd: int, size: int, folder: Path) -> None:
+    """Take the space now: a tmpfs that is full when a page is touched kills the process with SIGBUS."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, size)
+        else:
+            for at in range(0, size, len(_ZEROS)):
+                os.pwrite(fd, _ZEROS[: size - at], at)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
+            raise
+        raise _no_room(folder, size) from error
+
+
+def _no_room(folder: Path, nbytes: int, *, least: bool = False) -> Unavailable:
     """The error for an arena that does not fit."""
     return Unavailable(
-        f"the arena needs {'at least ' if least else ''}{nbytes:,} bytes in {folder}, {free_bytes(folder):,} are free",
+        f"the arena needs {'at least ' if least else ''}{nbytes:,} bytes in {folder}, {_free_bytes(folder):,} are free",
         hint="give arena_dir (SCARCTL_ARENA_DIR) a folder with room, on disk if need be, or enlarge /dev/shm",
         kind="arena-full",
     )
 
 
-def free_bytes(folder: Path) -> int:
+def _free_bytes(folder: Path) -> int:
     """Bytes that this user can still write there."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize

@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
+from scarctl.daemon.handover import HandOverQueue
 from scarctl.daemon.lifecycle import Phase
+from scarctl.daemon.persister import adopt_orphans
 from scarctl.daemon.runner import PersisterStats
 from scarctl.daemon.saver import LocalSaver
 from scarctl.errors import Corruption, ScarError, UsageError
@@ -135,8 +137,9 @@ class Run:
             self._saver.resume()
             thread = self._saver.thread
             if thread is not None and not self._looked:
-                # The last that the training process has put, it may not have lived to announce.
+                # What it copied last it may not have lived to put into the queue, or to announce.
                 self._looked = True
+                adopt_orphans(self._arena, HandOverQueue(self._arena.folder))
                 thread.notify()
                 return False
             return thread is None or thread.failure is not None or thread.settled

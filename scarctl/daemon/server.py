@@ -414,7 +414,9 @@ def _text(message: dict[str, Any], key: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{key} must be a text in UTF-8") from None  # to JSON half a character is text as well
+        raise UsageError(
+            f"{key} must be a text in UTF-8"
+        ) from None  # to JSON half a character is text as well
     return value
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 
 import scarctl
 from scarctl.cli import live
+from scarctl.daemon import protocol
 from scarctl.daemon.folder import host_folder
 from tests.cli.conftest import Run
 from tests.daemon.trainer import Trainer, assert_sound, status, stop, wait_until
@@ -92,6 +95,38 @@ def test_stop_gives_up_waiting(run: Run, folder: Path) -> None:
         patch.setattr("scarctl.cli.daemon._ask", lambda *_: {"pid": pid, "runs": []})
         error = run("daemon", "stop", "--timeout", 0.2, "--json", code=17).error
     assert error["kind"] == "daemon-busy"
+
+
+def test_a_daemon_that_does_not_answer(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scarctl.cli.daemon._PATIENCE", 0.5)
+    pid = run("daemon", "start", "--json").document["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        for action in (["start"], ["status"], ["stop"], ["stop", "--reap"]):
+            error = run("daemon", *action, "--json", code=17).error
+            assert error["kind"] == "daemon-silent"
+            assert f"process {pid}, has not answered for 0.5 s" in error["message"]
+        assert time.monotonic() - started < 10
+        assert "has not answered" in run("daemon", "status", code=17).stderr
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert run("daemon", "stop", "--json").document["pid"] == pid
+
+
+def test_a_daemon_that_nobody_can_reach(run: Run, arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has been silent for so long that the system takes no more questions for it."""
+    folder = host_folder(str(arena_dir))
+    folder.mkdir(mode=0o700)
+    monkeypatch.setattr("scarctl.cli.daemon._PATIENCE", 0.3)
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as waiting:
+        listener.bind(str(folder / protocol.SOCKET))
+        listener.listen(1)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                waiting.enter_context(protocol.connect(folder, 1.0))
+        assert run("daemon", "status", "--json", code=17).error["kind"] == "daemon-silent"
+    (folder / protocol.SOCKET).unlink()
 
 
 def test_reap_removes_what_the_store_has_and_nothing_else(

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import IO, Any
 
 import pytest
 
+from scarctl.cli.run import _Forwarding
 from scarctl.daemon import client
 from scarctl.daemon.__main__ import LOCK
 from scarctl.daemon.folder import host_folder
@@ -239,6 +241,42 @@ def test_an_interrupt_by_the_terminal_comes_once(folder: Path, tmp_path: Path) -
         os.close(theirs)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells where a signal came from")
+def test_what_is_sent_to_it_alone_on_a_terminal_is_forwarded(folder: Path, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    try:
+        running = Running(
+            tmp_path,
+            "--",
+            *HEARING,
+            stdin=theirs,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        running.says("ready")
+        for count, name in enumerate(("SIGINT", "SIGHUP")):
+            running.process.send_signal(signal.Signals[name])
+            running.says("\n", count + 2)
+        os.write(ours, b"\x03")
+        running.says("SIGINT", 2)
+        os.close(ours)  # the terminal hangs up
+        running.says("SIGHUP", 2)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.ends(9).stdout.split() == ["ready", "SIGINT", "SIGHUP", "SIGINT", "SIGHUP", "SIGTERM"]
+    finally:
+        os.close(theirs)
+
+
+def test_signals_are_as_before_afterwards(folder: Path) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)]
+    with _Forwarding() as forwarding:
+        os.kill(os.getpid(), signal.SIGHUP)
+        wait_until(lambda: forwarding.asked == signal.SIGHUP)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)] == handlers
+    assert not any(thread.name == "scarctl-signals" for thread in threading.enumerate())
+
+
 # -- what the command leaves -------------------------------------------------------------------------------------
 
 
@@ -322,7 +360,7 @@ class TestDead:
         time.sleep(0.3)
         assert training.process.poll() is None
         training.process.send_signal(signal.SIGTERM)
-        training.ends(137, seconds=3.0)
+        training.ends(137, seconds=10.0)
         assert "does not answer" in training.stderr
         os.kill(training.daemon, signal.SIGCONT)
         wait_until(lambda: status(folder) is None)
@@ -337,6 +375,28 @@ class TestDead:
         assert "partitions are only in memory; the next session of that run" in training.stderr
         assert str(folder) in training.stderr
         assert training.stored()
+
+    def test_another_daemon_goes_on(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+        """`scarctl run` knows the store, and so it needs no session."""
+        training = Training(tmp_path, arena_dir, "--store", "store")
+        training.disk(full=True)
+        os.kill(training.trainer, signal.SIGSTOP)
+        os.kill(training.daemon, signal.SIGKILL)
+        told = training.kill()
+        assert training.ends(137).stderr == ""
+        assert at_least(training.stored(), told["handed"])
+        wait_until(lambda: status(folder) is None)
+
+    def test_another_store_is_left_alone(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+        training = Training(tmp_path, arena_dir, "--store", "other")
+        training.disk(full=True)
+        os.kill(training.trainer, signal.SIGSTOP)
+        os.kill(training.daemon, signal.SIGKILL)
+        told = training.kill()
+        training.ends(137)
+        assert "partitions are only in memory" in training.stderr
+        assert "no scarctl store" not in training.stderr
+        assert not at_least(training.stored(), told["handed"])
 
 
 def test_others_are_not_waited_for(folder: Path, arena_dir: Path, tmp_path: Path) -> None:

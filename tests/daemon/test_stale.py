@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from scarctl.daemon import client
 from scarctl.daemon.arena import Arena
-from scarctl.daemon.folder import arena_folder, host_folder
+from scarctl.daemon.folder import arena_folder, host_folder, lock_folder
 from scarctl.daemon.handover import HandOverQueue
+from scarctl.daemon.server import Daemon
 from scarctl.daemon.stale import DAY, reap, survey
+from scarctl.errors import Contention
 from scarctl.version import pack
 from tests.daemon.rig import fill, small_layout
+from tests.daemon.trainer import wait_until
 
 ID = "0123456789abcdef" * 2
 NO_PROCESS = 0x7FFFFFF0
@@ -128,6 +134,104 @@ def test_nothing_there_or_not_ours(arena_dir: Path, caplog: pytest.LogCaptureFix
     folder.mkdir(mode=0o755)
     assert reap(folder) == []
     assert "0700" in caplog.text
+
+
+def test_a_session_waits_while_its_arena_is_looked_at(arena_dir: Path) -> None:
+    """What holds the lock for a moment is no live process with that arena."""
+    folder = left(arena_dir)
+    looking = lock_folder(folder)
+    letting_go = threading.Timer(0.2, os.close, [looking])
+    letting_go.start()
+    arena = Arena.open_existing(folder, store_id=ID)
+    letting_go.join()
+    assert arena is not None
+    started = time.monotonic()
+    assert reap(folder.parent) == []
+    assert time.monotonic() - started < 0.5, "but who only looks does not wait"
+    with pytest.raises(Contention):
+        lock_folder(folder)
+    assert 0.9 < time.monotonic() - started < 5
+    arena.remove()
+
+
+def test_sessions_that_come_while_dead_runs_are_removed(arena_dir: Path) -> None:
+    folder = arena_folder(str(arena_dir), ID)
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            reap(folder.parent)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for _ in range(100):
+            left(arena_dir)
+            arena = Arena.open_existing(folder, store_id=ID)
+            if arena is None:  # it has been removed
+                arena = Arena.create(folder, small_layout(), store_id=ID, epoch=1)
+            assert (folder / "arena").exists()
+            arena.remove()
+    finally:
+        ended.set()
+        looking.join()
+
+
+def test_a_fault_while_looking_is_logged(
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = left(arena_dir)
+
+    def broken(path: Path) -> None:
+        raise OSError(errno.EIO, "no luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", broken)
+        assert reap(folder.parent) == []
+    assert "no luck" in caplog.text
+    assert len(reap(folder.parent)) == 1
+
+
+def test_a_daemon_that_runs_on_tidies_up_now_and_then(
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scarctl.daemon.server._REAP_SECONDS", 0.3)
+    folder = host_folder(str(arena_dir))
+    folder.mkdir(mode=0o700)
+    daemon = Daemon(folder)
+    serving = threading.Thread(target=daemon.serve)
+    serving.start()
+    try:
+        client.ask(folder, "hold", seconds=60)
+        for _ in range(2):
+            old = left(arena_dir, age=2 * DAY)
+            deadline = time.monotonic() + 10
+            while old.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not old.exists()
+    finally:
+        daemon.terminate()
+        serving.join()
+
+
+def test_looking_does_not_keep_the_daemon_from_answering(
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr("scarctl.daemon.server.reap", lambda *_, **__: go_on.wait(20))
+    folder = host_folder(str(arena_dir))
+    folder.mkdir(mode=0o700)
+    daemon = Daemon(folder)
+    serving = threading.Thread(target=daemon.serve)
+    serving.start()
+    try:
+        client.ask(folder, "hold", seconds=60)
+        wait_until(lambda: any(thread.name == "scarctl-reap" for thread in threading.enumerate()))
+        assert client.question(folder, "status", patience=5.0) is not None
+    finally:
+        go_on.set()
+        daemon.terminate()
+        serving.join()
 
 
 def test_the_daemon_tidies_up_when_it_starts(arena_dir: Path) -> None:
