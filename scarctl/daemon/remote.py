@@ -24,6 +24,8 @@ _SLICE = 5.0
 """Seconds that one question to drain waits: it keeps the connection busy."""
 _MARGIN = 10.0
 """Seconds that an answer may come later than asked for."""
+_FAREWELL = 1.0
+"""Seconds to wait until the daemon knows that its training process goes."""
 _TROUBLE = 5.0
 """Seconds without a daemon after which a session hears of it."""
 _PAUSE = 0.1
@@ -129,19 +131,18 @@ class DaemonSaver:
 
     def leave(self) -> None:
         """See `Saver`."""
-        # The end of the connection says so, and is seen also by a daemon that does not answer now.
-        self._closing = True
-        self._part()
+        # The end of the connection says the same: no need to wait for a daemon that does not answer now.
+        self._part("leave", _FAREWELL)
 
     def close(self) -> None:
         """See `Saver`."""
+        self._part("close", _SLICE + _MARGIN)
+
+    def _part(self, op: str, patience: float) -> None:
         self._closing = True
         with contextlib.suppress(ScarError):
             # A daemon that has gone has let go of the store as well.
-            self._ask("close", patience=_SLICE + _MARGIN)
-        self._part()
-
-    def _part(self) -> None:
+            self._ask(op, patience=patience)
         self._hang_up()
         if self._watcher.ident is not None:
             self._watcher.join()

@@ -326,6 +326,12 @@ class Daemon:
             self._apply(Detached(run.id))
             self._changed.wait_for(lambda: self._runs.get(run.id) is not run, _PATIENCE)
 
+    def leave(self, peer: _Peer, message: dict[str, Any]) -> None:
+        """The training process goes, and something may wait: go on as if it had died."""
+        run = self._run(peer)
+        peer.run = None
+        self._lose(run)
+
     def watch(self, peer: _Peer, message: dict[str, Any]) -> None:
         """From now on this connection tells what happens to a run."""
         with self._changed:
@@ -399,6 +405,7 @@ _OPERATIONS: dict[str, _Operation] = {
     "resume": Daemon.resume,
     "roll_back": Daemon.roll_back,
     "close": Daemon.close,
+    "leave": Daemon.leave,
     "watch": Daemon.watch,
     "ask": Daemon.ask,
     "hold": Daemon.hold,
