@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,6 +191,60 @@ def test_a_new_owner_of_the_store_is_not_fought(folder: Path, arena_dir: Path, t
     trainer.arena = None  # type: ignore[assignment]
     for path in folder.glob("*/arena"):
         path.unlink()
+
+
+@pytest.mark.leaves_arena
+def test_a_store_that_another_process_saved_to_meanwhile_is_left_alone(
+    folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a daemon nobody holds the store: another host's session takes it, and ends, before this one is back."""
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.save(trainer.everything, 1, sealed=True)
+    trainer.drained()
+    start = client.start
+
+    def not_here(place: Path) -> None:
+        if place == folder:
+            raise Unavailable("not yet", kind="daemon-not-started")
+        start(place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "start", not_here)
+        kill(folder)
+        wait_until(lambda: trainer.saver._control is None)
+        (tmp_path / "other").mkdir()
+        other = Trainer(tmp_path / "store", tmp_path / "other")
+        other.save(other.everything, 7, sealed=True)
+        other.close()
+        trainer.save(trainer.everything, 2)
+    assert wait_until(lambda: trainer.saver.failure).kind == "fenced"
+    assert not trainer.saver.drain(30)
+    assert set(trainer.stored()[0]) == {7}
+    trainer.close(durable=False)
+    assert set(trainer.stored()[0]) == {7}
+    assert_sound(tmp_path / "store")
+
+
+def test_stopping_the_daemon_does_not_end_the_wait_for_the_store(
+    folder: Path, arena_dir: Path, tmp_path: Path
+) -> None:
+    """It has let go of the run already while its connections still live: the session goes on with a new daemon."""
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.save(trainer.everything, 1)
+    trainer.drained()
+    (tmp_path / "store" / "shards").rename(tmp_path / "shards")
+    trainer.save(trainer.everything, 2)
+    durable: list[bool] = []
+    waiting = threading.Thread(target=lambda: durable.append(trainer.saver.drain(20)))
+    waiting.start()
+    wait_until(lambda: status(folder)["runs"][0]["errors"] > 0)  # type: ignore[index]
+    stopped = client.ask(folder, "stop")["pid"]
+    wait_until(lambda: (status(folder) or {"pid": stopped})["pid"] != stopped or durable)
+    (tmp_path / "shards").rename(tmp_path / "store" / "shards")
+    waiting.join()
+    assert durable == [True], trainer.saver.fault()
+    assert set(trainer.stored()[0]) == {2}
+    trainer.close()
 
 
 def test_closed_in_the_middle_of_a_new_start(

@@ -192,6 +192,28 @@ class TestEnding:
         assert_sound(tmp_path / "store")
         assert set(trainer.stored()[0]) == {3}
 
+    @pytest.mark.leaves_arena
+    def test_sigterm_to_all_saves_what_dying_processes_flush(
+        self, folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A batch system ends every process of the job: the last copies come after the daemon's own signal."""
+
+        def no_start(folder: Path) -> None:
+            raise Unavailable("the job ends: nobody starts anything any more")
+
+        trainer = Trainer(tmp_path / "store", arena_dir)
+        trainer.save(trainer.everything, 1, sealed=True)
+        trainer.drained()
+        monkeypatch.setattr(client, "start", no_start)
+        daemon = status(folder)["pid"]  # type: ignore[index]
+        os.kill(daemon, signal.SIGTERM)
+        time.sleep(0.5)
+        trainer.save(trainer.everything, 2, sealed=True)
+        trainer.die()
+        wait_until(lambda: gone(daemon))
+        assert set(trainer.stored()[0]) == {2}
+        assert_sound(tmp_path / "store")
+
     def test_the_second_sigterm_does_not_wait(self, folder: Path, pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)
         for _ in range(2):

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from scarctl.daemon.lifecycle import (
+    LAST_SAVES,
+    LAST_WORDS,
     LINGER,
     Attached,
     Detached,
@@ -20,6 +22,7 @@ from scarctl.daemon.lifecycle import (
     Released,
     Settled,
     StopAsked,
+    Terminated,
     Tick,
     TrainerGone,
 )
@@ -86,6 +89,49 @@ def test_stopping_without_a_run_ends_at_once() -> None:
     assert Lifecycle().handle(StopAsked()) == [Exit()]
 
 
+def test_a_signal_without_a_run_ends_it_at_once() -> None:
+    assert Lifecycle().handle(Terminated(7.0)) == [Exit()]
+
+
+def test_a_signal_to_all_leaves_time_for_what_dying_processes_still_say(life: Lifecycle) -> None:
+    assert life.handle(Terminated(10.0)) == []
+    assert life.handle(Tick(10.0 + LAST_WORDS - 0.1)) == []
+    assert life.handle(TrainerGone("a")) == []
+    assert life.handle(Tick(10.0 + LAST_WORDS)) == [], "it is saved now, which may take longer"
+    assert life.handle(Tick(10.0 + LAST_SAVES - 0.1)) == []
+    assert life.handle(Settled("a")) == [Release("a")]
+    assert life.handle(Released("a")) == []
+    assert life.handle(Tick(10.0 + LAST_SAVES - 0.05)) == [Exit()]
+
+
+def test_a_signal_to_the_daemon_alone_ends_it_beside_a_process_that_goes_on(life: Lifecycle) -> None:
+    life.handle(Terminated(10.0))
+    assert life.handle(Tick(10.0 + LAST_WORDS)) == [Release("a")]
+    assert life.stopping
+    assert life.handle(Released("a")) == [Exit()]
+
+
+def test_a_signal_does_not_wait_for_ever_for_a_slow_store(life: Lifecycle) -> None:
+    life.handle(Terminated(10.0))
+    life.handle(TrainerGone("a"))
+    assert life.handle(Tick(10.0 + LAST_SAVES)) == [Release("a")]
+    assert life.handle(Released("a")) == [Exit()]
+
+
+def test_more_signals_give_no_more_time(life: Lifecycle) -> None:
+    life.handle(Terminated(10.0))
+    assert life.handle(Terminated(10.0 + LAST_WORDS / 2)) == []
+    assert life.handle(Terminated(10.0 + LAST_WORDS)) == [Release("a")]
+
+
+def test_a_process_may_still_start_while_others_end(life: Lifecycle) -> None:
+    life.handle(Terminated(10.0))
+    life.handle(TrainerGone("a"))
+    assert not life.stopping
+    assert life.handle(Attached("b")) == []
+    assert life.handle(Tick(10.0 + LAST_WORDS)) == [Release("a"), Release("b")]
+
+
 def test_held_for_a_run_that_comes() -> None:
     life = Lifecycle()
     life.handle(Held(60.0))
@@ -131,6 +177,8 @@ class Model(RuleBasedStateMachine):
         self.expected: set[str] = set()
         self.busy_until = 0.0
         """The last moment at which there was a run, or until which somebody holds the daemon for one."""
+        self.terminated: float | None = None
+        """When a SIGTERM came."""
         self.stopping = self.ended = False
 
     def send(self, event: Event) -> None:
@@ -192,10 +240,28 @@ class Model(RuleBasedStateMachine):
     @rule(seconds=st.floats(0, 3))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
+        self.end_if_terminated()
         self.send(Tick(self.now))
         if not self.runs and self.now >= self.busy_until:
             self.send(Tick(self.now + LINGER))
             assert self.ended, "nobody needs it any more"
+
+    @rule(sure=st.integers(0, 7))
+    def sigterm(self, sure: int) -> None:
+        if sure == 0 and not self.ended:
+            if self.terminated is None:
+                self.terminated = self.now
+            self.end_if_terminated()
+            self.send(Terminated(self.now))
+
+    def end_if_terminated(self) -> None:
+        """A SIGTERM stops the daemon when no run is left, and after a time that depends on who still trains."""
+        if self.terminated is None or self.stopping or self.ended:
+            return
+        patience = LAST_WORDS if "attached" in self.runs.values() else LAST_SAVES
+        if not self.runs or self.now >= self.terminated + patience:
+            self.stopping = True
+            self.expected |= {run for run, phase in self.runs.items() if phase != "closing"}
 
     @rule(sure=st.integers(0, 7))
     def stop(self, sure: int) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scarctl.daemon.handover import HandOver
-from scarctl.daemon.persister import adopt_orphans
+from scarctl.daemon.persister import adopt_orphans, reconcile
 from scarctl.errors import AccessDenied, Corruption, Overwritten, ScarError, Unavailable
 from tests.daemon.rig import Rig
 from tests.support.faulty import OPERATIONS
@@ -93,6 +93,29 @@ def test_a_seal_fails_where_an_earlier_attempt_was_spoiled(rig: Rig, monkeypatch
     rig.persist(number)
     shard = int(rig.shard_of[SOME[0]])
     assert 2 not in rig.sealed()[shard]
+
+
+def test_copies_that_are_overwritten_while_they_are_checked_are_in_no_older_seal(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's next flush comes when the persister has seen that all is of the older step, and writes not yet."""
+    rig.persist(rig.save(rig.everything, 1, sealed=True))
+    number = rig.save(rig.everything, 2, sealed=True)
+    is_of, later = rig.persister._is_of, list[int]()
+
+    def checked(*arguments: Any) -> bool:
+        answer = is_of(*arguments)
+        if not later:
+            later.append(rig.save(rig.everything, 3, sealed=True))
+        return answer
+
+    monkeypatch.setattr(rig.persister, "_is_of", checked)
+    rig.persist(number)
+    assert rig.sealed() == [{1}] * 3
+    assert set(rig.stored()[1]) == {1}
+    rig.persist(later[0])
+    assert rig.sealed() == [{1, 3}] * 3
+    assert set(rig.stored()[1]) == {3}
 
 
 def overwrite_while_written(rig: Rig, monkeypatch: pytest.MonkeyPatch, ids: Any, steps: list[int]) -> None:
@@ -185,6 +208,23 @@ def test_copies_without_a_hand_over_go_before_newer_ones(rig: Rig) -> None:
     for number in rig.queue.numbers():
         rig.persist(number)
     assert rig.stored()[0][SOME].tolist() == [5, 5, -1, 7, 7]
+
+
+def test_a_seal_without_changes_outlives_its_process(tmp_path: Path, arena_dir: Path) -> None:
+    """It names no partition, but it has extras: of the step that the next process goes on from."""
+    rig = Rig(tmp_path / "store", arena_dir)
+    rig.persist(rig.save(rig.everything, 1, sealed=True))
+    rig.hand_over(SOME[:0], 5, sealed=True)
+    rig.die()
+    rig = Rig(tmp_path / "store", arena_dir)
+    stored = np.concatenate([rig.store.state(shard).version for shard in range(3)])
+    assert set(stored) == {rig.arena.version[0]}
+    reconcile(rig.arena, rig.queue, np.full_like(rig.arena.version, stored[0]), rig.writer.epoch)
+    for number in rig.queue.numbers():
+        rig.persist(number)
+    assert rig.extras() == {"step": 5}
+    assert rig.sealed() == [{1, 5}] * 3
+    rig.close()
 
 
 @pytest.mark.parametrize("sealed", [False, True])

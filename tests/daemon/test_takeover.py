@@ -1,0 +1,132 @@
+"""Training processes that die at awkward moments, and the next one: nothing is lost, and nobody waits long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scarctl.daemon import client, protocol
+from scarctl.daemon import server as server_module
+from scarctl.daemon.arena import Arena
+from scarctl.daemon.folder import host_folder
+from scarctl.daemon.server import Daemon
+from scarctl.layout import Layout, TensorSpec, build_layout
+from tests.daemon.trainer import Trainer, assert_sound, orphans, status, wait_until
+
+QUICK = 2.0
+"""Seconds; a third of what the slow commits below would take."""
+
+
+def many_tensors() -> Layout:
+    return build_layout(
+        [(f"layers.{i}", "parameter", (TensorSpec("", "F32", (8, 8)),)) for i in range(60)], rows={"*": 4}
+    )
+
+
+@pytest.fixture
+def daemon(arena_dir: Path) -> Iterator[Daemon]:
+    """A daemon in a thread of this process."""
+    folder = host_folder(str(arena_dir))
+    folder.mkdir(mode=0o700)
+    made = Daemon(folder)
+    thread = threading.Thread(target=made.serve)
+    thread.start()
+    client.ask(folder, "hold", seconds=60)
+    yield made
+    made.terminate()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until this event is set, every tensor takes a tenth of a second."""
+    fast, source = threading.Event(), Arena.source
+
+    def reading(self: Arena, g: int, t: int, start: int, stop: int) -> memoryview:
+        fast.wait(0.1)
+        return source(self, g, t, start, stop)
+
+    monkeypatch.setattr(Arena, "source", reading)
+    yield fast
+    fast.set()
+
+
+class TestALongWrite:
+    """A commit of minutes is put off for whoever needs the store now, and made up for later."""
+
+    def test_a_new_process_does_not_wait_for_it(
+        self, daemon: Daemon, arena_dir: Path, tmp_path: Path, slow: threading.Event
+    ) -> None:
+        trainer = Trainer(tmp_path / "store", arena_dir, shards=1, layout=many_tensors())
+        trainer.save(trainer.everything, 1)
+        time.sleep(0.3)
+        trainer.die()
+        started = time.monotonic()
+        again = Trainer(tmp_path / "store", arena_dir, shards=1, layout=many_tensors())
+        assert time.monotonic() - started < QUICK
+        assert again.arena.pending().all()
+        slow.set()
+        again.drained()
+        assert set(again.stored()[0]) == {1}
+        again.close()
+        assert_sound(tmp_path / "store")
+        assert orphans(tmp_path / "store") == 0
+
+    def test_a_pause_does_not_wait_for_it(
+        self, daemon: Daemon, arena_dir: Path, tmp_path: Path, slow: threading.Event
+    ) -> None:
+        trainer = Trainer(tmp_path / "store", arena_dir, shards=1, layout=many_tensors())
+        trainer.save(trainer.everything, 1)
+        time.sleep(0.3)
+        started = time.monotonic()
+        trainer.saver.stop()
+        assert time.monotonic() - started < QUICK
+        assert trainer.arena.pending().all()
+        slow.set()
+        trainer.saver.resume()
+        trainer.drained()
+        assert set(trainer.stored()[0]) == {1}
+        trainer.close()
+        assert_sound(tmp_path / "store")
+
+
+@pytest.mark.leaves_arena
+class TestDeath:
+    def test_what_was_put_but_not_announced_becomes_durable(
+        self, daemon: Daemon, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The process was killed between the two; nor has the daemon had time to look by itself."""
+        monkeypatch.setattr(server_module, "_LOOK_SECONDS", 3600.0)
+        trainer = Trainer(tmp_path / "store", arena_dir)
+        trainer.save(trainer.everything, 1)
+        trainer.drained()
+        trainer.saver.notify = lambda: None  # type: ignore[method-assign]
+        trainer.save(trainer.everything, 2, sealed=True)
+        trainer.die()
+        wait_until(lambda: status(daemon.folder)["runs"] == [])  # type: ignore[index]
+        assert set(trainer.stored()[0]) == {2}
+        assert trainer.queue.numbers() == []
+
+    def test_what_an_earlier_process_left_becomes_durable_when_the_next_dies_at_its_start(
+        self, daemon: Daemon, arena_dir: Path, tmp_path: Path
+    ) -> None:
+        trainer = Trainer(tmp_path / "store", arena_dir)
+        trainer.save(trainer.everything, 1)
+        trainer.drained()
+        trainer.saver.stop()
+        trainer.save(trainer.everything, 2, sealed=True)
+        trainer.saver.close()
+        trainer.arena.close()
+        trainer.store.close()
+        assert status(daemon.folder)["runs"] == []  # type: ignore[index]
+        assert set(trainer.stored()[0]) == {1}
+        with protocol.connect(daemon.folder, 10) as connection:
+            client.request(connection, "claim", store=str(trainer.store.root))
+        wait_until(lambda: status(daemon.folder)["runs"] == [])  # type: ignore[index]
+        assert set(trainer.stored()[0]) == {2}
+        assert trainer.queue.numbers() == []

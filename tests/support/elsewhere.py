@@ -1,0 +1,24 @@
+"""What is durable: what a process on another host gets, from a copy of the store and no memory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from scarctl.restore import Resumed
+from tests.support.training import Loop
+
+
+def elsewhere(store: Path, mode: str = "partial") -> tuple[Resumed, dict[str, torch.Tensor]]:
+    """What such a process resumes, and the values that it has then. The store may be in use."""
+    place = store.with_name("elsewhere")
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(store, place / "store")
+    (place / "arena").mkdir()
+    loop = Loop(place / "store", seed=99, daemon=False, arena_dir=place / "arena")
+    resumed = loop.session.resume(mode)
+    state = loop.state()
+    loop.session.close(seal=False)
+    return resumed, state

@@ -1,0 +1,73 @@
+"""Copies of live tensors in the arena: whole, or marked as being in the middle of a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from scarctl import live as module
+from scarctl.daemon.arena import Arena
+from scarctl.layout import TensorSpec, build_layout
+from scarctl.live import LiveState
+
+ROWS, SLOTS = 8, ("", "momentum")
+
+
+@pytest.fixture
+def state(arena_dir: Path) -> Iterator[LiveState]:
+    """Two groups of two partitions each, all values 1, with a copy of version 1."""
+    specs = tuple(TensorSpec(slot, "F32", (ROWS, 4)) for slot in SLOTS)
+    layout = build_layout(
+        [("busy", "parameter", specs), ("quiet", "parameter", specs)], rows={"*": ROWS // 2}
+    )
+    arena = Arena.create(arena_dir / "run" / "x", layout, store_id="0" * 32, epoch=1)
+    made = LiveState(layout, [[torch.ones(ROWS, 4) for _ in SLOTS] for _ in layout.groups], arena)
+    made.save(np.arange(layout.partitions), 1)
+    assert arena.intact().all()
+    yield made
+    arena.remove()
+
+
+def copies(state: LiveState, group: int) -> set[float]:
+    """The values in the arena's copy of a group."""
+    rows = [state.arena.rows(group, t).view(np.float32) for t in range(len(SLOTS))]
+    return {float(value) for slot in rows for value in slot.flat}
+
+
+def write_while_copied(state: LiveState, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Training adds one to every value of the first group, in the middle of each of the next copies of it."""
+    copy_rows, busy, left = module._copy_rows, state.tensors[0], [times]
+
+    def copying(target: torch.Tensor, source: torch.Tensor, *rows: np.ndarray) -> None:
+        copy_rows(target, source, *rows)
+        if source is busy[0] and left[0]:
+            left[0] -= 1
+            for tensor in busy:
+                tensor.add_(1)
+
+    monkeypatch.setattr(module, "_copy_rows", copying)
+
+
+def test_what_is_written_to_all_the_time_is_no_copy(
+    state: LiveState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_while_copied(state, monkeypatch, times=1000)
+    state.save(np.arange(4), 2)
+    assert state.arena.intact().tolist() == [False, False, True, True]
+    assert copies(state, 1) == {1.0}
+    monkeypatch.undo()
+    state.save(np.arange(2), 3)
+    assert state.arena.intact().all()
+    assert len(copies(state, 0)) == 1, "parameter and momentum are of one moment again"
+
+
+def test_what_was_written_to_once_is_copied_again(state: LiveState, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_while_copied(state, monkeypatch, times=1)
+    state.save(np.arange(4), 2)
+    assert state.arena.intact().all()
+    assert copies(state, 0) == {2.0}
+    assert state.arena.version.tolist() == [2, 2, 2, 2]

@@ -1,0 +1,275 @@
+"""A session goes on after deaths, its own and the daemon's: from the right step, with the values of that step."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scarctl.daemon import client, protocol
+from scarctl.daemon.folder import host_folder
+from scarctl.errors import Corruption, NoIntactCopy, ScarError, Unavailable, UsageError
+from tests.daemon.trainer import status, stop, wait_until
+from tests.support.elsewhere import elsewhere
+from tests.support.process import Forked, Tell
+from tests.support.training import Loop, differing, drained
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What torch imports at the first step, it imports here: once, not in every forked child."""
+    folder = tmp_path_factory.mktemp("warm")
+    loop = Loop(folder / "store", arena_dir=folder, daemon=False)
+    loop.train(1)
+    loop.session.close()
+
+
+@pytest.fixture
+def folder(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the daemon that saves; it is stopped at the end."""
+    monkeypatch.setenv("SCARCTL_DAEMON", "1")
+    folder = host_folder(str(arena_dir))
+    yield folder
+    stop(folder)
+    (folder / protocol.SOCKET).unlink(missing_ok=True)
+
+
+def kill_daemon(folder: Path) -> None:
+    os.kill(int(client.ask(folder, "status")["pid"]), signal.SIGKILL)
+
+
+def dies(loop: Loop, tmp_path: Path) -> None:
+    """Leave the values behind for the test, then end as by kill -9."""
+    torch.save(loop.state(), tmp_path / "state.pt")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def left_by(child: Forked, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """The values that the process had when it died."""
+    assert child.wait() == -signal.SIGKILL
+    state: dict[str, torch.Tensor] = torch.load(tmp_path / "state.pt")
+    return state
+
+
+def epoch_of(loop: Loop) -> int:
+    assert loop.session._engine is not None
+    return loop.session._engine.arena.epoch
+
+
+# -- the daemon is replaced --------------------------------------------------------------------------------------
+
+
+def test_a_daemon_that_is_replaced_between_copy_and_hand_over(tmp_path: Path, folder: Path) -> None:
+    """The hand-over brings the extras of its step: without them the run would go on from an older one."""
+
+    def body(tell: Tell) -> None:
+        loop = Loop(tmp_path / "store", interval=10, fraction=1.0)
+        loop.train(8)
+        loop.session.checkpoint(full=True, wait=True)
+        loop.train(2)  # a copy is under way
+        epoch = epoch_of(loop)
+        kill_daemon(folder)
+        wait_until(lambda: epoch_of(loop) > epoch)
+        torch.save(loop.state(), tmp_path / "copied.pt")
+        loop.train(1)
+        drained([loop.session])
+        dies(loop, tmp_path)
+
+    with Forked(body) as child:
+        left_by(child, tmp_path)
+    wait_until(lambda: status(folder) is None)
+    resumed, state = elsewhere(tmp_path / "store")
+    assert resumed.step == 10
+    assert differing(state, torch.load(tmp_path / "copied.pt")) == []
+    again = Loop(tmp_path / "store")
+    assert again.session.resume().step == 10
+    again.session.close()
+
+
+def test_memory_stays_good_when_the_daemon_was_replaced(tmp_path: Path, folder: Path) -> None:
+    """What the arena has is not older than what became of it in the store, under another daemon."""
+
+    def body(tell: Tell) -> None:
+        loop = Loop(tmp_path / "store", interval=1000)
+        loop.train(5)
+        loop.session.checkpoint(full=True, wait=True)
+        loop.train(5)
+        epoch = epoch_of(loop)
+        kill_daemon(folder)
+        assert loop.session.flush()
+        wait_until(lambda: epoch_of(loop) > epoch)
+        drained([loop.session])
+        dies(loop, tmp_path)
+
+    with Forked(body) as child:
+        expected = left_by(child, tmp_path)
+    again = Loop(tmp_path / "store", seed=99)
+    resumed = again.session.resume()
+    assert (resumed.step, resumed.exact) == (10, True)
+    assert resumed.report is not None
+    assert set(resumed.report.tiers) == {"memory"}
+    assert differing(again.state(), expected) == []
+    again.session.close()
+
+
+# -- what a dead process left ------------------------------------------------------------------------------------
+
+
+def test_what_has_no_extras_is_not_saved_before_it_is_clear_where_to_go_on(
+    tmp_path: Path, folder: Path
+) -> None:
+    """Copies of step 5 with nothing that belongs to them: the run goes on from 3, and its next steps are 4 and 5."""
+
+    def fails() -> dict[str, Any]:
+        raise RuntimeError("once")
+
+    def body(tell: Tell) -> None:
+        loop = Loop(tmp_path / "store", interval=5, fraction=0.5)
+        loop.train(3)
+        loop.session.checkpoint(full=True, wait=True)
+        loop.session._saver.stop()  # the store is slow
+        loop.train(2)
+        loop.scheduler.state_dict = fails  # type: ignore[method-assign]
+        loop.session._finish()
+        kill_daemon(folder)
+        dies(loop, tmp_path)
+
+    with Forked(body) as child:
+        left_by(child, tmp_path)
+    wait_until(lambda: status(folder) is None)
+    again = Loop(tmp_path / "store", interval=1)
+    assert again.session.resume().step == 3
+    again.train(10, settle=True)
+    again.session.close()
+    assert again.session.stats.errors == 0
+    assert again.session._saver.failure is None
+    resumed, state = elsewhere(tmp_path / "store")
+    assert (resumed.step, resumed.exact) == (13, True)
+    assert differing(state, again.state()) == []
+
+
+@contextmanager
+def at_hand_over(number: int, happens: Any) -> Iterator[None]:
+    """`happens()` instead of the hand-over that would be put as this one, from 1."""
+    rename, left = os.rename, [number]
+
+    def renaming(source: Any, target: Any) -> None:
+        if "handover" in str(target):
+            left[0] -= 1
+            if left[0] == 0:
+                happens()
+        rename(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "rename", renaming)
+        yield
+
+
+def no_room() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("happens", [no_room, killed])
+def test_a_new_start_that_fails_half_way_loses_nothing(tmp_path: Path, number: int, happens: Any) -> None:
+    """Several hand-overs wait, the last one a flush; the next process takes them over, and does not get to the end."""
+
+    def body(tell: Tell) -> None:
+        loop = Loop(tmp_path / "store", interval=1)
+        loop.train(3, settle=True)
+        loop.session._saver.stop()  # the store cannot be reached any more
+        loop.train(3)
+        assert loop.session.flush()
+        dies(loop, tmp_path)
+
+    def begins(tell: Tell) -> None:
+        loop = Loop(tmp_path / "store")
+        with at_hand_over(number, happens):
+            try:
+                loop.session.resume()
+            except ScarError:
+                os._exit(3)
+
+    with Forked(body) as child:
+        expected = left_by(child, tmp_path)
+    with Forked(begins) as child:
+        assert child.wait() == (3 if happens is no_room else -signal.SIGKILL)
+    again = Loop(tmp_path / "store", seed=99)
+    resumed = again.session.resume()
+    assert (resumed.step, resumed.exact) == (6, True)
+    assert again.position == {"batches": 6}
+    assert differing(again.state(), expected) == []
+    drained([again.session])
+    resumed, state = elsewhere(tmp_path / "store", "rollback")
+    assert (resumed.step, resumed.exact) == (6, True), "it became durable as one sealed state"
+    assert differing(state, expected) == []
+    again.session.close()
+
+
+# -- resume() fails ----------------------------------------------------------------------------------------------
+
+
+def saved(tmp_path: Path) -> dict[str, torch.Tensor]:
+    """A store with a sealed state of step 3."""
+    loop = Loop(tmp_path / "store")
+    loop.train(3)
+    loop.session.close()
+    return loop.state()
+
+
+@pytest.mark.parametrize("mode", ["partial", "rollback"])
+def test_a_resume_that_found_no_copy_can_be_tried_again(tmp_path: Path, both_savers: str, mode: str) -> None:
+    expected = saved(tmp_path)
+    segments = list((tmp_path / "store").rglob("seg/*"))
+    for segment in segments:
+        segment.rename(tmp_path / segment.name)  # the disk is not mounted
+    loop = Loop(tmp_path / "store", seed=99)
+    for _ in range(2):
+        before = loop.state()
+        with pytest.raises((NoIntactCopy, Corruption)):
+            loop.session.resume()
+        assert differing(loop.state(), before) == []
+        with pytest.raises(UsageError, match=r"call session.resume\(\)"):
+            loop.train(1)
+        assert torch.equal(loop.model.embed.weight, before["embed.weight"])
+    for segment in segments:
+        (tmp_path / segment.name).rename(segment)
+    resumed = loop.session.resume(mode)
+    assert (resumed.step, resumed.exact) == (3, True)
+    assert differing(loop.state(), expected) == []
+    loop.position["batches"] = 3
+    loop.train(2)
+    expected = loop.state()
+    loop.session.close()
+    resumed, state = elsewhere(tmp_path / "store")
+    assert (resumed.step, resumed.exact) == (5, True)
+    assert differing(state, expected) == []
+
+
+def test_a_store_that_did_not_answer_resume_is_asked_again(tmp_path: Path, both_savers: str) -> None:
+    expected = saved(tmp_path)
+    loop = Loop(tmp_path / "store", seed=99)
+
+    def silent(*_: Any, **__: Any) -> None:
+        raise Unavailable("the store does not answer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.session._saver, "open", silent)
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="does not answer"):
+                loop.session.resume()
+    resumed = loop.session.resume()
+    assert (resumed.step, resumed.exact) == (3, True)
+    assert differing(loop.state(), expected) == []
+    loop.session.close()
