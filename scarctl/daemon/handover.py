@@ -7,6 +7,7 @@ is not synced: like the arena it means nothing any more when the machine was sta
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -131,18 +132,20 @@ class HandOverQueue:
     def set_aside(self, number: int) -> None:
         """Take one that cannot be used out of the queue, for people to look at."""
         path = self._path(number)
-        os.replace(path, path.with_suffix(".bad"))
+        os.replace(path, path.removesuffix(".safetensors") + ".bad")
 
     def remove(self, number: int) -> None:
         """Take one out of the queue: it is durable."""
-        self._path(number).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path(number))
 
     def clear(self) -> None:
         """Forget all that waits, and what was set aside."""
         clear_queue(self._folder)
 
-    def _path(self, number: int) -> Path:
-        return self._folder / f"handover-{number:020d}.safetensors"
+    def _path(self, number: int) -> str:
+        # No Path: each one adds its name to a table of the interpreter's.
+        return f"{self._folder}/handover-{number:020d}.safetensors"
 
 
 def _numbers(folder: Path) -> list[int]:

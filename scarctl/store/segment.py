@@ -286,27 +286,24 @@ def _chunks(source: Source, group: Group, g: int, t: int, local: Ids) -> Iterato
     breaks = np.flatnonzero(np.diff(local) != 1) + 1
     if len(local) * piece >= BIG_RUN * (len(breaks) + 1):
         for a, b in zip([0, *breaks.tolist()], [*breaks.tolist(), len(local)], strict=True):
-            start = int(local[a]) * per
-            view = rows(start, min(start + (b - a) * per, group.rows))
             for i in range(a, b, step):
                 j = min(i + step, b)
-                yield i, j, view[(i - a) * piece : (j - a) * piece]
+                start = int(local[i]) * per
+                yield i, j, rows(start, min(start + (j - i) * per, group.rows))
         return
     # Many small runs: gathering them into one buffer costs far less than a system call for each.
-    first = int(local[0])
-    view = rows(first * per, min((int(local[-1]) + 1) * per, group.rows))
-    shorter = piece > 0 and view.size % piece != 0
+    # The last partition of a group may be shorter.
+    shorter = piece > 0 and (int(local[-1]) + 1) * per > group.rows
     count = len(local) - shorter
-    pieces = view[: view.size - view.size % piece if piece else 0].reshape(
-        -1 if piece else int(local[-1]) - first + 1, piece
-    )
     gathered = np.empty((min(step, count), piece), np.uint8)
     for i in range(0, count, step):
         j = min(i + step, count)
+        first, last = int(local[i]), int(local[j - 1])
+        pieces = rows(first * per, min((last + 1) * per, group.rows)).reshape(last + 1 - first, piece)
         np.take(pieces, local[i:j] - first, axis=0, out=gathered[: j - i], mode="clip")
         yield i, j, gathered[: j - i].reshape(-1)
     if shorter:
-        yield count, len(local), view[view.size - view.size % piece :]
+        yield count, len(local), rows(int(local[-1]) * per, group.rows)
 
 
 # --- reading ------------------------------------------------------------------------------------------------

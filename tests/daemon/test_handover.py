@@ -84,7 +84,7 @@ def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:
 def test_anything_else_is_corruption(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     folder = tmp_path_factory.mktemp("queue")
     queue = HandOverQueue(folder)
-    queue._path(1).write_bytes(data)
+    Path(queue._path(1)).write_bytes(data)
     with pytest.raises(Corruption):
         queue.read(1)
 
@@ -95,7 +95,7 @@ def test_a_truncated_file_is_set_aside_and_the_others_stay(
 ) -> None:
     queue = HandOverQueue(tmp_path)
     bad, good = put(queue), put(queue)
-    path = queue._path(bad)
+    path = Path(queue._path(bad))
     path.write_bytes(path.read_bytes()[:length])
     assert [h.number for h in queue.pending()] == [good]
     assert "set aside" in caplog.text
@@ -116,7 +116,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     queue = HandOverQueue(tmp_path)
     secret = tmp_path / "secret"
     secret.write_bytes(b"x")
-    queue._path(1).symlink_to(secret)
+    Path(queue._path(1)).symlink_to(secret)
     with pytest.raises((Corruption, OSError)):
         queue.read(1)
 

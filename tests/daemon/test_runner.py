@@ -116,7 +116,7 @@ def test_a_hand_over_that_cannot_be_read_is_set_aside(rig: Rig, thread: Persiste
     bad = rig.save(SOME[:2], 1)
     thread.notify()
     thread.drain(0.05)
-    rig.queue._path(bad).write_bytes(b"nonsense")
+    Path(rig.queue._path(bad)).write_bytes(b"nonsense")
     rig.save(SOME[2:], 2)
     rig.blobs.mend()
     assert thread.drain(10)

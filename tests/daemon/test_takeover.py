@@ -15,7 +15,7 @@ from scarctl.daemon.arena import Arena
 from scarctl.daemon.folder import host_folder
 from scarctl.daemon.server import Daemon
 from scarctl.layout import Layout, TensorSpec, build_layout
-from tests.daemon.trainer import Trainer, assert_sound, orphans, status, wait_until
+from tests.daemon.trainer import Trainer, assert_sound, orphans, status, wait_until, wide_layout
 
 QUICK = 2.0
 """Seconds; a third of what the slow commits below would take."""
@@ -76,6 +76,22 @@ class TestALongWrite:
         again.close()
         assert_sound(tmp_path / "store")
         assert orphans(tmp_path / "store") == 0
+
+    def test_a_large_tensor_is_put_off_in_the_middle(
+        self, daemon: Daemon, arena_dir: Path, tmp_path: Path, slow: threading.Event
+    ) -> None:
+        layout = wide_layout(2048)  # 64 MiB in one run
+        trainer = Trainer(tmp_path / "store", arena_dir, shards=1, layout=layout)
+        trainer.save(trainer.everything, 1)
+        time.sleep(0.3)
+        started = time.monotonic()
+        trainer.saver.stop()
+        assert time.monotonic() - started < 1.0
+        assert trainer.arena.pending().all()
+        slow.set()
+        trainer.saver.resume()
+        trainer.drained()
+        trainer.close()
 
     def test_a_pause_does_not_wait_for_it(
         self, daemon: Daemon, arena_dir: Path, tmp_path: Path, slow: threading.Event
