@@ -151,6 +151,7 @@ def test_death_before_the_first_whole_checkpoint(tmp_path: Path, arena_dir: Path
             session._saver.notify = lambda: None  # type: ignore[method-assign]
             optimizer.step()
             session._finish()
+            kill_daemon(arena_dir)  # it would make durable at once what this process leaves
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)

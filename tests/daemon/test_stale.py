@@ -42,8 +42,9 @@ def left(base: Path, store_id: str = ID, *, pending: int = 0, queued: bool = Fal
     if queued:
         HandOverQueue(folder).put(version=pack(1, 7), ids=everything, sealed=True, extras={})
     arena.close()
-    then = time.time() - age
-    os.utime(folder, (then, then))
+    if age:
+        then = time.time() - age
+        os.utime(folder, (then, then))
     return folder
 
 
