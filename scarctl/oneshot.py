@@ -157,7 +157,7 @@ def _open(state: StateFile, settings: CheckpointSettings, *, dry_run: bool) -> t
         given, own = getattr(settings, name), getattr(fixed, name)
         if given is not None and given != own:
             raise SettingsConflict(
-                f"{store.root}: {name} is {'automatic' if own is None else own} in this store, not {given}",
+                f"{store.where}: {name} is {'automatic' if own is None else own} in this store, not {given}",
                 hint="leave the option out, or use another folder for another store",
             )
     layout = build_layout(

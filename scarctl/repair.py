@@ -24,7 +24,6 @@ from scarctl.sinks import ArenaSink, FileSink, PatchSink, check_fits, file_conte
 from scarctl.statefile import StateFile, open_state
 from scarctl.statewriter import new_state, patch_state
 from scarctl.store import Store, StoreWriter
-from scarctl.store.lock import StoreLock
 from scarctl.version import step_of
 
 MODES = ("partial", "rollback")
@@ -92,14 +91,16 @@ def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
     layout = store.current_layout()
     if layout is None:
         raise NoIntactCopy(
-            f"{store.root}: nothing is saved in this store yet",
+            f"{store.where}: nothing is saved in this store yet",
             hint="save a checkpoint first",
             kind="nothing-saved",
         )
     shard_of = layout.shards(store.settings.shards, store.settings.seed)
     ids = lost_ids(settings.lost, layout, shard_of, store.settings.shards)
     for path in (settings.into, settings.output):
-        if path is not None and store.root.resolve() in path.resolve().parents:
+        if path is None or store.address.root is None:
+            continue
+        if store.address.root.resolve() in path.resolve().parents:
             raise UsageError(f"{path} is inside the store", hint="give a file elsewhere")
     # To be found out before anything is written: whether somebody else writes.
     changes_store = settings.mode == "rollback" and settings.output is None and not dry_run
@@ -112,7 +113,7 @@ def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
         if changes_store:
             writer = stack.enter_context(store.writer(layout=layout, shard_of=shard_of))
         elif changes_arena and not dry_run:
-            stack.callback(StoreLock(store.root / "lock").release)
+            stack.callback(store.take_lock().release)
         return _Recovery(settings, store, layout, shard_of, ids, arena).run(writer, dry_run=dry_run)
 
 

@@ -13,7 +13,7 @@ import click
 
 from scarctl import __version__
 from scarctl.cli.output import EXIT_RUN_FAILED, EXIT_SIGNAL, logging_to_stderr, report_error, signals
-from scarctl.config import KNOWN_NAMES, read_file
+from scarctl.config import KNOWN_NAMES, STORAGE_OPTIONS, read_file, storage_options
 from scarctl.errors import UsageError
 
 # What `scarctl --help` shows stands here, so that it imports no command.
@@ -145,6 +145,8 @@ def default_map(folder: Path) -> dict[str, dict[str, Any]]:
     Raises UsageError for a table that is not a command's and for a key at the top that nothing knows.
     """
     content = read_file(folder)
+    storage_options(content)  # checked here, read where a store is opened
+    content.pop(STORAGE_OPTIONS, None)
     tables = {key: value for key, value in content.items() if isinstance(value, dict) and key != "rows"}
     for name in tables:
         if name not in COMMANDS:

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from scarctl.cli.output import EXIT_RUN_FAILED, EXIT_SIGNAL, arena_option, human_bytes, note
+from scarctl.cli.output import EXIT_RUN_FAILED, EXIT_SIGNAL, arena_option, human_bytes, note, options_for
 from scarctl.errors import ScarError
 
 EXAMPLES = """\b
@@ -66,11 +66,13 @@ def command(
     """
     from scarctl.daemon.client import hold
     from scarctl.daemon.folder import host_folder
+    from scarctl.store.address import Address
 
     folder = host_folder(arena_dir)
-    root = _absolute(store) if store is not None else None
+    address = Address.parse(store, options_for(store)) if store is not None else None
+    root = None if address is None else str(address.root or address.shown)
     # Absolute: CMD may go to another folder before it attaches.
-    given = {"SCARCTL_STORE": root, "SCARCTL_ARENA_DIR": arena_dir and os.path.abspath(arena_dir)}
+    given = {"SCARCTL_STORE": None if address is None else address.url, "SCARCTL_ARENA_DIR": arena_dir and os.path.abspath(arena_dir)}
     environment = {
         **os.environ,
         "SCARCTL_DAEMON": "1",
@@ -96,12 +98,6 @@ def command(
             note(str(error))
             code = code or EXIT_RUN_FAILED
     return code
-
-
-def _absolute(store: str) -> str:
-    from scarctl.store.settings import local_path
-
-    return str(local_path(store))
 
 
 class _Forwarding:
