@@ -33,7 +33,7 @@ Norm = str | Callable[..., Any]
 class SessionSettings:
     """How a training process saves its state. Bad values and combinations are refused at construction."""
 
-    store: str
+    store: str = dataclasses.field(repr=False)
     """Folder of the store, or an address such as `s3://bucket/folder`."""
     storage_options: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False)
     """For the file system of a remote store: endpoint_url, key, secret, ... They may be secret."""
@@ -158,7 +158,10 @@ KNOWN_NAMES = frozenset(field.name for field in dataclasses.fields(SessionSettin
 def check_store(store: object) -> None:
     """Raise UsageError unless `store` is a text that is not empty."""
     if not isinstance(store, str) or not store:
-        raise UsageError(f"the store is {store!r}", hint="give the path of a folder, or an address such as s3://bucket/folder")
+        raise UsageError(
+            f"the store is {store!r}",
+            hint="give the path of a folder, or an address such as s3://bucket/folder",
+        )
 
 
 def check_storage_options(options: object) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ MODES = ("partial", "rollback")
 class RecoverSettings:
     """What to restore, and into what. Without `into` and `output`: into the stopped run's arena."""
 
-    store: str
-    """Folder of the store, or a `file://` URL."""
+    store: str = field(repr=False)
+    """Folder of the store, or an address such as `s3://bucket/folder`."""
     lost: tuple[str, ...]
     """What was lost: "all", shard numbers, patterns of names; each may be several, separated by commas."""
     mode: str = "partial"
@@ -45,6 +45,8 @@ class RecoverSettings:
     """File that is written, torch's format when it ends in .pt or .pth, else safetensors."""
     arena_dir: str | None = None
     """Folder of arenas, if not the default."""
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    """For the file system of a remote store. They may be secret."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -87,7 +89,7 @@ def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
     Raises UsageError, LayoutMismatch (the file is of another model), NoStore, NoIntactCopy, Contention (the run whose
     arena or store would be written is alive), Corruption, AccessDenied, Unavailable.
     """
-    store = Store.open(settings.store)
+    store = Store.open(settings.store, storage_options=settings.storage_options)
     layout = store.current_layout()
     if layout is None:
         raise NoIntactCopy(

@@ -94,7 +94,7 @@ def options_for(url: str) -> dict[str, Any] | None:
     return None if local else storage_options(read_file(Path()))
 
 
-def shown(url: str) -> str:
+def shown_url(url: str) -> str:
     """`url` without what may be secret in it."""
     from scarctl.store.address import Address
 

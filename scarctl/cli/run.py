@@ -72,7 +72,10 @@ def command(
     address = Address.parse(store, options_for(store)) if store is not None else None
     root = None if address is None else str(address.root or address.shown)
     # Absolute: CMD may go to another folder before it attaches.
-    given = {"SCARCTL_STORE": None if address is None else address.url, "SCARCTL_ARENA_DIR": arena_dir and os.path.abspath(arena_dir)}
+    given = {
+        "SCARCTL_STORE": None if address is None else address.url,
+        "SCARCTL_ARENA_DIR": arena_dir and os.path.abspath(arena_dir),
+    }
     environment = {
         **os.environ,
         "SCARCTL_DAEMON": "1",

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from scarctl.daemon import protocol
 from scarctl.errors import Contention, ScarError, Unavailable
+from scarctl.store.address import PORTABLE
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ def start(folder: Path) -> None:
             start_new_session=True,
             cwd="/",
             # It multiplies no matrices: threads for that would only take memory.
-            env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
+            env={**_environment(), "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
             timeout=START_SECONDS,
             check=False,
         )
@@ -51,6 +52,11 @@ def start(folder: Path) -> None:
         raise _not_started(folder, str(error)) from error
     if done.returncode:
         raise _not_started(folder, done.stderr.decode(errors="replace").strip()[-500:])
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what says who somebody is at an object store: each session brings its own."""
+    return {name: value for name, value in os.environ.items() if name not in PORTABLE}
 
 
 def connect(folder: Path, *, begin: bool = True) -> socket.socket:

@@ -235,7 +235,7 @@ class Daemon:
 
     def claim(self, peer: _Peer, message: dict[str, Any]) -> None:
         """A training process wants to save to a store."""
-        store = Store.open(_text(message, "store"))
+        store = Store.open(_text(message, "store"), storage_options=_options(message))
         if peer.run is not None:
             raise UsageError("this connection has claimed a store already")
         deadline = time.monotonic() + _PATIENCE
@@ -392,6 +392,13 @@ def _text(message: dict[str, Any], key: str) -> str:
     if not isinstance(value, str) or not value:
         raise UsageError(f"{key} must be a text")
     return value
+
+
+def _options(message: dict[str, Any]) -> dict[str, Any]:
+    options = message.get("options", {})
+    if not isinstance(options, dict):
+        raise UsageError("options must be an object")
+    return options
 
 
 def _number(message: dict[str, Any], key: str) -> int:

@@ -16,6 +16,8 @@ from typing import Any
 
 from scarctl.errors import UsageError
 
+IN_THIS_PROCESS = "memory"
+"""Scheme of a store that no other process can see."""
 DEFAULT_TIMEOUT = 60.0
 TIMEOUT_OPTION = "scarctl_timeout"
 """The one storage option that is scarctl's own: seconds that one operation may take, all repetitions included."""

@@ -97,11 +97,12 @@ class FsspecBlobs:
         return self._filesystem()[0]
 
     def _path(self, name: str) -> str:
-        root = self._filesystem()[1]
-        if not name:
-            return root
         check_name(name)
-        return f"{root}/{name}"
+        return f"{self._filesystem()[1]}/{name}"
+
+    def _folder(self, name: str) -> str:
+        """The same for a folder; "" is the store's own."""
+        return self._path(name) if name else self._filesystem()[1]
 
     # requests
 
@@ -265,7 +266,7 @@ class FsspecBlobs:
     def _list(self, folder: str, *, whole: bool = True) -> list[tuple[str, int]]:
         """`(name, bytes)` of what is in a folder, -1 for a folder. Not `whole`: the first of it are enough."""
         try:
-            found = self._request("ls", self._path(folder), detail=True)
+            found = self._request("ls", self._folder(folder), detail=True)
         except Refused as refused:
             if refused.fault.meaning is Meaning.ABSENT:
                 return []
@@ -286,6 +287,7 @@ class FsspecBlobs:
     @contextmanager
     def _spooled(self, name: str) -> Iterator[BlobWriter]:
         # Not every file system can take back what it has begun to write: nothing is begun before the end.
+        self._path(name)  # a strange name is refused now
         with tempfile.NamedTemporaryFile(prefix="scarctl-") as file:
             yield _Spool(self, name, file)
 
@@ -362,7 +364,7 @@ class FsspecBlobs:
 
     def prepare(self, folder: str) -> None:
         try:
-            self._request("makedirs", self._path(folder), exist_ok=True)
+            self._request("makedirs", self._folder(folder), exist_ok=True)
         except Refused as refused:
             if refused.fault.meaning is not Meaning.UNSUPPORTED:
                 raise self._error(refused, folder, "make") from None

@@ -32,6 +32,8 @@ _GROWTH = ((2_000, 4), (6_000, 32))
 """From this part on parts are so many times as large, so that 10,000 are enough for a terabyte."""
 SINGLE_PUT = 64 << 20
 """A larger file that is created exclusively is sent in parts."""
+PAGE = 1_000
+"""Entries of a listing that come at once."""
 _ABORT_SECONDS = 10.0
 
 
@@ -64,8 +66,9 @@ class S3Blobs(FsspecBlobs):
         return int(found["ContentLength"])
 
     def _list(self, folder: str, *, whole: bool = True) -> list[tuple[str, int]]:
-        bucket, _, prefix = self._path(folder).partition("/")
+        bucket, _, prefix = self._folder(folder).partition("/")
         asked: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else "", "Delimiter": "/"}
+        asked["MaxKeys"] = PAGE
         found: list[tuple[str, int]] = []
         while True:
             try:
