@@ -20,6 +20,7 @@ from scarctl.errors import UsageError
 COMMANDS = {
     "checkpoint": "Save the part of a state file that changed most.",
     "daemon": "Start, look at or stop the process that makes checkpoints durable.",
+    "doctor": "Try out a place for a store: what it guarantees, and how fast it is.",
     "inspect": "Show what a store holds and what losing a shard would change.",
     "recover": "Restore only what was lost.",
     "run": "Run a command whose sessions save through the host's daemon.",
@@ -41,6 +42,7 @@ OPTIONS = frozenset(
         "wait",
         "live",
         "full",
+        "rounds",
     }
 )
 

@@ -16,6 +16,7 @@ import os
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -60,23 +61,36 @@ class FsspecBlobs:
 
     # the file system
 
-    def _open_filesystem(self) -> tuple[Any, str]:
-        """The file system, and the path of the store in it."""
+    def _open_filesystem(self) -> Any:
         import fsspec
 
-        fs, path = fsspec.url_to_fs(
+        fs, _ = fsspec.url_to_fs(
             self.address.url, use_listings_cache=False, skip_instance_cache=True, **self.address.options
         )
-        return fs, path.rstrip("/")
+        return fs
+
+    def _root(self, fs: Any) -> str:
+        """The path of the store in the file system."""
+        return str(fs._strip_protocol(self.address.url)).rstrip("/")
 
     def _filesystem(self) -> tuple[Any, str]:
         with self._lock:
             # Not its parent's after a fork: its thread does not exist there.
             if self._made is None or self._made[0] != os.getpid():
-                self._made = (os.getpid(), *self._begin())
+                self._made = (os.getpid(), *self._shared())
             return self._made[1:]
 
-    def _begin(self) -> tuple[Any, str]:
+    def _shared(self) -> tuple[Any, str]:
+        """Making a client takes a while, so those who ask for the same at one time share it."""
+        options = sorted((name, repr(value)) for name, value in self.address.options.items())
+        key = (os.getpid(), self.address.url, self.address.timeout, *options)
+        with _open_lock:
+            fs = _open.get(key)
+            if fs is None:
+                fs = _open[key] = self._begin()
+            return fs, self._root(fs)
+
+    def _begin(self) -> Any:
         scheme, doing = self.address.scheme, f"open {self.address.scheme}:// addresses"
         try:
             return self._open_filesystem()
@@ -378,6 +392,8 @@ class FsspecBlobs:
             self._made = None
 
 
+_open_lock = threading.Lock()
+_open: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
 _create_lock = threading.Lock()
 """Synchronous file systems check and then write, as the one in memory does. Within a process that is made whole."""
 

@@ -40,7 +40,10 @@ _ABORT_SECONDS = 10.0
 class S3Blobs(FsspecBlobs):
     """See `FsspecBlobs`."""
 
-    def _open_filesystem(self) -> tuple[Any, str]:
+    def _root(self, fs: Any) -> str:
+        return self.address.path
+
+    def _open_filesystem(self) -> Any:
         import fsspec
 
         options = dict(self.address.options)
@@ -52,7 +55,7 @@ class S3Blobs(FsspecBlobs):
         given = {**options, "use_listings_cache": False, "skip_instance_cache": True}
         fs = fsspec.filesystem("s3", config_kwargs=config, **given)
         fs.retries = 1
-        return fs, self.address.path
+        return fs
 
     def _key(self, name: str) -> dict[str, Any]:
         bucket, _, key = self._path(name).partition("/")

@@ -119,6 +119,7 @@ class Store:
             _refuse_foreign(address, blobs, "nothing was created")
             blobs.begin()
             found = None if address.root is not None else probe(blobs, assume_single_writer)
+            blobs.exclusive = exclusive_by_probe(found, address.shown)
             obj = {
                 "format": FORMAT,
                 "kind": "store",
@@ -165,7 +166,7 @@ class Store:
 
     def again(self) -> Store:
         """The same store, opened once more: nothing that was read before is remembered."""
-        return Store._open(self.address, blobs_at(self.address))
+        return Store._open(self.address, self.blobs)
 
     def close(self) -> None:
         """Frees the lock, if this store holds it; a writer that is still open keeps it until it is closed."""
