@@ -100,6 +100,8 @@ class FsspecBlobs:
             raise UsageError(f"{self.address.shown}: cannot {doing} without {missing}", hint=hint) from None
         except Exception as error:
             fault = understand(error)
+        if fault.meaning is Meaning.DENIED or fault.passing:
+            raise fault_error(fault, self.address.shown, doing)
         raise UsageError(
             f"{self.address.shown}: cannot {doing}: {fault.detail}",
             hint="check the address and the storage options; `python -c 'import fsspec; "

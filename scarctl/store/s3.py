@@ -32,6 +32,7 @@ _GROWTH = ((2_000, 4), (6_000, 32))
 """From this part on parts are so many times as large, so that 10,000 are enough for a terabyte."""
 SINGLE_PUT = 64 << 20
 """A larger file that is created exclusively is sent in parts."""
+OPEN_SECONDS = 30.0
 PAGE = 1_000
 """Entries of a listing that come at once."""
 _ABORT_SECONDS = 10.0
@@ -45,6 +46,7 @@ class S3Blobs(FsspecBlobs):
 
     def _open_filesystem(self) -> Any:
         import fsspec
+        import fsspec.asyn
 
         options = dict(self.address.options)
         config = dict(options.pop("config_kwargs", None) or {})
@@ -55,6 +57,8 @@ class S3Blobs(FsspecBlobs):
         given = {**options, "use_listings_cache": False, "skip_instance_cache": True}
         fs = fsspec.filesystem("s3", config_kwargs=config, **given)
         fs.retries = 1
+        # Before the first request, whose deadline it would use up: it loads much, and asks for credentials.
+        fsspec.asyn.sync(fs.loop, fs.set_session, timeout=OPEN_SECONDS)
         return fs
 
     def _key(self, name: str) -> dict[str, Any]:
