@@ -119,7 +119,7 @@ def understand(error: BaseException) -> Fault:
         return Fault(Meaning.DENIED, name)
     if isinstance(error, NotImplementedError):
         return Fault(Meaning.UNSUPPORTED, name)
-    if isinstance(error, ValueError | TypeError):
+    if isinstance(error, ValueError | TypeError | KeyError):
         return Fault(Meaning.WRONG, name)
     code = errno.errorcode.get(getattr(error, "errno", None) or 0)
     return Fault(Meaning.BROKEN, f"{name}, {code}" if code else name)

@@ -83,7 +83,9 @@ class FsspecBlobs:
     def _shared(self) -> tuple[Any, str]:
         """Making a client takes a while, so those who ask for the same at one time share it."""
         options = sorted((name, repr(value)) for name, value in self.address.options.items())
-        key = (os.getpid(), self.address.url, self.address.timeout, *options)
+        # Not across a change of what the file system reads from the environment by itself.
+        environment = hash(tuple(sorted(os.environ.items())))
+        key = (os.getpid(), self.address.url, self.address.timeout, environment, *options)
         with _open_lock:
             fs = _open.get(key)
             if fs is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import http.client
 import threading
 import time
@@ -108,7 +109,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         status, code = fault.answer
-        data = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>-</Message></Error>".encode()
+        sent = " ".join(f"{name}: {value}" for name, value in headers.items())
+        message = f"<Message>{html.escape(self.path + sent)}</Message>"
+        data = f"<?xml version='1.0'?><Error><Code>{code}</Code>{message}</Error>".encode()
         self._answer(status, {"Content-Type": "application/xml"}, data)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve  # noqa: N815
