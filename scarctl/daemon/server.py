@@ -65,6 +65,8 @@ class Daemon:
         self._ending = threading.Event()
         self._terminated = False
         self._look_at = self._warn_at = 0.0
+        self._claiming = 0
+        """Claims under way: a remote store takes longer to open than a daemon without runs lives."""
         self._peers: dict[threading.Thread, socket.socket] = {}
         self._listener = _listen(folder)
 
@@ -131,7 +133,8 @@ class Daemon:
                     run.notify()
             if now >= self._look_at:
                 self._look_at = now + _LOOK_SECONDS
-            self._apply(Tick(now))
+            if not self._claiming:
+                self._apply(Tick(now))
 
     def _finished(self, run: Run) -> bool:
         try:
@@ -235,7 +238,10 @@ class Daemon:
 
     def claim(self, peer: _Peer, message: dict[str, Any]) -> None:
         """A training process wants to save to a store."""
-        store = Store.open(_text(message, "store"), storage_options=_options(message))
+        with self._staying():
+            self._claim(peer, Store.open(_text(message, "store"), storage_options=_options(message)))
+
+    def _claim(self, peer: _Peer, store: Store) -> None:
         if peer.run is not None:
             raise UsageError("this connection has claimed a store already")
         deadline = time.monotonic() + _PATIENCE
@@ -345,6 +351,17 @@ class Daemon:
         with self._changed:
             self._apply(StopAsked())
         return {"pid": os.getpid()}
+
+    @contextlib.contextmanager
+    def _staying(self) -> Iterator[None]:
+        with self._changed:
+            self._check_staying()
+            self._claiming += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._claiming -= 1
 
     def _check_staying(self) -> None:
         if self._life.stopping:

@@ -86,6 +86,12 @@ def _remote(text: str, options: dict[str, Any]) -> Address:
         )
     user, at, place = parts.netloc.rpartition("@")
     s3 = scheme in S3_SCHEMES
+    if "@" in parts.path or (at and not place):
+        # A secret with a slash in it would be taken for a folder, and shown.
+        raise UsageError(
+            f"the store's {scheme}:// address has an '@' after its first '/'",
+            hint="write / in a secret as %2F; better, give it in storage_options",
+        )
     folder = parts.path.strip("/")
     if any(part in (".", "..", "") for part in folder.split("/") if folder) or "\0" in text:
         raise UsageError(f"the store's {scheme}:// address has an empty part, or '.' or '..'", hint=_HINT)

@@ -170,6 +170,8 @@ def test_nothing_secret_shows(
         f"{secret_url}?sig=planted-query",
         f"{secret_url}#planted-query",
         f"s3://planted-user:x@/{place}",
+        f"s3://planted-user:with/planted-password@{place}",
+        f"s3://planted-user:1/planted-password@{place}",
     ):
         seen("inspect", "--store", url, code=2)
     toml.write_text('[storage_options]\nprofile = "planted-token"\n')
