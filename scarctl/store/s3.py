@@ -19,9 +19,10 @@ from typing import Any
 
 from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.store.blob import BlobWriter, Buffer, InDoubt, as_bytes
+from scarctl.store.client import Refused
 from scarctl.store.faults import Fault, Meaning, Patience, fault_error
 from scarctl.store.format import is_hex
-from scarctl.store.remote import FsspecBlobs, Refused
+from scarctl.store.remote import FsspecBlobs
 
 PART = 8 << 20
 """Bytes of a part; S3 wants at least 5 MiB for all but the last."""
