@@ -165,7 +165,7 @@ def _folder(blobs: Blobs, address: Address, found: Diagnosis) -> Iterator[str]:
 
 
 def _races(blobs: Blobs, folder: str, rounds: int, found: Diagnosis) -> Check:
-    done = race(blobs, folder, rounds=rounds)
+    done = race(blobs, f"{folder}/", rounds=rounds)
     found.races = {"racers": RACERS, "rounds": done.rounds, "one_winner": done.one_winner}
     detail = f"{RACERS} writers at once: exactly one won in {done.one_winner} of {done.rounds} rounds"
     if done.problems:

@@ -10,7 +10,7 @@ import contextlib
 import re
 import threading
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from scarctl.errors import MissingGuarantee, ScarError
@@ -20,7 +20,7 @@ from scarctl.store.format import TEMPORARY, Fields
 RACERS = 16
 ROUNDS = 50
 
-_LEFT_OVER = re.compile(r"probe-[0-9a-f]{32}", re.ASCII)
+_LEFT_OVER = re.compile(r"probe-[0-9a-f]{32}(-race-[0-9]+)?", re.ASCII)
 
 
 def is_left_over(name: str) -> bool:
@@ -33,13 +33,19 @@ def probe_name() -> str:
     return f"probe-{uuid.uuid4().hex}"
 
 
-def probe(blobs: Blobs, assume_single_writer: bool) -> dict[str, Any]:
+def probe(blobs: Blobs, assume_single_writer: bool, *, rounds: int = 0) -> dict[str, Any]:
     """What `scarctl.json` says about the place: `exclusive_create`, and `assumed` if it may lack it.
+
+    rounds: of races, for file systems that may look first and then write.
 
     Raises MissingGuarantee when exclusive creation fails and it is not `assume_single_writer`; AccessDenied;
     Unavailable.
     """
-    why = create_twice(blobs, probe_name())
+    name = probe_name()
+    why = create_twice(blobs, name)
+    if why is None and rounds:
+        done = race(blobs, f"{name}-", rounds=rounds)
+        why = done.problems[0] if done.problems else None
     if why is None:
         return {"exclusive_create": True, "assumed": False}
     if not assume_single_writer:
@@ -83,16 +89,17 @@ class Races:
     rounds: int = 0
     one_winner: int = 0
     """Rounds in which exactly one racer created the file, and its bytes are there."""
-    problems: list[str] | None = None
+    problems: list[str] = field(default_factory=list)
 
 
-def race(blobs: Blobs, folder: str, *, racers: int = RACERS, rounds: int = ROUNDS) -> Races:
-    """Lets `racers` threads create the same file at the same moment, `rounds` times. Raises the first error that is
-    not about losing.
+def race(blobs: Blobs, prefix: str, *, racers: int = RACERS, rounds: int = ROUNDS) -> Races:
+    """Lets `racers` threads create the same file at the same moment, `rounds` times; `prefix` begins its name.
+
+    Raises the first error that is not about losing.
     """
-    done = Races(problems=[])
+    done = Races()
     for number in range(rounds):
-        name = f"{folder}/race-{number}"
+        name = f"{prefix}race-{number}"
         winners, errors = _one_round(blobs, name, racers)
         done.rounds += 1
         try:
@@ -103,7 +110,7 @@ def race(blobs: Blobs, folder: str, *, racers: int = RACERS, rounds: int = ROUND
             raise errors[0]
         if len(winners) == 1 and there == winners[0]:
             done.one_winner += 1
-        elif done.problems is not None:
+        else:
             what = f"{len(winners)} of {racers} racers won"
             done.problems.append(what if len(winners) != 1 else "the file is not the winner's")
         with contextlib.suppress(FileNotFoundError):

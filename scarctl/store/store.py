@@ -45,6 +45,7 @@ from scarctl.store.state import ShardState
 if TYPE_CHECKING:
     from scarctl.store.writer import StoreWriter
 
+_RACES = 4
 BATCH = 64 << 20  # bytes of partitions read at a time
 
 
@@ -118,7 +119,9 @@ class Store:
         if not blobs.has(SETTINGS):
             _refuse_foreign(address, blobs, "nothing was created")
             blobs.begin()
-            found = None if address.root is not None else probe(blobs, assume_single_writer)
+            # Whether an unknown file system is exclusive shows only when several create at once.
+            rounds = 0 if address.scheme in S3_SCHEMES else _RACES
+            found = None if address.root is not None else probe(blobs, assume_single_writer, rounds=rounds)
             blobs.exclusive = exclusive_by_probe(found, address.shown)
             obj = {
                 "format": FORMAT,

@@ -60,7 +60,7 @@ class BlobsConformance:
         assert place.raw.get("a/x") == b"first"
 
     def test_one_of_several_at_once_wins(self, blobs: Blobs, place: Place) -> None:
-        done = race(blobs, "a", racers=8, rounds=5)
+        done = race(blobs, "a/", racers=8, rounds=5)
         assert (done.one_winner, done.rounds, done.problems) == (5, 5, [])
         assert place.raw.names() == []
 
