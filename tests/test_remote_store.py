@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,24 @@ def test_the_daemon_gets_what_opens_the_store_and_keeps_it_in_memory(
     for text in (caplog.text, repr(session.settings), repr(session.stats)):
         assert SECRET not in text
         assert "planted-token" not in text
+
+
+def test_another_daemon_goes_on_with_what_the_session_keeps(
+    s3_place: Place, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCARCTL_DAEMON", "1")
+    state = model()
+    session = train(state, s3_place, 3, storage_options=s3_place.options)
+    first = ask(host_folder(str(arena_dir)), "status")["pid"]
+    os.kill(first, signal.SIGKILL)
+    state["users"] += 1
+    session.step()
+    session.checkpoint(full=True, wait=True)
+    assert ask(host_folder(str(arena_dir)), "status")["pid"] != first
+    session.close()
+    store = Store.open(s3_place.url, storage_options=s3_place.options)
+    assert store.state(0).step == 4
+    assert verify(store, read_data=True).problems == []
 
 
 def test_options_that_cannot_be_sent_are_refused_without_repeating_them(
