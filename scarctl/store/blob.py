@@ -103,7 +103,10 @@ class Blobs(Protocol):
 
     def create_exclusive(self, name: str, parts: Sequence[Buffer]) -> None:
         """Creates a file whole, durable and only if absent. Raises FileExistsError; InDoubt if visible but
-        perhaps not durable; after any other error the file was not created.
+        perhaps not durable, or perhaps created; after any other error the file was not created.
+
+        A remote store cannot tell a file of the same bytes from its own, and takes it for that: what must be
+        unique says so in its bytes.
         """
 
     def settle(self, name: str, data: bytes) -> bool:
