@@ -16,6 +16,8 @@ def attach(
     optimizer: Any = None,
     *,
     store: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    assume_single_writer: bool | None = None,
     fraction: float | None = None,
     interval: int | Literal["auto"] | None = None,
     max_bandwidth: float | None = None,
@@ -42,7 +44,10 @@ def attach(
 
     model: an `nn.Module`, or a dict of numpy arrays.
     optimizer: a `torch.optim.Optimizer`, or several in the order in which they step: the last one ends an iteration.
-    store: folder of the store, made if it is not there. SCARCTL_STORE and `scarctl.toml` may name it instead.
+    store: folder of the store, or an address such as s3://bucket/folder; made if it is not there. SCARCTL_STORE and
+        `scarctl.toml` may name it instead.
+    storage_options: for the file system of a remote store: endpoint_url, key, secret, ... Never shown or written down.
+    assume_single_writer: make the store also where nothing can be created exclusively.
     fraction: largest share of the state's bytes that one partial checkpoint may write (the paper's r).
     interval: iterations between two partial checkpoints (the paper's rC), or "auto": as often as the store keeps up,
         and smaller ones, down to an eighth of `fraction`, where that would be rare.
@@ -65,10 +70,12 @@ def attach(
     drain_timeout: seconds that `close` waits for the store.
 
     Raises UsageError (arguments), NoStore (`kind` "foreign-store"), SettingsConflict, Contention, AccessDenied,
-    Unavailable. From the first step on, saving raises nothing unless `on_error="raise"`.
+    MissingGuarantee, Unavailable. From the first step on, saving raises nothing unless `on_error="raise"`.
     """
     given = {
         "store": os.fspath(store) if store is not None else None,
+        "storage_options": storage_options,
+        "assume_single_writer": assume_single_writer,
         "fraction": fraction,
         "interval": interval,
         "max_bandwidth": max_bandwidth,

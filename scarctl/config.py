@@ -23,6 +23,8 @@ DEFAULT_POLICY = "priority"
 POLICIES = ("priority", "round", "random", "full")
 NORMS = ("l2", "rms", "relative")
 MAX_FILE_BYTES = 1 << 20
+STORAGE_OPTIONS = "storage_options"
+"""A table of `scarctl.toml` for all commands."""
 
 Norm = str | Callable[..., Any]
 
@@ -31,8 +33,12 @@ Norm = str | Callable[..., Any]
 class SessionSettings:
     """How a training process saves its state. Bad values and combinations are refused at construction."""
 
-    store: str
-    """Folder of the store, or a `file://` URL."""
+    store: str = dataclasses.field(repr=False)
+    """Folder of the store, or an address such as `s3://bucket/folder`."""
+    storage_options: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False)
+    """For the file system of a remote store: endpoint_url, key, secret, ... They may be secret."""
+    assume_single_writer: bool = False
+    """Make the store also where nothing can be created exclusively: then nothing keeps two writers apart."""
     fraction: float = DEFAULT_FRACTION
     """Share of the state's bytes that one partial checkpoint may write, in (0, 1]."""
     interval: int | Literal["auto"] = 10
@@ -75,6 +81,7 @@ class SessionSettings:
 
     def __post_init__(self) -> None:
         check_store(self.store)
+        check_storage_options(self.storage_options)
         check_fraction(self.fraction)
         check_policy(self.policy)
         if self.interval != "auto":
@@ -116,6 +123,10 @@ class SessionSettings:
         names = ("shards", "seed", "partition_bytes", "by_layer", "rows")
         return {name: getattr(self, name) for name in names}
 
+    def place(self) -> dict[str, Any]:
+        """What opening the store needs besides its address."""
+        return {"storage_options": self.storage_options, "assume_single_writer": self.assume_single_writer}
+
     @classmethod
     def resolve(
         cls, given: Mapping[str, object], *, environ: Mapping[str, str], folder: Path | None = None
@@ -150,7 +161,24 @@ KNOWN_NAMES = frozenset(field.name for field in dataclasses.fields(SessionSettin
 def check_store(store: object) -> None:
     """Raise UsageError unless `store` is a text that is not empty."""
     if not isinstance(store, str) or not store:
-        raise UsageError(f"the store is {store!r}", hint="give the path of a folder, or a file:// URL")
+        raise UsageError(
+            f"the store is {store!r}",
+            hint="give the path of a folder, or an address such as s3://bucket/folder",
+        )
+
+
+def check_storage_options(options: object) -> None:
+    """Raise UsageError, which does not repeat them, unless `options` are None or a dict with texts as keys."""
+    if options is None or (isinstance(options, Mapping) and all(isinstance(name, str) for name in options)):
+        return
+    raise UsageError("storage_options is not a dict with names as keys")
+
+
+def storage_options(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The table [storage_options] of `scarctl.toml`'s content, None when there is none. Raises UsageError."""
+    options = content.get(STORAGE_OPTIONS)
+    check_storage_options(options)
+    return None if options is None else dict(options)
 
 
 def check_fraction(fraction: object) -> None:
@@ -244,6 +272,7 @@ def _parse(name: str, text: str, read: Callable[[str], object]) -> object:
 # A norm function and row patterns have no form as text.
 _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "store": str,
+    "assume_single_writer": _flag,
     "fraction": parse_fraction,
     "interval": _interval,
     "max_bandwidth": float,

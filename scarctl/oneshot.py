@@ -39,8 +39,12 @@ _LARGEST = 1e150
 class CheckpointSettings:
     """How one state file is saved."""
 
-    store: str
-    """Folder of the store, or a `file://` URL. The first checkpoint creates it."""
+    store: str = field(repr=False)
+    """Folder of the store, or an address such as `s3://bucket/folder`. The first checkpoint creates it."""
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    """For the file system of a remote store. They may be secret."""
+    assume_single_writer: bool = False
+    """Create it also where nothing can be created exclusively."""
     step: int
     """Iterations of the loop when the state was written. May not decrease from call to call."""
     fraction: float = 1 / 8
@@ -143,7 +147,7 @@ def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool 
 def _open(state: StateFile, settings: CheckpointSettings, *, dry_run: bool) -> tuple[Store | None, Layout]:
     """The store, created when there is none (not for a dry run: then None), and the state's layout in it."""
     try:
-        store = Store.open(settings.store)
+        store = Store.open(settings.store, storage_options=settings.storage_options)
     except NoStore as error:
         if error.kind != NoStore.kind:
             raise
@@ -151,13 +155,19 @@ def _open(state: StateFile, settings: CheckpointSettings, *, dry_run: bool) -> t
         layout = build_layout(state.groups(), partition_bytes=settings.partition_bytes)
         if dry_run:
             return None, layout
-        store = Store.create(settings.store, shards=settings.shards, partition_bytes=settings.partition_bytes)
+        store = Store.create(
+            settings.store,
+            shards=settings.shards,
+            partition_bytes=settings.partition_bytes,
+            storage_options=settings.storage_options,
+            assume_single_writer=settings.assume_single_writer,
+        )
     fixed = store.settings
     for name in ("shards", "partition_bytes"):
         given, own = getattr(settings, name), getattr(fixed, name)
         if given is not None and given != own:
             raise SettingsConflict(
-                f"{store.root}: {name} is {'automatic' if own is None else own} in this store, not {given}",
+                f"{store.where}: {name} is {'automatic' if own is None else own} in this store, not {given}",
                 hint="leave the option out, or use another folder for another store",
             )
     layout = build_layout(

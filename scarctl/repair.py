@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from scarctl.sinks import ArenaSink, FileSink, PatchSink, check_fits, file_conte
 from scarctl.statefile import StateFile, open_state
 from scarctl.statewriter import new_state, patch_state
 from scarctl.store import Store, StoreWriter
-from scarctl.store.lock import StoreLock
 from scarctl.version import step_of
 
 MODES = ("partial", "rollback")
@@ -34,8 +33,8 @@ MODES = ("partial", "rollback")
 class RecoverSettings:
     """What to restore, and into what. Without `into` and `output`: into the stopped run's arena."""
 
-    store: str
-    """Folder of the store, or a `file://` URL."""
+    store: str = field(repr=False)
+    """Folder of the store, or an address such as `s3://bucket/folder`."""
     lost: tuple[str, ...]
     """What was lost: "all", shard numbers, patterns of names; each may be several, separated by commas."""
     mode: str = "partial"
@@ -46,6 +45,8 @@ class RecoverSettings:
     """File that is written, torch's format when it ends in .pt or .pth, else safetensors."""
     arena_dir: str | None = None
     """Folder of arenas, if not the default."""
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    """For the file system of a remote store. They may be secret."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -88,18 +89,20 @@ def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
     Raises UsageError, LayoutMismatch (the file is of another model), NoStore, NoIntactCopy, Contention (the run whose
     arena or store would be written is alive), Corruption, AccessDenied, Unavailable.
     """
-    store = Store.open(settings.store)
+    store = Store.open(settings.store, storage_options=settings.storage_options)
     layout = store.current_layout()
     if layout is None:
         raise NoIntactCopy(
-            f"{store.root}: nothing is saved in this store yet",
+            f"{store.where}: nothing is saved in this store yet",
             hint="save a checkpoint first",
             kind="nothing-saved",
         )
     shard_of = layout.shards(store.settings.shards, store.settings.seed)
     ids = lost_ids(settings.lost, layout, shard_of, store.settings.shards)
     for path in (settings.into, settings.output):
-        if path is not None and store.root.resolve() in path.resolve().parents:
+        if path is None or store.address.root is None:
+            continue
+        if store.address.root.resolve() in path.resolve().parents:
             raise UsageError(f"{path} is inside the store", hint="give a file elsewhere")
     # To be found out before anything is written: whether somebody else writes.
     changes_store = settings.mode == "rollback" and settings.output is None and not dry_run
@@ -112,7 +115,7 @@ def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
         if changes_store:
             writer = stack.enter_context(store.writer(layout=layout, shard_of=shard_of))
         elif changes_arena and not dry_run:
-            stack.callback(StoreLock(store.root / "lock").release)
+            stack.callback(store.take_lock().release)
         return _Recovery(settings, store, layout, shard_of, ids, arena).run(writer, dry_run=dry_run)
 
 

@@ -36,6 +36,7 @@ from scarctl.layout import Layout
 from scarctl.moment import Moment, Moments
 from scarctl.restore import Resumed, recover_live, resume_live
 from scarctl.store import Store
+from scarctl.store.address import IN_THIS_PROCESS, portable_options
 from scarctl.version import MAX_STEP
 from scarctl.worker import Worker
 
@@ -80,7 +81,7 @@ class Session:
         """The newest step that a flush has sealed."""
         self._doomed = False
         """A signal ends this process any moment: what was flushed has to stay as it is."""
-        self.store = Store.create(settings.store, **settings.fixed())
+        self.store = Store.create(settings.store, **settings.fixed(), **settings.place())
         self._binding = Binding(adapter, self.store)
         try:
             # Better now than at the first step.
@@ -361,9 +362,11 @@ class Session:
 
     def _claim(self) -> Saver:
         """The saver that has the store for this session."""
-        if self.settings.daemon is not False:
+        if self.settings.daemon is not False and self.store.address.scheme != IN_THIS_PROCESS:
             folder = arena_folder(self.settings.arena_dir, self.store.id).parent
-            saver: Saver = DaemonSaver(str(self.store.root), self.store.id, folder, self._ask)
+            address = self.store.address
+            options = portable_options(address, self.settings.storage_options, os.environ)
+            saver: Saver = DaemonSaver(address.url, self.store.id, folder, self._ask, options)
             try:
                 saver.claim()
                 return saver

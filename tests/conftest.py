@@ -9,12 +9,15 @@ import signal
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.places import KEY, SECRET, Bucket, Place, s3_client, s3_server
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before anything imports torch: several workers with a thread per core each would fight for the cores.
@@ -123,3 +126,24 @@ def _processes(folder: Path) -> dict[int, str]:
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # it has ended, or it is another user's and so not ours
     return found
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """An S3 server of our own, for as long as the tests run."""
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def s3_place(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A new bucket, and storage options that open it; nothing of this machine's own AWS settings counts."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    client, bucket = s3_client(s3_endpoint), f"bucket-{uuid.uuid4().hex}"
+    client.create_bucket(Bucket=bucket)
+    options = {"endpoint_url": s3_endpoint, "key": KEY, "secret": SECRET}
+    return Place(f"s3://{bucket}/team/run", Bucket(client, bucket, "team/run"), options)

@@ -93,3 +93,34 @@ def test_the_list_of_modules_with_torch_is_no_longer_than_it_must_be() -> None:
         timeout=100,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+LOCAL = """
+import sys
+from scarctl.cli.main import cli
+from scarctl.layout import TensorSpec, build_layout
+from scarctl.store import Store, verify
+
+layout = build_layout([("a", "parameter", (TensorSpec("", "F32", (4, 2)),))])
+store = Store.create(sys.argv[1] + "/run", storage_options={"key": "x"})
+with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    writer.commit(0, writer.states[0].ids, lambda g, t, a, b: bytes(8 * (b - a)), step=1)
+assert not verify(Store.open("file://" + sys.argv[1] + "/run"), read_data=True).problems
+for command in (["inspect"], ["verify"], ["doctor", "--rounds", "1"]):
+    try:
+        cli.main([*command, "--store", sys.argv[1] + "/run", "--json"])
+    except SystemExit as end:
+        assert not end.code
+assert not {"fsspec", "s3fs", "asyncio"} & set(sys.modules), sorted(sys.modules)
+"""
+
+
+def test_a_local_store_never_loads_fsspec(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOCAL, str(tmp_path)],
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr

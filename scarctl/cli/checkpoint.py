@@ -15,6 +15,9 @@ from scarctl.cli.output import (
     emit,
     human_bytes,
     note,
+    open_store,
+    options_for,
+    shown_url,
     warn,
 )
 from scarctl.config import DEFAULT_FRACTION, DEFAULT_POLICY, POLICIES, parse_fraction
@@ -31,7 +34,16 @@ Examples:
   scarctl checkpoint --live --full --store ckpt
 """
 _LIVE = ("full", "wait")
-_FILE = ("state", "step", "fraction", "policy", "shards", "partition_bytes", "dry_run")
+_FILE = (
+    "state",
+    "step",
+    "fraction",
+    "policy",
+    "shards",
+    "partition_bytes",
+    "assume_single_writer",
+    "dry_run",
+)
 
 
 @click.command(epilog=EXAMPLES)
@@ -65,6 +77,12 @@ _FILE = ("state", "step", "fraction", "policy", "shards", "partition_bytes", "dr
     help="Size of a partition; fixed by the first checkpoint.  [default: from the state's size]",
 )
 @click.option(
+    "--assume-single-writer",
+    is_flag=True,
+    envvar="SCARCTL_ASSUME_SINGLE_WRITER",
+    help="Make the store also where nothing can be created exclusively.",
+)
+@click.option(
     "--dry-run", is_flag=True, envvar="SCARCTL_DRY_RUN", help="Say what would be saved; write nothing."
 )
 @click.option(
@@ -90,6 +108,7 @@ def command(
     policy: str,
     shards: int | None,
     partition_bytes: int | None,
+    assume_single_writer: bool,
     arena_dir: str | None,
     dry_run: bool,
     live: bool,
@@ -119,6 +138,8 @@ def command(
 
     settings = CheckpointSettings(
         store=store,
+        storage_options=options_for(store),
+        assume_single_writer=assume_single_writer,
         step=step,
         fraction=parse_fraction(str(fraction)),
         policy=policy,
@@ -134,7 +155,7 @@ def command(
     emit(
         {**done.to_json(), "policy": policy, "dry_run": dry_run},
         as_json=as_json,
-        text=_text(done, store, dry_run),
+        text=_text(done, shown_url(store), dry_run),
     )
     if done.left_out_partitions:
         note("exit code 3: not everything that was due is saved")
@@ -152,15 +173,14 @@ def _refuse(*names: str, why: str) -> None:
 
 def _live(url: str, full: bool, wait: float, arena_dir: str | None, as_json: bool) -> int:
     from scarctl.cli.live import checkpoint_live
-    from scarctl.store import Store
 
-    done = checkpoint_live(Store.open(url), full=full, wait=wait, arena_dir=arena_dir).to_json()
+    done = checkpoint_live(open_store(url), full=full, wait=wait, arena_dir=arena_dir).to_json()
     exact = "; the whole state is of this step" if done["exact"] else ""
     emit(
         {**done, "live": True, "full": full},
         as_json=as_json,
         text=f"step {done['step']}: process {done['pid']} saved {done['saved_partitions']} of "
-        f"{done['total_partitions']} partitions, {human_bytes(done['saved_bytes'])}, to {url}{exact}",
+        f"{done['total_partitions']} partitions, {human_bytes(done['saved_bytes'])}, to {shown_url(url)}{exact}",
     )
     if full and not done["exact"]:
         note("exit code 3: it saved, but not the whole state; values may not be finite")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scarctl.cli.output import EXIT_OK, common_options, emit, human_bytes
+from scarctl.cli.output import EXIT_OK, common_options, emit, human_bytes, open_store
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,9 +83,7 @@ def command(
     Distances and the newest step of a run are known as long as its arena is on this host. With --watch and --json it is
     one document per line, and no partitions in it unless --limit asks for them.
     """
-    from scarctl.store import Store
-
-    opened = Store.open(store)
+    opened = open_store(store)
     if follow:
         from scarctl.cli.watch import watch
 

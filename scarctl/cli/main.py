@@ -13,13 +13,14 @@ import click
 
 from scarctl import __version__
 from scarctl.cli.output import EXIT_RUN_FAILED, EXIT_SIGNAL, logging_to_stderr, report_error, signals
-from scarctl.config import KNOWN_NAMES, read_file
+from scarctl.config import KNOWN_NAMES, STORAGE_OPTIONS, read_file, storage_options
 from scarctl.errors import UsageError
 
 # What `scarctl --help` shows stands here, so that it imports no command.
 COMMANDS = {
     "checkpoint": "Save the part of a state file that changed most.",
     "daemon": "Start, look at or stop the process that makes checkpoints durable.",
+    "doctor": "Try out a place for a store: what it guarantees, and how fast it is.",
     "inspect": "Show what a store holds and what losing a shard would change.",
     "recover": "Restore only what was lost.",
     "run": "Run a command whose sessions save through the host's daemon.",
@@ -41,6 +42,7 @@ OPTIONS = frozenset(
         "wait",
         "live",
         "full",
+        "rounds",
     }
 )
 
@@ -145,6 +147,8 @@ def default_map(folder: Path) -> dict[str, dict[str, Any]]:
     Raises UsageError for a table that is not a command's and for a key at the top that nothing knows.
     """
     content = read_file(folder)
+    storage_options(content)  # checked here, read where a store is opened
+    content.pop(STORAGE_OPTIONS, None)
     tables = {key: value for key, value in content.items() if isinstance(value, dict) and key != "rows"}
     for name in tables:
         if name not in COMMANDS:

@@ -14,12 +14,17 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from scarctl.config import read_file, storage_options
 from scarctl.errors import ScarError
+
+if TYPE_CHECKING:
+    from scarctl.store import Store
 
 SCHEMA_VERSION = 1
 EXIT_OK = 0
@@ -27,6 +32,7 @@ EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_PARTLY = 3
 EXIT_CORRUPT = 13
+EXIT_NO_GUARANTEE = 14
 EXIT_RUN_FAILED = 125
 EXIT_SIGNAL = 128
 """Plus the signal's number."""
@@ -49,7 +55,7 @@ def common_options(command: Command) -> Command:
         required=True,
         metavar="URL",
         envvar="SCARCTL_STORE",
-        help="The store: a folder, or file://...",
+        help="The store: a folder, or an address such as s3://bucket/folder.",
     )
     return store(output_options(command))
 
@@ -71,6 +77,29 @@ def arena_option(command: Command) -> Command:
         "--arena-dir", metavar="DIR", envvar="SCARCTL_ARENA_DIR", help="Where arenas are, if not the default."
     )
     return option(command)
+
+
+def open_store(url: str) -> Store:
+    """Open the store of `--store`. Raises NoStore, Corruption, AccessDenied, Unavailable."""
+    from scarctl.store import Store
+
+    return Store.open(url, storage_options=options_for(url))
+
+
+def options_for(url: str) -> dict[str, Any] | None:
+    """Storage options that `scarctl.toml` in the current folder gives; None where the store is a local folder.
+
+    Raises UsageError.
+    """
+    local = "://" not in url or url.startswith("file:")
+    return None if local else storage_options(read_file(Path()))
+
+
+def shown_url(url: str) -> str:
+    """`url` without what may be secret in it."""
+    from scarctl.store.address import Address
+
+    return Address.parse(url).shown if "://" in url else url
 
 
 def emit(fields: Mapping[str, Any], *, as_json: bool, text: str = "") -> None:

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from scarctl.cli.output import EXIT_OK, EXIT_PARTLY, common_options, emit, human_bytes, note, warn
+from scarctl.cli.output import (
+    EXIT_OK,
+    EXIT_PARTLY,
+    common_options,
+    emit,
+    human_bytes,
+    note,
+    options_for,
+    warn,
+)
 
 if TYPE_CHECKING:
     from scarctl.repair import Recovery
@@ -74,7 +83,13 @@ def command(
     from scarctl.repair import RecoverSettings, recover
 
     settings = RecoverSettings(
-        store=store, lost=lost, mode=mode, into=into, output=output, arena_dir=arena_dir
+        store=store,
+        storage_options=options_for(store),
+        lost=lost,
+        mode=mode,
+        into=into,
+        output=output,
+        arena_dir=arena_dir,
     )
     done = recover(settings, dry_run=dry_run)
     for reason in done.problems:

@@ -11,12 +11,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from scarctl.cli.output import EXIT_RUN_FAILED, EXIT_SIGNAL, arena_option, human_bytes, note
+from scarctl.cli.output import EXIT_RUN_FAILED, EXIT_SIGNAL, arena_option, human_bytes, note, options_for
 from scarctl.errors import NoStore, ScarError
+
+if TYPE_CHECKING:
+    from scarctl.store.address import Address
 
 EXAMPLES = """\b
 Examples:
@@ -71,11 +74,15 @@ def command(
     """
     from scarctl.daemon.client import hold
     from scarctl.daemon.folder import host_folder
+    from scarctl.store.address import Address
 
     folder = host_folder(arena_dir)
-    root = _absolute(store) if store is not None else None
+    address = Address.parse(store, options_for(store)) if store is not None else None
     # Absolute: CMD may go to another folder before it attaches.
-    given = {"SCARCTL_STORE": root, "SCARCTL_ARENA_DIR": arena_dir and os.path.abspath(arena_dir)}
+    given = {
+        "SCARCTL_STORE": None if address is None else address.url,
+        "SCARCTL_ARENA_DIR": arena_dir and os.path.abspath(arena_dir),
+    }
     environment = {
         **os.environ,
         "SCARCTL_DAEMON": "1",
@@ -96,17 +103,11 @@ def command(
                 break
             note(f"{cmd[0]} ended with exit code {code}: restart {count + 1} of {restarts}")
         try:
-            _wait_until_durable(folder, root, wait, forwarding, started)
+            _wait_until_durable(folder, address, wait, forwarding, started)
         except ScarError as error:
             note(str(error))
             code = code or EXIT_RUN_FAILED
     return code
-
-
-def _absolute(store: str) -> str:
-    from scarctl.store.settings import local_path
-
-    return str(local_path(store))
 
 
 class _Forwarding:
@@ -202,7 +203,7 @@ def _in_foreground() -> bool:
 
 
 def _wait_until_durable(
-    folder: Path, root: str | None, wait: float, forwarding: _Forwarding, started: float
+    folder: Path, address: Address | None, wait: float, forwarding: _Forwarding, started: float
 ) -> None:
     """Wait until the daemon has saved what dead sessions left, at most `wait` seconds or until a signal; say what
     is left then.
@@ -210,6 +211,7 @@ def _wait_until_durable(
     from scarctl.daemon.client import ask
     from scarctl.daemon.stale import survey
 
+    shown = None if address is None else str(address.root or address.shown)
     forwarding.asked = None
     deadline = time.monotonic() + wait
     runs: list[dict[str, Any]] = []
@@ -233,11 +235,11 @@ def _wait_until_durable(
                 silent = True  # it has been stopped, or ends just now
             else:
                 raise
-        waiting = [run for run in runs if root in (None, run["store"]) and not _trainer_lives(run)]
+        waiting = [run for run in runs if shown in (None, run["store"]) and not _trainer_lives(run)]
         if forwarding.asked is not None or time.monotonic() > deadline:
             break
         if not (waiting or silent):
-            if tried or root is None or not _go_on(folder, root):
+            if tried or address is None or not _go_on(folder, address):
                 break
             tried = True
         time.sleep(_POLL)
@@ -254,17 +256,18 @@ def _wait_until_durable(
             )
 
 
-def _go_on(folder: Path, root: str) -> bool:
+def _go_on(folder: Path, address: Address) -> bool:
     """Have a new daemon save what of this store is left, where the daemon has died, too. False: there is nothing."""
     from scarctl.daemon.client import go_on
     from scarctl.daemon.stale import survey
     from scarctl.store import Store
+    from scarctl.store.address import portable_options
 
     queued = {arena.id for arena in survey(folder) if arena.handovers}
     try:
-        if not queued or Store.open(root).id not in queued:
+        if not queued or Store.open(address.url, storage_options=address.options).id not in queued:
             return False
-        go_on(folder, root)
+        go_on(folder, address.url, portable_options(address, address.options, os.environ))
     except NoStore:
         return False
     except ScarError as error:

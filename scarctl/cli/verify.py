@@ -7,7 +7,7 @@ import time
 
 import click
 
-from scarctl.cli.output import EXIT_CORRUPT, EXIT_OK, common_options, emit, human_bytes, note
+from scarctl.cli.output import EXIT_CORRUPT, EXIT_OK, common_options, emit, human_bytes, note, open_store
 
 EXAMPLES = """\b
 Examples:
@@ -32,9 +32,9 @@ def command(store: str, read_data: bool, as_json: bool, debug: bool) -> int:
     Exit code 13 when anything is wrong; each problem names the file, the partition and the reason. Segments that no
     record names are harmless left-overs of a crash.
     """
-    from scarctl.store import Store, verify
+    from scarctl.store import verify
 
-    opened = Store.open(store)
+    opened = open_store(store)
     report = verify(opened, read_data=read_data, progress=_Progress())
     problems = [{"file": p.file, "partition": p.partition, "reason": p.reason} for p in report.problems]
     fields = {

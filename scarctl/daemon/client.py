@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from scarctl.daemon import protocol
 from scarctl.errors import Contention, ScarError, Unavailable
+from scarctl.store.address import PORTABLE
 
 T = TypeVar("T")
 
@@ -46,7 +47,7 @@ def start(folder: Path) -> None:
             start_new_session=True,
             cwd="/",
             # It multiplies no matrices: threads for that would only take memory.
-            env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
+            env={**_environment(), "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
             timeout=START_SECONDS,
             check=False,
         )
@@ -54,6 +55,11 @@ def start(folder: Path) -> None:
         raise _not_started(folder, str(error)) from error
     if done.returncode:
         raise _not_started(folder, done.stderr.decode(errors="replace").strip()[-500:])
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what says who somebody is at an object store: each session brings its own."""
+    return {name: value for name, value in os.environ.items() if name not in PORTABLE}
 
 
 def connect(folder: Path, *, begin: bool = True, patience: float = START_SECONDS) -> socket.socket:
@@ -141,7 +147,7 @@ def hold(folder: Path, seconds: int) -> int:
     return insist(attempt)
 
 
-def go_on(folder: Path, store: str) -> None:
+def go_on(folder: Path, store: str, options: Mapping[str, Any]) -> None:
     """Have a daemon, started if need be, save what a dead training process left in its arena. Does not wait for that.
 
     Raises Contention when a process saves to the store, NoStore, AccessDenied, Unavailable.
@@ -150,7 +156,7 @@ def go_on(folder: Path, store: str) -> None:
     def attempt() -> None:
         with contextlib.closing(connect(folder)) as connection:
             # And with the connection ends what to the daemon is a training process.
-            request(connection, "claim", store=store)
+            request(connection, "claim", store=store, options=dict(options))
 
     insist(attempt)
 

@@ -33,7 +33,14 @@ class Closed(Exception):
 
 def send(connection: socket.socket, message: dict[str, Any], limit: int = MAX_MESSAGE) -> None:
     """Send one message. Raises UsageError when it is too large, OSError when the connection is broken."""
-    data = json.dumps(message, separators=(",", ":")).encode()
+    try:
+        data = json.dumps(message, separators=(",", ":")).encode()
+    except (TypeError, ValueError):
+        # Not repeated: storage options may be secret.
+        raise UsageError(
+            "something in storage_options cannot be sent to the daemon",
+            hint="give plain values, or save from the training process with daemon=False (SCARCTL_DAEMON=0)",
+        ) from None
     if len(data) > limit:
         raise UsageError(f"a message of {len(data)} bytes is more than {limit}")
     connection.sendall(_LENGTH.pack(len(data)) + data)

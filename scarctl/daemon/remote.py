@@ -37,9 +37,20 @@ class DaemonSaver:
 
     outlives = True
 
-    def __init__(self, store: str, store_id: str, folder: Path, on_request: Callable[[bool], None]) -> None:
-        """`on_request(full)` is called, from another thread, when somebody asks for a checkpoint now."""
+    def __init__(
+        self,
+        store: str,
+        store_id: str,
+        folder: Path,
+        on_request: Callable[[bool], None],
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`on_request(full)` is called, from another thread, when somebody asks for a checkpoint now.
+
+        options: for the file system of a remote store. They are in this process's memory and the daemon's only.
+        """
         self._store = store
+        self._options = dict(options or {})
         self._id = store_id
         self._folder = folder
         self._on_request = on_request
@@ -162,7 +173,7 @@ class DaemonSaver:
         with self._lock:
             self._disconnect()
             self._control = connect(self._folder)
-            self._ask("claim", store=self._store)
+            self._ask("claim", store=self._store, options=self._options)
             self._watch = connect(self._folder)
             request(self._watch, "watch", run=self._id)
             self._watch.settimeout(None)

@@ -68,6 +68,8 @@ class Daemon:
         self._ending = threading.Event()
         self._terminated = False
         self._look_at = self._warn_at = self._reap_at = 0.0
+        self._claiming = 0
+        """Claims under way: a remote store takes longer to open than a daemon without runs lives."""
         self._peers: dict[threading.Thread, socket.socket] = {}
         self._listener = _listen(folder)
 
@@ -137,7 +139,8 @@ class Daemon:
                     run.notify()
             if now >= self._look_at:
                 self._look_at = now + _LOOK_SECONDS
-            self._apply(Tick(now))
+            if not self._claiming:
+                self._apply(Tick(now))
         if now >= self._reap_at:
             self._reap_at = now + _REAP_SECONDS
             with contextlib.suppress(RuntimeError):  # out of threads
@@ -261,7 +264,10 @@ class Daemon:
 
     def claim(self, peer: _Peer, message: dict[str, Any]) -> None:
         """A training process wants to save to a store."""
-        store = Store.open(_text(message, "store"))
+        with self._staying():
+            self._claim(peer, Store.open(_text(message, "store"), storage_options=_options(message)))
+
+    def _claim(self, peer: _Peer, store: Store) -> None:
         if peer.run is not None:
             raise UsageError("this connection has claimed a store already")
         deadline = time.monotonic() + _PATIENCE
@@ -373,6 +379,17 @@ class Daemon:
             self._apply(StopAsked())
         return {"pid": os.getpid()}
 
+    @contextlib.contextmanager
+    def _staying(self) -> Iterator[None]:
+        with self._changed:
+            self._check_staying()
+            self._claiming += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._claiming -= 1
+
     def _check_staying(self) -> None:
         if self._life.stopping:
             raise Contention("the daemon is ending", hint="try again", kind="daemon-ending")
@@ -425,6 +442,13 @@ def _text(message: dict[str, Any], key: str) -> str:
             f"{key} must be a text in UTF-8"
         ) from None  # to JSON half a character is text as well
     return value
+
+
+def _options(message: dict[str, Any]) -> dict[str, Any]:
+    options = message.get("options", {})
+    if not isinstance(options, dict):
+        raise UsageError("options must be an object")
+    return options
 
 
 def _number(message: dict[str, Any], key: str) -> int:

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
-from scarctl.errors import AccessDenied, MissingGuarantee, ScarError, Unavailable
+from scarctl.errors import AccessDenied, MissingGuarantee, NoStore, ScarError, Unavailable
 from scarctl.store.format import TEMPORARY, check_name, corrupt
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview | NDArray[Any]"
@@ -49,12 +49,18 @@ class BlobReader(Protocol):
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fills `buffer` (writable, contiguous bytes) from offset `start`."""
 
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fills several buffers, each from its offset; at once where that is faster."""
+
 
 class BlobWriter(Protocol):
     def write(self, buffer: Buffer) -> None: ...
 
     def commit(self) -> None:
-        """Makes the file durable under its name. Leaving the context without it deletes the file."""
+        """Makes the file durable under its name. Leaving the context without it: no such file.
+
+        Raises FileExistsError if the name is not unique, unless opening did.
+        """
 
 
 class Blobs(Protocol):
@@ -65,8 +71,19 @@ class Blobs(Protocol):
     gap: int
     """Bytes worth reading and throwing away rather than asking for a second range."""
 
+    exclusive: bool
+    """Whether `create_exclusive` is exclusive against every other writer."""
+
     def where(self, name: str) -> str:
-        """The full path or address of a file, for messages."""
+        """The full path or address of a file, for messages. Never anything secret."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is something of this name, whatever it is."""
+
+    def top(self) -> list[str]:
+        """Names in the store's own folder, at least some of them; [] if it is absent. Raises NoStore if it is
+        no folder, or in no bucket.
+        """
 
     def read(self, name: str, limit: int) -> bytes:
         """A whole small file. Raises Corruption, before reading, if it is longer than `limit`."""
@@ -86,12 +103,15 @@ class Blobs(Protocol):
 
     def create_exclusive(self, name: str, parts: Sequence[Buffer]) -> None:
         """Creates a file whole, durable and only if absent. Raises FileExistsError; InDoubt if visible but
-        perhaps not durable; after any other error the file was not created.
+        perhaps not durable, or perhaps created; after any other error the file was not created.
+
+        A remote store cannot tell a file of the same bytes from its own, and takes it for that: what must be
+        unique says so in its bytes.
         """
 
     def settle(self, name: str, data: bytes) -> bool:
-        """After InDoubt: True when `name` holds `data` durably, False when it is absent. FileExistsError:
-        other data.
+        """After InDoubt: True when `name` holds `data` durably, False when it is absent and stays so.
+        FileExistsError: other data.
         """
 
     def delete(self, name: str) -> None:
@@ -99,6 +119,19 @@ class Blobs(Protocol):
 
     def prepare(self, folder: str) -> None:
         """Makes a folder, and sees that it and all above it in the store are durable."""
+
+    def begin(self) -> None:
+        """Makes the store's own folder."""
+
+    def close(self) -> None:
+        """Frees what reading and writing hold open. It may be used again."""
+
+
+def as_bytes(buffer: Buffer) -> memoryview:
+    """The bytes of a buffer, without a copy."""
+    view = memoryview(buffer)
+    # A view with a zero in its shape cannot be cast.
+    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def os_error(error: OSError, path: object, doing: str) -> ScarError:
@@ -121,6 +154,7 @@ class LocalBlobs:
     """Files in a local folder, made durable with fsync. Errors name the full path."""
 
     gap = 16 << 10
+    exclusive = True
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -133,6 +167,23 @@ class LocalBlobs:
         return self.root / name
 
     # reading
+
+    def has(self, name: str) -> bool:
+        return os.path.lexists(self._path(name))
+
+    def top(self) -> list[str]:
+        try:
+            return os.listdir(self.root)
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:
+            raise NoStore(
+                f"{self.root}: this is a file, not a store's folder",
+                hint="give a folder",
+                kind="foreign-store",
+            ) from None
+        except OSError as error:
+            raise os_error(error, self.root, "list") from error
 
     @contextmanager
     def reader(self, name: str) -> Iterator[LocalReader]:
@@ -247,6 +298,13 @@ class LocalBlobs:
                 return
             path = path.parent
 
+    def begin(self) -> None:
+        make_folder(self.root)
+        sync_folder(self.root.parent)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
     @contextmanager
     def _temporary(self, path: Path, parts: Sequence[Buffer]) -> Iterator[Path]:
         temporary = path.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
@@ -299,6 +357,10 @@ class LocalReader:
                 raise corrupt(self._path, f"it ends at byte {start + done}")
             done += got
 
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        for start, buffer in ranges:
+            self.read_into(start, buffer)
+
     def _check(self, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= self.size:
             raise corrupt(self._path, f"bytes {start}..{stop} are wanted, it has {self.size}")
@@ -313,10 +375,7 @@ class LocalWriter:
         self._committed = False
 
     def write(self, buffer: Buffer) -> None:
-        view = memoryview(buffer)
-        view = (
-            view.cast("B") if view.nbytes else memoryview(b"")
-        )  # a view with a zero in its shape cannot be cast
+        view = as_bytes(buffer)
         done = 0
         while done < len(view):
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -76,7 +75,7 @@ def verify(store: Store, *, read_data: bool, progress: Progress | None = None) -
 class _Check:
     def __init__(self, store: Store, read_data: bool, progress: Progress | None) -> None:
         # A store of its own: what this one read before may be damaged since.
-        self.store = Store(store.url, store.root, store.id, store.settings)
+        self.store = Store(store.address, store.blobs, store.id, store.settings)
         self.layouts: dict[str, Layout | None] = {}
         self.blobs = store.blobs
         self.read_data = read_data
@@ -87,7 +86,7 @@ class _Check:
     def run(self) -> Report:
         self.total = store_bytes(self.store)
         with self._noting(SETTINGS):
-            Store.open(self.store.root)
+            self.store.again()
         self._count(SETTINGS)
         for digest in self.store.layouts():
             self._layout(digest)
@@ -113,11 +112,18 @@ class _Check:
 
     def _count(self, name: str, size: int | None = None) -> None:
         if size is None:
-            size = os.path.getsize(self.blobs.where(name)) if os.path.isfile(self.blobs.where(name)) else 0
+            size = self._size(name)
         self.report.files += 1
         self.report.bytes += size
         if self.progress is not None:
             self.progress(self.report.bytes, max(self.total, self.report.bytes))
+
+    def _size(self, name: str) -> int:
+        try:
+            with self.blobs.reader(name) as file:
+                return file.size
+        except (FileNotFoundError, Corruption):
+            return 0  # noted already
 
     # --- logs -----------------------------------------------------------------------------------------------
 

@@ -56,6 +56,15 @@ class StoreLock:
             os.close(fd)
 
 
+class NoLock:
+    """What a remote store has instead: nothing keeps a second writer out but its epoch."""
+
+    held = True
+
+    def release(self) -> None:
+        """There is nothing to free."""
+
+
 def _lock(fd: int, path: Path) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

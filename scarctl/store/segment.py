@@ -339,10 +339,11 @@ def open_segment(blobs: Blobs, path: str, ref: SegmentRef) -> Iterator[SegmentRe
     with blobs.reader(path) as file:
         if file.size != ref.nbytes:
             raise corrupt(what, f"it has {file.size} bytes, its record says {ref.nbytes}")
-        length = header_length(file.read(0, 8), file.size, what)
-        if length != ref.head:
+        if ref.head > 8 + MAX_HEADER:
+            raise corrupt(what, f"its header has {ref.head} bytes, the limit is {MAX_HEADER}")
+        raw = file.read(0, ref.head)
+        if header_length(raw[:8], file.size, what) != ref.head:
             raise corrupt(what, "its header's length is not what its record says")
-        raw = file.read(0, length)
         header = parse_header(raw, file.size, what)
         yield SegmentReader(file, what, ref, raw, header, blobs.gap)
 
@@ -407,24 +408,54 @@ class SegmentReader:
             apart = (np.diff(position) - 1) * piece > self._gap
             cut = np.diff(position * piece // SPAN) != 0
             breaks = (np.flatnonzero(apart | cut) + 1).tolist()
-            for i, j in zip([0, *breaks], [*breaks, count], strict=True):
-                self._read(
-                    entry.start,
-                    position[i:j],
-                    piece,
-                    last if j == count else piece,
-                    out[i * piece : j * piece],
-                )
+            # Together no longer than SPAN, so that what is read to be thrown away stays small.
+            for some in _batches(list(zip([0, *breaks], [*breaks, count], strict=True)), position, piece):
+                self._read(entry.start, position, some, piece, count, last, out)
         return out[: (count - 1) * piece + last]
 
-    def _read(self, start: int, position: Ids, piece: int, last: int, out: Bytes) -> None:
-        """One range read: pieces at `position`, the last of them `last` bytes long, to `out`."""
-        first, count = int(position[0]), int(position[-1] - position[0]) + 1
-        dense = count == len(position)
-        into = out if dense else np.empty(count * piece, np.uint8)
-        self._file.read_into(start + first * piece, memoryview(into[: (count - 1) * piece + last]))
-        if not dense:
-            out.reshape(-1, piece)[:] = into.reshape(-1, piece)[position - first]
+    def _read(
+        self,
+        start: int,
+        position: Ids,
+        spans: list[tuple[int, int]],
+        piece: int,
+        count: int,
+        last: int,
+        out: Bytes,
+    ) -> None:
+        """One range read for each of `spans`: pieces at `position[i:j]` to their place in `out`. The last of all
+        is `last` bytes long.
+        """
+        ranges: list[tuple[int, memoryview]] = []
+        scattered: list[tuple[int, int, Bytes]] = []
+        for i, j in spans:
+            first, covered = int(position[i]), int(position[j - 1] - position[i]) + 1
+            into = out[i * piece : j * piece]
+            if covered != j - i:
+                into = np.empty(covered * piece, np.uint8)
+                scattered.append((i, j, into))
+            wanted = (covered - 1) * piece + (last if j == count else piece)
+            ranges.append((start + first * piece, memoryview(into[:wanted])))
+        self._file.read_ranges(ranges)
+        for i, j, into in scattered:
+            out[i * piece : j * piece].reshape(-1, piece)[:] = into.reshape(-1, piece)[
+                position[i:j] - position[i]
+            ]
+
+
+def _batches(spans: list[tuple[int, int]], position: Ids, piece: int) -> Iterator[list[tuple[int, int]]]:
+    """The spans in groups that cover at most SPAN bytes, each at least one."""
+    some: list[tuple[int, int]] = []
+    covered = 0
+    for i, j in spans:
+        nbytes = (int(position[j - 1] - position[i]) + 1) * piece
+        if some and covered + nbytes > SPAN:
+            yield some
+            some, covered = [], 0
+        some.append((i, j))
+        covered += nbytes
+    if some:
+        yield some
 
 
 def partition_checksums(group: Group, count: int, tensors: Sequence[Bytes]) -> NDArray[np.uint64]:

@@ -1,11 +1,8 @@
-"""Where a store is, and what is fixed when it is created."""
+"""What is fixed when a store is created."""
 
 from __future__ import annotations
 
-import os
-import urllib.parse
 from dataclasses import dataclass
-from pathlib import Path
 
 from scarctl.errors import UsageError
 from scarctl.store.format import MAX_SHARD, Fields, corrupt
@@ -52,25 +49,3 @@ class Settings:
             )
         except UsageError as error:
             raise corrupt(what, error.message) from error
-
-
-def local_path(url: str | os.PathLike[str]) -> Path:
-    """The folder that a store's URL names: a path, or file:///path. Raises UsageError for any other scheme."""
-    text = os.fspath(url)
-    if "://" not in text:
-        if not text or "\0" in text:
-            raise UsageError(f"{text!r} is not a path", hint="give the store's folder")
-        return Path(os.path.abspath(text))
-    parts = urllib.parse.urlsplit(text)
-    if (
-        parts.scheme != "file"
-        or parts.netloc not in ("", "localhost")
-        or not parts.path
-        or parts.query
-        or parts.fragment
-    ):
-        # Only the scheme is repeated: an address may hold a password.
-        raise UsageError(
-            f"stores at {parts.scheme}:// addresses are not supported", hint="give a path, or file:///path"
-        )
-    return Path(os.path.abspath(urllib.parse.unquote(parts.path)))

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from scarctl import extras
 from scarctl.errors import Corruption, LayoutMismatch, NoStore, SettingsConflict, UsageError
 from scarctl.layout import Layout
-from scarctl.store.blob import LocalBlobs, make_folder, os_error, sync_folder
+from scarctl.store.address import S3_SCHEMES, Address
+from scarctl.store.blob import Blobs, LocalBlobs
 from scarctl.store.format import (
     FORMAT,
     LOCK,
     MAX_LAYOUT,
     MAX_SETTINGS,
     SETTINGS,
-    TEMPORARY,
     Fields,
     corrupt,
     digest_of_layout,
@@ -34,16 +34,18 @@ from scarctl.store.format import (
     segment_path,
     shard_of_folder,
 )
-from scarctl.store.lock import StoreLock
+from scarctl.store.lock import NoLock, StoreLock
 from scarctl.store.log import ShardLog
+from scarctl.store.probe import exclusive_by_probe, is_left_over, probe
 from scarctl.store.record import Record, now, who
 from scarctl.store.segment import Bytes, Ids, ascending, by_group, open_segment, partition_checksums
-from scarctl.store.settings import Settings, local_path
+from scarctl.store.settings import Settings
 from scarctl.store.state import ShardState
 
 if TYPE_CHECKING:
     from scarctl.store.writer import StoreWriter
 
+_RACES = 4
 BATCH = 64 << 20  # bytes of partitions read at a time
 
 
@@ -61,15 +63,25 @@ class Batch:
 class Store:
     """An open store. Reading takes no lock and may go on while a writer commits."""
 
-    def __init__(self, url: str, root: Path, identity: str, settings: Settings) -> None:
-        self.url = url
-        self.root = root
+    def __init__(self, address: Address, blobs: Blobs, identity: str, settings: Settings) -> None:
+        self.address = address
+        self.url = address.shown
+        """As given, for people: nothing secret is in it."""
+        self.where = str(address.root) if address.root is not None else address.shown
+        """The same, absolute."""
         self.id = identity
         self.settings = settings
-        self.blobs = LocalBlobs(root)
+        self.blobs = blobs
         self._layouts: dict[str, Layout] = {}
-        self._lock: StoreLock | None = None
+        self._lock: StoreLock | NoLock | None = None
         self._locked = self._closed = False
+
+    @property
+    def root(self) -> Path:
+        """The folder of a local store. Raises UsageError for a remote one."""
+        if self.address.root is None:
+            raise UsageError(f"{self.where}: this is not a local folder")
+        return self.address.root
 
     @classmethod
     def create(
@@ -81,12 +93,17 @@ class Store:
         partition_bytes: int | None = None,
         by_layer: bool | None = None,
         rows: Mapping[str, int] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        assume_single_writer: bool = False,
     ) -> Store:
         """Creates a store, or opens the one that is there if the settings given (not None) are the store's
         own.
 
+        storage_options: for the file system of a remote store, see `scarctl.store.address`.
+        assume_single_writer: also where nothing can be created exclusively.
+
         Raises SettingsConflict if they are not; NoStore (kind "foreign-store") if the folder holds other
-        things.
+        things; MissingGuarantee if the place cannot create files exclusively.
         """
         given: dict[str, Any] = {
             "shards": shards,
@@ -97,66 +114,88 @@ class Store:
         }
         given = {name: value for name, value in given.items() if value is not None}
         settings = Settings(**given)
-        root = local_path(url)
-        if not _has_settings(root):
-            _refuse_foreign(root, "nothing was created")
-            make_folder(root)
-            sync_folder(root.parent)
+        address = Address.parse(url, storage_options)
+        blobs = blobs_at(address)
+        if not blobs.has(SETTINGS):
+            _refuse_foreign(address, blobs, "nothing was created")
+            blobs.begin()
+            # Whether an unknown file system is exclusive shows only when several create at once.
+            rounds = 0 if address.scheme in S3_SCHEMES else _RACES
+            found = None if address.root is not None else probe(blobs, assume_single_writer, rounds=rounds)
+            blobs.exclusive = exclusive_by_probe(found, address.shown)
             obj = {
                 "format": FORMAT,
                 "kind": "store",
                 "id": uuid.uuid4().hex,
                 "settings": asdict(settings),
+                "probe": found,
                 "created": now(),
                 "writer": who(),
             }
             # If another process was faster, its settings are compared below.
             with contextlib.suppress(FileExistsError):
-                LocalBlobs(root).create_exclusive(SETTINGS, [dump_json(obj)])
-        store = cls.open(url)
+                blobs.create_exclusive(SETTINGS, [dump_json(obj)])
+        store = cls._open(address, blobs)
         for name, value in given.items():
             if value != getattr(store.settings, name):
                 raise SettingsConflict(
-                    f"{root}: {name} is {getattr(store.settings, name)} in this store, not {value}",
+                    f"{store.where}: {name} is {getattr(store.settings, name)} in this store, not {value}",
                     hint="leave the setting out, or use another folder for another store",
                 )
         return store
 
     @classmethod
-    def open(cls, url: str | os.PathLike[str]) -> Store:
-        """Opens an existing store. Raises NoStore, Corruption, AccessDenied."""
-        root = local_path(url)
-        what = root / SETTINGS
-        if not _has_settings(root):
-            _refuse_foreign(root, "give the folder of a store")
+    def open(cls, url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Store:
+        """Opens an existing store. Raises NoStore, Corruption, AccessDenied, Unavailable."""
+        address = Address.parse(url, storage_options)
+        return cls._open(address, blobs_at(address))
+
+    @classmethod
+    def _open(cls, address: Address, blobs: Blobs) -> Store:
+        what = blobs.where(SETTINGS)
+        if not blobs.has(SETTINGS):
+            _refuse_foreign(address, blobs, "give the folder of a store")
             raise NoStore(
-                f"{root}: there is no store here", hint="check the path; the first checkpoint creates a store"
+                f"{address.root or address.shown}: there is no store here",
+                hint="check the path; the first checkpoint creates a store",
             )
-        obj = load_json(LocalBlobs(root).read(SETTINGS, MAX_SETTINGS), what)
+        obj = load_json(blobs.read(SETTINGS, MAX_SETTINGS), what)
         f = Fields(obj, what)
         if f.text("kind") != "store":
             raise corrupt(what, "it is not a store's file")
-        return cls(os.fspath(url), root, f.hex("id", 32), Settings.from_json(f.raw("settings"), what))
+        if address.root is None:
+            blobs.exclusive = exclusive_by_probe(obj.get("probe"), what)
+        return cls(address, blobs, f.hex("id", 32), Settings.from_json(f.raw("settings"), what))
+
+    def again(self) -> Store:
+        """The same store, opened once more: nothing that was read before is remembered."""
+        return Store._open(self.address, self.blobs)
 
     def close(self) -> None:
         """Frees the lock, if this store holds it; a writer that is still open keeps it until it is closed."""
         self._closed = True
         if self._lock is not None:
             self._lock.release()
+        self.blobs.close()
 
     def lock(self) -> None:
-        """Takes the store's lock before there is a layout to write with; `close` frees it. Raises Contention."""
+        """Takes the store's lock before there is a layout to write with; `close` frees it. Raises Contention.
+
+        A remote store has none: there an older writer learns of a newer one by its epoch.
+        """
         self._lock = self.take_lock()
         self._locked = True
 
-    def take_lock(self) -> StoreLock:
+    def take_lock(self) -> StoreLock | NoLock:
         """The lock, from this store if it holds it. Whoever takes it gives it to `return_lock`. Raises
         Contention.
         """
         lock, self._lock = self._lock, None
-        return lock if lock is not None and lock.held else StoreLock(self.root / LOCK)
+        if lock is not None and lock.held:
+            return lock
+        return NoLock() if self.address.root is None else StoreLock(self.address.root / LOCK)
 
-    def return_lock(self, lock: StoreLock) -> None:
+    def return_lock(self, lock: StoreLock | NoLock) -> None:
         """Keeps a lock that came from `lock`, frees any other."""
         if self._locked and not self._closed:
             self._lock = lock
@@ -244,7 +283,7 @@ class Store:
         lines = stored.differences(given)
         listed = "; ".join(lines[:5]) + (f"; and {len(lines) - 5} more" if len(lines) > 5 else "")
         return LayoutMismatch(
-            f"{self.root}: the state is not the one in this store: {listed}",
+            f"{self.where}: the state is not the one in this store: {listed}",
             hint="use the model and optimizer that the store was made with, or another folder",
         )
 
@@ -262,7 +301,7 @@ class Store:
         """
         if state.layout is None:
             if len(ids):
-                corrupt.append((np.asarray(ids), f"{self.root}: shard {state.shard} has no record"))
+                corrupt.append((np.asarray(ids), f"{self.where}: shard {state.shard} has no record"))
             return
         ids = ascending(ids)
         at = state.find(ids)
@@ -374,28 +413,25 @@ def _batch(g: int, layout: Layout, ids: Ids, data: list[Bytes], intact: NDArray[
     return Batch(g, ids, tensors)
 
 
-def _has_settings(root: Path) -> bool:
-    return os.path.lexists(root / SETTINGS)
+def blobs_at(address: Address) -> Blobs:
+    """The files under an address. A local folder needs no fsspec."""
+    if address.root is not None:
+        return LocalBlobs(address.root)
+    if address.scheme in S3_SCHEMES:
+        from scarctl.store.s3 import S3Blobs
+
+        return S3Blobs(address)
+    from scarctl.store.remote import FsspecBlobs
+
+    return FsspecBlobs(address)
 
 
-def _refuse_foreign(root: Path, hint: str) -> None:
-    """Raises NoStore if there is something at `root` that is not an empty folder. Left-overs of a crash do
-    not count.
-    """
-    try:
-        names = os.listdir(root)
-    except FileNotFoundError:
-        return
-    except NotADirectoryError:
-        raise NoStore(
-            f"{root}: this is a file, not a store's folder", hint=hint, kind="foreign-store"
-        ) from None
-    except OSError as error:
-        raise os_error(error, root, "list") from error
-    others = [n for n in names if n != LOCK and not n.startswith(TEMPORARY)]
+def _refuse_foreign(address: Address, blobs: Blobs, hint: str) -> None:
+    """Raises NoStore if there is something that is not an empty folder. Left-overs of a crash do not count."""
+    others = [name for name in blobs.top() if name != LOCK and not is_left_over(name)]
     if others:
         raise NoStore(
-            f"{root}: this folder holds other things ({sorted(others)[0]!r}), but no store",
+            f"{address.root or address.shown}: this folder holds other things ({sorted(others)[0]!r}), but no store",
             hint=hint,
             kind="foreign-store",
         )

@@ -171,7 +171,7 @@ class StoreWriter:
         except FileExistsError:
             other = self._there(record)
             self._dead = Fenced(
-                f"{self.store.root}: a newer writer has taken over: "
+                f"{self.store.where}: a newer writer has taken over: "
                 f"epoch {other.epoch} of {other.writer}, this one has epoch {self.epoch}",
                 hint="stop this process; what it committed before is safe",
             )
@@ -222,7 +222,7 @@ class StoreWriter:
             if not state.boundary <= seq <= state.seq:
                 raise UsageError(f"shard {shard} has no record {seq} to roll back to")
         self._dead = Unavailable(
-            f"{self.store.root}: a roll-back did not finish",
+            f"{self.store.where}: a roll-back did not finish",
             hint="open the store again and repeat the roll-back",
         )
         for shard in self.states:
@@ -230,7 +230,9 @@ class StoreWriter:
         try:
             self._begin(dict(self.states), seqs)
         except FileExistsError:
-            self._dead = Fenced(f"{self.store.root}: a newer writer has taken over", hint="stop this process")
+            self._dead = Fenced(
+                f"{self.store.where}: a newer writer has taken over", hint="stop this process"
+            )
             raise self._dead from None
         self._dead = None
         for shard in seqs:
@@ -250,14 +252,14 @@ class StoreWriter:
             except FileExistsError:
                 continue  # another writer begins at this moment: the higher epoch wins
         raise Contention(
-            f"{self.store.root}: other writers keep opening this store",
+            f"{self.store.where}: other writers keep opening this store",
             hint="let only one process write to it",
         )
 
     def _begin(self, tips: Mapping[int, ShardState], bases: Mapping[int, int]) -> None:
         epoch = max((tip.epoch for tip in tips.values()), default=0) + 1
         if epoch > MAX_EPOCH:
-            raise UsageError(f"{self.store.root}: no epochs are left", hint="use another folder")
+            raise UsageError(f"{self.store.where}: no epochs are left", hint="use another folder")
         self.epoch = epoch
         for shard, tip in tips.items():
             self._begin_shard(tip, bases.get(shard))

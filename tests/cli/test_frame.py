@@ -82,7 +82,7 @@ class TestErrors:
             (["inspect", "--store", "x", "--limit", "-3"], "inspect"),
             (["recover", "--store", "x"], "recover"),
             (["checkpoint", "x.pt", "--store", "x", "--step", "many"], "checkpoint"),
-            (["verify", "--store", "s3://bucket/x"], "verify"),
+            (["verify", "--store", "unheard-of://bucket/x"], "verify"),
             (["unheard-of"], None),
             ([], None),
         ],

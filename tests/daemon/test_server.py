@@ -140,8 +140,9 @@ class TestOperations:
         assert refused(connection, "unheard-of") == "usage"
         assert refused(connection, "watch", run="x") == "not-claimed"
         assert refused(connection, "ask", store="x") == "no-session"
-        for store in ("", 7, None, [], str(tmp_path / "\0"), "s3://bucket/x"):
+        for store in ("", 7, None, [], str(tmp_path / "\0"), "s3://bucket/x?y"):
             assert refused(connection, "claim", store=store) == "usage"
+        assert refused(connection, "claim", store="memory://x/y", options=[1]) == "usage"
         assert refused(connection, "claim", NoStore, store=str(tmp_path / "missing")) == "no-store"
         assert refused(connection, "claim", store="\ud800") == "usage", "half a character"
         for seconds in (-1, 1.5, "1", None, True, 1 << 60):

@@ -42,7 +42,7 @@ def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.create("a b")
     assert Store.open(f"file://{tmp_path}/a%20b").id == store.id
     assert Store.open(f"file://localhost{tmp_path}/a%20b").root == tmp_path / "a b"
-    for url in ("s3://key:secret@bucket/x", "file://host/x", "file://", "http://x/y", ""):
+    for url in ("s3://key:secret@bucket/x?y", "file://host/x", "file://", "unheard-of://secret@x/y", ""):
         with pytest.raises(UsageError) as info:
             Store.open(url)
         assert "secret" not in str(info.value)

@@ -1,0 +1,186 @@
+"""Requests to a file system that fsspec knows: making the client, asking again, keeping the deadline.
+
+fsspec is imported here and in `scarctl.store.s3`, and only when a store is remote. The deadline holds for asynchronous
+file systems (S3, and most others). A synchronous one keeps its own timeouts: nobody can cancel it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from scarctl.errors import UsageError
+from scarctl.store.address import Address
+from scarctl.store.faults import Fault, Meaning, Patience, fault_error, understand
+from scarctl.store.format import check_name
+
+T = TypeVar("T")
+
+_GRACE = 1.0
+"""Seconds that a request may take to notice that it is cancelled."""
+
+
+class Refused(Exception):
+    """A request has failed for good. Never leaves this package."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.detail)
+        self.fault = fault
+
+
+class Client:
+    """A file system, and how it is asked. For several threads."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self._lock = threading.Lock()
+        self._made: tuple[int, Any, str] | None = None
+
+    def close(self) -> None:
+        """Lets go of connections. The next request makes new ones."""
+        with self._lock:
+            self._made = None
+
+    # the file system
+
+    def _open_filesystem(self) -> Any:
+        import fsspec
+
+        fs, _ = fsspec.url_to_fs(
+            self.address.url, use_listings_cache=False, skip_instance_cache=True, **self.address.options
+        )
+        return fs
+
+    def _root(self, fs: Any) -> str:
+        """The path of the store in the file system."""
+        return str(fs._strip_protocol(self.address.url)).rstrip("/")
+
+    def _filesystem(self) -> tuple[Any, str]:
+        with self._lock:
+            # Not its parent's after a fork: its thread does not exist there.
+            if self._made is None or self._made[0] != os.getpid():
+                self._made = (os.getpid(), *self._shared())
+            return self._made[1:]
+
+    def _shared(self) -> tuple[Any, str]:
+        """Making a client takes a while, so those who ask for the same at one time share it."""
+        options = sorted((name, repr(value)) for name, value in self.address.options.items())
+        # Not across a change of what the file system reads from the environment by itself.
+        environment = hash(tuple(sorted(os.environ.items())))
+        key = (os.getpid(), self.address.url, self.address.timeout, environment, *options)
+        with _open_lock:
+            fs = _open.get(key)
+            if fs is None:
+                fs = _open[key] = self._begin()
+            return fs, self._root(fs)
+
+    def _begin(self) -> Any:
+        scheme, doing = self.address.scheme, f"open {self.address.scheme}:// addresses"
+        try:
+            return self._open_filesystem()
+        except ImportError as error:
+            missing = error.name or "a package"
+            hint = "pip install 'scarctl[s3]'" if scheme.startswith("s3") else f"install {missing}"
+            raise UsageError(f"{self.address.shown}: cannot {doing} without {missing}", hint=hint) from None
+        except Exception as error:
+            fault = understand(error)
+        if fault.meaning is Meaning.DENIED or fault.passing:
+            raise fault_error(fault, self.address.shown, doing)
+        raise UsageError(
+            f"{self.address.shown}: cannot {doing}: {fault.detail}",
+            hint="check the address and the storage options; `python -c 'import fsspec; "
+            "print(fsspec.available_protocols())'` lists what can be opened",
+        )
+
+    @property
+    def _fs(self) -> Any:
+        return self._filesystem()[0]
+
+    def _path(self, name: str) -> str:
+        check_name(name)
+        return f"{self._filesystem()[1]}/{name}"
+
+    def _folder(self, name: str) -> str:
+        """The same for a folder; "" is the store's own."""
+        return self._path(name) if name else self._filesystem()[1]
+
+    # requests
+
+    def _request(self, method: str, *args: Any, patience: Patience | None = None, **kwargs: Any) -> Any:
+        """Calls a method of the file system, again while its fault may pass. Raises Refused."""
+        fs, patience = self._fs, patience or Patience(self.address.timeout)
+        if fs.async_impl:
+            call = getattr(fs, f"_{method}")
+            return self._run(self._insist(lambda: call(*args, **kwargs), patience), patience)
+        while True:
+            try:
+                return getattr(fs, method)(*args, **kwargs)
+            except Exception as error:
+                fault = understand(error)
+            pause = patience.pause() if fault.passing else None
+            if pause is None:
+                raise Refused(fault)
+            time.sleep(pause)
+
+    def _once(self, method: str, *args: Any, patience: Patience, **kwargs: Any) -> None:
+        """The same, but only one attempt."""
+        fs = self._fs
+        try:
+            if fs.async_impl:
+                call = getattr(fs, f"_{method}")
+                self._run(asyncio.wait_for(call(*args, **kwargs), patience.left), patience)
+            else:
+                with _create_lock:
+                    getattr(fs, method)(*args, **kwargs)
+            return
+        except Refused:
+            raise
+        except Exception as error:
+            fault = understand(error)
+        raise Refused(fault)
+
+    async def _insist(self, call: Callable[[], Awaitable[T]], patience: Patience) -> T:
+        while True:
+            try:
+                return await asyncio.wait_for(call(), patience.left)
+            except Exception as error:
+                fault = understand(error)
+            pause = patience.pause() if fault.passing else None
+            if pause is None:
+                raise Refused(fault)
+            await asyncio.sleep(pause)
+
+    def _run(self, work: Coroutine[Any, Any, T], patience: Patience) -> T:
+        """Runs it in the file system's own thread, and waits. Raises what it raises; Refused after the deadline."""
+        future = asyncio.run_coroutine_threadsafe(work, self._fs.loop)
+        try:
+            return future.result(patience.left + _GRACE)
+        except BaseException as error:
+            if future.done():
+                raise
+            future.cancel()
+            if not isinstance(error, Exception):
+                raise
+        raise Refused(Fault(Meaning.BROKEN, "TimeoutError"))
+
+
+_open_lock = threading.Lock()
+_open: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
+_create_lock = threading.Lock()
+"""Synchronous file systems check and then write, as the one in memory does. Within a process that is made whole."""
+
+
+async def together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Does all of it at once; after the first failure the rest is cancelled, and that failure raised."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,240 @@
+"""What a place for a store guarantees, and how fast it is: measured, not believed.
+
+All that is made lies in one folder of its own, and is deleted at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from scarctl.errors import NoStore, ScarError
+from scarctl.store.address import Address
+from scarctl.store.blob import Blobs
+from scarctl.store.probe import RACERS, ROUNDS, create_twice, probe_name, race
+from scarctl.store.store import blobs_at
+
+SMALL_BYTES = 1_000
+"""About as long as a record."""
+SMALL_COUNT = 30
+LARGE_BYTES = 32 << 20
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One guarantee. `needed`: commits rely on it."""
+
+    name: str
+    ok: bool
+    detail: str
+    needed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Seconds of one small request."""
+
+    median: float
+    p95: float
+
+    @staticmethod
+    def of(seconds: list[float]) -> Latency:
+        ordered = sorted(seconds)
+        return Latency(ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))])
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    """What was found. Bandwidths are bytes per second."""
+
+    where: str
+    local: bool
+    has_store: bool
+    checks: list[Check] = field(default_factory=list)
+    races: dict[str, int] = field(default_factory=dict)
+    put: Latency | None = None
+    get: Latency | None = None
+    write_bandwidth: float | None = None
+    read_bandwidth: float | None = None
+    left_behind: list[str] = field(default_factory=list)
+    """What could not be deleted."""
+
+    @property
+    def sound(self) -> bool:
+        """Whether it guarantees all that commits rely on."""
+        return all(check.ok for check in self.checks if check.needed)
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether exactly one of several creations of a file succeeds."""
+        return all(check.ok for check in self.checks if check.name.startswith("exclusive"))
+
+    def to_json(self) -> dict[str, Any]:
+        def latency(found: Latency | None) -> dict[str, float] | None:
+            return None if found is None else {"median": round(found.median, 6), "p95": round(found.p95, 6)}
+
+        return {
+            "where": self.where,
+            "local": self.local,
+            "has_store": self.has_store,
+            "sound": self.sound,
+            "exclusive": self.exclusive,
+            "checks": [
+                {"name": c.name, "ok": c.ok, "detail": c.detail, "needed": c.needed} for c in self.checks
+            ],
+            "races": self.races,
+            "small_put_seconds": latency(self.put),
+            "small_get_seconds": latency(self.get),
+            "write_bytes_per_second": self.write_bandwidth and int(self.write_bandwidth),
+            "read_bytes_per_second": self.read_bandwidth and int(self.read_bandwidth),
+            "left_behind": self.left_behind,
+        }
+
+
+def diagnose(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    rounds: int = ROUNDS,
+    large_bytes: int = LARGE_BYTES,
+    progress: Progress | None = None,
+) -> Diagnosis:
+    """Tries out the place at `url`, whether or not there is a store.
+
+    rounds: of races. large_bytes: of the file that bandwidth is measured with. progress: called with what comes next.
+
+    Raises NoStore (no such bucket, or a file), UsageError, AccessDenied, Unavailable. What a place lacks is no error
+    here: see `Diagnosis.sound`.
+    """
+    address = Address.parse(url, storage_options)
+    blobs = blobs_at(address)
+    blobs.top()  # whether there is such a place at all
+    found = Diagnosis(str(address.root or address.shown), address.root is not None, blobs.has("scarctl.json"))
+    tell = progress or (lambda _: None)
+    with _folder(blobs, address, found) as folder:
+        tell("creating the same file twice")
+        why = create_twice(blobs, f"{folder}/twice")
+        found.checks.append(
+            Check("exclusive-create", why is None, why or "creating a file twice fails the second time")
+        )
+        blobs.exclusive = why is None
+        if why is None:
+            tell(f"{RACERS} racers, {rounds} rounds")
+            found.checks.append(_races(blobs, folder, rounds, found))
+        tell("reading and listing after writing")
+        found.checks += [_read_after_write(blobs, folder), _list_after_write(blobs, folder)]
+        found.checks += [_unfinished(blobs, folder)]
+        tell("latency")
+        found.put, found.get = _latency(blobs, folder)
+        tell("bandwidth")
+        found.checks.append(_bandwidth(blobs, folder, large_bytes, found))
+    return found
+
+
+@contextmanager
+def _folder(blobs: Blobs, address: Address, found: Diagnosis) -> Iterator[str]:
+    """A folder for what is made, gone afterwards; so is the store's own if it was made for this."""
+    new = address.root is not None and not address.root.exists()
+    folder = probe_name()
+    try:
+        blobs.begin()
+        blobs.prepare(folder)
+        yield folder
+    finally:
+        with contextlib.suppress(ScarError, NoStore):
+            for name, _ in blobs.files(folder):
+                try:
+                    blobs.delete(f"{folder}/{name}")
+                except FileNotFoundError:
+                    continue
+                except ScarError:
+                    found.left_behind.append(blobs.where(f"{folder}/{name}"))
+        if address.root is not None:
+            with contextlib.suppress(OSError):
+                os.rmdir(address.root / folder)
+                if new:
+                    os.rmdir(address.root)
+        blobs.close()
+
+
+def _races(blobs: Blobs, folder: str, rounds: int, found: Diagnosis) -> Check:
+    done = race(blobs, f"{folder}/", rounds=rounds)
+    found.races = {"racers": RACERS, "rounds": done.rounds, "one_winner": done.one_winner}
+    detail = f"{RACERS} writers at once: exactly one won in {done.one_winner} of {done.rounds} rounds"
+    if done.problems:
+        detail += f" ({done.problems[0]})"
+    return Check("exclusive-races", done.one_winner == done.rounds, detail)
+
+
+def _read_after_write(blobs: Blobs, folder: str) -> Check:
+    stale = 0
+    for number in range(10):
+        data, name = os.urandom(SMALL_BYTES), f"{folder}/read-{number}"
+        blobs.create_exclusive(name, [data])
+        try:
+            stale += blobs.read(name, len(data)) != data
+        except FileNotFoundError:
+            stale += 1
+    return Check("read-after-write", not stale, f"{10 - stale} of 10 reads saw what was just written")
+
+
+def _list_after_write(blobs: Blobs, folder: str) -> Check:
+    stale = 0
+    for number in range(10):
+        name = f"list-{number}"
+        blobs.create_exclusive(f"{folder}/{name}", [b"x"])
+        stale += (name, 1) not in blobs.files(folder)
+        blobs.delete(f"{folder}/{name}")
+        stale += name in dict(blobs.files(folder))
+    return Check("list-after-write", not stale, f"{20 - stale} of 20 listings were up to date")
+
+
+def _unfinished(blobs: Blobs, folder: str) -> Check:
+    with blobs.writer(f"{folder}/unfinished") as out:
+        out.write(os.urandom(SMALL_BYTES))
+    there = blobs.has(f"{folder}/unfinished")
+    detail = "a file whose writer gives up is " + ("there all the same" if there else "not there")
+    return Check("nothing-unfinished", not there, detail)
+
+
+def _latency(blobs: Blobs, folder: str) -> tuple[Latency, Latency]:
+    puts, gets = [], []
+    for number in range(SMALL_COUNT):
+        name, data = f"{folder}/small-{number}", os.urandom(SMALL_BYTES)
+        started = time.perf_counter()
+        blobs.create_exclusive(name, [data])
+        written = time.perf_counter()
+        blobs.read(name, len(data))
+        puts.append(written - started)
+        gets.append(time.perf_counter() - written)
+    return Latency.of(puts), Latency.of(gets)
+
+
+def _bandwidth(blobs: Blobs, folder: str, size: int, found: Diagnosis) -> Check:
+    block, name = os.urandom(min(size, 4 << 20)), f"{folder}/large"
+    started = time.perf_counter()
+    with blobs.writer(name) as out:
+        for start in range(0, size, len(block)):
+            out.write(memoryview(block)[: size - start])
+        out.commit()
+    found.write_bandwidth = size / max(time.perf_counter() - started, 1e-9)
+    buffer = bytearray(size)
+    started = time.perf_counter()
+    with blobs.reader(name) as file:
+        file.read_into(0, memoryview(buffer))
+        found.read_bandwidth = size / max(time.perf_counter() - started, 1e-9)
+        wrong = sum(
+            buffer[start : start + len(block)] != block[: size - start]
+            for start in range(0, size, len(block))
+        )
+        for start in range(0, size, max(1, size // 7)):
+            stop = min(size, start + 777)
+            wrong += file.read(start, stop) != buffer[start:stop]
+    return Check("range-reads", not wrong, "every range has the bytes that were written")

@@ -1,0 +1,40 @@
+"""A store on S3, through s3fs and real HTTP, on a server that the tests start."""
+
+from __future__ import annotations
+
+import pytest
+
+from scarctl.store import s3
+from scarctl.store.s3 import PART
+from tests.store.conformance.suite import BlobsConformance, StoreConformance, noise
+from tests.support.places import Place
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def place(s3_place: Place) -> Place:
+    return s3_place
+
+
+class TestBlobs(BlobsConformance):
+    large = 2 * PART + 12_345
+
+    def test_long_listings_come_in_pages(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(s3, "PAGE", 2)
+        self.test_listings_show_at_once_what_there_is(self.blobs.__wrapped__(self, place), place)  # type: ignore[attr-defined]
+
+    def test_a_large_file_is_created_exclusively_too(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(s3, "SINGLE_PUT", 1000)
+        blobs = self.blobs.__wrapped__(self, place)  # type: ignore[attr-defined]
+        data = noise(self.large)
+        blobs.create_exclusive("a/x", [data[:5], data[5:]])
+        assert place.raw.get("a/x") == data
+        with pytest.raises(FileExistsError):
+            blobs.create_exclusive("a/x", [noise(self.large)])
+        assert place.raw.get("a/x") == data
+
+
+class TestStore(StoreConformance): ...

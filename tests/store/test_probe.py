@@ -1,0 +1,67 @@
+"""Places that cannot create exclusively are found out, whichever way they fail."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from scarctl.errors import MissingGuarantee
+from scarctl.store import Store, client
+from scarctl.store.doctor import diagnose
+
+
+class LooksFirst(MemoryFileSystem):  # type: ignore[misc]
+    """Looks whether the file is there, and then writes: as many file systems do."""
+
+    protocol = "looksfirst"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        if mode == "create" and self.exists(path):
+            raise FileExistsError(path)
+        time.sleep(0.002)
+        super().pipe_file(path, value)
+
+
+class Ignores(MemoryFileSystem):  # type: ignore[misc]
+    """Takes the wish for exclusive creation and does nothing with it."""
+
+    protocol = "ignores"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        super().pipe_file(path, value)
+
+
+class NoLock:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.fixture(params=[LooksFirst, Ignores])
+def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    import fsspec
+
+    fsspec.register_implementation(request.param.protocol, request.param, clobber=True)
+    # As seen by two processes: what keeps the threads of one apart is no help there.
+    monkeypatch.setattr(client, "_create_lock", NoLock())
+    return f"{request.param.protocol}://{uuid.uuid4().hex}/run"
+
+
+def test_a_store_is_refused(url: str) -> None:
+    with pytest.raises(MissingGuarantee, match=r"racers won|overwrote") as caught:
+        Store.create(url)
+    assert "--assume-single-writer" in caught.value.hint
+    store = Store.create(url, assume_single_writer=True)
+    assert not store.blobs.exclusive
+    assert not Store.open(url).blobs.exclusive
+
+
+def test_doctor_says_so(url: str) -> None:
+    found = diagnose(url, rounds=3)
+    assert not found.sound
+    assert not found.exclusive
+    assert found.left_behind == []

@@ -1,0 +1,308 @@
+"""A busy, broken and lying S3 server: a proxy between s3fs and a real one does what networks and servers do."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scarctl.errors import AccessDenied, Fenced, MissingGuarantee, Unavailable
+from scarctl.store import Blobs, InDoubt, Store, s3, verify
+from scarctl.store.address import Address
+from scarctl.store.format import record_path
+from scarctl.store.s3 import PART
+from scarctl.store.store import blobs_at
+from tests.store.helpers import Data, read_all, small_layout
+from tests.support.places import Place
+from tests.support.proxy import Fault, Proxy, Request, proxy
+
+pytestmark = pytest.mark.slow
+
+LOST = Fault(done=True)
+"""The server has done it, and the answer never arrives."""
+RESET = Fault()
+TIMEOUT = 2.0
+
+
+@pytest.fixture
+def wire(s3_endpoint: str) -> Iterator[Proxy]:
+    with proxy(s3_endpoint) as running:
+        yield running
+
+
+@pytest.fixture
+def place(s3_place: Place, wire: Proxy) -> Place:
+    """The bucket behind the proxy, with a short deadline."""
+    options = {**s3_place.options, "endpoint_url": wire.url, "scarctl_timeout": TIMEOUT}
+    return replace(s3_place, options=options)
+
+
+@pytest.fixture
+def blobs(place: Place) -> Blobs:
+    blobs = blobs_at(Address.parse(place.url, place.options))
+    blobs.has("a/x")  # making a client takes longer than some deadline here
+    return blobs
+
+
+def times(count: int, fault: Fault, method: str, ending: str = "") -> Callable[[Request], Fault | None]:
+    """The first `count` requests of that kind go wrong."""
+    left = [count]
+
+    def rule(request: Request) -> Fault | None:
+        if request.method != method or not request.path.endswith(ending) or not left[0]:
+            return None
+        left[0] -= 1
+        return fault
+
+    return rule
+
+
+PASSING = [
+    Fault((500, "InternalError")),
+    Fault((503, "SlowDown")),
+    Fault((429, "TooManyRequests")),
+    Fault((409, "ConditionalRequestConflict")),
+    Fault((502, "")),
+    RESET,
+    LOST,
+    Fault((500, "InternalError"), done=True),
+    Fault((503, "SlowDown"), done=True),
+]
+
+
+@pytest.mark.parametrize("fault", PASSING, ids=str)
+def test_a_creation_succeeds_once_whatever_the_answers_were(
+    blobs: Blobs, place: Place, wire: Proxy, fault: Fault
+) -> None:
+    wire.rule = times(2, fault, "PUT")
+    blobs.create_exclusive("a/x", [b"mine"])
+    assert place.raw.get("a/x") == b"mine"
+
+
+@pytest.mark.parametrize("fault", PASSING, ids=str)
+def test_anothers_file_is_never_taken_for_ones_own(
+    blobs: Blobs, place: Place, wire: Proxy, fault: Fault
+) -> None:
+    place.raw.put("a/x", b"others")
+    wire.rule = times(2, replace(fault, done=False), "PUT")
+    with pytest.raises(FileExistsError):
+        blobs.create_exclusive("a/x", [b"mine"])
+    assert place.raw.get("a/x") == b"others"
+
+
+@pytest.mark.parametrize(
+    "fault", [RESET, LOST, Fault((503, "SlowDown")), Fault((500, "InternalError")), Fault(after=20)], ids=str
+)
+def test_the_deadline_is_kept_and_the_doubt_told(blobs: Blobs, wire: Proxy, fault: Fault) -> None:
+    wire.rule = lambda request: fault if request.method in ("PUT", "GET") else None
+    started = time.monotonic()
+    with pytest.raises(InDoubt):
+        blobs.create_exclusive("a/x", [b"mine"])
+    assert time.monotonic() - started < TIMEOUT + 1.5
+    wire.rule = lambda request: None
+    assert blobs.settle("a/x", b"mine")
+
+
+@pytest.mark.parametrize("fault", [RESET, Fault((503, "SlowDown")), Fault(after=20)], ids=str)
+def test_a_read_ends_at_its_deadline(blobs: Blobs, place: Place, wire: Proxy, fault: Fault) -> None:
+    place.raw.put("a/x", b"data")
+    with blobs.reader("a/x") as file:
+        wire.rule = lambda request: fault
+        for use in (lambda: blobs.read("a/x", 9), lambda: file.read(0, 4), lambda: blobs.files("a")):
+            started = time.monotonic()
+            with pytest.raises(Unavailable) as caught:
+                use()
+            assert time.monotonic() - started < TIMEOUT + 1.5
+            assert caught.value.retryable
+
+
+def test_a_read_goes_on_after_passing_faults(blobs: Blobs, place: Place, wire: Proxy) -> None:
+    place.raw.put("a/x", b"data")
+    for fault in PASSING:
+        wire.rule = times(2, fault, "GET")
+        assert blobs.read("a/x", 9) == b"data"
+        wire.rule = times(1, fault, "HEAD")
+        assert blobs.has("a/x")
+
+
+def test_only_a_real_404_is_absence(blobs: Blobs, place: Place, wire: Proxy) -> None:
+    for status, code, kind in [
+        (403, "AccessDenied", AccessDenied),
+        (403, "InvalidAccessKeyId", AccessDenied),
+        (401, "", AccessDenied),
+        (500, "InternalError", Unavailable),
+        (404, "NoSuchBucket", Unavailable),
+        (400, "BadRequest", Unavailable),
+    ]:
+        wire.rule = lambda request, answer=(status, code): Fault(answer)  # type: ignore[misc]
+        with pytest.raises(kind, match=f"HTTP {status}"):
+            blobs.read("a/none", 9)
+    wire.rule = lambda request: None
+    with pytest.raises(FileNotFoundError):
+        blobs.read("a/none", 9)
+
+
+def test_refused_before_and_after_a_doubt(blobs: Blobs, place: Place, wire: Proxy) -> None:
+    """A refusal proves that nothing was created only when nothing unclear came before it."""
+    denied = Fault((403, "AccessDenied"))
+    wire.rule = lambda request: denied if request.method == "PUT" else None
+    with pytest.raises(AccessDenied):
+        blobs.create_exclusive("a/x", [b"mine"])
+    answers = iter([Fault((500, "InternalError")), *[denied] * 9])
+    wire.rule = lambda request: next(answers) if request.method == "PUT" else None
+    with pytest.raises(InDoubt):
+        blobs.create_exclusive("a/x", [b"mine"])
+
+
+@pytest.mark.parametrize("fault", PASSING, ids=str)
+def test_an_upload_survives_passing_faults(blobs: Blobs, place: Place, wire: Proxy, fault: Fault) -> None:
+    data = np.random.default_rng(1).bytes(2 * PART + 5)
+    for method in ("PUT", "POST"):
+        name = f"a/{method}"
+        wire.rule = times(2, fault, method, name)
+        with blobs.writer(name) as out:
+            out.write(data)
+            out.commit()
+        assert place.raw.get(name) == data
+
+
+def test_an_upload_that_fails_leaves_nothing(blobs: Blobs, place: Place, wire: Proxy) -> None:
+    data = np.random.default_rng(1).bytes(2 * PART + 5)
+
+    def write() -> None:
+        with blobs.writer("a/x") as out:
+            out.write(data)
+            out.commit()
+
+    wire.rule = lambda request: RESET if request.method == "PUT" else None
+    with pytest.raises(Unavailable):
+        write()
+    wire.rule = lambda request: (
+        Fault((500, "InternalError"), done=True)
+        if request.method == "POST" and "uploadId" in request.query
+        else Fault((500, "InternalError"))
+        if request.method == "HEAD"
+        else None
+    )
+    with pytest.raises(Unavailable):
+        write()
+    assert place.raw.names() == []
+    assert place.raw.uploads() == []  # type: ignore[attr-defined]
+
+
+def test_memory_of_a_writer_is_bounded(blobs: Blobs, wire: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the server is, no more parts wait than are in flight."""
+    under_way, most = [0], [0]
+    original = s3._Upload._put_part
+
+    async def counted(self: Any, number: int, data: bytes) -> Any:
+        under_way[0] += 1
+        most[0] = max(most[0], under_way[0])
+        try:
+            return await original(self, number, data)
+        finally:
+            under_way[0] -= 1
+
+    monkeypatch.setattr(s3._Upload, "_put_part", counted)
+    wire.rule = lambda request: None
+    block = bytes(PART)
+    with blobs.writer("a/x") as out:
+        for _ in range(9):
+            out.write(block)
+            assert len(out._sending) <= s3.IN_FLIGHT  # type: ignore[attr-defined]
+        out.commit()
+    assert 1 < most[0] <= s3.IN_FLIGHT
+
+
+def test_a_commit_in_doubt_is_settled_by_the_next(place: Place, wire: Proxy) -> None:
+    """The record arrives late: the commit that follows finds it, and nothing is lost or torn."""
+    layout, data = small_layout(), Data(small_layout())
+    store = Store.create(place.url, storage_options=place.options)
+    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        writer.commit(0, writer.states[0].ids, data, step=1, sealed=True)
+        name = record_path(0, writer.states[0].seq + 1)
+        for step, done in ((2, True), (4, False)):
+            wire.rule = lambda request, done=done: (  # type: ignore[misc]
+                Fault(done=done) if request.method in ("PUT", "GET") and "/log/" in request.path else None
+            )
+            data.change([3], 4 + done)
+            with pytest.raises(InDoubt):
+                writer.commit(0, np.array([3]), data, step=step)
+            wire.rule = lambda request: None
+            writer.commit(0, np.array([3, 4]), data, step=step + 1)
+        assert name in place.raw.names()
+    store = Store.open(place.url, storage_options=place.options)
+    assert read_all(store, store.state(0)) == (data.all(store.state(0).ids.tolist()), {})
+    assert verify(store, read_data=True).problems == []
+
+
+def test_a_late_answer_does_not_hide_that_another_has_taken_over(place: Place, wire: Proxy) -> None:
+    layout, data = small_layout(), Data(small_layout())
+    store = Store.create(place.url, storage_options=place.options)
+    older = store.writer(layout=layout, shard_of=layout.shards(1, 0))
+    older.commit(0, older.states[0].ids, data, step=1, sealed=True)
+    newer = Store.open(place.url, storage_options=place.options).writer(
+        layout=layout, shard_of=layout.shards(1, 0)
+    )
+    wire.rule = times(1, RESET, "PUT", ".json")
+    with pytest.raises(Fenced):
+        older.commit(0, np.array([1]), data, step=2)
+    older.close()
+    newer.close()
+
+
+@pytest.mark.timeout(240)
+def test_every_call_may_fail(s3_place: Place, wire: Proxy) -> None:
+    """One answer in six is wrong or lost; what is acknowledged is there."""
+    random_ = random.Random(5)
+    wire.rule = lambda request: random_.choice(PASSING) if random_.random() < 1 / 6 else None
+    options = {**s3_place.options, "endpoint_url": wire.url, "scarctl_timeout": 20}
+    layout, data = small_layout(), Data(small_layout())
+    acknowledged: dict[int, bytes] = {}
+    store = Store.create(s3_place.url, shards=2, storage_options=options)
+    with store.writer(layout=layout, shard_of=layout.shards(2, 0)) as writer:
+        for step in range(4):
+            for shard in (0, 1):
+                ids = writer.states[shard].ids if step == 0 else writer.states[shard].ids[step::3]
+                data.change(ids.tolist(), step)
+                try:
+                    writer.commit(shard, ids, data, step=step, sealed=step == 0)
+                except Unavailable:
+                    writer.commit(shard, ids, data, step=step, sealed=step == 0)
+                acknowledged |= data.all(ids.tolist())
+    assert len(wire.seen) > 50
+    wire.rule = lambda request: None
+    store = Store.open(s3_place.url, storage_options=options)
+    found = {}
+    for shard in (0, 1):
+        read, bad = read_all(store, store.state(shard))
+        assert bad == {}
+        found |= read
+    assert found == acknowledged
+    assert verify(store, read_data=True).problems == []
+
+
+def test_a_server_that_ignores_the_condition_is_refused(place: Place, wire: Proxy) -> None:
+    wire.drop_headers = ("if-none-match",)
+    with pytest.raises(MissingGuarantee, match="overwrote the first"):
+        Store.create(place.url, storage_options=place.options)
+    assert place.raw.names() == []
+    store = Store.create(place.url, storage_options=place.options, assume_single_writer=True)
+    layout, data = small_layout(), Data(small_layout())
+    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        writer.commit(0, writer.states[0].ids, data, step=1, sealed=True)
+    store = Store.open(place.url, storage_options=place.options)
+    assert not store.blobs.exclusive
+    assert read_all(store, store.state(0))[1] == {}
+
+
+def test_a_server_that_knows_no_condition_is_refused(place: Place, wire: Proxy) -> None:
+    wire.rule = lambda request: Fault((501, "NotImplemented")) if "if-none-match" in request.headers else None
+    with pytest.raises(MissingGuarantee, match="HTTP 501"):
+        Store.create(place.url, storage_options=place.options)
+    Store.create(place.url, storage_options=place.options, assume_single_writer=True)

@@ -1,0 +1,132 @@
+"""Places for stores that a test can look into by a route of its own, past the code under test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Raw(Protocol):
+    """A store's files, by name, without scarctl."""
+
+    def names(self) -> list[str]: ...
+
+    def get(self, name: str) -> bytes: ...
+
+    def put(self, name: str, data: bytes) -> None: ...
+
+    def remove(self, name: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a store may be made, and the raw access to it."""
+
+    url: str
+    raw: Raw
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lasting: bool = True
+    """Another process sees it."""
+
+
+class Folder:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def names(self) -> list[str]:
+        return sorted(str(p.relative_to(self.root)) for p in self.root.rglob("*") if p.is_file())
+
+    def get(self, name: str) -> bytes:
+        return (self.root / name).read_bytes()
+
+    def put(self, name: str, data: bytes) -> None:
+        (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / name).write_bytes(data)
+
+    def remove(self, name: str) -> None:
+        (self.root / name).unlink()
+
+
+class Memory:
+    def __init__(self, root: str) -> None:
+        import fsspec
+
+        self.root = root
+        self.fs = fsspec.filesystem("memory")
+
+    def names(self) -> list[str]:
+        return sorted(name.removeprefix(f"{self.root}/") for name in self.fs.find(self.root))
+
+    def get(self, name: str) -> bytes:
+        data: bytes = self.fs.cat_file(f"{self.root}/{name}")
+        return data
+
+    def put(self, name: str, data: bytes) -> None:
+        self.fs.pipe_file(f"{self.root}/{name}", data)
+
+    def remove(self, name: str) -> None:
+        self.fs.rm_file(f"{self.root}/{name}")
+
+
+class Bucket:
+    """A bucket of an S3 server, through boto3."""
+
+    def __init__(self, client: Any, bucket: str, folder: str) -> None:
+        self.client = client
+        self.bucket = bucket
+        self.folder = folder
+
+    def names(self) -> list[str]:
+        pages = self.client.get_paginator("list_objects_v2").paginate(
+            Bucket=self.bucket, Prefix=f"{self.folder}/"
+        )
+        keys = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+        return sorted(key.removeprefix(f"{self.folder}/") for key in keys)
+
+    def get(self, name: str) -> bytes:
+        answer = self.client.get_object(Bucket=self.bucket, Key=f"{self.folder}/{name}")
+        data: bytes = answer["Body"].read()
+        return data
+
+    def put(self, name: str, data: bytes) -> None:
+        self.client.put_object(Bucket=self.bucket, Key=f"{self.folder}/{name}", Body=data)
+
+    def remove(self, name: str) -> None:
+        self.client.delete_object(Bucket=self.bucket, Key=f"{self.folder}/{name}")
+
+    def uploads(self) -> list[str]:
+        """Keys of uploads that were begun and neither completed nor aborted."""
+        answer = self.client.list_multipart_uploads(Bucket=self.bucket)
+        return [upload["Key"] for upload in answer.get("Uploads", ())]
+
+
+KEY, SECRET = "AKIAPLANTEDKEY000001", "planted/secret+of/the/tests"
+
+
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """An S3 server on a free port of the loopback interface; gives its address."""
+    from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        _, port = server.get_host_and_port()
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.stop()
+
+
+def s3_client(endpoint: str) -> Any:
+    import boto3
+
+    return boto3.client(
+        "s3",
+        endpoint_url=endpoint,
+        aws_access_key_id=KEY,
+        aws_secret_access_key=SECRET,
+        region_name="us-east-1",
+    )
