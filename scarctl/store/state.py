@@ -166,10 +166,15 @@ class ShardState:
 
         Newer copies are taken too, but not by a state of the past.
         """
+        found = np.zeros(len(ids), bool)
+        if not len(fresh.ids):
+            return found
         own, there = self.find(ids), fresh.find(ids)
-        found = (there >= 0) & (fresh.segment[there] >= 0) if len(fresh.ids) else np.zeros(len(ids), bool)
+        found |= (there >= 0) & (fresh.segment[there] >= 0)
         same = (fresh.version[there] == self.version[own]) & (fresh.checksum[there] == self.checksum[own])
-        found &= same | (not self.past) & (fresh.version[there] > self.version[own])
+        if not self.past:
+            same |= fresh.version[there] > self.version[own]
+        found &= same
         before = np.array([s.name for s in self.segments] + [""])
         after = np.array([s.name for s in fresh.segments] + [""])
         found &= before[self.segment[own]] != after[fresh.segment[there]]

@@ -32,9 +32,10 @@ _log = logging.getLogger(__name__)
 
 INDEX_RECORDS = 512
 """An index is written at the latest after so many records, however few partitions they hold."""
+INDEX_BYTES = 36
+"""Bytes of an index per partition."""
 _WORTH = 16  # records without partitions that make an index worth its bytes when the store is closed
 _ATTEMPTS = 16
-_INDEX_BYTES = 36  # of an index, per partition
 _RARE = 200  # state bytes per byte of a second index
 
 
@@ -287,12 +288,12 @@ class StoreWriter:
         self.put_index(state)
         self._publish_next(replace(self._moving(state), boundary=boundary), None)
         # One damaged file must not lose a shard: a second index, where it costs next to nothing.
-        if _INDEX_BYTES * len(state.ids) * _RARE <= self.layout.nbytes:
+        if INDEX_BYTES * len(state.ids) * _RARE <= self.layout.nbytes:
             self._write_index(shard)
         return boundary
 
     def put_index(self, state: ShardState) -> None:
-        """Writes the index of a state, now or of the past, or sees that an intact one is there. Raises what stops it."""
+        """Writes the index of a state, now or of the past, unless an intact one is there. Raises what stops it."""
         if state.doubt.any():
             raise Corruption(f"{self.store.root}: shard {state.shard} has a damaged segment at {state.seq}")
         log = self.store.log(state.shard)
