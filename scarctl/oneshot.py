@@ -7,6 +7,7 @@ round's position) lies in the extras of the newest commit.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,17 +19,18 @@ from numpy.typing import NDArray
 from scarctl.config import check_fixed, check_fraction, check_policy
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.peek import open_stopped
-from scarctl.errors import Corruption, NoStore, SettingsConflict, UsageError
+from scarctl.errors import Corruption, NoStore, ScarError, SettingsConflict, UsageError
 from scarctl.layout import Layout, build_layout
 from scarctl.policy import select
 from scarctl.recovery import take_rows
 from scarctl.statefile import StateFile
-from scarctl.store import ShardState, Store, StoreWriter
+from scarctl.store import Collector, ShardState, Store, StoreWriter
 from scarctl.version import MAX_STEP, pack, step_of
 
 if TYPE_CHECKING:
     from scarctl.live import LiveState
 
+log = logging.getLogger("scarctl")
 Ids = NDArray[np.int64]
 
 # Squares of larger distances do not fit in a float64; they all rank highest.
@@ -136,8 +138,18 @@ def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool 
         live, damaged = _load(state, store, layout, writer.states, settings)
         choice = _choose(live, writer.states, settings, store, damaged)
         live.save(choice.ids, pack(writer.epoch, settings.step))
+        collector = Collector(writer)
         seq = _commit(writer, live.arena, shard_of, choice, settings)
+        _collect(collector)
     return _result(layout, settings, choice, seq, durable=True, damaged=damaged)
+
+
+def _collect(collector: Collector) -> None:
+    """What was saved is durable: a failure here costs space, and nothing else."""
+    try:
+        collector.settle()
+    except ScarError as error:
+        log.warning("old copies cannot be collected now: %s", error)
 
 
 def _open(state: StateFile, settings: CheckpointSettings, *, dry_run: bool) -> tuple[Store | None, Layout]:

@@ -22,7 +22,7 @@ LONG = 64.0
 """Commits that any copy is thought to live at most: nobody knows the future better."""
 _HASTE = 4.0  # commits that every copy is thought to live at least
 PARTS = 4
-SMALLEST = 256 << 10
+SMALLEST = 64 << 10
 """Segments that one turn may write, and the bytes that each should have at least."""
 
 

@@ -38,13 +38,12 @@ _log = logging.getLogger(__name__)
 
 RATIO = 2.0
 """A shard's files take at most so many times the bytes of its newest copies, and what kept sealed states hold."""
-_BEFORE = 0.05  # of the newest copies: how far below the ratio work begins
-_STEP = 1 / 32  # of the newest copies: what a turn gives back at least
+_STEP = 1 / 64  # of the newest copies: what a turn gives back at least
 TURN_BYTES = 64 << 20
 """Bytes that a turn moves at most; so much memory it takes, too."""
 TURN_FILES = 2000
 """Files that a turn deletes at most."""
-_WORTH = 8  # bytes freed per byte of index that a turn writes, at least
+_WORTH = 4  # bytes freed per byte of index that a turn writes, at least
 _ATTEMPTS = 8
 FLOOR = 128 << 10
 """Bytes per shard that are never worth the work: records, indexes, headers."""
@@ -181,7 +180,7 @@ class Collector:
             known.look_at = known.total + self._floor
             return False
         space = self.space(shard, keep)
-        start = int((self._ratio - _BEFORE) * space.live) + space.pinned + self._floor
+        start = int(self._ratio * space.live) + space.pinned + max(self._floor - space.live // 32, 0)
         if space.total <= start:
             known.look_at = min(start, space.total + space.live // 16 + self._floor // 4)
             return False

@@ -36,7 +36,7 @@ INDEX_BYTES = 36
 """Bytes of an index per partition."""
 _WORTH = 16  # records without partitions that make an index worth its bytes when the store is closed
 _ATTEMPTS = 16
-_RARE = 200  # state bytes per byte of a second index
+_RARE = 1000  # state bytes per byte of a second index
 
 
 class Observer(Protocol):
@@ -286,6 +286,7 @@ class StoreWriter:
         boundary = state.seq
         state.sealed = [entry for entry in state.sealed if entry[0] == boundary or entry[0] in keep]
         self.put_index(state)
+        state.unindexed_records = state.unindexed = 0
         self._publish_next(replace(self._moving(state), boundary=boundary), None)
         # One damaged file must not lose a shard: a second index, where it costs next to nothing.
         if INDEX_BYTES * len(state.ids) * _RARE <= self.layout.nbytes:
