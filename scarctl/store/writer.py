@@ -284,8 +284,10 @@ class StoreWriter:
         if state.doubt.any():
             raise Corruption(f"{self.store.root}: shard {shard} has a damaged segment: nothing is collected")
         boundary = state.seq
-        state.sealed = [entry for entry in state.sealed if entry[0] == boundary or entry[0] in keep]
-        self.put_index(state)
+        sealed = state.sealed
+        state.sealed = [entry for entry in sealed if entry[0] == boundary or entry[0] in keep]
+        if not self.put_index(state):
+            state.sealed = sealed  # as the index that is there says: readers pass over what was collected
         state.unindexed_records = state.unindexed = 0
         self._publish_next(replace(self._moving(state), boundary=boundary), None)
         # One damaged file must not lose a shard: a second index, where it costs next to nothing.
@@ -293,8 +295,8 @@ class StoreWriter:
             self._write_index(shard)
         return boundary
 
-    def put_index(self, state: ShardState) -> None:
-        """Writes the index of a state, now or of the past, unless an intact one is there. Raises what stops it."""
+    def put_index(self, state: ShardState) -> bool:
+        """Writes the index of a state, now or of the past; False if an intact one is there. Raises what stops it."""
         if state.doubt.any():
             raise Corruption(f"{self.store.root}: shard {state.shard} has a damaged segment at {state.seq}")
         log = self.store.log(state.shard)
@@ -306,13 +308,14 @@ class StoreWriter:
                 self._blobs.create_exclusive(path, parts)
             except FileExistsError:
                 if log.has_index(state.seq):
-                    return
+                    return False
                 if attempt:
                     raise
                 self._blobs.delete(path)  # damaged: of use to nobody
                 continue
             self._wrote(state.shard, path, sum(memoryview(part).nbytes for part in parts))
-            return
+            return True
+        raise AssertionError("unreachable")
 
     def _moving(self, state: ShardState) -> Record:
         """The next record, when it saves nothing new."""

@@ -89,7 +89,10 @@ class SpaceMachine(RuleBasedStateMachine):
             )
             seqs[shard] = record.seq
             version = pack(self.writer.epoch, self.step)
-            self.model.copies[shard] = {i: (version, self.data.partition(i)) for i in members.tolist()}
+            copies = {i: b for i, (_, b) in self.model.copies[shard].items()}
+            self.model.copies[shard] = {
+                i: (version, copies.get(i, self.data.partition(i))) for i in members.tolist()
+            }
         sealed = SealedSet(self.writer.epoch, self.step, seqs)
         self.model.sealed[sealed.epoch, sealed.step] = (sealed, self.model.frozen())
 
