@@ -2,8 +2,8 @@
 
 A state whose partitions change at very different rates is saved 1/8 at a time, as a session does it: real policy, real
 files. The table says, over the second half of the run: bytes of all files per byte of newest copies (`space`), the same
-without what only the kept sealed state holds (`own`), the largest of it after a commit (`peak`, with the commit itself, before
-anything is collected), and bytes written per byte handed over: of partitions (`copied`), and with headers, indexes and
+without what only the kept sealed state holds (`own`), the largest of that right after a commit, before anything is
+collected (`peak`), and bytes written per byte handed over: of partitions (`copied`), and with headers, indexes and
 records (`written`).
 
     python benchmarks/space.py [--mib 32] [--commits 200]
@@ -36,12 +36,17 @@ def rates(pattern: str, count: int, rng: np.random.Generator) -> np.ndarray:
     return np.where(rng.random(count) < 0.1, 1.0, 0.02)
 
 
-def run(pattern: str, policy: str, seals: bool, layout: Layout, commits: int, folder: Path) -> dict[str, float]:
+def run(
+    pattern: str, policy: str, seals: bool, layout: Layout, commits: int, folder: Path
+) -> dict[str, float]:
     """One store's life."""
     rng = np.random.default_rng(0)
     speed = rates(pattern, layout.partitions, rng)
     distance = np.zeros(layout.partitions)
-    data = [[rng.integers(0, 256, (s.rows, s.row_bytes), dtype=np.uint8) for s in g.tensors] for g in layout.groups]
+    data = [
+        [rng.integers(0, 256, (s.rows, s.row_bytes), dtype=np.uint8) for s in g.tensors]
+        for g in layout.groups
+    ]
     store = Store.create(folder)
     shard_of = layout.shards(1, 0)
     space, own, peak, spent = [], [], [], 0.0
@@ -99,11 +104,11 @@ def main() -> None:
     parser.add_argument("--commits", type=int, default=200)
     given = parser.parse_args()
     rows = given.mib * 1024 // 12
-    moments = (TensorSpec("", "F32", (rows, 1024)),) + tuple(
-        TensorSpec(name, "F32", (rows, 1024)) for name in ("exp_avg", "exp_avg_sq")
-    )
+    moments = tuple(TensorSpec(name, "F32", (rows, 1024)) for name in ("", "exp_avg", "exp_avg_sq"))
     layout = build_layout([("layer", "parameter", moments)], rows={"layer": max(1, rows // 1024)})
-    print(f"state of {layout.nbytes / 2**20:.0f} MiB, {layout.partitions} partitions, {given.commits} commits of 1/8")
+    print(
+        f"state of {layout.nbytes / 2**20:.0f} MiB, {layout.partitions} partitions, {given.commits} commits of 1/8"
+    )
     columns = ("space", "own", "peak", "copied", "written", "segments", "records", "open ms", "turn ms")
     print(f"{'changes':<12}{'policy':<10}{'sealed':<10}" + "".join(f"{c:>10}" for c in columns))
     cases = [(p, "priority", seals) for p in PATTERNS for seals in (False, True)]
@@ -111,7 +116,8 @@ def main() -> None:
     for pattern, policy, seals in cases:
         with tempfile.TemporaryDirectory(prefix="scarctl-space-") as folder:
             found = run(pattern, policy, seals, layout, given.commits, Path(folder) / "run")
-        figures = "".join(f"{found[c]:>10.0f}" if c in ("segments", "records") else f"{found[c]:>10.2f}" for c in columns)
+        digits = {c: 0 if c in ("segments", "records") else 2 for c in columns}
+        figures = "".join(f"{found[c]:>10.{digits[c]}f}" for c in columns)
         print(f"{pattern:<12}{policy:<10}{'each 20th' if seals else 'first':<10}{figures}", flush=True)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
+from scarctl.errors import NoIntactCopy
 from scarctl.recovery import (
     MEMORY,
     STORE,
@@ -136,6 +137,12 @@ def execute(plan: Plan, store: Store | None, arena: Arena | None, sink: Sink) ->
             squared = run.deliver(sink)
         except _NextSealedState as damage:
             assert store is not None
+            if plan.snapshot is not None:
+                raise NoIntactCopy(
+                    f"snapshot {plan.snapshot!r} is damaged: {damage.reason}",
+                    hint="nothing was destroyed; `scarctl verify` lists what is damaged",
+                    kind="no-sealed-state",
+                ) from None
             older = plan_rollback(
                 store, plan.layout, plan.shard_of, arena, lost=plan.lost, before=int(plan.version.max())
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +24,8 @@ from scarctl.layout import Layout, build_layout
 from scarctl.policy import select
 from scarctl.recovery import take_rows
 from scarctl.statefile import StateFile
-from scarctl.store import Collector, ShardState, Store, StoreWriter
+from scarctl.store import Collector, ShardState, Store, StoreWriter, create_snapshot, sealed_sets
+from scarctl.store.snapshot import check_snapshot_name, snapshot_names
 from scarctl.version import MAX_STEP, pack, step_of
 
 if TYPE_CHECKING:
@@ -55,10 +56,14 @@ class CheckpointSettings:
     """Size of a partition in bytes. Fixed by the first checkpoint (None: from the state's size, or the store's)."""
     arena_dir: str | None = None
     """Folder of arenas, if not the default."""
+    snapshot: str | None = None
+    """Keep the whole state under this name: everything that has changed is saved."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.step <= MAX_STEP:
             raise UsageError(f"the step is {self.step}, not in 0..{MAX_STEP}", hint="count iterations from 0")
+        if self.snapshot is not None:
+            check_snapshot_name(self.snapshot)
         check_fraction(self.fraction)
         check_policy(self.policy)
         check_fixed(self.shards, self.partition_bytes)
@@ -86,6 +91,8 @@ class Checkpoint:
     left_out_partitions: int = 0
     damaged: tuple[str, ...] = ()
     """Why copies in the store could not be compared with: those partitions were saved again."""
+    snapshot: str | None = None
+    """The snapshot that was made of it."""
     credit: int = 0
     """Bytes of budget that the next checkpoint may use on top of its own."""
 
@@ -102,6 +109,7 @@ class Checkpoint:
             "nonfinite_partitions": self.nonfinite_partitions,
             "left_out_partitions": self.left_out_partitions,
             "credit": self.credit,
+            "snapshot": self.snapshot,
         }
 
 
@@ -129,6 +137,10 @@ def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool 
     shard_of = layout.shards(store.settings.shards, store.settings.seed)
     states = {shard: store.state(shard, layout) for shard in store.shards()}
     _check_step(settings.step, states)
+    if settings.snapshot is not None:
+        if settings.snapshot in snapshot_names(store):
+            raise UsageError(f"there is a snapshot {settings.snapshot!r} already", kind="snapshot-exists")
+        settings = replace(settings, policy="full")
     if dry_run:
         live, damaged = _load(state, store, layout, states, settings)
         choice = _choose(live, states, settings, store, damaged)
@@ -140,8 +152,12 @@ def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool 
         live.save(choice.ids, pack(writer.epoch, settings.step))
         collector = Collector(writer)
         seq = _commit(writer, live.arena, shard_of, choice, settings)
+        snapshot = None
+        if settings.snapshot is not None and not choice.left_out.size:
+            newest = sealed_sets(writer.states.values())[0]
+            snapshot = create_snapshot(store, settings.snapshot, newest).name
         _collect(collector)
-    return _result(layout, settings, choice, seq, durable=True, damaged=damaged)
+    return _result(layout, settings, choice, seq, durable=True, damaged=damaged, snapshot=snapshot)
 
 
 def _collect(collector: Collector) -> None:
@@ -339,6 +355,7 @@ def _result(
     *,
     durable: bool,
     damaged: tuple[str, ...] = (),
+    snapshot: str | None = None,
 ) -> Checkpoint:
     done = choice.unchanged.copy()
     done[choice.ids] = True
@@ -356,4 +373,5 @@ def _result(
         left_out_partitions=len(choice.left_out),
         damaged=damaged,
         credit=choice.extras["scarctl"]["credit"],
+        snapshot=snapshot,
     )

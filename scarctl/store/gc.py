@@ -82,7 +82,9 @@ class Collector:
     ) -> None:
         """Raises UsageError for a ratio that cannot be reached."""
         if ratio < 1.1:
-            raise UsageError(f"a store cannot be kept at {ratio} times its live bytes", hint="give 1.1 or more")
+            raise UsageError(
+                f"a store cannot be kept at {ratio} times its live bytes", hint="give 1.1 or more"
+            )
         self.done = Work()
         self._writer = writer
         self._store = writer.store
@@ -272,7 +274,9 @@ class Collector:
         writer = self._writer
         log = self._store.log(shard)
         needed = set(self._kept_segments(shard, kept)) | {s.name for s in _used(writer.states[shard])}
-        needed |= {record.segment.name for record in _from(log, boundary, writer.states[shard].seq) if record.segment}
+        needed |= {
+            record.segment.name for record in _from(log, boundary, writer.states[shard].seq) if record.segment
+        }
         # Segments of later epochs are those of a writer that has taken over; it finds that out by itself.
         segments = [
             (segment_path(shard, name), size)
@@ -315,13 +319,17 @@ def orphans(store: Store, shard: int) -> list[tuple[str, int]]:
     Raises Corruption when it cannot be told what is needed.
     """
     log = store.log(shard)
-    files = store.blobs.files(f"{shard_folder(shard)}/seg")  # listed first: what comes later is nobody's orphan
+    files = store.blobs.files(
+        f"{shard_folder(shard)}/seg"
+    )  # listed first: what comes later is nobody's orphan
     for attempt in range(_ATTEMPTS):
         try:
             needed, epoch = _reachable(store, log)
         except FileNotFoundError as error:
             if attempt == _ATTEMPTS - 1:
-                raise corrupt(error.filename, "it is missing, so nothing can be told to be an orphan") from None
+                raise corrupt(
+                    error.filename, "it is missing, so nothing can be told to be an orphan"
+                ) from None
             continue  # the writer has moved the boundary meanwhile
         return [
             (name, size)

@@ -366,7 +366,11 @@ class Store:
     def usage(self, states: Mapping[int, ShardState]) -> dict[str, int]:
         """`bytes` of all files, `live_bytes` of newest copies, number of `segments` and of `records`."""
         total = segments = records = live = 0
-        folders = ["layout", SNAPSHOTS, *(f"shards/{s}/{f}" for s in self.shards() for f in ("seg", "log", "index"))]
+        folders = [
+            "layout",
+            SNAPSHOTS,
+            *(f"shards/{s}/{f}" for s in self.shards() for f in ("seg", "log", "index")),
+        ]
         for folder in folders:
             sizes = [size for _, size in self.blobs.files(folder)]
             total += sum(sizes)

@@ -9,7 +9,16 @@ from pathlib import Path
 import numpy as np
 
 from scarctl.layout import Layout
-from scarctl.store import Collector, Store, create_snapshot, delete_snapshot, read_snapshot, sealed_sets, snapshots, verify
+from scarctl.store import (
+    Collector,
+    Store,
+    create_snapshot,
+    delete_snapshot,
+    read_snapshot,
+    sealed_sets,
+    snapshots,
+    verify,
+)
 from tests.store.helpers import Data, read_all
 from tests.store.test_crash import Fault, _in_child, _kill
 
@@ -59,7 +68,9 @@ def _tidy(store: Store, layout: Layout) -> None:
         assert collector.done.deleted_files > 20
 
 
-def test_killed_at_every_call_of_compaction_collection_and_snapshots(memory_path: Path, layout: Layout) -> None:
+def test_killed_at_every_call_of_compaction_collection_and_snapshots(
+    memory_path: Path, layout: Layout
+) -> None:
     store = _prepared(memory_path, layout)
     run, saved = memory_path / "run", memory_path / "saved"
     shutil.copytree(run, saved)
@@ -94,7 +105,9 @@ def test_killed_at_every_call_of_compaction_collection_and_snapshots(memory_path
                 Collector(writer, ratio=1.2, floor=0).collect()
             report = verify(reopened, read_data=True)
             assert (report.problems, report.orphans) == ([], [])
-            assert sum(len(list(run.glob(f"shards/{s}/log/0*"))) for s in (0, 1)) <= 2 * (2 + 1 + len(names) + 1)
+            assert sum(len(list(run.glob(f"shards/{s}/log/0*"))) for s in (0, 1)) <= 2 * (
+                2 + 1 + len(names) + 1
+            )
             for shard in (0, 1):
                 assert _state(reopened, shard) == newest[shard]
         if not os.WIFSIGNALED(status):

@@ -11,8 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from scarctl.errors import Corruption, ScarError, UsageError
-from scarctl.layout import Layout
+from scarctl.errors import ScarError, UsageError
 from scarctl.store import (
     Collector,
     SealedSet,
@@ -20,7 +19,6 @@ from scarctl.store import (
     StoreWriter,
     create_snapshot,
     delete_snapshot,
-    read_snapshot,
     sealed_sets,
     snapshots,
     verify,
@@ -72,7 +70,9 @@ class SpaceMachine(RuleBasedStateMachine):
         rng = np.random.default_rng(self.seed)
         ids = rng.permutation(MEMBERS[shard])[: int(len(MEMBERS[shard]) * share)]
         self.data.change(ids.tolist(), self.seed)
-        self.writer.commit(shard, ids, self.data, step=self.step, extras={"n": self.seed} if self.seed % 3 else None)
+        self.writer.commit(
+            shard, ids, self.data, step=self.step, extras={"n": self.seed} if self.seed % 3 else None
+        )
         version = pack(self.writer.epoch, self.step)
         self.model.copies[shard].update({i: (version, self.data.partition(i)) for i in ids.tolist()})
 
@@ -85,7 +85,12 @@ class SpaceMachine(RuleBasedStateMachine):
         for shard, members in enumerate(MEMBERS):
             missing = [i for i in members.tolist() if i not in self.model.copies[shard]]
             record = self.writer.commit(
-                shard, np.array(missing, np.int64), self.data, step=self.step, sealed=True, extras={"s": self.seed}
+                shard,
+                np.array(missing, np.int64),
+                self.data,
+                step=self.step,
+                sealed=True,
+                extras={"s": self.seed},
             )
             seqs[shard] = record.seq
             version = pack(self.writer.epoch, self.step)
