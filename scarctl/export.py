@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,14 +20,16 @@ from typing import Any
 
 import numpy as np
 
+from scarctl.daemon.arena import Arena
 from scarctl.errors import NoIntactCopy, UsageError
 from scarctl.execution import execute
 from scarctl.layout import Layout, TensorSpec
 from scarctl.recovery import Ids, Plan, plan_partial, plan_rollback
 from scarctl.sinks import Bytes, FileSink, file_content
 from scarctl.statefile import os_errors
-from scarctl.statewriter import StateWriter, new_state
+from scarctl.statewriter import StateWriter, new_state, torch_save
 from scarctl.store import Store, read_snapshot
+from scarctl.store.format import header_length, parse_header
 from scarctl.version import MAX_STEP, step_of
 
 FORMATS = ("safetensors", "pt", "dcp")
@@ -102,14 +105,8 @@ def export(settings: ExportSettings) -> Exported:
     if os.path.lexists(target):
         raise UsageError(f"{settings.output} is there already", hint="give another name, or delete it")
     plan = _plan(store, layout, settings.snapshot)
-    if settings.format == "pt":
-        files = [target.name]
-        with new_state(target, _specs(layout)) as out:
-            outcome, problems = _fill(store, plan, {None: out})
-            out.commit()
-    else:
-        with _new_folder(target) as folder:
-            outcome, problems, files = _write_folder(store, plan, folder, settings)
+    with _made_whole(target, "state.pt" if settings.format == "pt" else None) as folder:
+        outcome, problems, files = _write_folder(store, plan, folder, settings)
     steps = step_of(outcome.version)
     return Exported(
         output=str(settings.output),
@@ -142,7 +139,7 @@ def _specs(layout: Layout) -> dict[str, TensorSpec]:
 class _Files:
     """A sink that puts every tensor into the file that it belongs to."""
 
-    arena = None
+    arena: Arena | None = None
 
     def __init__(self, layout: Layout, writers: Mapping[str | None, StateWriter]) -> None:
         everything = np.arange(layout.partitions, dtype=np.int64)
@@ -206,6 +203,9 @@ def _write_folder(
     if settings.format == "dcp":
         _to_dcp(folder, names)
         return outcome, problems, sorted(path.name for path in folder.iterdir())
+    if settings.format == "pt":
+        _to_torch(folder, names)
+        return outcome, problems, [settings.output.name]
     if len(parts) > 1:
         weights = {key: name for name, part in zip(names, parts, strict=True) for key in part}
         index = {"metadata": {"total_size": layout.nbytes}, "weight_map": dict(sorted(weights.items()))}
@@ -227,23 +227,38 @@ def _split(specs: Mapping[str, TensorSpec], limit: int) -> list[list[str]]:
     return parts
 
 
-def _to_dcp(folder: Path, names: list[str]) -> None:
-    """Makes a DCP checkpoint of the safetensors files in a folder, and removes them.
+def _mapped(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """The tensors of safetensors files, mapped: memory holds only what is being used. Each has a storage of its own."""
+    import torch
 
-    Their tensors are mapped from the files, so memory holds only what is being written.
-    """
-    from safetensors import safe_open
-    from torch.distributed.checkpoint import FileSystemWriter, save
+    from scarctl.dtypes import torch_of
 
-    state: dict[str, Any] = {}
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            file = stack.enter_context(safe_open(folder / name, framework="pt"))
-            for key in file.keys():  # noqa: SIM118 - it is no dict
-                state[key] = file.get_tensor(key)
-        made = folder / "dcp"
-        save(state, storage_writer=FileSystemWriter(made, sync_files=True), no_dist=True)
-        del state
+    found: dict[str, Any] = {}
+    for name in names:
+        path = folder / name
+        raw = np.memmap(path, np.uint8, mode="c")
+        length = header_length(raw[:8].tobytes(), raw.size, path)
+        for key, entry in parse_header(raw[:length].tobytes(), raw.size, path).tensors.items():
+            data = torch.from_numpy(np.asarray(raw[entry.start : entry.stop]))
+            found[key] = data.view(torch_of(entry.dtype)).view(entry.shape)
+    return found
+
+
+def _to_torch(folder: Path, names: Sequence[str]) -> None:
+    """Makes `state.pt` of the safetensors files in a folder."""
+    with (folder / "state.pt").open("xb") as file:
+        torch_save(_mapped(folder, names), file)
+
+
+def _to_dcp(folder: Path, names: Sequence[str]) -> None:
+    """Makes a DCP checkpoint of the safetensors files in a folder, and removes them."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    made = folder / "dcp"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch tells that this is one process
+        save(_mapped(folder, names), storage_writer=FileSystemWriter(made, sync_files=True), no_dist=True)
     for name in names:
         os.unlink(folder / name)
     for path in made.iterdir():
@@ -252,19 +267,20 @@ def _to_dcp(folder: Path, names: list[str]) -> None:
 
 
 @contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
-    """A folder that gets its name when the block ends well, and disappears otherwise."""
+def _made_whole(target: Path, inner: str | None) -> Iterator[Path]:
+    """A temporary folder beside `target`. When the block ends well it gets that name, or the file `inner` in it does."""
     with os_errors(target):
         temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}.tmp")
         os.mkdir(temporary)
     try:
-        yield temporary
         with os_errors(target):
+            yield temporary
+            made = temporary if inner is None else temporary / inner
             for path in [*temporary.iterdir(), temporary]:
                 _sync(path)
             if os.path.lexists(target):
                 raise UsageError(f"{target} has appeared meanwhile", hint="give another name, or delete it")
-            os.rename(temporary, target)
+            os.rename(made, target)
             _sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

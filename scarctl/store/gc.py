@@ -24,6 +24,7 @@ from scarctl.store.format import (
     is_segment_name,
     record_path,
     segment_path,
+    seq_of_index,
     shard_folder,
 )
 from scarctl.store.log import ShardLog
@@ -285,9 +286,9 @@ class Collector:
         ]
         past = range(boundary)
         indexes = [
-            (index_path(shard, seq), INDEX_BYTES * len(writer.states[shard].ids))
-            for seq in log.indexes()
-            if seq in past and seq not in kept
+            (index_path(shard, seq), size)
+            for name, size in self._store.blobs.files(f"{shard_folder(shard)}/index")
+            if (seq := seq_of_index(name)) is not None and seq in past and seq not in kept
         ]
         records = [
             (record_path(shard, seq), size)

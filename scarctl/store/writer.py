@@ -36,7 +36,7 @@ INDEX_BYTES = 36
 """Bytes of an index per partition."""
 _WORTH = 16  # records without partitions that make an index worth its bytes when the store is closed
 _ATTEMPTS = 16
-_RARE = 1000  # state bytes per byte of a second index
+_RARE = 400  # state bytes per byte of a second index
 
 
 class Observer(Protocol):

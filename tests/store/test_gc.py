@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from scarctl.errors import ScarError, UsageError
+from scarctl.errors import Corruption, UsageError
+from scarctl.layout import Layout, TensorSpec, build_layout
 from scarctl.store import (
     Collector,
     SealedSet,
@@ -19,11 +20,12 @@ from scarctl.store import (
     StoreWriter,
     create_snapshot,
     delete_snapshot,
+    read_snapshot,
     sealed_sets,
     snapshots,
     verify,
 )
-from scarctl.version import pack
+from scarctl.version import pack, step_of
 from tests.store.helpers import Data, memory_folder, read_all, small_layout, summary
 
 LAYOUT = small_layout()
@@ -122,8 +124,7 @@ class SpaceMachine(RuleBasedStateMachine):
             return
         try:
             create_snapshot(self.store, name, newest)
-        except ScarError as error:
-            assert error.kind == "snapshot-late"
+        except Unavailable:
             assert any(self.writer.states[s].boundary > seq for s, seq in newest.seqs.items())
             return
         self.model.named[name] = self.model.sealed[newest.epoch, newest.step]
@@ -200,3 +201,145 @@ class SpaceMachine(RuleBasedStateMachine):
 
 SpaceMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=16, deadline=None)
 TestSpace = SpaceMachine.TestCase
+
+
+@pytest.fixture
+def grown(store: Store, layout: Layout, data: Data) -> Store:
+    """One shard: sealed at steps 0 and 1, then partial commits that leave dead copies everywhere."""
+    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        for step in (0, 1):
+            data.change(range(layout.partitions), step)
+            writer.commit(0, np.arange(layout.partitions), data, step=step, sealed=True, extras={"n": step})
+        for step in range(2, 20):
+            ids = np.sort(np.random.default_rng(step).permutation(layout.partitions)[:20])
+            data.change(ids.tolist(), step)
+            writer.commit(0, ids, data, step=step, extras={"n": step})
+    return store
+
+
+def _collector(store: Store, layout: Layout) -> Collector:
+    return Collector(store.writer(layout=layout, shard_of=layout.shards(1, 0)), ratio=1.2, floor=0)
+
+
+def test_a_reader_with_an_old_state_finds_what_was_moved(grown: Store, layout: Layout, data: Data) -> None:
+    expected = data.all(range(layout.partitions))
+    before = grown.state(0)
+    versions = before.version.copy()
+    collector = _collector(grown, layout)
+    collector.collect()
+    assert collector.done.moved_bytes > 0
+    assert not any((grown.root / f"shards/0/seg/{s.name}").exists() for s in before.segments[:1])
+    assert read_all(grown, before) == (expected, {})
+    assert before.version.tolist() == versions.tolist()
+    assert grown.read_extras(before) is not None
+    collector._writer.close()
+
+
+def test_a_reader_of_the_past_takes_no_newer_copy(grown: Store, layout: Layout, data: Data) -> None:
+    past = grown.state(0, at=grown.log(0).numbers()[-4])
+    now = grown.state(0)
+    old = read_all(grown, now)[0]
+    with grown.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        collector = Collector(writer, ratio=1.2, floor=0)
+        data.change(range(layout.partitions), 99)
+        writer.commit(0, np.arange(layout.partitions), data, step=99)
+        collector.collect()
+    found, bad = read_all(grown, past)
+    assert set(found) | set(bad) == set(range(layout.partitions))
+    assert bad  # gone for ever, and not replaced by what is newer
+    # The newest state goes on with newer copies where the old ones are gone, and says so.
+    found, bad = read_all(grown, now)
+    new = data.all(range(layout.partitions))
+    assert bad == {}
+    replaced = dict(zip(now.ids.tolist(), (step_of(now.version) == 99).tolist(), strict=True))
+    assert found == {i: new[i] if replaced[i] else old[i] for i in new}
+    assert any(replaced.values())
+
+
+def test_an_older_copy_comes_from_the_sealed_state_when_the_log_is_collected(
+    grown: Store, layout: Layout
+) -> None:
+    sealed = grown.state(0, at=sealed_sets([grown.state(0)])[0].seqs[0])
+    was = read_all(grown, sealed)[0]
+    collector = _collector(grown, layout)
+    collector.collect()
+    state = grown.state(0)
+    newer = np.flatnonzero(state.version > sealed.version)
+    older = grown.older(0, newer, state)
+    assert older is not None
+    assert read_all(grown, older) == ({i: was[i] for i in newer.tolist()}, {})
+    assert (older.version < state.version[newer]).all()
+    collector._writer.close()
+
+
+def test_one_damaged_index_does_not_lose_the_shard(store: Store) -> None:
+    layout = build_layout([("w", "parameter", (TensorSpec("", "F32", (16, 4096)),))], rows={"w": 1})
+    data = Data(layout)
+    collector = _collector(store, layout)
+    for step in range(6):
+        collector._writer.commit(0, np.arange(16), data, step=step, extras={"n": step})
+    collector.collect()
+    collector._writer.close()
+    boundary = list(store.records(0))[-1].boundary
+    path = store.root / f"shards/0/index/{boundary:020d}.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    assert read_all(store, store.state(0)) == (data.all(range(16)), {})
+    assert [p.file for p in verify(store, read_data=True).problems] == [str(path)]
+
+
+def test_damaged_copies_stay_where_they_are(grown: Store, layout: Layout) -> None:
+    state = grown.state(0)
+    victim = state.segments[int(state.segment[0])]
+    path = grown.root / f"shards/0/seg/{victim.name}"
+    raw = bytearray(path.read_bytes())
+    raw[victim.head] ^= 1
+    path.write_bytes(raw)
+    before = read_all(grown, state)
+    assert before[1]
+    collector = _collector(grown, layout)
+    collector.collect()
+    assert read_all(grown, grown.state(0)) == before
+    assert path.exists()
+    collector._writer.close()
+
+
+def test_space_stays_within_the_ratio_whatever_the_pattern(store: Store) -> None:
+    layout = build_layout([("w", "parameter", (TensorSpec("", "F32", (256, 1024)),))], rows={"w": 1})
+    data = Data(layout)
+    rng = np.random.default_rng(0)
+    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        collector = Collector(writer, floor=0)
+        writer.commit(0, np.arange(256), data, step=0, sealed=True, extras={"n": 0})
+        for step in range(1, 60):
+            # Some are saved all the time, some hardly ever.
+            ids = np.unique((256 * rng.random(32) ** 3).astype(np.int64))
+            writer.commit(0, ids, data, step=step, extras={"n": step})
+            collector.settle()
+            space = collector.space(0)
+            assert space.total <= 2 * space.live + space.pinned
+            on_disk = sum(p.stat().st_size for p in (store.root / "shards").rglob("*") if p.is_file())
+            assert abs(space.total - on_disk) < 0.02 * layout.nbytes
+        assert len(collector._store.log(0).numbers()) < 12
+        assert collector.done.deleted_bytes > 0
+    assert verify(store, read_data=True).problems == []
+
+
+def test_files_that_are_no_snapshots_are_refused(grown: Store, layout: Layout) -> None:
+    create_snapshot(grown, "ok", sealed_sets([grown.state(0)])[0])
+    path = grown.root / "snapshots/ok.json"
+    good = path.read_bytes()
+    for bad in (good[:-3], good.replace(b'"step":1', b'"step":2'), b"{}", b"", good + b" "):
+        path.write_bytes(bad)
+        with pytest.raises(Corruption):
+            read_snapshot(grown, "ok")
+        # Nobody knows what it keeps: nothing is collected.
+        collector = _collector(grown, layout)
+        with pytest.raises(Corruption):
+            collector.collect()
+        collector._writer.close()
+        assert any("ok.json" in p.file for p in verify(grown, read_data=False).problems)
+    path.write_bytes(good)
+    assert read_snapshot(grown, "ok").step == 1
+    assert verify(grown, read_data=True).problems == []
