@@ -133,7 +133,8 @@ class PersisterThread:
         _be_polite()
         wake_at: float | None = None
         while True:
-            while self._idle() and self._tidy(0):
+            # Not before something was saved: whoever has just started has more urgent things to do.
+            while self.stats.handovers and self._idle() and self._tidy(0):
                 pass
             event = self._wait(wake_at)
             wake_at = None

@@ -1,8 +1,8 @@
 """Deleting by hand what need not be kept: which snapshots and sealed states go, and the space that comes back.
 
 With the store's lock at hand `prune` is the store's writer for a moment: it begins an epoch, compacts and collects.
-Beside a live writer it deletes only what that writer can never touch: names of snapshots, and segments whose writers are
-fenced. What else there is to collect the live writer collects by itself.
+Beside a live writer it deletes only what that writer can never touch: names of snapshots, and segments whose writers
+are fenced. What else there is to collect the live writer collects by itself.
 """
 
 from __future__ import annotations

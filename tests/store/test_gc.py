@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from scarctl.errors import Corruption, UsageError
+from scarctl.errors import Corruption, Unavailable, UsageError
 from scarctl.layout import Layout, TensorSpec, build_layout
 from scarctl.store import (
     Collector,
