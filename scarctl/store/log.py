@@ -202,6 +202,7 @@ class ShardLog:
             self.shard, state.layout, state.seq, state.epoch, state.step, state.tail_digest, state.records
         )
         found.sealed = state.sealed
+        found.past = True  # what is older must not be replaced by what it stands in for
         if state.layout is None:
             return None
         found.set_members(ascending(ids))
