@@ -45,7 +45,7 @@ def _prepared(folder: Path, layout: Layout) -> Store:
                 writer.commit(shard, members, data, step=step, sealed=True, extras={"step": step})
             if step == 0:
                 create_snapshot(store, "old", sealed_sets(writer.states.values())[0])
-        for step in range(6, 16):
+        for step in range(6, 11):
             for shard in (0, 1):
                 members = np.flatnonzero(shard_of == shard)
                 ids = np.sort(np.random.default_rng(step).permutation(members)[: len(members) // 2])
@@ -65,7 +65,7 @@ def _tidy(store: Store, layout: Layout) -> None:
         delete_snapshot(store, "old")
         collector.collect()
         assert collector.done.moved_bytes > 0
-        assert collector.done.deleted_files > 20
+        assert collector.done.deleted_files > 15
 
 
 def test_killed_at_every_call_of_compaction_collection_and_snapshots(
@@ -90,7 +90,7 @@ def test_killed_at_every_call_of_compaction_collection_and_snapshots(
 
         status = _in_child(work)
         reopened = Store.open(run)
-        report = verify(reopened, read_data=True)
+        report = verify(reopened, read_data=k % 10 == 0)
         assert report.problems == [], f"call {k}"
         names = {s.name for s in snapshots(reopened)}
         seen.add(frozenset(names))
