@@ -1,7 +1,7 @@
 """Writing the running checkpoint, or a snapshot, in a format of others: safetensors, torch's `.pt`, or a DCP folder.
 
-Tensors go out file by file, a few MiB of partitions at a time. What appears under the target's name is whole: a file or a
-folder is made under a temporary name beside it, synced, and renamed.
+Tensors go out file by file, a few MiB of partitions at a time. What appears under the target's name is whole: a file or
+a folder is made under a temporary name beside it, synced, and renamed.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def _to_dcp(folder: Path, names: Sequence[str]) -> None:
 
 @contextmanager
 def _made_whole(target: Path, inner: str | None) -> Iterator[Path]:
-    """A temporary folder beside `target`. When the block ends well it gets that name, or the file `inner` in it does."""
+    """A temporary folder beside `target`. It gets that name when the block ends well, or its file `inner` does."""
     with os_errors(target):
         temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}.tmp")
         os.mkdir(temporary)

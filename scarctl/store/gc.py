@@ -1,9 +1,9 @@
 """Keeping a store small beside its own commits: the `Collector` of the live writer (docs/FORMAT.md, section 9).
 
 A turn is a bounded piece of work on one shard: move some copies out of mostly dead segments, write an index, commit a
-record that moves the boundary, and only then delete what nothing from the boundary on can reach. What is garbage once is
-garbage for ever: new records only name new segments, and a roll-back goes to what was kept. So it may be deleted late, or
-twice, or by the next writer.
+record that moves the boundary, and only then delete what nothing from the boundary on can reach. What is garbage once
+is garbage for ever: new records only name new segments, and a roll-back goes to what was kept. So it may be deleted late,
+or twice, or by the next writer.
 """
 
 from __future__ import annotations
