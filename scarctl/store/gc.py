@@ -2,8 +2,8 @@
 
 A turn is a bounded piece of work on one shard: move some copies out of mostly dead segments, write an index, commit a
 record that moves the boundary, and only then delete what nothing from the boundary on can reach. What is garbage once
-is garbage for ever: new records only name new segments, and a roll-back goes to what was kept. So it may be deleted late,
-or twice, or by the next writer.
+is garbage for ever: new records only name new segments, and a roll-back goes to what was kept. So it may be deleted
+late, or twice, or by the next writer.
 """
 
 from __future__ import annotations
@@ -192,7 +192,8 @@ class Collector:
         moved = self._compact(shard, over, keep) if over > 0 else 0
         self._give_up(shard, keep)
         self.done.turns += 1
-        freed = sum(size for _, size in known.garbage)
+        # Indexes and records do not count: a turn makes about as many as it deletes.
+        freed = sum(size for path, size in known.garbage if "/seg/" in path)
         if moved or freed >= gap // 2:
             return True
         # It does not help: what stays has to be kept. Not again before there is more.
