@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
+from scarctl.errors import NoIntactCopy
 from scarctl.recovery import (
     MEMORY,
     STORE,
@@ -136,6 +137,12 @@ def execute(plan: Plan, store: Store | None, arena: Arena | None, sink: Sink) ->
             squared = run.deliver(sink)
         except _NextSealedState as damage:
             assert store is not None
+            if plan.snapshot is not None:
+                raise NoIntactCopy(
+                    f"snapshot {plan.snapshot!r} is damaged: {damage.reason}",
+                    hint="nothing was destroyed; `scarctl verify` lists what is damaged",
+                    kind="no-sealed-state",
+                ) from None
             older = plan_rollback(
                 store, plan.layout, plan.shard_of, arena, lost=plan.lost, before=int(plan.version.max())
             )
@@ -181,6 +188,7 @@ class _Run:
         self.version = plan.version.copy()
         self.problems = list(problems)
         self.fell_back = False
+        self.moved_on = False
         self.skip_memory = False
 
     def deliver(self, sink: Sink) -> NDArray[np.float64]:
@@ -196,7 +204,7 @@ class _Run:
 
     def outcome(self) -> Plan:
         """The plan as it was carried out."""
-        if not self.fell_back:
+        if not self.fell_back and not self.moved_on:
             return self.plan
         whole = len(self.plan.ids) == self.plan.layout.partitions
         step = only_step(self.version)
@@ -204,7 +212,7 @@ class _Run:
             self.plan,
             tier=self.tier,
             version=self.version,
-            degraded=True,
+            degraded=self.plan.degraded or self.fell_back,
             step=step,
             exact=self.plan.exact and whole and step is not None,
         )
@@ -243,7 +251,10 @@ class _Run:
             versions = versions_of(state, ids)
             found = versions >= 0
             for batch in self.store.read(state, ids[found], corrupt=corrupt) if found.any() else ():
-                yield _Piece(STORE, batch.group, batch.ids, versions_of(state, batch.ids), batch.tensors)
+                # Beside a writer that collects, a copy may have become a newer one since the plan was made.
+                versions = versions_of(state, batch.ids)
+                self._note(batch.ids, versions)
+                yield _Piece(STORE, batch.group, batch.ids, versions, batch.tensors)
             left = [ids[~found], *(bad for bad, _ in corrupt)]
             self.problems += [reason for _, reason in corrupt]
             ids = np.unique(np.concatenate(left))
@@ -266,6 +277,12 @@ class _Run:
         self._settle(ids[near], MEMORY, memory[near])
         yield from self._from_memory(ids[near], memory[near])
         return ids[~near]
+
+    def _note(self, ids: Ids, versions: Ids) -> None:
+        at = np.searchsorted(self.plan.ids, ids)
+        if (self.version[at] != versions).any():
+            self.version[at] = versions
+            self.moved_on = True
 
     def _settle(self, ids: Ids, tier: int, versions: Ids) -> None:
         at = np.searchsorted(self.plan.ids, ids)

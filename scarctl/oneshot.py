@@ -7,9 +7,10 @@ round's position) lies in the extras of the newest commit.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,17 +19,19 @@ from numpy.typing import NDArray
 from scarctl.config import check_fixed, check_fraction, check_policy
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.peek import open_stopped
-from scarctl.errors import Corruption, NoStore, SettingsConflict, UsageError
+from scarctl.errors import Corruption, NoStore, ScarError, SettingsConflict, UsageError
 from scarctl.layout import Layout, build_layout
 from scarctl.policy import select
 from scarctl.recovery import take_rows
 from scarctl.statefile import StateFile
-from scarctl.store import ShardState, Store, StoreWriter
+from scarctl.store import Collector, ShardState, Store, StoreWriter, create_snapshot, sealed_sets
+from scarctl.store.snapshot import check_snapshot_name, snapshot_names
 from scarctl.version import MAX_STEP, pack, step_of
 
 if TYPE_CHECKING:
     from scarctl.live import LiveState
 
+log = logging.getLogger("scarctl")
 Ids = NDArray[np.int64]
 
 # Squares of larger distances do not fit in a float64; they all rank highest.
@@ -57,10 +60,14 @@ class CheckpointSettings:
     """Size of a partition in bytes. Fixed by the first checkpoint (None: from the state's size, or the store's)."""
     arena_dir: str | None = None
     """Folder of arenas, if not the default."""
+    snapshot: str | None = None
+    """Keep the whole state under this name: everything that has changed is saved."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.step <= MAX_STEP:
             raise UsageError(f"the step is {self.step}, not in 0..{MAX_STEP}", hint="count iterations from 0")
+        if self.snapshot is not None:
+            check_snapshot_name(self.snapshot)
         check_fraction(self.fraction)
         check_policy(self.policy)
         check_fixed(self.shards, self.partition_bytes)
@@ -88,6 +95,8 @@ class Checkpoint:
     left_out_partitions: int = 0
     damaged: tuple[str, ...] = ()
     """Why copies in the store could not be compared with: those partitions were saved again."""
+    snapshot: str | None = None
+    """The snapshot that was made of it."""
     credit: int = 0
     """Bytes of budget that the next checkpoint may use on top of its own."""
 
@@ -104,6 +113,7 @@ class Checkpoint:
             "nonfinite_partitions": self.nonfinite_partitions,
             "left_out_partitions": self.left_out_partitions,
             "credit": self.credit,
+            "snapshot": self.snapshot,
         }
 
 
@@ -131,6 +141,10 @@ def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool 
     shard_of = layout.shards(store.settings.shards, store.settings.seed)
     states = {shard: store.state(shard, layout) for shard in store.shards()}
     _check_step(settings.step, states)
+    if settings.snapshot is not None:
+        if settings.snapshot in snapshot_names(store):
+            raise UsageError(f"there is a snapshot {settings.snapshot!r} already", kind="snapshot-exists")
+        settings = replace(settings, policy="full")
     if dry_run:
         live, damaged = _load(state, store, layout, states, settings)
         choice = _choose(live, states, settings, store, damaged)
@@ -140,8 +154,22 @@ def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool 
         live, damaged = _load(state, store, layout, writer.states, settings)
         choice = _choose(live, writer.states, settings, store, damaged)
         live.save(choice.ids, pack(writer.epoch, settings.step))
+        collector = Collector(writer)
         seq = _commit(writer, live.arena, shard_of, choice, settings)
-    return _result(layout, settings, choice, seq, durable=True, damaged=damaged)
+        snapshot = None
+        if settings.snapshot is not None and not choice.left_out.size:
+            newest = sealed_sets(writer.states.values())[0]
+            snapshot = create_snapshot(store, settings.snapshot, newest).name
+        _collect(collector)
+    return _result(layout, settings, choice, seq, durable=True, damaged=damaged, snapshot=snapshot)
+
+
+def _collect(collector: Collector) -> None:
+    """What was saved is durable: a failure here costs space, and nothing else."""
+    try:
+        collector.settle()
+    except ScarError as error:
+        log.warning("old copies cannot be collected now: %s", error)
 
 
 def _open(state: StateFile, settings: CheckpointSettings, *, dry_run: bool) -> tuple[Store | None, Layout]:
@@ -337,6 +365,7 @@ def _result(
     *,
     durable: bool,
     damaged: tuple[str, ...] = (),
+    snapshot: str | None = None,
 ) -> Checkpoint:
     done = choice.unchanged.copy()
     done[choice.ids] = True
@@ -354,4 +383,5 @@ def _result(
         left_out_partitions=len(choice.left_out),
         damaged=damaged,
         credit=choice.extras["scarctl"]["credit"],
+        snapshot=snapshot,
     )

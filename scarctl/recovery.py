@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
-from scarctl.errors import NoIntactCopy, UsageError
+from scarctl.errors import Corruption, LayoutMismatch, NoIntactCopy, UsageError
 from scarctl.layout import Layout
-from scarctl.store import ShardState, Store
+from scarctl.store import SealedSet, ShardState, Snapshot, Store, sealed_sets
 from scarctl.version import NEVER, step_of
 
 Ids = NDArray[np.int64]
@@ -97,6 +97,8 @@ class Plan:
     """Rollback: per shard the sealed record that is gone back to."""
     degraded: bool = False
     """A newer acknowledged version exists, but no intact copy of it."""
+    snapshot: str | None = None
+    """Rollback: the snapshot that is gone back to, if it is one."""
 
     @property
     def nbytes(self) -> int:
@@ -109,6 +111,7 @@ class Plan:
             "exact": self.exact,
             "degraded": self.degraded,
             "step": self.step,
+            "snapshot": self.snapshot,
             "lost_partitions": self.lost,
             "restored_partitions": len(self.ids),
             "bytes": self.nbytes,
@@ -185,22 +188,25 @@ def plan_rollback(
     *,
     lost: int | None = None,
     before: int | None = None,
+    snapshot: Snapshot | None = None,
 ) -> Plan:
     """Take everything back to the newest step at which every shard was sealed (by version: epoch, then step).
 
     lost: number of partitions that were lost, for the report; default all. before: only versions below this
-    one.
+    one. snapshot: this state and no other.
 
-    Raises NoIntactCopy (kind "no-sealed-state") when there is none.
+    Raises NoIntactCopy (kind "no-sealed-state") when there is none; LayoutMismatch.
     """
     shards = np.unique(shard_of).tolist()
-    sealed: dict[int, dict[tuple[int, int], int]] = {}
-    for shard in shards:
-        sealed[shard] = {(epoch, step): seq for seq, epoch, step in store.state(shard, layout).sealed}
-    common = set.intersection(*(set(of) for of in sealed.values())) if sealed else set()
-    for epoch, step in sorted(common, reverse=True):
-        seqs = {shard: sealed[shard][epoch, step] for shard in shards}
-        states = {shard: store.state(shard, layout, at=seq) for shard, seq in seqs.items()}
+    damage: list[str] = []
+    for one in _sealed_states(store, layout, shards, snapshot):
+        step = one.step
+        seqs = {shard: one.seqs[shard] for shard in shards}
+        try:
+            states = {shard: store.state(shard, layout, at=seq) for shard, seq in seqs.items()}
+        except Corruption as error:  # collected long ago, or damaged
+            damage.append(error.message)
+            continue
         ids = np.arange(layout.partitions, dtype=np.int64)
         version = _stored(layout, states)
         top = int(version.max(initial=NEVER))
@@ -211,7 +217,27 @@ def plan_rollback(
         if arena is not None:
             tier[arena.lifted(in_memory(arena)) == arena.lifted(version)] = MEMORY
         count = len(ids) if lost is None else lost
-        return Plan("rollback", layout, shard_of, count, ids, tier, version, states, True, step, seqs=seqs)
+        name = snapshot.name if snapshot is not None else None
+        return Plan(
+            "rollback",
+            layout,
+            shard_of,
+            count,
+            ids,
+            tier,
+            version,
+            states,
+            True,
+            step,
+            seqs=seqs,
+            snapshot=name,
+        )
+    if snapshot is not None:
+        raise NoIntactCopy(
+            f"snapshot {snapshot.name!r} is damaged{': ' + damage[0] if damage else ''}",
+            hint="nothing was changed; `scarctl verify` lists what is damaged",
+            kind="no-sealed-state",
+        )
     raise NoIntactCopy(
         "there is no older state that every shard sealed at the same step"
         if before is not None
@@ -219,6 +245,19 @@ def plan_rollback(
         hint="recover the lost partitions only (--mode partial)",
         kind="no-sealed-state",
     )
+
+
+def _sealed_states(
+    store: Store, layout: Layout, shards: Sequence[int], snapshot: Snapshot | None
+) -> Sequence[SealedSet]:
+    """What a rollback may go back to, best first."""
+    if snapshot is None:
+        return sealed_sets(store.state(shard, layout) for shard in shards)
+    if snapshot.layout != layout.digest or not set(shards) <= snapshot.seqs.keys():
+        raise LayoutMismatch(
+            f"snapshot {snapshot.name!r} is of another layout", hint="use the model that it was taken of"
+        )
+    return [SealedSet(snapshot.epoch, snapshot.step, snapshot.seqs)]
 
 
 def take_rows(starts: Ids, stops: Ids) -> slice | Ids:

@@ -23,7 +23,7 @@ from scarctl.recovery import Ids, Perturbation, Plan, estimate, lost_ids, plan_p
 from scarctl.sinks import ArenaSink, FileSink, PatchSink, check_fits, file_content
 from scarctl.statefile import StateFile, open_state
 from scarctl.statewriter import new_state, patch_state
-from scarctl.store import Store, StoreWriter
+from scarctl.store import Store, StoreWriter, read_snapshot
 from scarctl.version import step_of
 
 MODES = ("partial", "rollback")
@@ -47,10 +47,14 @@ class RecoverSettings:
     """Folder of arenas, if not the default."""
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     """For the file system of a remote store. They may be secret."""
+    snapshot: str | None = None
+    """Rollback: to this snapshot, not to the newest sealed state."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UsageError(f"unknown mode {self.mode!r}", hint=f"use one of {', '.join(MODES)}")
+        if self.snapshot is not None and self.mode != "rollback":
+            raise UsageError("a snapshot is whole: it goes with --mode rollback")
         if self.into is not None and self.output is not None:
             raise UsageError(
                 "both --into and --output are given", hint="give one: patch a file, or write a new one"
@@ -165,7 +169,15 @@ class _Recovery:
         # What goes into the arena replaces what lies there: those copies count as lost.
         memory = None if self.settings.into is None and self.settings.output is None else self.arena
         if self.settings.mode == "rollback":
-            return plan_rollback(self.store, self.layout, self.shard_of, memory, lost=len(self.ids))
+            name = self.settings.snapshot
+            return plan_rollback(
+                self.store,
+                self.layout,
+                self.shard_of,
+                memory,
+                lost=len(self.ids),
+                snapshot=None if name is None else read_snapshot(self.store, name),
+            )
         shards = np.unique(self.shard_of[self.ids]).tolist()
         states = {shard: self.store.state(shard, self.layout) for shard in shards}
         plan = plan_partial(

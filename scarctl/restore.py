@@ -22,7 +22,7 @@ from scarctl.execution import Report, execute
 from scarctl.live import LiveState
 from scarctl.recovery import Lost, Perturbation, Plan, estimate, lost_ids, plan_partial, plan_rollback
 from scarctl.sinks import ArenaSink
-from scarctl.store import ShardState, Store
+from scarctl.store import ShardState, Snapshot, Store
 from scarctl.version import pack, step_of
 
 log = logging.getLogger("scarctl")
@@ -41,14 +41,16 @@ class Resumed:
     """Where the partitions came from; None when there was nothing to resume from."""
 
 
-def resume_live(engine: Engine, live: LiveState, mode: str) -> tuple[Resumed, Any]:
+def resume_live(
+    engine: Engine, live: LiveState, mode: str, snapshot: Snapshot | None = None
+) -> tuple[Resumed, Any]:
     """Restore everything into a fresh process. Returns the extras too, None when there was nothing to resume from.
 
     Raises NoIntactCopy, Corruption, UsageError; then no live value was changed.
     """
     _check_mode(mode)
     if mode == "rollback":
-        report, extras = _roll_back(engine, live)
+        report, extras = _roll_back(engine, live, snapshot=snapshot)
         assert report.step is not None
         return Resumed(report.step, True, report), extras
     # Meanwhile nothing moves from the queue to the store: extras would be seen in neither. Nor after a failure: what
@@ -116,11 +118,15 @@ def recover_live(
     return report, None
 
 
-def _roll_back(engine: Engine, live: LiveState, lost: int | None = None) -> tuple[Report, Any]:
+def _roll_back(
+    engine: Engine, live: LiveState, lost: int | None = None, snapshot: Snapshot | None = None
+) -> tuple[Report, Any]:
     """Go back to the newest state that all shards sealed at one step; forget what came after, here and in the store."""
     known = engine.arena.distance.copy()
     with engine.nothing_saved():
-        plan = plan_rollback(engine.store, engine.layout, engine.shard_of, engine.arena, lost=lost)
+        plan = plan_rollback(
+            engine.store, engine.layout, engine.shard_of, engine.arena, lost=lost, snapshot=snapshot
+        )
         report = execute(plan, engine.store, engine.arena, ArenaSink(engine.arena))
         extras = _sealed_extras(engine.store, report.plan)
         everything = np.arange(engine.layout.partitions)

@@ -35,8 +35,9 @@ from scarctl.gate import Gate
 from scarctl.layout import Layout
 from scarctl.moment import Moment, Moments
 from scarctl.restore import Resumed, recover_live, resume_live
-from scarctl.store import Store
+from scarctl.store import Store, create_snapshot, read_snapshot, sealed_sets
 from scarctl.store.address import IN_THIS_PROCESS, portable_options
+from scarctl.store.snapshot import check_snapshot_name, snapshot_names
 from scarctl.version import MAX_STEP
 from scarctl.worker import Worker
 
@@ -162,10 +163,37 @@ class Session:
         with self._gate.quiet(timeout) as quiet:
             return quiet and not self._closed and self._seal(self._moment or self._take())
 
-    def resume(self, mode: str = "partial") -> Resumed:
+    def snapshot(self, name: str) -> int:
+        """Save the whole state as a sealed checkpoint, and keep it under a name; returns its step.
+
+        It stays until it is deleted (`scarctl prune --delete`). Returns when it is durable. Raises UsageError for a
+        name that is taken or cannot be one, and before the first step; ScarError (kind "not-sealed") when values are
+        not finite; the store's fault.
+        """
+        check_snapshot_name(name)
+        engine = self._started()
+        if name in snapshot_names(self.store):
+            raise UsageError(f"there is a snapshot {name!r} already", kind="snapshot-exists")
+        for last in (False, True):
+            self.checkpoint(full=True, wait=True)
+            newest = sealed_sets(self.store.state(shard) for shard in self.store.shards())[:1]
+            if not newest or (newest[0].epoch, newest[0].step) != (engine.arena.epoch, self.head_step):
+                raise ScarError(
+                    f"the state of step {self.head_step} could not be sealed: it has values that are not finite",
+                    kind="not-sealed",
+                )
+            try:
+                return create_snapshot(self.store, name, newest[0]).step
+            except Unavailable as error:
+                if last or error.kind != "snapshot-late":
+                    raise
+        raise AssertionError("unreachable")
+
+    def resume(self, mode: str = "partial", snapshot: str | None = None) -> Resumed:
         """Restore what the store and this host's memory have, in place; an empty store changes nothing.
 
         mode: "partial" takes every partition's newest copy; "rollback" the newest state that is of one step everywhere.
+        snapshot: go back to the snapshot of this name, exactly.
         Returns the step to go on after, whether the state is exact, and the report.
         Raises LayoutMismatch (another model or optimizer), NoIntactCopy, Corruption; then nothing was changed.
         """
@@ -178,15 +206,18 @@ class Session:
         if layout is None:
             return Resumed(step=0, exact=True, report=None)
         with self._gate.held():
-            return self._resume(layout, mode)
+            return self._resume(layout, mode, snapshot)
 
-    def _resume(self, layout: Layout, mode: str) -> Resumed:
+    def _resume(self, layout: Layout, mode: str, name: str | None) -> Resumed:
+        snapshot = None if name is None else read_snapshot(self.store, name)
         self._binding.check(layout)
         remove_slots = self._adapter.create_slots(layout)
         # What a dead process left becomes durable only when it is clear from which step this one goes on.
         engine = self._opened or self._open(layout, stopped=True)
         try:
-            resumed, extras = resume_live(engine, self._binding.live(engine.arena), mode)
+            resumed, extras = resume_live(
+                engine, self._binding.live(engine.arena), mode if snapshot is None else "rollback", snapshot
+            )
         except BaseException:
             remove_slots()
             raise

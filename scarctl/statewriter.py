@@ -150,7 +150,7 @@ class _PatchTorch(_Replacement):
         _put_rows(self._state.tensor(name), self._state.specs[name], rows, data)
 
     def finish(self) -> None:
-        _torch_save(self._state.content, self.file)
+        torch_save(self._state.content, self.file)
 
 
 class _NewSafetensors(_Replacement):
@@ -192,10 +192,10 @@ class _NewTorch(_Replacement):
         _put_rows(self._tensors[name], self._specs[name], rows, data)
 
     def finish(self) -> None:
-        _torch_save(self._tensors, self.file)
+        torch_save(self._tensors, self.file)
 
 
-def _torch_save(content: Any, file: IO[bytes]) -> None:
+def torch_save(content: Any, file: IO[bytes]) -> None:
     """torch.save that keeps the operating system's own error: torch turns it into one about its archive."""
     import torch
 

@@ -459,3 +459,20 @@ def test_nothing_to_restore_from_changes_nothing(tmp_path: Path) -> None:
         loop.session.recover("embed.weight")
     assert differing(loop.state(), before) == []
     loop.session.close(seal=False)
+
+
+def test_a_snapshot_is_resumed_exactly_whatever_came_after(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", interval=2)
+    loop.train(5)
+    assert loop.session.snapshot("five") == 5
+    wanted = loop.state()
+    with pytest.raises(UsageError, match="already"):
+        loop.session.snapshot("five")
+    loop.train(6)
+    loop.session.checkpoint(full=True, wait=True)
+    loop.session.close()
+    again = Loop(tmp_path / "store", interval=2)
+    resumed = again.session.resume(snapshot="five")
+    assert (resumed.step, resumed.exact) == (5, True)
+    assert differing(again.state(), wanted) == []
+    again.session.close()

@@ -31,6 +31,7 @@ Examples:
   scarctl checkpoint model.safetensors --store ckpt --step 0 --shards 8
   scarctl checkpoint model.safetensors --store ckpt --step 100 --fraction 1/4
   scarctl checkpoint state.pt --store ckpt --step 200 --policy full --json
+  scarctl checkpoint model.safetensors --store ckpt --step 300 --snapshot best
   scarctl checkpoint --live --full --store ckpt
 """
 _LIVE = ("full", "wait")
@@ -90,6 +91,12 @@ _FILE = (
 )
 @click.option("--full", is_flag=True, envvar="SCARCTL_FULL", help="With --live: the whole state.")
 @click.option(
+    "--snapshot",
+    metavar="NAME",
+    envvar="SCARCTL_SNAPSHOT",
+    help="Save the whole state, and keep it under this name.",
+)
+@click.option(
     "--wait",
     type=click.FloatRange(min=0),
     default=60.0,
@@ -113,6 +120,7 @@ def command(
     dry_run: bool,
     live: bool,
     full: bool,
+    snapshot: str | None,
     wait: float,
     as_json: bool,
     debug: bool,
@@ -128,7 +136,7 @@ def command(
     """
     _refuse(*(_FILE if live else _LIVE), why="cannot be combined with --live" if live else "goes with --live")
     if live:
-        return _live(store, full, wait, arena_dir, as_json)
+        return _live(store, full or snapshot is not None, wait, arena_dir, as_json, snapshot)
     if state is None or step is None:
         raise UsageError(
             "give STATE and --step, or --live", hint="`scarctl checkpoint --help` shows examples"
@@ -146,6 +154,7 @@ def command(
         shards=shards,
         partition_bytes=partition_bytes,
         arena_dir=arena_dir,
+        snapshot=snapshot,
     )
     done = checkpoint(open_state(state), settings, dry_run=dry_run)
     for reason in done.damaged:
@@ -153,12 +162,14 @@ def command(
     if done.nonfinite_partitions:
         warn(_about_nonfinite(done))
     emit(
-        {**done.to_json(), "policy": policy, "dry_run": dry_run},
+        {**done.to_json(), "policy": policy if snapshot is None else "full", "dry_run": dry_run},
         as_json=as_json,
         text=_text(done, shown_url(store), dry_run),
     )
     if done.left_out_partitions:
-        note("exit code 3: not everything that was due is saved")
+        note(
+            f"exit code 3: not everything that was due is saved{', no snapshot is made' if snapshot else ''}"
+        )
     return EXIT_PARTLY if done.left_out_partitions else EXIT_OK
 
 
@@ -171,10 +182,20 @@ def _refuse(*names: str, why: str) -> None:
             raise UsageError(f"{shown} {why}")
 
 
-def _live(url: str, full: bool, wait: float, arena_dir: str | None, as_json: bool) -> int:
-    from scarctl.cli.live import checkpoint_live
+def _live(
+    url: str, full: bool, wait: float, arena_dir: str | None, as_json: bool, snapshot: str | None
+) -> int:
+    from scarctl.cli.live import checkpoint_live, name_live
+    from scarctl.store.snapshot import check_snapshot_name, snapshot_names
 
-    done = checkpoint_live(open_store(url), full=full, wait=wait, arena_dir=arena_dir).to_json()
+    store = open_store(url)
+    if snapshot is not None and check_snapshot_name(snapshot) in snapshot_names(store):
+        raise UsageError(f"there is a snapshot {snapshot!r} already", kind="snapshot-exists")
+    made = checkpoint_live(store, full=full, wait=wait, arena_dir=arena_dir)
+    done = made.to_json()
+    if made.exact and snapshot is not None:
+        name_live(store, made, snapshot)
+        done["snapshot"] = snapshot
     exact = "; the whole state is of this step" if done["exact"] else ""
     emit(
         {**done, "live": True, "full": full},

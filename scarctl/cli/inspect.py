@@ -120,6 +120,8 @@ class Survey:
     distance: NDArray[np.float64]
     """NaN: not known."""
     usage: dict[str, int]
+    snapshots: list[dict[str, Any]]
+    """Named sealed states."""
     run: dict[str, Any] | None
     """What the arena says about the run, None when there is no arena on this host."""
 
@@ -220,6 +222,7 @@ class Survey:
             "shards": self.shards(),
             "partitions": self.partitions(np.arange(total if limit is None else min(limit, total))),
             "store": self.usage,
+            "snapshots": self.snapshots,
             "run": self.run,
         }
 
@@ -229,6 +232,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     import numpy as np
 
     from scarctl.daemon.peek import peek
+    from scarctl.store import snapshots
     from scarctl.version import step_of
 
     layout = store.current_layout()
@@ -236,7 +240,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     usage = store.usage(states)
     if layout is None:
         return Survey(
-            store.url, None, None, np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0), usage, None
+            store.url, None, None, np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0), usage, [], None
         )
     version = np.full(layout.partitions, -1, dtype=np.int64)
     for state in states.values():
@@ -257,8 +261,17 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
             "errors": arena.errors,
         }
     shard_of = layout.shards(store.settings.shards, store.settings.seed)
+    named = [snapshot.to_json() for snapshot in snapshots(store)]
     return Survey(
-        store.url, step if step >= 0 else None, layout, shard_of, step_of(version), distance, usage, run
+        store.url,
+        step if step >= 0 else None,
+        layout,
+        shard_of,
+        step_of(version),
+        distance,
+        usage,
+        named,
+        run,
     )
 
 
@@ -280,6 +293,10 @@ def summary(view: Survey) -> list[str]:
         f"on disk {human_bytes(usage['bytes'])}, of which live {human_bytes(usage['live_bytes'])}; "
         f"{usage['segments']} segments, {usage['records']} records",
     ]
+    if view.snapshots:
+        named = [f"{s['name']} (step {s['step']})" for s in view.snapshots[:TOP]]
+        more = f" and {len(view.snapshots) - TOP} more" if len(view.snapshots) > TOP else ""
+        lines.append(f"snapshots: {', '.join(named)}{more}")
     if view.run is not None:
         lines.append(
             f"run on this host: process {view.run['pid']} ({'alive' if view.run['alive'] else 'stopped'}), "

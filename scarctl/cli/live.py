@@ -14,7 +14,7 @@ from scarctl.daemon.folder import host_folder
 from scarctl.daemon.peek import peek
 from scarctl.errors import Unavailable, UsageError
 from scarctl.layout import Layout
-from scarctl.store import Store
+from scarctl.store import Store, create_snapshot, sealed_sets
 from scarctl.version import NEVER, epoch_of, pack, step_of
 
 _POLL = 0.05
@@ -82,6 +82,20 @@ def checkpoint_live(store: Store, *, full: bool, wait: float, arena_dir: str | N
     raise Unavailable(
         f"process {pid} was asked, but nothing newer is durable after {wait:g} s",
         hint="it saves after its next step, if something has changed; `scarctl daemon status` shows how far it is",
+    )
+
+
+def name_live(store: Store, made: LiveCheckpoint, name: str) -> None:
+    """Make what a session has just sealed a snapshot. Raises what `create_snapshot` raises."""
+    wanted = epoch_of(made.version), step_of(made.version)
+    for sealed in sealed_sets(store.state(shard) for shard in store.shards()):
+        if (sealed.epoch, sealed.step) == wanted:
+            create_snapshot(store, name, sealed)
+            return
+    raise Unavailable(
+        f"the state of step {wanted[1]} was collected before it became snapshot {name!r}",
+        hint="ask again",
+        kind="snapshot-late",
     )
 
 

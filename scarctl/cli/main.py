@@ -21,7 +21,9 @@ COMMANDS = {
     "checkpoint": "Save the part of a state file that changed most.",
     "daemon": "Start, look at or stop the process that makes checkpoints durable.",
     "doctor": "Try out a place for a store: what it guarantees, and how fast it is.",
+    "export": "Write a state as safetensors, .pt or DCP, for other tools.",
     "inspect": "Show what a store holds and what losing a shard would change.",
+    "prune": "Delete old copies, sealed states and snapshots that need not be kept.",
     "recover": "Restore only what was lost.",
     "run": "Run a command whose sessions save through the host's daemon.",
     "verify": "Check every record, segment and checksum of a store.",
@@ -43,6 +45,11 @@ OPTIONS = frozenset(
         "live",
         "full",
         "rounds",
+        "keep",
+        "keep_last",
+        "keep_every",
+        "snapshot",
+        "max_shard_size",
     }
 )
 
@@ -53,6 +60,7 @@ Examples:
   scarctl inspect --store ckpt
   scarctl recover --store ckpt --lost 2,5 --into survivors.safetensors
   scarctl verify --store ckpt
+  scarctl prune --store ckpt --dry-run
   scarctl run --store ckpt -- python train.py
 
 \b

@@ -26,6 +26,7 @@ Examples:
   scarctl recover --store ckpt --lost 2,5 --into survivors.safetensors
   scarctl recover --store ckpt --lost 'layers.3.*' --output lost.safetensors
   scarctl recover --store ckpt --lost all --mode rollback --output whole.pt
+  scarctl recover --store ckpt --lost all --mode rollback --snapshot best --output best.safetensors
   scarctl recover --store ckpt --lost all --dry-run --json
 """
 
@@ -60,6 +61,12 @@ Examples:
     help="Only what was lost, or everything to the newest state of one step.",
 )
 @click.option(
+    "--snapshot",
+    metavar="NAME",
+    envvar="SCARCTL_SNAPSHOT",
+    help="With --mode rollback: to this snapshot, exactly.",
+)
+@click.option(
     "--arena-dir", metavar="DIR", envvar="SCARCTL_ARENA_DIR", help="Where arenas are, if not the default."
 )
 @click.option("--dry-run", is_flag=True, envvar="SCARCTL_DRY_RUN", help="Print the plan; change nothing.")
@@ -70,6 +77,7 @@ def command(
     into: Path | None,
     output: Path | None,
     mode: str,
+    snapshot: str | None,
     arena_dir: str | None,
     dry_run: bool,
     as_json: bool,
@@ -90,6 +98,7 @@ def command(
         into=into,
         output=output,
         arena_dir=arena_dir,
+        snapshot=snapshot,
     )
     done = recover(settings, dry_run=dry_run)
     for reason in done.problems:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,8 @@ from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.handover import HandOver, HandOverQueue
-from scarctl.errors import Corruption, Overwritten
-from scarctl.store import StoreWriter
+from scarctl.errors import Corruption, Overwritten, ScarError
+from scarctl.store import Collector, StoreWriter
 from scarctl.version import NEVER, pack, step_of
 
 log = logging.getLogger("scarctl")
@@ -21,6 +22,7 @@ Ids = NDArray[np.int64]
 
 _ATTEMPTS = 8
 """How often a segment may be spoiled by newer copies before the hand-over is put off."""
+_TIDY_PAUSE = 30.0  # seconds after a failure
 
 
 class PutOff(Exception):
@@ -35,6 +37,8 @@ class Persister:
         """Set by another thread: what is being written is given up, and `PutOff` raised."""
         self._arena = arena
         self._writer = writer
+        self._collector = Collector(writer)
+        self._tidy_at = 0.0
         self._members = {shard: np.flatnonzero(shard_of == shard) for shard in np.unique(shard_of).tolist()}
         self._shard_of = shard_of
         self._sealed: tuple[int, set[int]] = (
@@ -74,6 +78,38 @@ class Persister:
         if len(already) == len(self._members):
             arena.sealed = version
         return written
+
+    def tidy(self, limit: int) -> bool:
+        """Keep the store small: work that moves about `limit` bytes. Returns whether there may be more to do.
+
+        Never raises: what fails is logged, and tried again after a while. Saving does not depend on it.
+        """
+        if time.monotonic() < self._tidy_at:
+            return False
+        done = self._collector.done
+        before = done.moved_bytes
+        try:
+            while self._collector.turn():
+                if done.moved_bytes - before >= limit:
+                    return True
+        except (ScarError, OSError, MemoryError) as error:
+            log.warning("old copies cannot be collected now: %s", error)
+            self._tidy_at = time.monotonic() + _TIDY_PAUSE
+        return False
+
+    @property
+    def space(self) -> dict[str, Any]:
+        """What saving and collecting have written, for people."""
+        writer, done = self._writer, self._collector.done
+        return {
+            "handed_bytes": writer.handed_bytes,
+            "written_bytes": writer.written_bytes,
+            "moved_bytes": done.moved_bytes,
+            "collected_bytes": done.deleted_bytes,
+            "write_amplification": round(writer.written_bytes / writer.handed_bytes, 4)
+            if writer.handed_bytes
+            else None,
+        }
 
     def _commit(self, shard: int, ids: Ids, handover: HandOver, extras: Any) -> tuple[Ids, bool]:
         """Commit what of `ids` has no newer copy, and acknowledge it.

@@ -185,6 +185,7 @@ class Run:
             "queued_bytes": int(arena.layout.partition_bytes[pending].sum()),
             "saved_bytes": stats.nbytes,
             "bytes_per_second": int(stats.nbytes / seconds),
+            "space": thread.space if thread is not None else None,
             "errors": stats.errors,
             "last_error": str(fault) if fault is not None else None,
             "stopped": self._saver.failure is not None,

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from scarctl.daemon.handover import HandOverQueue
 from scarctl.daemon.persister import Persister, PutOff
@@ -137,6 +138,9 @@ class PersisterThread:
         _be_polite()
         wake_at: float | None = None
         while True:
+            # Not before something was saved: whoever has just started has more urgent things to do.
+            while self.stats.handovers and self._idle() and self._tidy(0):
+                pass
             event = self._wait(wake_at)
             wake_at = None
             if isinstance(event, _Look):
@@ -153,6 +157,15 @@ class PersisterThread:
             with self._changed:
                 self._obeying = False
                 self._changed.notify_all()
+
+    def _idle(self) -> bool:
+        with self._changed:
+            return not self._events and self._machine.phase is Phase.IDLE
+
+    @property
+    def space(self) -> dict[str, Any]:
+        """See `Persister.space`."""
+        return self._persister.space
 
     def _look(self) -> Event:
         """What waits now. Only this thread looks: a list made elsewhere may be older than what it knows."""
@@ -199,7 +212,8 @@ class PersisterThread:
                 self._note(error)
                 self._queue.set_aside(number)
                 return Persisted(number)
-            self.stats.nbytes += self._persister.persist(handover)
+            written = self._persister.persist(handover)
+            self.stats.nbytes += written
         except ScarError as error:
             self._note(error)
             return Failed(number, error.retryable, time.monotonic(), random.random())
@@ -217,7 +231,16 @@ class PersisterThread:
             self.stats.busy_seconds += time.monotonic() - started
         self.stats.handovers += 1
         self.last_error = None
+        # Others may wait: what is saved makes room for itself, and no more.
+        self._tidy(written // 2)
         return Persisted(number)
+
+    def _tidy(self, limit: int) -> bool:
+        try:
+            return self._persister.tidy(limit)
+        except Exception:
+            log.exception("collecting old copies failed unexpectedly")
+            return False
 
     def _note(self, error: ScarError) -> None:
         if self.last_error is None or self.last_error.message != error.message:

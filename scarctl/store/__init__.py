@@ -2,9 +2,19 @@
 
 from scarctl.store.blob import Blobs, InDoubt, LocalBlobs
 from scarctl.store.check import Problem, Report, verify
+from scarctl.store.gc import Collector
 from scarctl.store.record import Record
 from scarctl.store.segment import SegmentRef, Source
 from scarctl.store.settings import Settings
+from scarctl.store.snapshot import (
+    SealedSet,
+    Snapshot,
+    create_snapshot,
+    delete_snapshot,
+    read_snapshot,
+    sealed_sets,
+    snapshots,
+)
 from scarctl.store.state import Damage, ShardState
 from scarctl.store.store import Batch, Store
 from scarctl.store.writer import StoreWriter
@@ -12,17 +22,25 @@ from scarctl.store.writer import StoreWriter
 __all__ = [
     "Batch",
     "Blobs",
+    "Collector",
     "Damage",
     "InDoubt",
     "LocalBlobs",
     "Problem",
     "Record",
     "Report",
+    "SealedSet",
     "SegmentRef",
     "Settings",
     "ShardState",
+    "Snapshot",
     "Source",
     "Store",
     "StoreWriter",
+    "create_snapshot",
+    "delete_snapshot",
+    "read_snapshot",
+    "sealed_sets",
+    "snapshots",
     "verify",
 ]

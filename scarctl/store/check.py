@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.errors import Corruption
+from scarctl.errors import Corruption, UsageError
 from scarctl.layout import Layout
 from scarctl.store.format import (
     SETTINGS,
@@ -19,17 +20,30 @@ from scarctl.store.format import (
     record_path,
     segment_path,
     shard_folder,
+    snapshot_path,
 )
 from scarctl.store.log import ShardLog
 from scarctl.store.record import Record
-from scarctl.store.segment import Ids, SegmentReader, by_group, open_segment, partition_checksums, positions
-from scarctl.store.state import parse_index
+from scarctl.store.segment import (
+    COLUMNS,
+    Ids,
+    SegmentReader,
+    SegmentRef,
+    by_group,
+    open_segment,
+    partition_checksums,
+    positions,
+    read_tail,
+)
+from scarctl.store.snapshot import read_snapshot, snapshot_names
+from scarctl.store.state import Index, parse_index
 from scarctl.store.store import BATCH, Store
 
 Progress = Callable[[int, int], None]
 """Called with `(bytes done, bytes in all)`."""
 
 _NAMED = 1000
+_ATTEMPTS = 8
 
 
 @dataclass(frozen=True)
@@ -82,6 +96,8 @@ class _Check:
         self.progress = progress
         self.report = Report()
         self.total = 0
+        self.pinned: dict[int, set[int]] = {}
+        """Records of each shard that snapshots keep."""
 
     def run(self) -> Report:
         self.total = store_bytes(self.store)
@@ -91,9 +107,39 @@ class _Check:
         for digest in self.store.layouts():
             self._layout(digest)
             self._count(layout_path(digest))
+        for name in snapshot_names(self.store):
+            self._snapshot(name)
         for shard in self.store.shards():
-            self._shard(self.store.log(shard))
+            self._beside_a_writer(self.store.log(shard))
         return self.report
+
+    def _snapshot(self, name: str) -> None:
+        path = snapshot_path(name)
+        try:
+            with self._noting(path):
+                snapshot = read_snapshot(self.store, name)
+                for shard, seq in snapshot.seqs.items():
+                    self.pinned.setdefault(shard, set()).add(seq)
+        except UsageError:
+            return  # deleted meanwhile
+        self._count(path)
+
+    def _beside_a_writer(self, log: ShardLog) -> None:
+        """Checks a shard, again when a writer has deleted meanwhile what nobody needs any more."""
+        for _ in range(_ATTEMPTS):
+            before = copy.deepcopy(self.report)
+            boundary = self._boundary(log)
+            self._shard(log)
+            if len(self.report.problems) == len(before.problems) or self._boundary(log) == boundary:
+                return
+            self.report = before
+        self._shard(log)
+
+    def _boundary(self, log: ShardLog) -> int:
+        try:
+            return log.record(max(log.numbers(), default=0)).boundary
+        except (Corruption, FileNotFoundError):
+            return 0
 
     def _layout(self, digest: str) -> Layout | None:
         """A layout, None if it is missing or damaged: then that is noted, once."""
@@ -131,18 +177,33 @@ class _Check:
         # Listed before the records: a run that goes on meanwhile adds a record first, then its index.
         indexes = log.indexes()
         records = self._records(log, indexes)
+        numbers = sorted(records)
+        boundary = records[numbers[-1]].boundary if numbers else 0
         named = set()
         for record in records.values():
             if record.segment is not None:
                 named.add(record.segment.name)
-                self._segment(log, record)
+                needed = record.seq >= boundary
+                self._segment(log, record.segment, record.layout, record.segment_kind, record, needed)
+        pinned = self.pinned.get(log.shard, set())
+        for seq in indexes:
+            index = self._index(log, seq, records)
+            self._count(index_path(log.shard, seq))
+            if index is None or seq > boundary:
+                continue  # after the boundary records name all segments
+            needed = seq == boundary or seq in pinned
+            for ref in index.state.segments:
+                if ref.name not in named:
+                    named.add(ref.name)
+                    self._segment(log, ref, index.layout, None, seq, needed)
+        for seq in sorted({seq for seq in pinned | {boundary} if 0 < seq <= boundary} - set(indexes)):
+            self.note(index_path(log.shard, seq), "this index is missing, and the log before is deleted")
+        for seq in sorted(pinned - records.keys()):
+            self.note(record_path(log.shard, seq), "this record is missing, and a snapshot names it")
         for name, size in self.blobs.files(f"{shard_folder(log.shard)}/seg"):
             if name not in named and is_segment_name(name):
                 self.report.orphans.append(self.blobs.where(segment_path(log.shard, name)))
                 self._count(segment_path(log.shard, name), size)
-        for seq in indexes:
-            self._index(log, seq, records)
-            self._count(index_path(log.shard, seq))
 
     def _records(self, log: ShardLog, indexes: list[int]) -> dict[int, Record]:
         found: dict[int, Record] = {}
@@ -180,7 +241,7 @@ class _Check:
                 self.note(path, f"record {record.base}, which it goes back to, is missing")
         return found
 
-    def _index(self, log: ShardLog, seq: int, records: dict[int, Record]) -> None:
+    def _index(self, log: ShardLog, seq: int, records: dict[int, Record]) -> Index | None:
         path = index_path(log.shard, seq)
         what = self.blobs.where(path)
         with self._noting(path):
@@ -191,33 +252,62 @@ class _Check:
             record = records.get(seq)
             if record is not None and index.state.tail_digest != record.digest:
                 raise corrupt(what, "it is the index of another record")
+            return index
+        return None
 
     # --- segments -------------------------------------------------------------------------------------------
 
-    def _segment(self, log: ShardLog, record: Record) -> None:
-        ref = record.segment
-        assert ref is not None
+    def _segment(
+        self,
+        log: ShardLog,
+        ref: SegmentRef,
+        digest: str,
+        kind: str | None,
+        named_by: Record | int,
+        needed: bool,
+    ) -> None:
+        """Checks a segment that a record or (by its number) an index names; what is not `needed` may be gone.
+
+        kind: None when only the segment itself says it.
+        """
         path = segment_path(log.shard, ref.name)
-        self.report.segments += 1
-        layout = None
+        layout = self._layout(digest)
         reasons: dict[str, None] = {}  # each once: tail and head of a missing file say the same
+        missing = False
         tail = None
-        try:
-            layout = self._layout(record.layout)
-            tail = None if layout is None else log.tail(record, layout)
-        except (Corruption, FileNotFoundError) as error:
-            reasons[_reason(error)] = None
         try:
             with open_segment(self.blobs, path, ref) as segment:
                 segment.check_head()
-                if layout is not None and tail is not None and tail.checksums is not None:
-                    for bad, reason in self._data(segment, layout, tail.ids, tail.checksums):
-                        self._name(path, layout, bad, reason)
-        except (Corruption, FileNotFoundError) as error:
-            reasons[_reason(error)] = None
-        held = (
-            f"record {record.seq}, {record.partitions} partitions of epoch {record.epoch}, step {record.step}"
-        )
+                kind = kind or segment.header.metadata.get("kind", "")
+        except FileNotFoundError:
+            missing = True
+        except Corruption as error:
+            reasons[error.message] = None
+        if missing and not needed:
+            return
+        self.report.segments += 1
+        if missing:
+            reasons["the segment is missing"] = None
+        elif layout is not None and kind in COLUMNS:
+            columns = len(COLUMNS[kind])
+            count = (ref.nbytes - ref.tail) // (8 * columns)
+            if isinstance(named_by, Record):
+                count = named_by.partitions
+            try:
+                tail = read_tail(self.blobs, path, ref, kind, count, layout)
+                if not reasons and tail.checksums is not None:
+                    with open_segment(self.blobs, path, ref) as segment:
+                        for bad, reason in self._data(segment, layout, tail.ids, tail.checksums):
+                            self._name(path, layout, bad, reason)
+            except (Corruption, FileNotFoundError) as error:
+                reasons[_reason(error)] = None
+        if isinstance(named_by, Record):
+            held = (
+                f"record {named_by.seq}, {named_by.partitions} partitions of epoch {named_by.epoch}, "
+                f"step {named_by.step}"
+            )
+        else:
+            held = f"index {named_by}"
         for reason in reasons:
             self.note(path, f"{reason} ({held})")
         self._count(path, ref.nbytes)

@@ -22,12 +22,14 @@ MAX_RECORD = 64 << 10
 MAX_SETTINGS = 1 << 20
 MAX_LAYOUT = 64 << 20
 MAX_HEADER = 64 << 20
+MAX_SNAPSHOT = 64 << 20
 MAX_SHARD = 999_999
 MAX_SEQ = 10**18
 
 SETTINGS = "scarctl.json"
 LOCK = "lock"
 TEMPORARY = ".tmp-"
+SNAPSHOTS = "snapshots"
 RESERVED = "scarctl/"
 """Prefix of tensor names that belong to the store; a model's own names may not begin with it."""
 
@@ -37,6 +39,7 @@ _SHARD = re.compile(r"0|[1-9][0-9]{0,5}", re.ASCII)
 _SEGMENT = re.compile(r"[0-9]{8}-[0-9a-f]{32}\.safetensors", re.ASCII)
 _RECORD = re.compile(r"([0-9]{20})\.json", re.ASCII)
 _INDEX = re.compile(r"([0-9]{20})\.safetensors", re.ASCII)
+_SNAPSHOT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json", re.ASCII)
 _LAYOUT = re.compile(r"([0-9a-f]{64})\.json", re.ASCII)
 
 _HEAL = "the file is damaged or was changed by something else; `scarctl verify` lists what is affected"
@@ -82,6 +85,21 @@ def index_path(shard: int, seq: int) -> str:
 
 def layout_path(digest: str) -> str:
     return f"layout/{digest}.json"
+
+
+def snapshot_path(name: str) -> str:
+    return f"{SNAPSHOTS}/{name}.json"
+
+
+def name_of_snapshot(file: str) -> str | None:
+    """Name of the snapshot that a file is, None for any other file name."""
+    match = _SNAPSHOT.fullmatch(file)
+    return match[1] if match else None
+
+
+def epoch_of_segment(name: str) -> int:
+    """Epoch of the writer that made a segment, from its name (see `is_segment_name`)."""
+    return int(name[:8])
 
 
 def segment_name(epoch: int, unique: str) -> str:

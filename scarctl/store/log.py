@@ -27,6 +27,9 @@ from scarctl.version import NEVER
 
 _log = logging.getLogger(__name__)
 
+_ATTEMPTS = 8
+"""How often a reader begins again beside a writer that collects."""
+
 
 class ShardLog:
     """The log of one shard. `layouts` gives a layout by its digest."""
@@ -64,8 +67,11 @@ class ShardLog:
         )
 
     def records(self) -> Iterator[Record]:
-        """All records, oldest first, the chain of digests checked. Raises Corruption."""
+        """All records from the boundary on, oldest first, the chain of digests checked. Raises Corruption."""
         numbers = self.numbers()
+        if numbers:
+            boundary = self.record(numbers[-1]).boundary
+            numbers = [seq for seq in numbers if seq >= boundary]
         parent: Record | None = None
         for expected, seq in enumerate(numbers, start=numbers[0] if numbers else 0):
             if seq != expected:
@@ -80,6 +86,26 @@ class ShardLog:
         """State after record `at` (default: the newest). Empty if the log is. Raises Corruption, naming the
         file.
         """
+        for attempt in range(_ATTEMPTS):
+            newest = max(self._listed(), default=-1)
+            try:
+                found = self._state(at)
+                if not found.damaged or attempt == _ATTEMPTS - 1:
+                    return found
+            except Corruption:
+                if attempt == _ATTEMPTS - 1 or newest == max(self._listed(), default=-1):
+                    raise
+            else:
+                if newest == max(self._listed(), default=-1):
+                    return found
+            # The writer went on, and may have collected what was about to be read.
+        raise AssertionError("unreachable")
+
+    def has_index(self, seq: int) -> bool:
+        """Whether there is an intact index of a record. Raises FileNotFoundError when there is no such record."""
+        return self._index(self.record(seq)) is not None
+
+    def _state(self, at: int | None) -> ShardState:
         numbers = self.numbers()
         if at is not None:
             numbers = [n for n in numbers if n <= at]
@@ -92,6 +118,7 @@ class ShardLog:
         for record in reversed(records):
             self._advance(start, record)
         start.records = len(numbers)
+        start.past = at is not None
         return start
 
     def _walk(self, seq: int, indexes: set[int]) -> tuple[ShardState, list[Record]]:
@@ -174,6 +201,8 @@ class ShardLog:
         found = ShardState(
             self.shard, state.layout, state.seq, state.epoch, state.step, state.tail_digest, state.records
         )
+        found.sealed = state.sealed
+        found.past = True  # what is older must not be replaced by what it stands in for
         if state.layout is None:
             return None
         found.set_members(ascending(ids))
@@ -218,7 +247,34 @@ class ShardLog:
                     wanted[here] = False
             if number is not None:
                 passed |= current == number
+        if wanted.any():
+            self._older_sealed(found, state, at, np.flatnonzero(wanted))
         return found if found.segments else None
+
+    def _older_sealed(self, found: ShardState, state: ShardState, at: Ids, wanted: Ids) -> None:
+        """Where the log has been collected: copies of the sealed states that were kept, for found.ids[wanted]."""
+        for seq, _, _ in reversed(state.sealed):
+            if not len(wanted):
+                return
+            try:
+                kept = self.state(seq)
+            except Corruption:
+                continue  # collected too, or damaged
+            there = kept.find(found.ids[wanted])
+            own = at[wanted]
+            older = (there >= 0) & (kept.version[there] >= 0) & (kept.version[there] < state.version[own])
+            names = np.array([s.name for s in kept.segments] + [""])
+            present = np.array([s.name for s in state.segments] + [""])
+            older &= names[kept.segment[there]] != present[state.segment[own]]
+            take, source = wanted[older], there[older]
+            if len(take):
+                offset = len(found.segments)
+                found.segments.extend(kept.segments)
+                found.version[take] = kept.version[source]
+                found.segment[take] = kept.segment[source] + offset
+                found.position[take] = kept.position[source]
+                found.checksum[take] = kept.checksum[source]
+            wanted = wanted[~older]
 
     def _back(self, seq: int) -> Iterator[Record]:
         """Records from `seq` back to the beginning, without those that were rolled back; stops where the log

@@ -62,6 +62,10 @@ class Source(Protocol):
         """
 
 
+Pieces: TypeAlias = Mapping[tuple[int, int], Bytes]
+"""By group and tensor: the pieces of a segment's partitions of that group, one after another, as uint8[bytes]."""
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentRef:
     """What a record says about its segment: enough to find, verify and read any part of it. Offsets in bytes."""
@@ -156,7 +160,7 @@ def write_segment(
     name: str,
     layout: Layout,
     ids: Ids,
-    source: Source | None,
+    source: Source | Pieces | None,
     metadata: Mapping[str, str],
     *,
     kind: str = "commit",
@@ -166,8 +170,8 @@ def write_segment(
     """Writes one segment with the partitions `ids` (ascending, unique) and returns its reference and their
     checksums.
 
-    The file is complete but not committed. `source` is None for members. Raises UsageError when the source's
-    buffer has the wrong length.
+    The file is complete but not committed. `source` is where whole tensors are, or just the pieces; None for
+    members. Raises UsageError when a buffer has the wrong length.
     """
     data = [] if source is None else _order(layout, ids)
     header, tail = _place(layout, ids, data, kind, extras or {}, metadata)
@@ -189,7 +193,12 @@ def write_segment(
             factor = checksum.tensor_constant(t)
             local = ids[i:j] - layout.base[g]
             full = full_piece(layout.groups[g], t)
-            for a, b, chunk in _chunks(source, layout.groups[g], g, t, local):
+            chunks = (
+                _cut(source[g, t], layout.groups[g], t, local)
+                if isinstance(source, Mapping)
+                else _chunks(source, layout.groups[g], g, t, local)
+            )
+            for a, b, chunk in chunks:
                 checksums[i + a : i + b] += checksum.hash_pieces(chunk, full, b - a) * factor
                 out.write(chunk)
                 data_bytes += chunk.size
@@ -263,6 +272,18 @@ def _place(
     tensors.extend((RESERVED + column, dtypes[column], (len(ids),)) for column in COLUMNS[kind])
     header = dump_header(tensors, {"format": "1", "kind": kind, **metadata})
     return header, header.length + end
+
+
+def _cut(data: Bytes, group: Group, t: int, local: Ids) -> Iterator[tuple[int, int, Bytes]]:
+    """`(a, b, bytes)` as `_chunks`, from the pieces of `local` themselves."""
+    piece = full_piece(group, t)
+    last = partition_rows(group, int(local[-1])) * group.tensors[t].row_bytes
+    if data.size != (len(local) - 1) * piece + last:
+        raise UsageError(f"{group.key(t)}: {data.size} bytes given for {len(local)} pieces of {piece}")
+    step = max(1, CHUNK // max(piece, 1))
+    for a in range(0, len(local), step):
+        b = min(a + step, len(local))
+        yield a, b, data[a * piece : b * piece]
 
 
 def _chunks(source: Source, group: Group, g: int, t: int, local: Ids) -> Iterator[tuple[int, int, Bytes]]:

@@ -53,7 +53,7 @@ class ShardState:
     copy in a damaged segment (`damaged`). `step` is that of the newest commit, -1 if there is none. `sealed`
     lists `(seq, epoch, step)`. `extras` is `(version, number of the segment)`. `records` counts the log's
     files. `unindexed_records` and `unindexed` are the records, and the partitions in them, since the last
-    index.
+    index. `past`: the state after a record that was asked for, not the newest.
     """
 
     shard: int
@@ -76,6 +76,7 @@ class ShardState:
     boundary: int = 0
     unindexed_records: int = 0
     unindexed: int = 0
+    past: bool = False
 
     @property
     def saved(self) -> NDArray[np.bool_]:
@@ -159,6 +160,30 @@ class ShardState:
         if known.all():
             self.sealed.append((record.seq, record.epoch, record.step))
             del self.sealed[:-KEEP_SEALED]
+
+    def take_over(self, fresh: ShardState, ids: Ids) -> NDArray[np.bool_]:
+        """Brings the places of `ids` up to date from a newer state: which of them it has in another segment.
+
+        Newer copies are taken too, but not by a state of the past.
+        """
+        found = np.zeros(len(ids), bool)
+        if not len(fresh.ids):
+            return found
+        own, there = self.find(ids), fresh.find(ids)
+        found |= (there >= 0) & (fresh.segment[there] >= 0)
+        same = (fresh.version[there] == self.version[own]) & (fresh.checksum[there] == self.checksum[own])
+        if not self.past:
+            same |= fresh.version[there] > self.version[own]
+        found &= same
+        before = np.array([s.name for s in self.segments] + [""])
+        after = np.array([s.name for s in fresh.segments] + [""])
+        found &= before[self.segment[own]] != after[fresh.segment[there]]
+        own, there = own[found], there[found]
+        self.segment[own] = fresh.segment[there] + np.int32(len(self.segments))
+        for name in ("version", "position", "checksum"):
+            getattr(self, name)[own] = getattr(fresh, name)[there]
+        self.segments = [*self.segments, *fresh.segments]
+        return found
 
     def drop_unused_segments(self) -> None:
         """Forgets the segments that hold nobody's newest copy. Numbers change."""

@@ -25,6 +25,7 @@ from scarctl.store.format import (
     MAX_LAYOUT,
     MAX_SETTINGS,
     SETTINGS,
+    SNAPSHOTS,
     Fields,
     corrupt,
     digest_of_layout,
@@ -313,8 +314,29 @@ class Store:
         order = np.argsort(segments, kind="stable")
         at, segments = at[order], segments[order]
         starts = np.flatnonzero(np.diff(segments, prepend=-1))
+        gone: list[tuple[Ids, str]] = []
         for i, j in pairwise([*starts.tolist(), len(at)]):
-            yield from self._read_segment(state, state.layout, int(segments[i]), at[i:j], corrupt)
+            yield from self._read_segment(state, state.layout, int(segments[i]), at[i:j], corrupt, gone)
+        if gone:
+            yield from self._read_again(state, gone, corrupt)
+
+    def _read_again(
+        self, state: ShardState, gone: list[tuple[Ids, str]], corrupt: list[tuple[Ids, str]]
+    ) -> Iterator[Batch]:
+        """Copies whose segment is missing: perhaps the writer has collected it, and has them elsewhere.
+
+        `state` is brought up to date with what is found. A state of the past takes no newer copies.
+        """
+        fresh = self.state(state.shard)
+        moved = []
+        for ids, reason in gone:
+            taken = state.take_over(fresh, ids)
+            if not taken.all():
+                corrupt.append((ids[~taken], reason))
+            moved.append(ids[taken])
+        again = np.concatenate(moved)
+        if len(again):
+            yield from self.read(state, again, corrupt=corrupt)
 
     def _read_segment(
         self,
@@ -323,6 +345,7 @@ class Store:
         number: int,
         at: NDArray[np.int64],
         bad: list[tuple[Ids, str]],
+        gone: list[tuple[Ids, str]],
     ) -> Iterator[Batch]:
         ref = state.segments[number]
         path = segment_path(state.shard, ref.name)
@@ -357,13 +380,10 @@ class Store:
                         done = b
                         if intact.any():
                             yield _batch(g, layout, ids[a:b], data, intact)
-        except (Corruption, FileNotFoundError) as error:
-            reason = (
-                error.message
-                if isinstance(error, Corruption)
-                else f"{self.blobs.where(path)}: the segment is missing"
-            )
-            bad.append((ids[done:], reason))
+        except Corruption as error:
+            bad.append((ids[done:], error.message))
+        except FileNotFoundError:
+            gone.append((ids[done:], f"{self.blobs.where(path)}: the segment is missing"))
 
     def read_extras(self, state: ShardState) -> tuple[int, object] | None:
         """The newest extras, verified, as `(version, object)`; None if none were saved. Raises Corruption."""
@@ -377,12 +397,19 @@ class Store:
                 text, tensors = segment.extras()
             return version, extras.decode(text, tensors)
         except FileNotFoundError:
+            fresh = None if state.past else self.state(state.shard)
+            if fresh is not None and fresh.extras is not None and fresh.extras[0] > version:
+                return self.read_extras(fresh)  # the writer has newer ones, and has collected these
             raise corrupt(what, "the segment is missing") from None
 
     def usage(self, states: Mapping[int, ShardState]) -> dict[str, int]:
         """`bytes` of all files, `live_bytes` of newest copies, number of `segments` and of `records`."""
         total = segments = records = live = 0
-        folders = ["layout", *(f"shards/{s}/{f}" for s in self.shards() for f in ("seg", "log", "index"))]
+        folders = [
+            "layout",
+            SNAPSHOTS,
+            *(f"shards/{s}/{f}" for s in self.shards() for f in ("seg", "log", "index")),
+        ]
         for folder in folders:
             sizes = [size for _, size in self.blobs.files(folder)]
             total += sum(sizes)

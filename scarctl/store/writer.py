@@ -9,18 +9,19 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scarctl import extras as extras_codec
-from scarctl.errors import Contention, Fenced, Overwritten, ScarError, Unavailable, UsageError
+from scarctl.errors import Contention, Corruption, Fenced, Overwritten, ScarError, Unavailable, UsageError
 from scarctl.layout import Layout
 from scarctl.store.blob import InDoubt
 from scarctl.store.format import index_path, record_path, segment_name, segment_path, shard_folder
 from scarctl.store.record import Record
-from scarctl.store.segment import Ids, SegmentRef, Source, Tail, ascending, write_segment
+from scarctl.store.segment import Ids, Pieces, SegmentRef, Source, Tail, ascending, write_segment
+from scarctl.store.snapshot import is_readable
 from scarctl.store.state import ShardState, dump_index
 from scarctl.version import MAX_EPOCH, MAX_STEP
 
@@ -31,8 +32,21 @@ _log = logging.getLogger(__name__)
 
 INDEX_RECORDS = 512
 """An index is written at the latest after so many records, however few partitions they hold."""
+INDEX_BYTES = 36
+"""Bytes of an index per partition."""
 _WORTH = 16  # records without partitions that make an index worth its bytes when the store is closed
 _ATTEMPTS = 16
+_RARE = 400  # state bytes per byte of a second index
+
+
+class Observer(Protocol):
+    """Who wants to know what a writer does: see `StoreWriter.observer`."""
+
+    def committing(self, record: Record, tail: Tail | None) -> None:
+        """The record is durable; the writer's state is still the one before it."""
+
+    def wrote(self, shard: int, path: str, nbytes: int) -> None:
+        """A file was created in a shard."""
 
 
 @dataclass
@@ -55,6 +69,11 @@ class StoreWriter:
     epoch: int
     states: dict[int, ShardState]
     """State of every shard in the store."""
+    observer: Observer | None = None
+    handed_bytes: int = 0
+    """Bytes of partitions that were given to `commit`."""
+    written_bytes: int = 0
+    """Bytes of all files written since the store was opened: segments, records and indexes."""
 
     def __init__(self, store: Store, layout: Layout, shard_of: NDArray[np.int32]) -> None:
         if shard_of.shape != (layout.partitions,):
@@ -166,16 +185,8 @@ class StoreWriter:
             raise Overwritten(
                 f"shard {shard}: partitions changed before the commit of step {step}", hint="commit again"
             )
-        try:
-            self._publish(record, tail)
-        except FileExistsError:
-            other = self._there(record)
-            self._dead = Fenced(
-                f"{self.store.where}: a newer writer has taken over: "
-                f"epoch {other.epoch} of {other.writer}, this one has epoch {self.epoch}",
-                hint="stop this process; what it committed before is safe",
-            )
-            raise self._dead from None
+        self._publish_next(record, tail)
+        self.handed_bytes += record.nbytes
         self._floor[shard] = step
         if state.unindexed_records >= INDEX_RECORDS or 0 < len(state.ids) <= 4 * state.unindexed:
             self._write_index(shard)
@@ -219,7 +230,8 @@ class StoreWriter:
         self._usable()
         for shard, seq in seqs.items():
             state = self._state(shard)
-            if not state.boundary <= seq <= state.seq:
+            kept = state.boundary <= seq or (seq >= 0 and is_readable(self.store, shard, seq))
+            if not kept or seq > state.seq:
                 raise UsageError(f"shard {shard} has no record {seq} to roll back to")
         self._dead = Unavailable(
             f"{self.store.where}: a roll-back did not finish",
@@ -237,6 +249,92 @@ class StoreWriter:
         self._dead = None
         for shard in seqs:
             self._write_index(shard)
+
+    # --- space: see scarctl.store.gc ------------------------------------------------------------------------
+
+    def compact(self, shard: int, ids: Ids, pieces: Pieces) -> Record:
+        """Moves the newest copies of `ids` (ascending) into a new segment. `pieces` are their bytes.
+
+        They keep their versions, so nothing becomes newer than it is. Raises Corruption when the bytes are not those
+        copies, and what `commit` raises.
+        """
+        self._usable()
+        state = self._state(shard)
+        self._settle(shard)
+        at = state.find(ids)
+        record = self._moving(state)
+        versions = state.version[at]
+        ref, sums = self._segment(
+            record, ids, pieces, self._metadata(record), "compact", {}, None, versions=versions
+        )
+        record = replace(record, segment=ref, partitions=len(ids))
+        if not np.array_equal(sums, state.checksum[at]):
+            self._discard(record)
+            raise Corruption(f"{self.store.where}: shard {shard}: copies changed while they were moved")
+        self._publish_next(record, Tail(ids, sums, versions))
+        return record
+
+    def advance_boundary(self, shard: int, keep: frozenset[int]) -> int:
+        """Says that nothing before this moment is needed any more, but the records `keep`; returns the first that is.
+
+        Once this returns, and never before, what came earlier may be deleted. Raises Corruption while it is not known
+        what the newest copies are, and what `commit` raises; then everything is needed as before.
+        """
+        self._usable()
+        state = self._state(shard)
+        self._settle(shard)
+        if state.doubt.any():
+            raise Corruption(f"{self.store.where}: shard {shard} has a damaged segment: nothing is collected")
+        boundary = state.seq
+        sealed = state.sealed
+        state.sealed = [entry for entry in sealed if entry[0] == boundary or entry[0] in keep]
+        if not self.put_index(state):
+            state.sealed = sealed  # as the index that is there says: readers pass over what was collected
+        state.unindexed_records = state.unindexed = 0
+        self._publish_next(replace(self._moving(state), boundary=boundary), None)
+        # One damaged file must not lose a shard: a second index, where it costs next to nothing.
+        if INDEX_BYTES * len(state.ids) * _RARE <= self.layout.nbytes:
+            self._write_index(shard)
+        return boundary
+
+    def put_index(self, state: ShardState) -> bool:
+        """Writes the index of a state, now or of the past; False if an intact one is there. Raises what stops it."""
+        if state.doubt.any():
+            raise Corruption(f"{self.store.where}: shard {state.shard} has a damaged segment at {state.seq}")
+        log = self.store.log(state.shard)
+        path = index_path(state.shard, state.seq)
+        for attempt in range(2):
+            state.drop_unused_segments()
+            parts = dump_index(state)
+            try:
+                self._blobs.create_exclusive(path, parts)
+            except FileExistsError:
+                if log.has_index(state.seq):
+                    return False
+                if attempt:
+                    raise
+                self._blobs.delete(path)  # damaged: of use to nobody
+                continue
+            self._wrote(state.shard, path, sum(memoryview(part).nbytes for part in parts))
+            return True
+        raise AssertionError("unreachable")
+
+    def _moving(self, state: ShardState) -> Record:
+        """The next record, when it saves nothing new."""
+        return Record(
+            seq=state.seq + 1,
+            shard=state.shard,
+            kind="compact",
+            epoch=self.epoch,
+            step=max(state.step, 0),
+            parent=state.tail_digest,
+            layout=self.layout.digest,
+            boundary=state.boundary,
+        )
+
+    def is_settled(self, shard: int) -> bool:
+        """Whether it is known what the newest record of a shard is."""
+        return shard not in self._doubts
 
     # --- epochs ---------------------------------------------------------------------------------------------
 
@@ -295,17 +393,18 @@ class StoreWriter:
         self,
         record: Record,
         ids: Ids,
-        source: Source | None,
+        source: Source | Pieces | None,
         metadata: Mapping[str, str],
         kind: str,
         extras: Mapping[str, extras_codec.RawTensor],
         verify_source: Callable[[], bool] | None,
+        versions: NDArray[np.int64] | None = None,
     ) -> tuple[SegmentRef, NDArray[np.uint64]]:
         """Writes a segment durably. On any failure it is deleted."""
         name = segment_name(self.epoch, uuid.uuid4().hex)
         with self._blobs.writer(segment_path(record.shard, name)) as out:
             ref, checksums = write_segment(
-                out, name, self.layout, ids, source, metadata, kind=kind, extras=extras
+                out, name, self.layout, ids, source, metadata, kind=kind, extras=extras, versions=versions
             )
             if verify_source is not None and not verify_source():
                 raise Overwritten(
@@ -313,7 +412,21 @@ class StoreWriter:
                     hint="commit again",
                 )
             out.commit()
+        self._wrote(record.shard, segment_path(record.shard, name), ref.nbytes)
         return ref, checksums
+
+    def _publish_next(self, record: Record, tail: Tail | None) -> None:
+        """Publishes within the epoch: another record there means that this writer is done. Raises Fenced."""
+        try:
+            self._publish(record, tail)
+        except FileExistsError:
+            other = self._there(record)
+            self._dead = Fenced(
+                f"{self.store.where}: a newer writer has taken over: "
+                f"epoch {other.epoch} of {other.writer}, this one has epoch {self.epoch}",
+                hint="stop this process; what it committed before is safe",
+            )
+            raise self._dead from None
 
     def _publish(self, record: Record, tail: Tail | None) -> None:
         """Creates the record and applies it. Raises FileExistsError if another stands there, InDoubt, or what
@@ -355,6 +468,9 @@ class StoreWriter:
     def _drop(self, record: Record) -> None:
         """The record is not there: deletes its segment."""
         del self._doubts[record.shard]
+        self._discard(record)
+
+    def _discard(self, record: Record) -> None:
         if record.segment is not None:
             # Best effort: what stays is an orphan that no record names, and the error that led here matters
             # more.
@@ -365,6 +481,9 @@ class StoreWriter:
         """The record is there and durable."""
         state = self.states[record.shard]
         if state.seq < record.seq:
+            if self.observer is not None:
+                self.observer.committing(record, tail)
+            self._wrote(record.shard, record_path(record.shard, record.seq), len(record.data))
             state.apply(record, self.layout, tail, self._blobs.where(record_path(record.shard, record.seq)))
             state.records += 1
         del self._doubts[record.shard]
@@ -376,17 +495,19 @@ class StoreWriter:
         state = self.states[shard]
         if state.doubt.any() or state.seq < 0:
             return  # an index cannot say what is in doubt
-        state.drop_unused_segments()
         try:
-            self._blobs.create_exclusive(index_path(shard, state.seq), dump_index(state))
-        except FileExistsError:
-            pass  # written before, of the same record
+            self.put_index(state)
         except ScarError as error:
             _log.warning("no index written, the next opening reads more of the log: %s", error)
             return
         state.unindexed_records = state.unindexed = 0
 
     # --- small things ---------------------------------------------------------------------------------------
+
+    def _wrote(self, shard: int, path: str, nbytes: int) -> None:
+        self.written_bytes += nbytes
+        if self.observer is not None:
+            self.observer.wrote(shard, path, nbytes)
 
     def _metadata(self, record: Record) -> dict[str, str]:
         return {

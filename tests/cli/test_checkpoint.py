@@ -35,6 +35,7 @@ KEYS = {
     "nonfinite_partitions",
     "left_out_partitions",
     "credit",
+    "snapshot",
     "policy",
     "dry_run",
 }

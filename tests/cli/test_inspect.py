@@ -26,6 +26,7 @@ KEYS = {
     "partitions",
     "store",
     "run",
+    "snapshots",
 }
 SHARD_KEYS = {"shard", "partitions", "bytes", "oldest_step", "newest_step", "never_saved", "perturbation"}
 PARTITION_KEYS = {"name", "group", "start", "stop", "shard", "bytes", "saved_step", "staleness", "distance"}

@@ -26,6 +26,7 @@ KEYS = {
     "mode",
     "exact",
     "degraded",
+    "snapshot",
     "step",
     "lost_partitions",
     "restored_partitions",

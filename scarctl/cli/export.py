@@ -1,0 +1,112 @@
+"""`scarctl export`: a state in a format that other tools read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from scarctl.cli.output import (
+    EXIT_OK,
+    EXIT_PARTLY,
+    common_options,
+    emit,
+    human_bytes,
+    note,
+    options_for,
+    warn,
+)
+
+EXAMPLES = """\b
+Examples:
+  scarctl export --store ckpt out
+  scarctl export --store ckpt out --max-shard-size 2GB --json
+  scarctl export --store ckpt best.pt --snapshot best --format pt
+  scarctl export --store ckpt best-dcp --snapshot best --format dcp
+"""
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+class _Size(click.ParamType[Any]):
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(value).lower())
+        if match is None or (match[3] and not match[2]):
+            self.fail(f"{value!r} is no size: write 5GB, 500MB or 2GiB", param, ctx)
+        unit = _BINARY[match[2]] if match[3] else _UNITS[match[2]]
+        return int(float(match[1]) * unit)
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("output", type=click.Path(path_type=Path))
+@click.option(
+    "--snapshot",
+    metavar="NAME",
+    envvar="SCARCTL_SNAPSHOT",
+    help="This snapshot.  [default: the newest copies]",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["safetensors", "pt", "dcp"]),
+    default="safetensors",
+    show_default=True,
+    envvar="SCARCTL_FORMAT",
+    help="A folder of safetensors files, one .pt file of plain tensors, or a DCP folder.",
+)
+@click.option(
+    "--max-shard-size",
+    type=_Size(),
+    default="5GB",
+    show_default=True,
+    metavar="SIZE",
+    envvar="SCARCTL_MAX_SHARD_SIZE",
+    help="Bytes of tensors per safetensors file.",
+)
+@common_options
+def command(
+    output: Path,
+    store: str,
+    snapshot: str | None,
+    form: str,
+    max_shard_size: int,
+    as_json: bool,
+    debug: bool,
+) -> int:
+    """Write the running checkpoint, or a snapshot, to OUTPUT for other tools.
+
+    OUTPUT appears when it is whole. Several safetensors files come with an index, as Hugging Face's do. Tensors are
+    named as in the store: `layers.3.weight`, `layers.3.weight/exp_avg`. Without --snapshot steps may be mixed; the
+    answer says so. Exit code 3: an older copy than the newest one had to be taken.
+    """
+    from scarctl.export import ExportSettings, export
+
+    done = export(
+        ExportSettings(
+            store=store,
+            storage_options=options_for(store),
+            output=output,
+            snapshot=snapshot,
+            format=form,
+            max_shard_bytes=max_shard_size,
+        )
+    )
+    for problem in done.problems:
+        warn(problem)
+    label = (
+        f"exact, of step {done.step}"
+        if done.exact
+        else f"mixed, of steps {done.oldest_step} to {done.newest_step}"
+    )
+    emit(
+        {**done.to_json(), "format": form, "snapshot": snapshot},
+        as_json=as_json,
+        text=f"wrote {done.tensors} tensors, {human_bytes(done.bytes)}, to {output} ({len(done.files)} files): {label}",
+    )
+    if done.degraded:
+        note("exit code 3: the newest copy of something is damaged, an older one was taken")
+    return EXIT_PARTLY if done.degraded else EXIT_OK

@@ -1,0 +1,296 @@
+"""Writing the running checkpoint, or a snapshot, in a format of others: safetensors, torch's `.pt`, or a DCP folder.
+
+Tensors go out file by file, a few MiB of partitions at a time. What appears under the target's name is whole: a file or
+a folder is made under a temporary name beside it, synced, and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scarctl.daemon.arena import Arena
+from scarctl.errors import NoIntactCopy, UsageError
+from scarctl.execution import execute
+from scarctl.layout import Layout, TensorSpec
+from scarctl.recovery import Ids, Plan, plan_partial, plan_rollback
+from scarctl.sinks import Bytes, FileSink, file_content
+from scarctl.statefile import os_errors
+from scarctl.statewriter import StateWriter, new_state, torch_save
+from scarctl.store import Store, read_snapshot
+from scarctl.store.format import header_length, parse_header
+from scarctl.version import MAX_STEP, step_of
+
+FORMATS = ("safetensors", "pt", "dcp")
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportSettings:
+    """What to write, and where to."""
+
+    store: str
+    """Folder of the store, or its address."""
+    output: Path
+    """The file or folder to be made. It must not be there yet."""
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    """For the file system of a remote store. They may be secret."""
+    snapshot: str | None = None
+    """The snapshot to write; None: the newest copy of every partition."""
+    format: str = "safetensors"
+    """safetensors, pt or dcp."""
+    max_shard_bytes: int = 5 * 10**9
+    """safetensors and dcp: bytes of tensors per file. A tensor is never split."""
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise UsageError(f"unknown format {self.format!r}", hint=f"use one of {', '.join(FORMATS)}")
+        if self.max_shard_bytes < 1:
+            raise UsageError(f"a file cannot have at most {self.max_shard_bytes} bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written."""
+
+    output: str
+    files: tuple[str, ...]
+    tensors: int
+    bytes: int
+    exact: bool
+    """Everything is of `step`. Otherwise steps are mixed."""
+    step: int | None
+    oldest_step: int
+    newest_step: int
+    degraded: bool
+    problems: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "output": self.output,
+            "files": list(self.files),
+            "tensors": self.tensors,
+            "bytes": self.bytes,
+            "exact": self.exact,
+            "step": self.step,
+            "oldest_step": self.oldest_step,
+            "newest_step": self.newest_step,
+            "degraded": self.degraded,
+            "problems": list(self.problems),
+        }
+
+
+def export(settings: ExportSettings) -> Exported:
+    """Write a state for other tools. Every copy is verified; takes no lock and changes nothing in the store.
+
+    Raises UsageError (the target is there, no such snapshot), NoStore, NoIntactCopy, Corruption, AccessDenied,
+    Unavailable; then there is nothing under the target's name.
+    """
+    store = Store.open(settings.store, storage_options=settings.storage_options)
+    layout = store.current_layout()
+    if layout is None:
+        raise NoIntactCopy(f"{store.url}: nothing is saved in this store yet", kind="nothing-saved")
+    target = Path(os.path.abspath(settings.output))
+    if os.path.lexists(target):
+        raise UsageError(f"{settings.output} is there already", hint="give another name, or delete it")
+    plan = _plan(store, layout, settings.snapshot)
+    with _made_whole(target, "state.pt" if settings.format == "pt" else None) as folder:
+        outcome, problems, files = _write_folder(store, plan, folder, settings)
+    steps = step_of(outcome.version)
+    return Exported(
+        output=str(settings.output),
+        files=tuple(files),
+        tensors=len(_specs(layout)),
+        bytes=layout.nbytes,
+        exact=outcome.step is not None and not outcome.degraded,
+        step=outcome.step,
+        oldest_step=int(steps.min(initial=MAX_STEP)),
+        newest_step=int(steps.max(initial=0)),
+        degraded=outcome.degraded,
+        problems=problems,
+    )
+
+
+def _plan(store: Store, layout: Layout, snapshot: str | None) -> Plan:
+    shard_of = layout.shards(store.settings.shards, store.settings.seed)
+    if snapshot is not None:
+        return plan_rollback(store, layout, shard_of, snapshot=read_snapshot(store, snapshot))
+    everything = np.arange(layout.partitions, dtype=np.int64)
+    states = {shard: store.state(shard, layout) for shard in np.unique(shard_of).tolist()}
+    return plan_partial(everything, layout, shard_of, states)
+
+
+def _specs(layout: Layout) -> dict[str, TensorSpec]:
+    specs, _ = file_content(layout, np.arange(layout.partitions, dtype=np.int64))
+    return specs
+
+
+class _Files:
+    """A sink that puts every tensor into the file that it belongs to."""
+
+    arena: Arena | None = None
+
+    def __init__(self, layout: Layout, writers: Mapping[str | None, StateWriter]) -> None:
+        everything = np.arange(layout.partitions, dtype=np.int64)
+        _, runs = file_content(layout, everything)
+        self._sink = FileSink(layout, _Switch(writers), runs)
+
+    def overwrites(self, ids: Ids, versions: Ids) -> bool:
+        """No: nothing is there before it is whole."""
+        return False
+
+    def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Bytes]) -> None:
+        """Write partitions."""
+        self._sink.put(group, ids, versions, tensors)
+
+
+class _Switch:
+    """One writer for several files: by the tensor's name, or the only one (None)."""
+
+    def __init__(self, writers: Mapping[str | None, StateWriter]) -> None:
+        self._writers = writers
+
+    def write(self, name: str, rows: Any, data: Bytes) -> None:
+        writer = self._writers.get(name) or self._writers[None]
+        writer.write(name, rows, data)
+
+    def commit(self) -> None: ...
+
+    def __enter__(self) -> _Switch:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def _fill(
+    store: Store, plan: Plan, writers: Mapping[str | None, StateWriter]
+) -> tuple[Plan, tuple[str, ...]]:
+    report = execute(plan, store, None, _Files(plan.layout, writers))
+    return report.plan, report.problems
+
+
+def _write_folder(
+    store: Store, plan: Plan, folder: Path, settings: ExportSettings
+) -> tuple[Plan, tuple[str, ...], list[str]]:
+    layout = plan.layout
+    specs = _specs(layout)
+    parts = _split(specs, settings.max_shard_bytes)
+    names = [
+        WHOLE if len(parts) == 1 else f"model-{n:05d}-of-{len(parts):05d}.safetensors"
+        for n in range(1, len(parts) + 1)
+    ]
+    with contextlib.ExitStack() as stack:
+        writers: dict[str | None, StateWriter] = {}
+        files = []
+        for name, part in zip(names, parts, strict=True):
+            out = stack.enter_context(new_state(folder / name, {key: specs[key] for key in part}))
+            files.append(out)
+            writers |= dict.fromkeys(part, out)
+        outcome, problems = _fill(store, plan, writers)
+        for out in files:
+            out.commit()
+    if settings.format == "dcp":
+        _to_dcp(folder, names)
+        return outcome, problems, sorted(path.name for path in folder.iterdir())
+    if settings.format == "pt":
+        _to_torch(folder, names)
+        return outcome, problems, [settings.output.name]
+    if len(parts) > 1:
+        weights = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+        index = {"metadata": {"total_size": layout.nbytes}, "weight_map": dict(sorted(weights.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        names.append(INDEX)
+    return outcome, problems, names
+
+
+def _split(specs: Mapping[str, TensorSpec], limit: int) -> list[list[str]]:
+    """Names of tensors by file, in order; each file has at most `limit` bytes, or one tensor."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, spec in specs.items():
+        if parts[-1] and size + spec.nbytes > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += spec.nbytes
+    return parts
+
+
+def _mapped(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """The tensors of safetensors files, mapped: memory holds only what is being used. Each has a storage of its own."""
+    import torch
+
+    from scarctl.dtypes import torch_of
+
+    found: dict[str, Any] = {}
+    for name in names:
+        path = folder / name
+        raw = np.memmap(path, np.uint8, mode="c")
+        length = header_length(raw[:8].tobytes(), raw.size, path)
+        for key, entry in parse_header(raw[:length].tobytes(), raw.size, path).tensors.items():
+            data = torch.from_numpy(np.asarray(raw[entry.start : entry.stop]))
+            found[key] = data.view(torch_of(entry.dtype)).view(entry.shape)
+    return found
+
+
+def _to_torch(folder: Path, names: Sequence[str]) -> None:
+    """Makes `state.pt` of the safetensors files in a folder."""
+    with (folder / "state.pt").open("xb") as file:
+        torch_save(_mapped(folder, names), file)
+
+
+def _to_dcp(folder: Path, names: Sequence[str]) -> None:
+    """Makes a DCP checkpoint of the safetensors files in a folder, and removes them."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    made = folder / "dcp"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch tells that this is one process
+        save(_mapped(folder, names), storage_writer=FileSystemWriter(made, sync_files=True), no_dist=True)
+    for name in names:
+        os.unlink(folder / name)
+    for path in made.iterdir():
+        os.rename(path, folder / path.name)
+    made.rmdir()
+
+
+@contextmanager
+def _made_whole(target: Path, inner: str | None) -> Iterator[Path]:
+    """A temporary folder beside `target`. It gets that name when the block ends well, or its file `inner` does."""
+    with os_errors(target):
+        temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}.tmp")
+        os.mkdir(temporary)
+    try:
+        with os_errors(target):
+            yield temporary
+            made = temporary if inner is None else temporary / inner
+            for path in [*temporary.iterdir(), temporary]:
+                _sync(path)
+            if os.path.lexists(target):
+                raise UsageError(f"{target} has appeared meanwhile", hint="give another name, or delete it")
+            os.rename(made, target)
+            _sync(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,159 @@
+"""Compaction: which copies to move so that mostly dead segments can be deleted (docs/FORMAT.md, section 9).
+
+A segment whose copies are about to be replaced anyway is not worth moving: it dies by itself. So what a segment is
+worth is its dead bytes per byte to be moved, times how long the copies to be moved will live. How long a copy lives is
+guessed from how long the one before it lived. What is moved is sorted by that, so that new segments die as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.layout import Layout
+from scarctl.store.segment import Bytes, Ids, ascending, by_group, full_piece
+from scarctl.store.state import ShardState
+from scarctl.store.store import Store
+from scarctl.version import step_of
+
+LONG = 64.0
+"""Commits that any copy is thought to live at most: nobody knows the future better."""
+_HASTE = 4.0  # commits that every copy is thought to live at least
+PARTS = 4
+SMALLEST = 64 << 10
+"""Segments that one turn may write, and the bytes that each should have at least."""
+
+
+class Lives:
+    """How long copies live, in steps, as far as the commits of this writer have shown it."""
+
+    def __init__(self) -> None:
+        self.between = np.empty(0, np.int64)
+        """Steps between the last two copies of each member; -1: not known."""
+        self.pace = 1.0
+        """Steps between two commits."""
+        self._last = -1
+
+    def saved(self, state: ShardState, at: NDArray[np.int64], step: int) -> None:
+        """Members `at` are about to be saved as of `step`; `state` is as before."""
+        if len(self.between) != len(state.ids):
+            self.between = np.full(len(state.ids), -1, np.int64)
+        before = step_of(state.version[at])
+        self.between[at] = np.where((before >= 0) & (before < step), step - before, -1)
+        if 0 <= self._last < step:
+            self.pace += (step - self._last - self.pace) / 8
+        self._last = step
+
+    def left(self, state: ShardState, at: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Commits after which each of the members `at` will probably have another copy."""
+        now = max(self._last, state.step)
+        age = np.maximum(now - step_of(state.version[at]), 0)
+        known = self.between[at] if len(self.between) == len(state.ids) else np.full(len(at), -1)
+        life = np.where(known >= 0, known, 2 * age)
+        left: NDArray[np.float64] = np.maximum(life - age, 0) / max(self.pace, 1.0)
+        return np.minimum(left, LONG) + _HASTE
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What the files of one shard hold, in bytes."""
+
+    total: int
+    """All files."""
+    live: int
+    """Newest copies."""
+    pinned: int
+    """What else the segments of kept sealed states have: it cannot be reclaimed."""
+    dead: int
+    """Segments without a newest copy that nothing keeps: only to be deleted."""
+
+
+def live_bytes(layout: Layout, state: ShardState) -> NDArray[np.int64]:
+    """Bytes of newest copies in each of the state's segments."""
+    at = np.flatnonzero(state.segment >= 0)
+    weights = layout.partition_bytes[state.ids[at]].astype(np.float64)
+    return np.bincount(state.segment[at], weights, len(state.segments)).astype(np.int64)
+
+
+def choose(
+    state: ShardState,
+    layout: Layout,
+    lives: Lives,
+    kept: frozenset[str],
+    *,
+    free: int,
+    limit: int,
+) -> Ids:
+    """Members (their places in the arrays) to move, so that segments of about `free` dead bytes can be deleted.
+
+    At most about `limit` bytes are moved. Segments in `kept`, and the one with the newest extras, stay.
+    """
+    used = live_bytes(layout, state)
+    length = np.array([s.data for s in state.segments], np.int64)
+    at = np.flatnonzero(state.segment >= 0)
+    left = np.bincount(state.segment[at], lives.left(state, at), len(used))
+    count = np.bincount(state.segment[at], minlength=len(used))
+    worth = np.where(used > 0, (length - used) / np.maximum(used, 1) * left / np.maximum(count, 1), 0.0)
+    for number, segment in enumerate(state.segments):
+        if segment.name in kept or (state.extras is not None and state.extras[1] == number):
+            worth[number] = 0.0
+    chosen = np.zeros(len(used), bool)
+    moved = 0
+    for number in np.argsort(-worth, kind="stable").tolist():
+        if free <= 0 or worth[number] <= 0 or moved >= limit:
+            break
+        # Where more would be written than freed, the space is better left alone.
+        if used[number] > 4 * (length[number] - used[number]):
+            continue
+        chosen[number] = True
+        moved += int(used[number])
+        free -= int(length[number] - used[number])
+    mine = at[chosen[state.segment[at]]]
+    if moved <= limit:
+        return mine
+    # A part of the last one: the rest follows in the next turn.
+    order = mine[np.argsort(-worth[state.segment[mine]], kind="stable")]
+    until = np.searchsorted(np.cumsum(layout.partition_bytes[state.ids[order]]), limit) + 1
+    return np.sort(order[:until])
+
+
+def parts(state: ShardState, layout: Layout, lives: Lives, at: Ids) -> list[Ids]:
+    """The members `at` split into new segments: together what will probably be replaced at about the same time."""
+    nbytes = int(layout.partition_bytes[state.ids[at]].sum())
+    count = int(np.clip(nbytes // SMALLEST, 1, min(PARTS, len(at))))
+    order = at[np.argsort(lives.left(state, at), kind="stable")]
+    cut = np.cumsum(layout.partition_bytes[state.ids[order]]) * count // (nbytes + 1)
+    return [state.ids[np.sort(order[cut == n])] for n in range(count) if (cut == n).any()]
+
+
+def read_pieces(
+    store: Store, state: ShardState, layout: Layout, ids: Ids
+) -> tuple[Ids, dict[tuple[int, int], Bytes], list[str]]:
+    """The copies of `ids` (ascending) that are intact, as a new segment wants them; and why others are not."""
+    bad: list[tuple[Ids, str]] = []
+    found: dict[int, list[tuple[Ids, list[Bytes]]]] = {}
+    for batch in store.read(state, ids, corrupt=bad):
+        found.setdefault(batch.group, []).append((batch.ids, batch.tensors))
+    if bad:
+        ids = np.setdiff1d(ids, np.concatenate([wrong for wrong, _ in bad]))
+    pieces: dict[tuple[int, int], Bytes] = {}
+    for g, i, j in by_group(layout, ascending(ids)):
+        group = layout.groups[g]
+        starts, stops = layout.row_ranges(ids[i:j])
+        for t, spec in enumerate(group.tensors):
+            piece = full_piece(group, t)
+            out = np.empty(int((stops - starts).sum()) * spec.row_bytes, np.uint8)
+            whole = out[: out.size - out.size % piece].reshape(-1, piece) if piece else out.reshape(0, 0)
+            for batch_ids, tensors in found[g]:
+                place = np.searchsorted(ids[i:j], batch_ids)
+                data = tensors[t].reshape(-1)
+                if not piece:
+                    continue
+                full = data.size // piece
+                whole[place[:full]] = data[: full * piece].reshape(full, piece)
+                if full < len(place):
+                    out[out.size - out.size % piece :] = data[full * piece :]
+            pieces[g, t] = out
+    return ids, pieces, [reason for _, reason in bad]

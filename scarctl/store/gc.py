@@ -1,0 +1,382 @@
+"""Keeping a store small beside its own commits: the `Collector` of the live writer (docs/FORMAT.md, section 9).
+
+A turn is a bounded piece of work on one shard: move some copies out of mostly dead segments, write an index, commit a
+record that moves the boundary, and only then delete what nothing from the boundary on can reach. What is garbage once
+is garbage for ever: new records only name new segments, and a roll-back goes to what was kept. So it may be deleted
+late, or twice, or by the next writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scarctl.errors import Corruption, UsageError
+from scarctl.store.compact import Lives, Space, choose, live_bytes, parts, read_pieces
+from scarctl.store.format import (
+    corrupt,
+    epoch_of_segment,
+    index_path,
+    is_segment_name,
+    record_path,
+    segment_path,
+    seq_of_index,
+    shard_folder,
+)
+from scarctl.store.log import ShardLog
+from scarctl.store.record import Record
+from scarctl.store.segment import SegmentRef, Tail
+from scarctl.store.snapshot import SealedSet, sealed_sets, snapshots
+from scarctl.store.state import ShardState
+from scarctl.store.store import Store
+from scarctl.store.writer import INDEX_BYTES, StoreWriter
+
+_log = logging.getLogger(__name__)
+
+RATIO = 2.0
+"""A shard's files take at most so many times the bytes of its newest copies, and what kept sealed states hold."""
+_STEP = 1 / 64  # of the newest copies: what a turn gives back at least
+TURN_BYTES = 64 << 20
+"""Bytes that a turn moves at most; so much memory it takes, too."""
+TURN_FILES = 2000
+"""Files that a turn deletes at most."""
+_WORTH = 4  # bytes freed per byte of index that a turn writes, at least
+_ATTEMPTS = 8
+FLOOR = 128 << 10
+"""Bytes per shard that are never worth the work: records, indexes, headers."""
+
+
+@dataclass
+class _Shard:
+    """What a collector knows about a shard's files, without looking."""
+
+    total: int = 0
+    live: int = 0
+    lives: Lives = field(default_factory=Lives)
+    look_at: int = 0
+    """Bytes from which on it is worth a closer look."""
+    garbage: list[tuple[str, int]] = field(default_factory=list)
+    """Files to be deleted, in this order, and their bytes; nothing can reach them any more."""
+    stuck: set[str] = field(default_factory=set)
+    """Segments with damaged copies: they stay."""
+
+
+@dataclass
+class Work:
+    """What a collector has done."""
+
+    turns: int = 0
+    moved_bytes: int = 0
+    deleted_files: int = 0
+    deleted_bytes: int = 0
+
+
+class Collector:
+    """Collects and compacts for one writer, in the writer's thread. Made right after the writer."""
+
+    def __init__(
+        self, writer: StoreWriter, *, ratio: float = RATIO, floor: int = FLOOR, turn_bytes: int = TURN_BYTES
+    ) -> None:
+        """Raises UsageError for a ratio that cannot be reached."""
+        if ratio < 1.1:
+            raise UsageError(
+                f"a store cannot be kept at {ratio} times its live bytes", hint="give 1.1 or more"
+            )
+        self.done = Work()
+        self._writer = writer
+        self._store = writer.store
+        self._ratio = ratio
+        self._floor = floor
+        self._turn_bytes = turn_bytes
+        self._shards: dict[int, _Shard] = {}
+        self._pins: dict[tuple[int, int], frozenset[str]] = {}  # segments of a kept state
+        writer.observer = self
+
+    # -- what the writer tells -----------------------------------------------------------------------------------
+
+    def committing(self, record: Record, tail: Tail | None) -> None:
+        """See `Observer`."""
+        if record.kind == "commit" and tail is not None and record.shard in self._shards:
+            state = self._writer.states[record.shard]
+            self._shards[record.shard].lives.saved(state, state.find(tail.ids), record.step)
+
+    def wrote(self, shard: int, path: str, nbytes: int) -> None:
+        """See `Observer`."""
+        if shard in self._shards:
+            self._shards[shard].total += nbytes
+
+    # -- turns ---------------------------------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """One bounded piece of work, if there is any; returns whether there may be more.
+
+        Raises Fenced and what else `StoreWriter.commit` raises; nothing is lost then, and a later turn goes on.
+        """
+        for shard in self._writer.states:
+            known = self._known(shard)
+            if known.garbage:
+                self._delete(shard)
+                return True
+            if known.total > known.look_at and (self._work(shard) or known.garbage):
+                return True
+        return False
+
+    def settle(self) -> None:
+        """Turns until there is nothing left to do."""
+        while self.turn():
+            pass
+
+    def collect(self, keep: Iterable[SealedSet] = ()) -> None:
+        """Collects all that can be collected, in all shards, whatever the ratio; `keep`: sealed sets beside the usual
+        ones. Compacts what is still beyond the ratio.
+        """
+        keep = tuple(keep)
+        for shard in self._writer.states:
+            self._known(shard)
+            self._give_up(shard, keep)
+            while self._shards[shard].garbage:
+                self._delete(shard)
+            more = True
+            while more:
+                more = self._work(shard, keep)
+                while self._shards[shard].garbage:
+                    self._delete(shard)
+
+    def space(self, shard: int, keep: Iterable[SealedSet] = ()) -> Space:
+        """What the files of a shard hold."""
+        state = self._writer.states[shard]
+        known = self._known(shard)
+        used = live_bytes(self._writer.layout, state)
+        kept = self._kept_segments(shard, self._kept(shard, keep))
+        by_name = {s.name: int(n) for s, n in zip(state.segments, used, strict=True)}
+        extras = None if state.extras is None else state.segments[state.extras[1]].name
+        pinned = dead = 0
+        for name, size in self._segments(shard).items():
+            if name in kept:
+                pinned += size - by_name.get(name, 0)
+            elif not by_name.get(name) and name != extras:
+                dead += size
+        known.live = int(used.sum())
+        return Space(known.total, known.live, pinned, dead)
+
+    # -- one shard -----------------------------------------------------------------------------------------------
+
+    def _known(self, shard: int) -> _Shard:
+        if shard not in self._shards:
+            folders = (f"{shard_folder(shard)}/{name}" for name in ("seg", "log", "index"))
+            total = sum(size for folder in folders for _, size in self._store.blobs.files(folder))
+            self._shards[shard] = _Shard(total, look_at=self._floor)
+        return self._shards[shard]
+
+    def _segments(self, shard: int) -> dict[str, int]:
+        return {n: s for n, s in self._store.blobs.files(f"{shard_folder(shard)}/seg") if is_segment_name(n)}
+
+    def _work(self, shard: int, keep: tuple[SealedSet, ...] = ()) -> bool:
+        """Makes a shard smaller, if it is too large; returns whether that helped."""
+        writer, known = self._writer, self._shards[shard]
+        state = writer.states[shard]
+        if not writer.is_settled(shard) or state.doubt.any() or not len(state.ids):
+            known.look_at = known.total + self._floor
+            return False
+        space = self.space(shard, keep)
+        start = int(self._ratio * space.live) + space.pinned + max(self._floor - space.live // 32, 0)
+        if space.total <= start:
+            known.look_at = min(start, space.total + space.live // 16 + self._floor // 4)
+            return False
+        gap = max(int(_STEP * space.live), _WORTH * 2 * INDEX_BYTES * len(state.ids))
+        over = space.total - space.dead - (start - gap)
+        moved = self._compact(shard, over, keep) if over > 0 else 0
+        self._give_up(shard, keep)
+        self.done.turns += 1
+        # Indexes and records do not count: a turn makes about as many as it deletes.
+        freed = sum(size for path, size in known.garbage if "/seg/" in path)
+        if moved or freed >= gap // 2:
+            return True
+        # It does not help: what stays has to be kept. Not again before there is more.
+        known.look_at = known.total - freed + max(space.live // 8, self._floor, gap)
+        return False
+
+    def _compact(self, shard: int, free: int, keep: tuple[SealedSet, ...]) -> int:
+        """Moves copies until segments with `free` dead bytes are empty, or a turn's bytes are moved: so many bytes."""
+        writer, known = self._writer, self._shards[shard]
+        state, layout = writer.states[shard], writer.layout
+        stays = self._kept_segments(shard, self._kept(shard, keep)) | known.stuck
+        at = choose(state, layout, known.lives, stays, free=free, limit=self._turn_bytes)
+        moved = 0
+        for ids in parts(state, layout, known.lives, at):
+            whole, pieces, reasons = read_pieces(self._store, state, layout, ids)
+            for reason in reasons:
+                _log.warning("a damaged copy is left where it is: %s", reason)
+            if reasons:
+                damaged = np.setdiff1d(ids, whole)
+                known.stuck |= {state.segments[n].name for n in state.segment[state.find(damaged)].tolist()}
+            if len(whole):
+                moved += writer.compact(shard, whole, pieces).nbytes
+        self.done.moved_bytes += moved
+        return moved
+
+    def _give_up(self, shard: int, keep: tuple[SealedSet, ...]) -> None:
+        """Moves the boundary to this moment, and lists what can be deleted now."""
+        writer, known = self._writer, self._shards[shard]
+        state = writer.states[shard]
+        if not writer.is_settled(shard) or state.doubt.any() or state.seq < 0:
+            return
+        kept = self._kept(shard, keep)
+        for seq in kept:
+            self._pin(shard, seq)
+        boundary = writer.advance_boundary(shard, frozenset(kept))
+        # Looked up again, now that everybody can see the boundary: a snapshot made before that is kept as well.
+        kept |= self._kept(shard, keep)
+        for seq in kept:
+            self._pin(shard, seq)
+        known.garbage = self._garbage(shard, boundary, kept)
+
+    def _kept(self, shard: int, keep: Iterable[SealedSet]) -> set[int]:
+        """Records whose states are kept: of snapshots, of the newest complete sealed set, and a newer seal."""
+        states = self._writer.states
+        found = {s.seqs[shard] for s in snapshots(self._store) if shard in s.seqs}
+        found |= {sealed.seqs[shard] for sealed in keep if shard in sealed.seqs}
+        complete = next(iter(sealed_sets(states.values())), None)
+        own = states[shard].sealed
+        if complete is not None and shard in complete.seqs:
+            found.add(complete.seqs[shard])
+        # The newest seal of this shard becomes a complete set when the others follow.
+        if own:
+            found.add(own[-1][0])
+        return {seq for seq in found if seq <= states[shard].seq}
+
+    def _pin(self, shard: int, seq: int) -> frozenset[str]:
+        """Segments of a kept state. From now on it can be read without the records before it."""
+        if (shard, seq) not in self._pins:
+            newest = self._writer.states[shard]
+            log = self._store.log(shard)
+            if seq == newest.seq:
+                return frozenset(s.name for s in _used(newest))
+            try:
+                state = self._store.state(shard, at=seq)
+                if not log.has_index(seq):
+                    self._writer.put_index(state)
+            except FileNotFoundError:
+                raise Corruption(f"record {seq} of shard {shard} is missing: nothing is collected") from None
+            self._pins[shard, seq] = frozenset(s.name for s in _used(state))
+        return self._pins[shard, seq]
+
+    def _kept_segments(self, shard: int, kept: Iterable[int]) -> frozenset[str]:
+        return frozenset(name for seq in kept for name in self._pin(shard, seq))
+
+    def _garbage(self, shard: int, boundary: int, kept: set[int]) -> list[tuple[str, int]]:
+        """Files that nothing from the boundary on can reach: segments, then indexes, then records.
+
+        In this order, so that whoever finds a record or an index after a crash knows what else there may be.
+        """
+        writer = self._writer
+        log = self._store.log(shard)
+        needed = set(self._kept_segments(shard, kept)) | {s.name for s in _used(writer.states[shard])}
+        needed |= {
+            record.segment.name for record in _from(log, boundary, writer.states[shard].seq) if record.segment
+        }
+        # Segments of later epochs are those of a writer that has taken over; it finds that out by itself.
+        segments = [
+            (segment_path(shard, name), size)
+            for name, size in self._segments(shard).items()
+            if name not in needed and epoch_of_segment(name) <= writer.epoch
+        ]
+        past = range(boundary)
+        indexes = [
+            (index_path(shard, seq), size)
+            for name, size in self._store.blobs.files(f"{shard_folder(shard)}/index")
+            if (seq := seq_of_index(name)) is not None and seq in past and seq not in kept
+        ]
+        records = [
+            (record_path(shard, seq), size)
+            for seq, size in log.files().items()
+            if seq in past and seq not in kept
+        ]
+        return segments + indexes + records
+
+    def _delete(self, shard: int) -> None:
+        known = self._shards[shard]
+        for path, size in known.garbage[:TURN_FILES]:
+            try:
+                self._store.blobs.delete(path)
+            except FileNotFoundError:
+                continue
+            finally:
+                known.total -= size
+            self.done.deleted_files += 1
+            self.done.deleted_bytes += size
+            if "/log/" in path:
+                self._writer.states[shard].records -= 1
+        known.garbage = known.garbage[TURN_FILES:]
+
+
+def orphans(store: Store, shard: int) -> list[tuple[str, int]]:
+    """Segments, with their bytes, that no record will ever name: their writers are fenced. For use beside a live
+    writer: what is of the newest epoch may be an upload under way, and is left alone.
+
+    Raises Corruption when it cannot be told what is needed.
+    """
+    log = store.log(shard)
+    files = store.blobs.files(
+        f"{shard_folder(shard)}/seg"
+    )  # listed first: what comes later is nobody's orphan
+    for attempt in range(_ATTEMPTS):
+        try:
+            needed, epoch = _reachable(store, log)
+        except FileNotFoundError as error:
+            if attempt == _ATTEMPTS - 1:
+                raise corrupt(
+                    error.filename, "it is missing, so nothing can be told to be an orphan"
+                ) from None
+            continue  # the writer has moved the boundary meanwhile
+        return [
+            (name, size)
+            for name, size in files
+            if is_segment_name(name) and name not in needed and epoch_of_segment(name) < epoch
+        ]
+    raise AssertionError("unreachable")
+
+
+def _reachable(store: Store, log: ShardLog) -> tuple[set[str], int]:
+    """Segments that some record there is, some index or some kept state names; and the newest epoch of the log."""
+    numbers = log.numbers()
+    if not numbers:
+        return set(), 0
+    newest = log.record(numbers[-1])
+    records = [log.record(seq) for seq in range(newest.boundary, newest.seq + 1)]
+    for seq in numbers:
+        if seq < newest.boundary:
+            with contextlib.suppress(FileNotFoundError):
+                records.append(log.record(seq))
+    needed = {record.segment.name for record in records if record.segment is not None}
+    state = store.state(log.shard)
+    if state.doubt.any():
+        raise Corruption(f"shard {log.shard} has a damaged segment: nothing can be told to be an orphan")
+    states = [state]
+    for seq in {s.seqs[log.shard] for s in snapshots(store) if log.shard in s.seqs}:
+        states.append(store.state(log.shard, at=seq))
+    there = set(log.numbers())
+    states += [store.state(log.shard, at=seq) for seq, _, _ in state.sealed if seq in there]
+    return needed | {segment.name for found in states for segment in found.segments}, newest.epoch
+
+
+def _used(state: ShardState) -> list[SegmentRef]:
+    """The segments that a state needs."""
+    used = np.zeros(len(state.segments) + 1, bool)
+    used[state.segment] = True
+    if state.extras is not None:
+        used[state.extras[1]] = True
+    return [s for s, need in zip(state.segments, used[:-1].tolist(), strict=True) if need]
+
+
+def _from(log: ShardLog, boundary: int, newest: int) -> Iterator[Record]:
+    """All records from the boundary to the newest."""
+    for seq in range(boundary, newest + 1):
+        try:
+            yield log.record(seq)
+        except FileNotFoundError:
+            raise Corruption(f"record {seq} of shard {log.shard} is missing: nothing is collected") from None

@@ -1,0 +1,239 @@
+"""Deleting by hand what need not be kept: which snapshots and sealed states go, and the space that comes back.
+
+With the store's lock at hand `prune` is the store's writer for a moment: it begins an epoch, compacts and collects.
+Beside a live writer it deletes only what that writer can never touch: names of snapshots, and segments whose writers
+are fenced. What else there is to collect the live writer collects by itself.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from scarctl.errors import Contention, Corruption, UsageError
+from scarctl.store.format import (
+    epoch_of_segment,
+    index_path,
+    is_segment_name,
+    record_path,
+    segment_path,
+    shard_folder,
+)
+from scarctl.store.gc import Collector, orphans
+from scarctl.store.snapshot import SealedSet, Snapshot, delete_snapshot, sealed_sets, snapshots
+from scarctl.store.state import ShardState
+from scarctl.store.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """What is kept, beside the newest copies and the newest complete sealed state."""
+
+    keep_last: int = 1
+    """So many of the newest sealed states."""
+    keep_every: int | None = None
+    """Of sealed states: the first of every so many steps."""
+    keep: tuple[str, ...] = ()
+    """If any is given: named snapshots that match none of these names or patterns are deleted."""
+    delete: tuple[str, ...] = ()
+    """Named snapshots to be deleted."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("--keep-last", self.keep_last), ("--keep-every", self.keep_every)):
+            if value is not None and value < 1:
+                raise UsageError(f"{name} must be at least 1, not {value}")
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """What `prune` does: the dry run shows it, the run carries it out."""
+
+    retention: Retention
+    delete_snapshots: tuple[Snapshot, ...]
+    keep_snapshots: tuple[Snapshot, ...]
+    keep_sealed: tuple[SealedSet, ...]
+    drop_sealed: tuple[SealedSet, ...]
+    files: tuple[str, ...]
+    """What can be deleted at once. Compaction frees more."""
+    bytes: int
+    writer: str | None
+    """The live writer, in words; None when there is none."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "deleted_snapshots": [s.to_json() for s in self.delete_snapshots],
+            "kept_snapshots": [s.to_json() for s in self.keep_snapshots],
+            "kept_sealed_steps": [s.step for s in self.keep_sealed],
+            "dropped_sealed_steps": [s.step for s in self.drop_sealed],
+            "live_writer": self.writer,
+        }
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.files or self.delete_snapshots)
+
+
+@dataclass
+class Pruned:
+    """What was done."""
+
+    files: int = 0
+    bytes: int = 0
+    """How much smaller the store is."""
+    moved_bytes: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)
+    """`bytes` and `live_bytes` of the store afterwards."""
+
+
+def plan_prune(store: Store, retention: Retention) -> PrunePlan:
+    """What would be deleted now. Changes nothing. Raises UsageError (no such snapshot), Corruption."""
+    found = snapshots(store)
+    names = {s.name for s in found}
+    for name in retention.delete:
+        if name not in names:
+            raise UsageError(f"there is no snapshot {name!r} in {store.url}", kind="no-snapshot")
+    for pattern in retention.keep:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise UsageError(
+                f"no snapshot matches {pattern!r}", hint="nothing was deleted", kind="no-snapshot"
+            )
+
+    def goes(name: str) -> bool:
+        return name in retention.delete or bool(
+            retention.keep and not any(fnmatch.fnmatchcase(name, pattern) for pattern in retention.keep)
+        )
+
+    gone, kept = [s for s in found if goes(s.name)], [s for s in found if not goes(s.name)]
+    states = {shard: store.state(shard) for shard in store.shards()}
+    sealed = [s for s in sealed_sets(states.values()) if _is_there(store, s)]
+    keep_sealed = _retained(sealed, retention)
+    writer = _live_writer(store)
+    files: dict[str, int] = {}
+    for shard, state in states.items():
+        if writer is not None:
+            files |= {segment_path(shard, name): size for name, size in orphans(store, shard)}
+        elif state.seq >= 0 and not state.doubt.any():
+            kept_seqs = [s.seqs for s in kept] + [s.seqs for s in keep_sealed]
+            pins = {seqs[shard] for seqs in kept_seqs if shard in seqs}
+            pins |= {seq for seq, _, _ in state.sealed[-1:]}
+            files |= _collectable(store, state, pins)
+    return PrunePlan(
+        retention,
+        tuple(gone),
+        tuple(kept),
+        tuple(keep_sealed),
+        tuple(s for s in sealed if s not in keep_sealed),
+        tuple(files),
+        sum(files.values()),
+        writer,
+    )
+
+
+def prune(store: Store, plan: PrunePlan) -> Pruned:
+    """Carries a plan out. Killed at any point it has lost nothing that is kept.
+
+    Raises Corruption (what is needed cannot be told: nothing more is deleted), Contention (a writer came meanwhile),
+    AccessDenied, Unavailable.
+    """
+    states = {shard: store.state(shard) for shard in store.shards()}
+    before = store.usage(states)["bytes"]
+    done = Pruned()
+    if plan.writer is not None:
+        _delete_names(store, plan)
+        for shard in states:
+            for name, _ in orphans(store, shard):
+                done.files += _delete(store, segment_path(shard, name))
+    else:
+        layout = store.current_layout()
+        if layout is None:
+            _delete_names(store, plan)
+        else:
+            shard_of = layout.shards(store.settings.shards, store.settings.seed)
+            with store.writer(layout=layout, shard_of=shard_of) as writer:
+                _delete_names(store, plan)
+                collector = Collector(writer, floor=0)
+                collector.collect(plan.keep_sealed)
+                states = writer.states
+                done.files, done.moved_bytes = collector.done.deleted_files, collector.done.moved_bytes
+    done.sizes = store.usage(states)
+    done.bytes = before - done.sizes["bytes"]
+    return done
+
+
+def _retained(sealed: list[SealedSet], retention: Retention) -> list[SealedSet]:
+    """Which of the sealed sets (newest first) stay."""
+    kept = list(sealed[: retention.keep_last])
+    if retention.keep_every is not None:
+        first: dict[tuple[int, int], SealedSet] = {}
+        for one in sealed:  # newest first, so the first of a span is what is written last
+            first[one.epoch, one.step // retention.keep_every] = one
+        kept += [one for one in first.values() if one not in kept]
+    return sorted(kept, key=lambda one: (one.epoch, one.step), reverse=True)
+
+
+def _is_there(store: Store, sealed: SealedSet) -> bool:
+    try:
+        return all(store.state(shard, at=seq).seq == seq for shard, seq in sealed.seqs.items())
+    except Corruption:
+        return False
+
+
+def _collectable(store: Store, state: ShardState, pins: set[int]) -> dict[str, int]:
+    """Files of a shard, with their bytes, that nothing but its past needs."""
+    shard, log = state.shard, store.log(state.shard)
+    needed = {segment.name for segment in _of(state)}
+    for seq in pins:
+        needed |= {segment.name for segment in _of(store.state(shard, at=seq))}
+    folder = shard_folder(shard)
+    found = {
+        segment_path(shard, name): size
+        for name, size in store.blobs.files(f"{folder}/seg")
+        if is_segment_name(name) and name not in needed and epoch_of_segment(name) <= state.epoch
+    }
+    found |= {record_path(shard, s): n for s, n in log.files().items() if s < state.seq and s not in pins}
+    indexes: Mapping[str, int] = dict(store.blobs.files(f"{folder}/index"))
+    for seq in log.indexes():
+        path = index_path(shard, seq)
+        if seq < state.seq and seq not in pins:
+            found[path] = indexes.get(path.rsplit("/", 1)[-1], 0)
+    # What is needed in any case: a boundary, its record, and the index there.
+    return found if any("/seg/" in path for path in found) or len(found) > _USUAL else {}
+
+
+_USUAL = 6  # records and indexes that collecting leaves, and makes anew each time
+
+
+def _of(state: ShardState) -> list[Any]:
+    state.drop_unused_segments()
+    return state.segments
+
+
+def _live_writer(store: Store) -> str | None:
+    """Who has the store's lock, in words. Where there are no locks somebody always may."""
+    if store.address.root is None:
+        return f"{store.where}: a store that is no folder has no lock: there may be a writer"
+    try:
+        store.return_lock(store.take_lock())
+    except Contention as error:
+        return error.message
+    return None
+
+
+def _delete_names(store: Store, plan: PrunePlan) -> None:
+    for snapshot in plan.delete_snapshots:
+        try:
+            delete_snapshot(store, snapshot.name)
+        except UsageError:
+            continue  # somebody was faster
+
+
+def _delete(store: Store, path: str) -> int:
+    try:
+        store.blobs.delete(path)
+    except FileNotFoundError:
+        return 0
+    return 1

@@ -1,0 +1,208 @@
+"""Sealed states that are kept: the newest complete one, and those that have a name (docs/FORMAT.md, section 9).
+
+A snapshot is a small file that says which record of every shard it is the state after. Making one needs no lock: the
+file is created first, and then it is checked that the records were not given up for collection meanwhile. Whoever
+collects does it the other way round (boundary first, then the list of snapshots), so one of the two sees the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from scarctl.errors import Corruption, Unavailable, UsageError
+from scarctl.store.format import (
+    FORMAT,
+    MAX_SEQ,
+    MAX_SNAPSHOT,
+    SNAPSHOTS,
+    Fields,
+    corrupt,
+    dump_json,
+    load_json,
+    name_of_snapshot,
+    shard_of_folder,
+    snapshot_path,
+)
+from scarctl.store.record import now, who
+from scarctl.version import MAX_EPOCH, MAX_STEP
+
+if TYPE_CHECKING:
+    from scarctl.store.state import ShardState
+    from scarctl.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class SealedSet:
+    """One step at which every shard was sealed. `seqs` has the sealed record of each shard."""
+
+    epoch: int
+    step: int
+    seqs: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A sealed set with a name."""
+
+    name: str
+    epoch: int
+    step: int
+    layout: str
+    seqs: Mapping[int, int]
+    created: str = field(default_factory=now)
+    writer: str = field(default_factory=who)
+
+    @cached_property
+    def data(self) -> bytes:
+        """The file's content."""
+        return dump_json(
+            {
+                "format": FORMAT,
+                "kind": "snapshot",
+                "name": self.name,
+                "epoch": self.epoch,
+                "step": self.step,
+                "layout": self.layout,
+                "seqs": {str(shard): seq for shard, seq in self.seqs.items()},
+                "created": self.created,
+                "writer": self.writer,
+            }
+        )
+
+    @staticmethod
+    def parse(data: bytes, what: object, *, name: str) -> Snapshot:
+        """A snapshot from its file's bytes, everything checked. Raises Corruption naming `what`."""
+        f = Fields(load_json(data, what), what)
+        if f.text("kind") != "snapshot" or f.text("name") != name:
+            raise corrupt(what, "it is not the snapshot that its name says")
+        seqs = f.raw("seqs")
+        if not isinstance(seqs, dict) or not seqs:
+            raise corrupt(what, "it names no records")
+        found: dict[int, int] = {}
+        for text, seq in seqs.items():
+            shard = shard_of_folder(text)
+            if shard is None or type(seq) is not int or not 0 <= seq <= MAX_SEQ:
+                raise corrupt(what, "its records are malformed")
+            found[shard] = seq
+        return Snapshot(
+            name,
+            f.integer("epoch", 1, MAX_EPOCH),
+            f.integer("step", 0, MAX_STEP),
+            f.hex("layout", 64),
+            found,
+            f.text("created"),
+            f.text("writer"),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For people and programs."""
+        return {"name": self.name, "step": self.step, "epoch": self.epoch, "created": self.created}
+
+
+def check_snapshot_name(name: str) -> str:
+    """`name`, when it may be the name of a snapshot. Raises UsageError."""
+    if name_of_snapshot(f"{name}.json") is None:
+        raise UsageError(
+            f"{name!r:.80} cannot be the name of a snapshot",
+            hint="use 1 to 64 letters, digits, dots, dashes and underscores, the first a letter or digit",
+        )
+    return name
+
+
+def snapshot_names(store: Store) -> list[str]:
+    """Names of the snapshots there are, sorted."""
+    found = (name_of_snapshot(file) for file, _ in store.blobs.files(SNAPSHOTS))
+    return sorted(name for name in found if name is not None)
+
+
+def read_snapshot(store: Store, name: str) -> Snapshot:
+    """A snapshot by its name. Raises UsageError (kind "no-snapshot"), Corruption."""
+    path = snapshot_path(check_snapshot_name(name))
+    try:
+        data = store.blobs.read(path, MAX_SNAPSHOT)
+    except FileNotFoundError:
+        known = ", ".join(snapshot_names(store)[:10])
+        raise UsageError(
+            f"there is no snapshot {name!r} in {store.url}",
+            hint=f"there are: {known}" if known else "there are none",
+            kind="no-snapshot",
+        ) from None
+    return Snapshot.parse(data, store.blobs.where(path), name=name)
+
+
+def snapshots(store: Store) -> list[Snapshot]:
+    """All snapshots, by name. Raises Corruption: what a damaged one keeps is not known."""
+    found = []
+    for name in snapshot_names(store):
+        try:
+            found.append(read_snapshot(store, name))
+        except UsageError:
+            continue  # deleted meanwhile
+    return found
+
+
+def create_snapshot(store: Store, name: str, sealed: SealedSet) -> Snapshot:
+    """Gives the sealed set a name: from now on it is kept until the snapshot is deleted.
+
+    Raises UsageError (kind "snapshot-exists"); Unavailable (kind "snapshot-late") when the set was given up for
+    collection before it had its name: seal again. AccessDenied, Unavailable, InDoubt.
+    """
+    check_snapshot_name(name)
+    layout = store.log(min(sealed.seqs)).record(sealed.seqs[min(sealed.seqs)]).layout
+    snapshot = Snapshot(name, sealed.epoch, sealed.step, layout, dict(sealed.seqs))
+    path = snapshot_path(name)
+    store.blobs.prepare(SNAPSHOTS)
+    try:
+        store.blobs.create_exclusive(path, [snapshot.data])
+    except FileExistsError:
+        raise UsageError(
+            f"there is a snapshot {name!r} already",
+            hint="take another name, or delete it: `scarctl prune --delete`",
+            kind="snapshot-exists",
+        ) from None
+    for shard, seq in sealed.seqs.items():
+        log = store.log(shard)
+        numbers = log.numbers()
+        if not numbers or seq not in numbers or log.record(numbers[-1]).boundary > seq:
+            delete_snapshot(store, name)
+            raise Unavailable(
+                f"the state of step {sealed.step} was collected before it became snapshot {name!r}",
+                hint="save the whole state again, then take the snapshot",
+                kind="snapshot-late",
+            )
+    return snapshot
+
+
+def delete_snapshot(store: Store, name: str) -> None:
+    """Deletes a snapshot: what only it keeps is collected later. Raises UsageError (kind "no-snapshot")."""
+    try:
+        store.blobs.delete(snapshot_path(check_snapshot_name(name)))
+    except FileNotFoundError:
+        raise UsageError(f"there is no snapshot {name!r} in {store.url}", kind="no-snapshot") from None
+
+
+def sealed_sets(states: Iterable[ShardState]) -> list[SealedSet]:
+    """The steps at which all shards that have members are sealed, newest first."""
+    by_shard = {
+        state.shard: {(epoch, step): seq for seq, epoch, step in state.sealed}
+        for state in states
+        if len(state.ids)
+    }
+    if not by_shard:
+        return []
+    common = set.intersection(*(set(of) for of in by_shard.values()))
+    return [
+        SealedSet(epoch, step, {shard: of[epoch, step] for shard, of in by_shard.items()})
+        for epoch, step in sorted(common, reverse=True)
+    ]
+
+
+def is_readable(store: Store, shard: int, seq: int) -> bool:
+    """Whether the state after a record can still be read."""
+    try:
+        return not store.state(shard, at=seq).damaged
+    except Corruption:
+        return False

@@ -1,0 +1,211 @@
+"""`scarctl prune`, snapshots in `checkpoint`, `recover` and `inspect`, and `scarctl export`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from scarctl.store import Store, create_snapshot, sealed_sets, verify
+from tests.cli.conftest import Model, Run, fresh
+
+
+@pytest.fixture
+def grown(run: Run, tmp_path: Path) -> Model:
+    """A store with two snapshots, another sealed state, and partial checkpoints after it."""
+    model = fresh(tmp_path / "state.safetensors")
+    for step, name in ((0, None), (10, "first"), (20, "second"), (30, None)):
+        options = ["--snapshot", name] if name else ["--policy", "full"]
+        run(
+            "checkpoint", model.path, "--store", "ckpt", "--step", step, "--shards", 2, *options
+        ) if not step else run("checkpoint", model.path, "--store", "ckpt", "--step", step, *options)
+        model.train()
+    for step in range(31, 36):
+        run("checkpoint", model.path, "--store", "ckpt", "--step", step)
+        model.train("emb")
+    return model
+
+
+def whole(run: Run, tmp_path: Path, *options: str) -> dict[str, torch.Tensor]:
+    path = tmp_path / "whole.safetensors"
+    run("recover", "--store", "ckpt", "--lost", "all", "--mode", "rollback", "--output", path, *options)
+    return load_file(path)
+
+
+def expected(step: int, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """The model after `step // 10` rounds of training."""
+    model = fresh(tmp_path / "other.safetensors")
+    for _ in range(step // 10):
+        model.train()
+    return model.tensors
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_a_snapshot_is_restored_exactly(run: Run, grown: Model, tmp_path: Path) -> None:
+    for name, step in (("first", 10), ("second", 20)):
+        assert same(whole(run, tmp_path, "--snapshot", name), expected(step, tmp_path))
+    run("prune", "--store", "ckpt", "--yes")
+    for name, step in (("first", 10), ("second", 20)):
+        assert same(whole(run, tmp_path, "--snapshot", name), expected(step, tmp_path))
+    assert same(whole(run, tmp_path), expected(30, tmp_path))
+    error = run("recover", "--store", "ckpt", "--lost", "all", "--snapshot", "first", "--json", code=2).error
+    assert "rollback" in error["message"]
+    rollback = ("recover", "--store", "ckpt", "--lost", "all", "--mode", "rollback")
+    error = run(*rollback, "--snapshot", "x", "--output", "x.pt", "--json", code=2).error
+    assert (error["kind"], "first, second" in error["hint"]) == ("no-snapshot", True)
+
+
+def test_rolling_back_to_a_snapshot_below_the_boundary_goes_on_from_there(
+    run: Run, grown: Model, tmp_path: Path
+) -> None:
+    run("prune", "--store", "ckpt", "--yes")
+    run(
+        "recover",
+        "--store",
+        "ckpt",
+        "--lost",
+        "all",
+        "--mode",
+        "rollback",
+        "--snapshot",
+        "first",
+        "--into",
+        grown.path,
+    )
+    assert same(load_file(grown.path), expected(10, tmp_path))
+    run("checkpoint", grown.path, "--store", "ckpt", "--step", 11)
+    run("prune", "--store", "ckpt", "--keep", "second", "--yes")
+    assert same(whole(run, tmp_path, "--snapshot", "second"), expected(20, tmp_path))
+    store = Store.open("ckpt")
+    assert verify(store, read_data=True).problems == []
+
+
+def test_prune_shows_asks_and_deletes(run: Run, grown: Model, tmp_path: Path) -> None:
+    before = sorted(p for p in Path("ckpt").rglob("*") if p.is_file())
+    plan = run("prune", "--store", "ckpt", "--dry-run", "--json").document
+    assert plan["files"] > 10
+    assert plan["kept_sealed_steps"] == [30]
+    assert {s["name"] for s in plan["kept_snapshots"]} == {"first", "second"}
+    assert run("prune", "--store", "ckpt", "--json", code=2).error["kind"] == "usage"
+    assert sorted(p for p in Path("ckpt").rglob("*") if p.is_file()) == before
+    done = run("prune", "--store", "ckpt", "--keep", "sec*", "--yes", "--json").document
+    assert [s["name"] for s in done["deleted_snapshots"]] == ["first"]
+    assert done["freed_bytes"] > 0
+    listed = run("inspect", "--store", "ckpt", "--json").document["snapshots"]
+    assert [(s["name"], s["step"]) for s in listed] == [("second", 20)]
+    assert "snapshots: second (step 20)" in run("inspect", "--store", "ckpt").stdout
+    run("prune", "--store", "ckpt", "--delete", "second", "--yes")
+    error = run("prune", "--store", "ckpt", "--delete", "second", "--yes", "--json", code=2).error
+    assert error["kind"] == "no-snapshot"
+    report = verify(Store.open("ckpt"), read_data=True)
+    assert (report.problems, report.orphans) == ([], [])
+    assert same(whole(run, tmp_path), expected(30, tmp_path))
+
+
+def test_prune_keeps_sealed_states_by_number_and_by_steps(run: Run, tmp_path: Path) -> None:
+    model = fresh(tmp_path / "state.safetensors")
+    # Collecting is not due in so small a store, so that all are there.
+    for step in range(0, 60, 10):
+        run("checkpoint", model.path, "--store", "ckpt", "--step", step, "--policy", "full")
+        model.train()
+    plan = run(
+        "prune", "--store", "ckpt", "--keep-last", 2, "--keep-every", 20, "--dry-run", "--json"
+    ).document
+    kept, dropped = plan["kept_sealed_steps"], plan["dropped_sealed_steps"]
+    assert sorted(kept + dropped) == [0, 10, 20, 30, 40, 50]
+    assert {40, 50} <= set(kept)
+    run("prune", "--store", "ckpt", "--keep-last", 3, "--yes")
+    sets = sealed_sets([Store.open("ckpt").state(0)])
+    assert [s.step for s in sets] == [50, 40, 30]
+    run("prune", "--store", "ckpt", "--keep-last", 0, "--yes", code=2)
+
+
+def test_beside_a_live_writer_only_left_overs_go(run: Run, grown: Model) -> None:
+    store = Store.open("ckpt")
+    layout = store.current_layout()
+    assert layout is not None
+    orphan = Path("ckpt/shards/0/seg/00000001-" + "a" * 32 + ".safetensors")
+    with store.writer(layout=layout, shard_of=layout.shards(2, 0)) as writer:
+        young = Path(f"ckpt/shards/0/seg/{writer.epoch:08d}-" + "b" * 32 + ".safetensors")
+        orphan.write_bytes(b"left by a crash")
+        young.write_bytes(b"an upload under way")
+        before = {p for p in Path("ckpt/shards").rglob("*") if p.is_file()}
+        done = run("prune", "--store", "ckpt", "--delete", "first", "--yes", "--json")
+        assert "collects old copies by itself" in done.stderr
+        assert done.document["live_writer"]
+        assert {p for p in Path("ckpt/shards").rglob("*") if p.is_file()} == before - {orphan}
+        assert not Path("ckpt/snapshots/first.json").exists()
+        sets = sealed_sets(writer.states.values())
+        create_snapshot(store, "now", sets[0])
+    young.unlink()
+    assert verify(store, read_data=True).problems == []
+
+
+def test_bad_names_and_taken_ones_are_refused(run: Run, grown: Model) -> None:
+    for name in ("../x", ".x", "a/b", "", "x" * 65):
+        run("checkpoint", grown.path, "--store", "ckpt", "--step", 90, "--snapshot", name, code=2)
+    error = run(
+        "checkpoint", grown.path, "--store", "ckpt", "--step", 90, "--snapshot", "first", "--json", code=2
+    ).error
+    assert error["kind"] == "snapshot-exists"
+
+
+def test_export_safetensors_with_an_index(run: Run, grown: Model, tmp_path: Path) -> None:
+    done = run(
+        "export", "--store", "ckpt", "out", "--snapshot", "second", "--max-shard-size", "1KB", "--json"
+    ).document
+    assert (done["exact"], done["step"]) == (True, 20)
+    index = json.loads(Path("out/model.safetensors.index.json").read_text())
+    found = {}
+    for name in set(index["weight_map"].values()):
+        with safe_open(Path("out") / name, framework="pt") as file:
+            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    assert same(found, expected(20, tmp_path))
+    assert set(index["weight_map"]) == set(found)
+    assert len(set(index["weight_map"].values())) > 1
+    run("export", "--store", "ckpt", "one")
+    assert [p.name for p in Path("one").iterdir()] == ["model.safetensors"]
+    assert run("export", "--store", "ckpt", "one", "--json", code=2).error["kind"] == "usage"
+    assert not list(tmp_path.glob(".*tmp"))
+
+
+def test_export_pt_opens_with_weights_only(run: Run, grown: Model, tmp_path: Path) -> None:
+    run("export", "--store", "ckpt", "out.pt", "--snapshot", "first", "--format", "pt")
+    found = torch.load("out.pt", weights_only=True)
+    assert type(found) is dict
+    assert same(found, expected(10, tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_export_dcp_is_loaded_by_torch(run: Run, grown: Model, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    done = run(
+        "export", "--store", "ckpt", "out", "--snapshot", "second", "--format", "dcp", "--json"
+    ).document
+    assert ".metadata" in done["files"]
+    wanted = expected(20, tmp_path)
+    state = {key: torch.zeros_like(value) for key, value in wanted.items()}
+    load(state, storage_reader=FileSystemReader("out"), no_dist=True)
+    assert same(state, wanted)
+    # Our own reader takes it too.
+    run("checkpoint", "out", "--store", "copy", "--step", 1)
+
+
+def test_export_says_that_steps_are_mixed(run: Run, grown: Model) -> None:
+    grown.train("layers.0.w")
+    run("checkpoint", grown.path, "--store", "ckpt", "--step", 40, "--fraction", "1/16")
+    done = run("export", "--store", "ckpt", "mixed", "--json").document
+    assert not done["exact"]
+    assert done["step"] is None
+    assert done["oldest_step"] < done["newest_step"]
+    assert "mixed, of steps" in run("export", "--store", "ckpt", "again").stdout
+    assert np.isfinite(load_file("mixed/model.safetensors")["emb"].numpy()).all()

@@ -1,0 +1,119 @@
+"""A process killed at every call of compaction, collection and snapshots: nothing that is kept is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from scarctl.layout import Layout
+from scarctl.store import (
+    Collector,
+    Store,
+    create_snapshot,
+    delete_snapshot,
+    read_snapshot,
+    sealed_sets,
+    snapshots,
+    verify,
+)
+from tests.store.helpers import Data, read_all
+from tests.store.test_crash import Fault, _in_child, _kill
+
+Contents = tuple[dict[int, bytes], list[int]]
+
+
+def _state(store: Store, shard: int, at: int | None = None) -> Contents:
+    state = store.state(shard, at=at)
+    found, bad = read_all(store, state)
+    assert bad == {}
+    return found, state.version.tolist()
+
+
+def _prepared(folder: Path, layout: Layout) -> Store:
+    """Sealed sets "old" (named) and a newer one, and commits after it that leave dead copies in every segment."""
+    store = Store.create(folder / "run", shards=2)
+    data = Data(layout)
+    shard_of = layout.shards(2, 0)
+    with store.writer(layout=layout, shard_of=shard_of) as writer:
+        for step in (0, 5):
+            data.change(range(layout.partitions), step)
+            for shard in (0, 1):
+                members = np.flatnonzero(shard_of == shard)
+                writer.commit(shard, members, data, step=step, sealed=True, extras={"step": step})
+            if step == 0:
+                create_snapshot(store, "old", sealed_sets(writer.states.values())[0])
+        for step in range(6, 11):
+            for shard in (0, 1):
+                members = np.flatnonzero(shard_of == shard)
+                ids = np.sort(np.random.default_rng(step).permutation(members)[: len(members) // 2])
+                data.change(ids.tolist(), step)
+                writer.commit(shard, ids, data, step=step, extras={"step": step})
+    return store
+
+
+def _tidy(store: Store, layout: Layout) -> None:
+    """One life of a writer that compacts and collects; an old snapshot goes, a new one comes."""
+    shard_of = layout.shards(2, 0)
+    with store.writer(layout=layout, shard_of=shard_of) as writer:
+        collector = Collector(writer, ratio=1.2, floor=0, turn_bytes=8000)
+        create_snapshot(store, "new", sealed_sets(writer.states.values())[0])
+        for _ in range(3):
+            collector.turn()
+        delete_snapshot(store, "old")
+        collector.collect()
+        assert collector.done.moved_bytes > 0
+        assert collector.done.deleted_files > 15
+
+
+def test_killed_at_every_call_of_compaction_collection_and_snapshots(
+    memory_path: Path, layout: Layout
+) -> None:
+    store = _prepared(memory_path, layout)
+    run, saved = memory_path / "run", memory_path / "saved"
+    shutil.copytree(run, saved)
+    newest = {shard: _state(store, shard) for shard in (0, 1)}
+    sealed = sealed_sets(store.state(s) for s in (0, 1))[0]
+    old = read_snapshot(store, "old")
+    kept = {shard: _state(store, shard, sealed.seqs[shard]) for shard in (0, 1)}
+    named = {shard: _state(store, shard, old.seqs[shard]) for shard in (0, 1)}
+    seen = set()
+    k = 0
+    while True:
+        k += 1
+
+        def work(k: int = k) -> None:
+            with Fault(k, _kill):
+                _tidy(store, layout)
+
+        status = _in_child(work)
+        reopened = Store.open(run)
+        report = verify(reopened, read_data=k % 10 == 0)
+        assert report.problems == [], f"call {k}"
+        names = {s.name for s in snapshots(reopened)}
+        seen.add(frozenset(names))
+        for shard in (0, 1):
+            assert _state(reopened, shard) == newest[shard], f"call {k}"
+            assert _state(reopened, shard, sealed.seqs[shard]) == kept[shard], f"call {k}"
+            if "old" in names:
+                assert _state(reopened, shard, old.seqs[shard]) == named[shard], f"call {k}"
+        if k % 10 == 0 or not os.WIFSIGNALED(status):
+            # The next writer finishes what was begun: no garbage stays for ever.
+            with reopened.writer(layout=layout, shard_of=layout.shards(2, 0)) as writer:
+                Collector(writer, ratio=1.2, floor=0).collect()
+            report = verify(reopened, read_data=True)
+            assert (report.problems, report.orphans) == ([], [])
+            assert sum(len(list(run.glob(f"shards/{s}/log/0*"))) for s in (0, 1)) <= 2 * (
+                2 + 1 + len(names) + 1
+            )
+            for shard in (0, 1):
+                assert _state(reopened, shard) == newest[shard]
+        if not os.WIFSIGNALED(status):
+            assert status == 0
+            break
+        shutil.rmtree(run)
+        shutil.copytree(saved, run)
+    assert seen == {frozenset({"old"}), frozenset({"old", "new"}), frozenset({"new"})}
+    assert k > 150

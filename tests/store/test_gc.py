@@ -1,0 +1,345 @@
+"""Compaction, collection and snapshots beside commits: what is kept stays as it was, what is not goes."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from scarctl.errors import Corruption, Unavailable, UsageError
+from scarctl.layout import Layout, TensorSpec, build_layout
+from scarctl.store import (
+    Collector,
+    SealedSet,
+    Store,
+    StoreWriter,
+    create_snapshot,
+    delete_snapshot,
+    read_snapshot,
+    sealed_sets,
+    snapshots,
+    verify,
+)
+from scarctl.version import pack, step_of
+from tests.store.helpers import Data, memory_folder, read_all, small_layout, summary
+
+LAYOUT = small_layout()
+SHARDS = 2
+SHARD_OF = LAYOUT.shards(SHARDS, 7)
+MEMBERS = [np.flatnonzero(s == SHARD_OF) for s in range(SHARDS)]
+NAMES = st.sampled_from(["a", "b.2", "C-3"])
+Copies = dict[int, tuple[int, bytes]]
+
+
+@dataclass
+class Model:
+    """What the store should hold: per partition version and bytes; sealed sets; snapshots."""
+
+    copies: list[Copies] = field(default_factory=lambda: [{} for _ in range(SHARDS)])
+    sealed: dict[tuple[int, int], tuple[SealedSet, list[Copies]]] = field(default_factory=dict)
+    named: dict[str, tuple[SealedSet, list[Copies]]] = field(default_factory=dict)
+
+    def frozen(self) -> list[Copies]:
+        return [dict(copies) for copies in self.copies]
+
+
+class SpaceMachine(RuleBasedStateMachine):
+    """Random commits, compaction, collection, snapshots, roll-backs, kills and reopenings against dictionaries."""
+
+    @initialize()
+    def start(self) -> None:
+        self.folder = memory_folder()
+        self.store = Store.create(self.folder / "run", shards=SHARDS, seed=7)
+        self.model = Model()
+        self.data = Data(LAYOUT)
+        self.step = self.seed = 0
+        self._open()
+        self.seal()
+
+    def _open(self) -> None:
+        self.writer: StoreWriter = self.store.writer(layout=LAYOUT, shard_of=SHARD_OF)
+        self.collector = Collector(self.writer, ratio=1.2, floor=0, turn_bytes=20_000)
+
+    @rule(shard=st.integers(0, SHARDS - 1), share=st.sampled_from([0.1, 0.3, 0.7]), ahead=st.integers(0, 3))
+    def commit(self, shard: int, share: float, ahead: int) -> None:
+        self.seed += 1
+        self.step += ahead
+        rng = np.random.default_rng(self.seed)
+        ids = rng.permutation(MEMBERS[shard])[: int(len(MEMBERS[shard]) * share)]
+        self.data.change(ids.tolist(), self.seed)
+        self.writer.commit(
+            shard, ids, self.data, step=self.step, extras={"n": self.seed} if self.seed % 3 else None
+        )
+        version = pack(self.writer.epoch, self.step)
+        self.model.copies[shard].update({i: (version, self.data.partition(i)) for i in ids.tolist()})
+
+    @rule()
+    def seal(self) -> None:
+        """Of all shards, at one step that no other set has."""
+        self.seed += 1
+        self.step += 1
+        seqs = {}
+        for shard, members in enumerate(MEMBERS):
+            missing = [i for i in members.tolist() if i not in self.model.copies[shard]]
+            record = self.writer.commit(
+                shard,
+                np.array(missing, np.int64),
+                self.data,
+                step=self.step,
+                sealed=True,
+                extras={"s": self.seed},
+            )
+            seqs[shard] = record.seq
+            version = pack(self.writer.epoch, self.step)
+            copies = {i: b for i, (_, b) in self.model.copies[shard].items()}
+            self.model.copies[shard] = {
+                i: (version, copies.get(i, self.data.partition(i))) for i in members.tolist()
+            }
+        sealed = SealedSet(self.writer.epoch, self.step, seqs)
+        self.model.sealed[sealed.epoch, sealed.step] = (sealed, self.model.frozen())
+
+    @rule(turns=st.integers(1, 4))
+    def turn(self, turns: int) -> None:
+        for _ in range(turns):
+            self.collector.turn()
+
+    @rule()
+    def collect(self) -> None:
+        self.collector.collect()
+        for shard in range(SHARDS):
+            assert self.collector._shards[shard].garbage == []
+        assert verify(self.store, read_data=False).orphans == []
+
+    @rule(name=NAMES)
+    def snapshot(self, name: str) -> None:
+        newest = self._newest()
+        if name in self.model.named:
+            with pytest.raises(UsageError, match="already"):
+                create_snapshot(self.store, name, newest)
+            return
+        try:
+            create_snapshot(self.store, name, newest)
+        except Unavailable:
+            assert any(self.writer.states[s].boundary > seq for s, seq in newest.seqs.items())
+            return
+        self.model.named[name] = self.model.sealed[newest.epoch, newest.step]
+
+    @rule(name=NAMES)
+    def delete_snapshot(self, name: str) -> None:
+        if name in self.model.named:
+            delete_snapshot(self.store, name)
+            del self.model.named[name]
+        else:
+            with pytest.raises(UsageError, match="no snapshot"):
+                delete_snapshot(self.store, name)
+
+    # Whether there is a snapshot may depend on the sizes of files with times in them: nothing is drawn from the model.
+    @rule(pick=st.integers(0, 11))
+    def roll_back(self, pick: int) -> None:
+        """To the newest sealed set, or to a snapshot, also one of an abandoned future."""
+        kept = [self.model.sealed[self._newest().epoch, self._newest().step], *self.model.named.values()]
+        sealed, copies = kept[pick % len(kept)]
+        self.writer.roll_back(sealed.seqs)
+        self.model.copies = [dict(of) for of in copies]
+        # What was sealed after it is not a sealed set of this history any more.
+        self.model.sealed = {
+            key: found
+            for key, found in self.model.sealed.items()
+            if all((found[0].seqs[s], *key) in self.writer.states[s].sealed for s in range(SHARDS))
+        }
+        self.step = 0
+
+    @rule(clean=st.booleans())
+    def reopen(self, clean: bool) -> None:
+        if clean:
+            self.writer.close()
+        else:
+            self.writer._lock.release()  # as if the process had been killed
+        self.store = Store.open(self.store.url)
+        self._open()
+
+    def _newest(self) -> SealedSet:
+        return sealed_sets(self.writer.states.values())[0]
+
+    @invariant()
+    def everything_kept_is_as_it_was(self) -> None:
+        store = Store.open(self.store.url)
+        for shard in range(SHARDS):
+            state = store.state(shard, LAYOUT)
+            assert summary(state) == summary(self.writer.states[shard])
+            self._same(store, shard, None, self.model.copies[shard])
+        newest = self._newest()
+        assert (newest.epoch, newest.step) == max(self.model.sealed)
+        kept = [self.model.sealed[newest.epoch, newest.step], *self.model.named.values()]
+        for sealed, copies in kept:
+            for shard, seq in sealed.seqs.items():
+                self._same(store, shard, seq, copies[shard])
+        assert {s.name: dict(s.seqs) for s in snapshots(store)} == {
+            name: dict(sealed.seqs) for name, (sealed, _) in self.model.named.items()
+        }
+
+    def _same(self, store: Store, shard: int, at: int | None, copies: Copies) -> None:
+        state = store.state(shard, LAYOUT, at=at)
+        versions = {int(i): int(v) for i, v in zip(state.ids, state.version, strict=True)}
+        assert versions == {i: v for i, (v, _) in copies.items()}
+        assert read_all(store, state) == ({i: b for i, (_, b) in copies.items()}, {})
+        assert store.read_extras(state) is not None
+
+    def teardown(self) -> None:
+        if hasattr(self, "writer"):
+            try:
+                assert verify(self.store, read_data=True).problems == []
+            finally:
+                self.writer.close()
+                shutil.rmtree(self.folder)
+
+
+SpaceMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=16, deadline=None)
+TestSpace = SpaceMachine.TestCase
+
+
+@pytest.fixture
+def grown(store: Store, layout: Layout, data: Data) -> Store:
+    """One shard: sealed at steps 0 and 1, then partial commits that leave dead copies everywhere."""
+    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        for step in (0, 1):
+            data.change(range(layout.partitions), step)
+            writer.commit(0, np.arange(layout.partitions), data, step=step, sealed=True, extras={"n": step})
+        for step in range(2, 20):
+            ids = np.sort(np.random.default_rng(step).permutation(layout.partitions)[:20])
+            data.change(ids.tolist(), step)
+            writer.commit(0, ids, data, step=step, extras={"n": step})
+    return store
+
+
+def _collector(store: Store, layout: Layout) -> Collector:
+    return Collector(store.writer(layout=layout, shard_of=layout.shards(1, 0)), ratio=1.2, floor=0)
+
+
+def test_a_reader_with_an_old_state_finds_what_was_moved(grown: Store, layout: Layout, data: Data) -> None:
+    expected = data.all(range(layout.partitions))
+    before = grown.state(0)
+    versions = before.version.copy()
+    collector = _collector(grown, layout)
+    collector.collect()
+    assert collector.done.moved_bytes > 0
+    assert not any((grown.root / f"shards/0/seg/{s.name}").exists() for s in before.segments[:1])
+    assert read_all(grown, before) == (expected, {})
+    assert before.version.tolist() == versions.tolist()
+    assert grown.read_extras(before) is not None
+    collector._writer.close()
+
+
+def test_a_reader_of_the_past_takes_no_newer_copy(grown: Store, layout: Layout, data: Data) -> None:
+    past = grown.state(0, at=grown.log(0).numbers()[-4])
+    now = grown.state(0)
+    old = read_all(grown, now)[0]
+    with grown.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        collector = Collector(writer, ratio=1.2, floor=0)
+        data.change(range(layout.partitions), 99)
+        writer.commit(0, np.arange(layout.partitions), data, step=99)
+        collector.collect()
+    found, bad = read_all(grown, past)
+    assert set(found) | set(bad) == set(range(layout.partitions))
+    assert bad  # gone for ever, and not replaced by what is newer
+    # The newest state goes on with newer copies where the old ones are gone, and says so.
+    found, bad = read_all(grown, now)
+    new = data.all(range(layout.partitions))
+    assert bad == {}
+    replaced = dict(zip(now.ids.tolist(), (step_of(now.version) == 99).tolist(), strict=True))
+    assert found == {i: new[i] if replaced[i] else old[i] for i in new}
+    assert any(replaced.values())
+
+
+def test_an_older_copy_comes_from_the_sealed_state_when_the_log_is_collected(
+    grown: Store, layout: Layout
+) -> None:
+    sealed = grown.state(0, at=sealed_sets([grown.state(0)])[0].seqs[0])
+    was = read_all(grown, sealed)[0]
+    collector = _collector(grown, layout)
+    collector.collect()
+    state = grown.state(0)
+    newer = np.flatnonzero(state.version > sealed.version)
+    older = grown.older(0, newer, state)
+    assert older is not None
+    assert read_all(grown, older) == ({i: was[i] for i in newer.tolist()}, {})
+    assert (older.version < state.version[newer]).all()
+    collector._writer.close()
+
+
+def test_one_damaged_index_does_not_lose_the_shard(store: Store) -> None:
+    layout = build_layout([("w", "parameter", (TensorSpec("", "F32", (16, 4096)),))], rows={"w": 1})
+    data = Data(layout)
+    collector = _collector(store, layout)
+    for step in range(6):
+        collector._writer.commit(0, np.arange(16), data, step=step, extras={"n": step})
+    collector.collect()
+    collector._writer.close()
+    boundary = list(store.records(0))[-1].boundary
+    path = store.root / f"shards/0/index/{boundary:020d}.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    assert read_all(store, store.state(0)) == (data.all(range(16)), {})
+    assert [p.file for p in verify(store, read_data=True).problems] == [str(path)]
+
+
+def test_damaged_copies_stay_where_they_are(grown: Store, layout: Layout) -> None:
+    state = grown.state(0)
+    victim = state.segments[int(state.segment[0])]
+    path = grown.root / f"shards/0/seg/{victim.name}"
+    raw = bytearray(path.read_bytes())
+    raw[victim.head] ^= 1
+    path.write_bytes(raw)
+    before = read_all(grown, state)
+    assert before[1]
+    collector = _collector(grown, layout)
+    collector.collect()
+    assert read_all(grown, grown.state(0)) == before
+    assert path.exists()
+    collector._writer.close()
+
+
+def test_space_stays_within_the_ratio_whatever_the_pattern(store: Store) -> None:
+    layout = build_layout([("w", "parameter", (TensorSpec("", "F32", (256, 1024)),))], rows={"w": 1})
+    data = Data(layout)
+    rng = np.random.default_rng(0)
+    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        collector = Collector(writer, floor=0)
+        writer.commit(0, np.arange(256), data, step=0, sealed=True, extras={"n": 0})
+        for step in range(1, 60):
+            # Some are saved all the time, some hardly ever.
+            ids = np.unique((256 * rng.random(32) ** 3).astype(np.int64))
+            writer.commit(0, ids, data, step=step, extras={"n": step})
+            collector.settle()
+            space = collector.space(0)
+            assert space.total <= 2 * space.live + space.pinned
+            on_disk = sum(p.stat().st_size for p in (store.root / "shards").rglob("*") if p.is_file())
+            assert abs(space.total - on_disk) < 0.02 * layout.nbytes
+        assert len(collector._store.log(0).numbers()) < 12
+        assert collector.done.deleted_bytes > 0
+    assert verify(store, read_data=True).problems == []
+
+
+def test_files_that_are_no_snapshots_are_refused(grown: Store, layout: Layout) -> None:
+    create_snapshot(grown, "ok", sealed_sets([grown.state(0)])[0])
+    path = grown.root / "snapshots/ok.json"
+    good = path.read_bytes()
+    for bad in (good[:-3], good.replace(b'"step":1', b'"step":2'), b"{}", b"", good + b" "):
+        path.write_bytes(bad)
+        with pytest.raises(Corruption):
+            read_snapshot(grown, "ok")
+        # Nobody knows what it keeps: nothing is collected.
+        collector = _collector(grown, layout)
+        with pytest.raises(Corruption):
+            collector.collect()
+        collector._writer.close()
+        assert any("ok.json" in p.file for p in verify(grown, read_data=False).problems)
+    path.write_bytes(good)
+    assert read_snapshot(grown, "ok").step == 1
+    assert verify(grown, read_data=True).problems == []
