@@ -183,7 +183,7 @@ class Arena:
             return None
         try:
             layout, geometry = _read_header(fd, folder / FILE, store_id)
-            return cls(_map(fd, geometry.size), layout, geometry, folder, -1)
+            return cls(_map(fd, geometry.size, populate=False), layout, geometry, folder, -1)
         finally:
             os.close(fd)
 
@@ -390,9 +390,10 @@ def _open_new(path: Path) -> int:
         raise folder_error(error, path) from error
 
 
-def _map(fd: int, size: int) -> mmap.mmap:
-    # Populated at once: page by page on first touch, the first checkpoint would take several times as long.
-    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+def _map(fd: int, size: int, *, populate: bool = True) -> mmap.mmap:
+    # Populated at once: page by page on first touch, the first checkpoint would take several times as long. But the
+    # daemon has time, and somebody may wait for it to open.
+    flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
     return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 

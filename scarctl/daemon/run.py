@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -21,6 +22,8 @@ from scarctl.daemon.saver import LocalSaver
 from scarctl.errors import Corruption, ScarError, UsageError
 from scarctl.store import Store
 from scarctl.version import NEVER, step_of
+
+log = logging.getLogger("scarctl")
 
 MAX_SHARDS_SHOWN = 1024
 
@@ -139,7 +142,10 @@ class Run:
             if thread is not None and not self._looked:
                 # What it copied last it may not have lived to put into the queue, or to announce.
                 self._looked = True
-                adopt_orphans(self._arena, HandOverQueue(self._arena.folder))
+                try:
+                    adopt_orphans(self._arena, HandOverQueue(self._arena.folder))
+                except ScarError as error:
+                    log.error("%s: what was copied last stays in memory: %s", self.store.url, error)
                 thread.notify()
                 return False
             return thread is None or thread.failure is not None or thread.settled
