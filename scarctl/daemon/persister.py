@@ -89,7 +89,7 @@ class Persister:
         done = self._collector.done
         before = done.moved_bytes
         try:
-            while self._collector.turn():
+            while not self.put_off.is_set() and self._collector.turn():
                 if done.moved_bytes - before >= limit:
                     return True
         except (ScarError, OSError, MemoryError) as error:
