@@ -15,6 +15,7 @@ from scarctl.cli.output import (
     emit,
     human_bytes,
     note,
+    wait_option,
     warn,
 )
 from scarctl.config import DEFAULT_FRACTION, DEFAULT_POLICY, POLICIES, parse_fraction
@@ -71,15 +72,7 @@ _FILE = ("state", "step", "fraction", "policy", "shards", "partition_bytes", "dr
     "--live", is_flag=True, envvar="SCARCTL_LIVE", help="Ask the session that runs on this host to save now."
 )
 @click.option("--full", is_flag=True, envvar="SCARCTL_FULL", help="With --live: the whole state.")
-@click.option(
-    "--wait",
-    type=click.FloatRange(min=0),
-    default=60.0,
-    show_default=True,
-    metavar="SECONDS",
-    envvar="SCARCTL_WAIT",
-    help="With --live: how long to wait until it is durable.",
-)
+@wait_option("With --live: how long to wait until it is durable.")
 @arena_option
 @common_options
 def command(

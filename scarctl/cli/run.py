@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from scarctl.cli.output import EXIT_RUN_FAILED, EXIT_SIGNAL, arena_option, human_bytes, note
+from scarctl.cli.output import EXIT_RUN_FAILED, EXIT_SIGNAL, arena_option, human_bytes, note, wait_option
 from scarctl.errors import NoStore, ScarError
 
 EXAMPLES = """\b
@@ -47,15 +47,7 @@ _PATIENCE = 1.0
     envvar="SCARCTL_RESTARTS",
     help="How often to run CMD again when it fails.",
 )
-@click.option(
-    "--wait",
-    type=click.FloatRange(min=0),
-    default=60.0,
-    show_default=True,
-    metavar="SECONDS",
-    envvar="SCARCTL_WAIT",
-    help="How long to wait at the end until all is durable.",
-)
+@wait_option("How long to wait at the end until all is durable.")
 @arena_option
 @click.option("--debug", is_flag=True, envvar="SCARCTL_DEBUG", help="Show a traceback when something fails.")
 def command(
