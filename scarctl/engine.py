@@ -74,7 +74,7 @@ class Engine:
     ) -> None:
         """Open or create the arena in `folder`, and start saving: a new epoch.
 
-        stopped: write nothing to the store until the end of `nothing_saved`.
+        stopped: write nothing to the store until `saver.resume()`.
 
         Raises Contention, Unavailable (arena or store is full), AccessDenied, Corruption.
         """

@@ -123,6 +123,9 @@ def _roll_back(
 ) -> tuple[Report, Any]:
     """Go back to the newest state that all shards sealed at one step; forget what came after, here and in the store."""
     known = engine.arena.distance.copy()
+    # The newest sealed state may still be on its way to the store.
+    engine.saver.resume()
+    engine.saver.drain(engine.settings.drain_timeout)
     with engine.nothing_saved():
         plan = plan_rollback(
             engine.store, engine.layout, engine.shard_of, engine.arena, lost=lost, snapshot=snapshot

@@ -235,7 +235,8 @@ class Session:
         """Restore lost partitions in the running process, in place; the others keep their progress.
 
         lost: shard numbers, patterns of group names ("layers.3.*", "emb.weight[0:512]"), or "all".
-        mode: "partial", or "rollback" to the newest sealed state (everything, with its extras).
+        mode: "partial", or "rollback" to the newest sealed state (everything, with its extras); that waits up to
+        `drain_timeout` seconds for a sealed state that is on its way to the store.
         Raises UsageError for a part that does not exist, NoIntactCopy when one has no copy; then nothing was changed.
         """
         engine = self._started()

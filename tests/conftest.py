@@ -85,6 +85,31 @@ def usual_saver(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SCARCTL_DAEMON")
 
 
+@pytest.fixture
+def daemon_folder(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Saving from the host's daemon, without asking for `both_savers`: its folder. It is stopped at the end."""
+    from scarctl.daemon import protocol
+    from scarctl.daemon.folder import host_folder
+    from tests.daemon.trainer import stop
+
+    monkeypatch.setenv("SCARCTL_DAEMON", "1")
+    folder = host_folder(str(arena_dir))
+    yield folder
+    stop(folder)
+    (folder / protocol.SOCKET).unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def warm_torch(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What torch imports at the first step, it imports here: once, not in every forked child."""
+    from tests.support.training import Loop
+
+    folder = tmp_path_factory.mktemp("warm")
+    loop = Loop(folder / "store", arena_dir=folder, daemon=False)
+    loop.train(1)
+    loop.session.close()
+
+
 def _settled(leaks: Callable[[], list[object]]) -> list[object]:
     """The leaks that are still there after a time of grace."""
     deadline = time.monotonic() + GRACE_SECONDS

@@ -19,35 +19,17 @@ import torch
 from torch import nn
 
 import scarctl
-from scarctl.daemon import client, protocol, remote
-from scarctl.daemon.folder import host_folder
+from scarctl.daemon import client, remote
 from scarctl.daemon.peek import peek
 from scarctl.engine import Copied, Engine
 from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.live import LiveState
-from tests.daemon.trainer import status, stop, wait_until
+from tests.daemon.trainer import status, wait_until
 from tests.support.elsewhere import elsewhere
 from tests.support.process import Forked, Tell
 from tests.support.training import Loop, differing, drained
 
-
-@pytest.fixture(scope="module", autouse=True)
-def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What torch imports at the first step, it imports here: once, not in every forked child."""
-    folder = tmp_path_factory.mktemp("warm")
-    loop = Loop(folder / "store", arena_dir=folder, daemon=False)
-    loop.train(1)
-    loop.session.close()
-
-
-@pytest.fixture
-def folder(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the daemon that saves; it is stopped at the end."""
-    monkeypatch.setenv("SCARCTL_DAEMON", "1")
-    folder = host_folder(str(arena_dir))
-    yield folder
-    stop(folder)
-    (folder / protocol.SOCKET).unlink(missing_ok=True)
+pytestmark = pytest.mark.usefixtures("warm_torch")
 
 
 @contextmanager
@@ -244,18 +226,18 @@ def train_for_long(loop: Loop) -> None:
 
 @pytest.fixture
 def quick_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_TROUBLE", 0.2, raising=False)
+    monkeypatch.setattr(remote, "_TROUBLE", 0.2)
 
 
 @pytest.mark.usefixtures("quick_trouble")
 def test_a_daemon_that_cannot_be_started_again_is_told_and_counted(
-    tmp_path: Path, folder: Path, arena_dir: Path
+    tmp_path: Path, daemon_folder: Path, arena_dir: Path
 ) -> None:
     loop = Loop(tmp_path / "store", interval=1)
     loop.train(3, settle=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", "/nowhere/python")  # the environment is being replaced
-        kill(folder)
+        kill(daemon_folder)
         loop.train(1)
         deadline = time.monotonic() + 10
         while not loop.session.stats.errors and time.monotonic() < deadline:
@@ -266,7 +248,7 @@ def test_a_daemon_that_cannot_be_started_again_is_told_and_counted(
         view = peek(str(arena_dir), loop.session.store.id)
         assert view is not None
         assert view.errors == loop.session.stats.errors
-    wait_until(lambda: status(folder))
+    wait_until(lambda: status(daemon_folder))
     loop.train(1)
     settled(loop)
     before = loop.session.stats.errors
@@ -278,23 +260,25 @@ def test_a_daemon_that_cannot_be_started_again_is_told_and_counted(
 
 @pytest.mark.usefixtures("quick_trouble")
 def test_a_daemon_that_cannot_be_started_again_ends_training_that_wants_it(
-    tmp_path: Path, folder: Path
+    tmp_path: Path, daemon_folder: Path
 ) -> None:
     loop = Loop(tmp_path / "store", interval=1, on_error="raise")
     loop.train(3, settle=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", "/nowhere/python")
-        kill(folder)
+        kill(daemon_folder)
         with pytest.raises(Unavailable, match="could not be started"):
             train_for_long(loop)
-    wait_until(lambda: status(folder) is not None and loop.session._saver.trouble is None)
+    wait_until(lambda: status(daemon_folder) is not None and loop.session._saver.trouble is None)
     loop.session.close()
 
 
-def test_an_exception_ends_quickly_beside_a_daemon_that_is_stopped(tmp_path: Path, folder: Path) -> None:
+def test_an_exception_ends_quickly_beside_a_daemon_that_is_stopped(
+    tmp_path: Path, daemon_folder: Path
+) -> None:
     loop = Loop(tmp_path / "store", interval=1)
     loop.train(3, settle=True)
-    pid = kill(folder, signal.SIGSTOP)
+    pid = kill(daemon_folder, signal.SIGSTOP)
     try:
         with pytest.raises(RuntimeError, match="out of memory"), loop.session:  # noqa: PT012
             loop.train(2)

@@ -13,32 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from scarctl.daemon import client, protocol
-from scarctl.daemon.folder import host_folder
+from scarctl.daemon import client
 from scarctl.errors import Corruption, NoIntactCopy, ScarError, Unavailable, UsageError
-from tests.daemon.trainer import status, stop, wait_until
+from tests.daemon.trainer import status, wait_until
 from tests.support.elsewhere import elsewhere
 from tests.support.process import Forked, Tell
 from tests.support.training import Loop, differing, drained
 
-
-@pytest.fixture(scope="module", autouse=True)
-def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What torch imports at the first step, it imports here: once, not in every forked child."""
-    folder = tmp_path_factory.mktemp("warm")
-    loop = Loop(folder / "store", arena_dir=folder, daemon=False)
-    loop.train(1)
-    loop.session.close()
-
-
-@pytest.fixture
-def folder(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the daemon that saves; it is stopped at the end."""
-    monkeypatch.setenv("SCARCTL_DAEMON", "1")
-    folder = host_folder(str(arena_dir))
-    yield folder
-    stop(folder)
-    (folder / protocol.SOCKET).unlink(missing_ok=True)
+pytestmark = pytest.mark.usefixtures("warm_torch")
 
 
 def kill_daemon(folder: Path) -> None:
@@ -66,7 +48,7 @@ def epoch_of(loop: Loop) -> int:
 # -- the daemon is replaced --------------------------------------------------------------------------------------
 
 
-def test_a_daemon_that_is_replaced_between_copy_and_hand_over(tmp_path: Path, folder: Path) -> None:
+def test_a_daemon_that_is_replaced_between_copy_and_hand_over(tmp_path: Path, daemon_folder: Path) -> None:
     """The hand-over brings the extras of its step: without them the run would go on from an older one."""
 
     def body(tell: Tell) -> None:
@@ -75,7 +57,7 @@ def test_a_daemon_that_is_replaced_between_copy_and_hand_over(tmp_path: Path, fo
         loop.session.checkpoint(full=True, wait=True)
         loop.train(2)  # a copy is under way
         epoch = epoch_of(loop)
-        kill_daemon(folder)
+        kill_daemon(daemon_folder)
         wait_until(lambda: epoch_of(loop) > epoch)
         torch.save(loop.state(), tmp_path / "copied.pt")
         loop.train(1)
@@ -84,7 +66,7 @@ def test_a_daemon_that_is_replaced_between_copy_and_hand_over(tmp_path: Path, fo
 
     with Forked(body) as child:
         left_by(child, tmp_path)
-    wait_until(lambda: status(folder) is None)
+    wait_until(lambda: status(daemon_folder) is None)
     resumed, state = elsewhere(tmp_path / "store")
     assert resumed.step == 10
     assert differing(state, torch.load(tmp_path / "copied.pt")) == []
@@ -93,7 +75,7 @@ def test_a_daemon_that_is_replaced_between_copy_and_hand_over(tmp_path: Path, fo
     again.session.close()
 
 
-def test_memory_stays_good_when_the_daemon_was_replaced(tmp_path: Path, folder: Path) -> None:
+def test_memory_stays_good_when_the_daemon_was_replaced(tmp_path: Path, daemon_folder: Path) -> None:
     """What the arena has is not older than what became of it in the store, under another daemon."""
 
     def body(tell: Tell) -> None:
@@ -102,7 +84,7 @@ def test_memory_stays_good_when_the_daemon_was_replaced(tmp_path: Path, folder: 
         loop.session.checkpoint(full=True, wait=True)
         loop.train(5)
         epoch = epoch_of(loop)
-        kill_daemon(folder)
+        kill_daemon(daemon_folder)
         assert loop.session.flush()
         wait_until(lambda: epoch_of(loop) > epoch)
         drained([loop.session])
@@ -123,7 +105,7 @@ def test_memory_stays_good_when_the_daemon_was_replaced(tmp_path: Path, folder: 
 
 
 def test_what_has_no_extras_is_not_saved_before_it_is_clear_where_to_go_on(
-    tmp_path: Path, folder: Path
+    tmp_path: Path, daemon_folder: Path
 ) -> None:
     """Copies of step 5 with nothing that belongs to them: the run goes on from 3, and its next steps are 4 and 5."""
 
@@ -138,12 +120,12 @@ def test_what_has_no_extras_is_not_saved_before_it_is_clear_where_to_go_on(
         loop.train(2)
         loop.scheduler.state_dict = fails  # type: ignore[method-assign]
         loop.session._finish()
-        kill_daemon(folder)
+        kill_daemon(daemon_folder)
         dies(loop, tmp_path)
 
     with Forked(body) as child:
         left_by(child, tmp_path)
-    wait_until(lambda: status(folder) is None)
+    wait_until(lambda: status(daemon_folder) is None)
     again = Loop(tmp_path / "store", interval=1)
     assert again.session.resume().step == 3
     again.train(10, settle=True)

@@ -126,6 +126,21 @@ def test_rollback_goes_back_to_the_newest_sealed_state_with_its_extras(tmp_path:
     again.session.close()
 
 
+def test_rollback_waits_for_a_sealed_state_that_is_on_its_way(tmp_path: Path, both_savers: str) -> None:
+    """The first one of all, too: nothing in the store is complete while it is written."""
+    loop = Loop(tmp_path / "store", interval=100)
+    loop.train(3)
+    # As a store that takes its time.
+    loop.session._started().saver.stop()
+    loop.session.checkpoint(full=True)
+    sealed = loop.state()
+    loop.train(4)
+    report = loop.session.recover("all", mode="rollback")
+    assert (report.exact, report.step) == (True, 3)
+    assert differing(loop.state(), sealed) == []
+    loop.session.close()
+
+
 def test_rollback_repeats_the_same_training(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store", interval=4, policy="full")
     loop.train(11, settle=True)

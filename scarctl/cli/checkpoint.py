@@ -18,6 +18,7 @@ from scarctl.cli.output import (
     open_store,
     options_for,
     shown_url,
+    wait_option,
     warn,
 )
 from scarctl.config import DEFAULT_FRACTION, DEFAULT_POLICY, POLICIES, parse_fraction
@@ -96,15 +97,7 @@ _FILE = (
     envvar="SCARCTL_SNAPSHOT",
     help="Save the whole state, and keep it under this name.",
 )
-@click.option(
-    "--wait",
-    type=click.FloatRange(min=0),
-    default=60.0,
-    show_default=True,
-    metavar="SECONDS",
-    envvar="SCARCTL_WAIT",
-    help="With --live: how long to wait until it is durable.",
-)
+@wait_option("With --live: how long to wait until it is durable.")
 @arena_option
 @common_options
 def command(

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scarctl.cli.output import EXIT_OK, arena_option, emit, error_fields, human_bytes, note, output_options
+from scarctl.cli.output import (
+    EXIT_OK,
+    Seconds,
+    arena_option,
+    emit,
+    error_fields,
+    human_bytes,
+    note,
+    output_options,
+)
 from scarctl.errors import ScarError, Unavailable, UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +46,7 @@ _PATIENCE = 5.0
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0),
+    type=Seconds(),
     default=30.0,
     show_default=True,
     metavar="SECONDS",

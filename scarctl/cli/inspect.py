@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scarctl.cli.output import EXIT_OK, common_options, emit, human_bytes, open_store
+from scarctl.cli.output import EXIT_OK, Seconds, common_options, emit, human_bytes, open_store
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,7 +61,7 @@ class _Limit(click.ParamType[Any]):
 )
 @click.option(
     "--every",
-    type=click.FloatRange(min=0.1),
+    type=Seconds(at_least=0.1),
     default=2.0,
     show_default=True,
     metavar="SECONDS",

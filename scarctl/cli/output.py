@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -46,6 +47,21 @@ class Terminated(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
+
+
+class Seconds(click.FloatRange):
+    """A span of time: a finite number, not less than `at_least`."""
+
+    name = "seconds"
+
+    def __init__(self, at_least: float = 0.0) -> None:
+        super().__init__(min=at_least)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number of seconds.", param, ctx)
+        return number
 
 
 def common_options(command: Command) -> Command:
@@ -100,6 +116,19 @@ def shown_url(url: str) -> str:
     from scarctl.store.address import Address
 
     return Address.parse(url).shown if "://" in url else url
+
+
+def wait_option(about: str) -> Callable[[Command], Command]:
+    """Add `--wait`."""
+    return click.option(
+        "--wait",
+        type=Seconds(),
+        default=60.0,
+        show_default=True,
+        metavar="SECONDS",
+        envvar="SCARCTL_WAIT",
+        help=about,
+    )
 
 
 def emit(fields: Mapping[str, Any], *, as_json: bool, text: str = "") -> None:

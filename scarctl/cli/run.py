@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scarctl.cli.output import EXIT_RUN_FAILED, EXIT_SIGNAL, arena_option, human_bytes, note, options_for
+from scarctl.cli.output import (
+    EXIT_RUN_FAILED,
+    EXIT_SIGNAL,
+    arena_option,
+    human_bytes,
+    note,
+    options_for,
+    wait_option,
+)
 from scarctl.errors import NoStore, ScarError
 
 if TYPE_CHECKING:
@@ -50,15 +58,7 @@ _PATIENCE = 1.0
     envvar="SCARCTL_RESTARTS",
     help="How often to run CMD again when it fails.",
 )
-@click.option(
-    "--wait",
-    type=click.FloatRange(min=0),
-    default=60.0,
-    show_default=True,
-    metavar="SECONDS",
-    envvar="SCARCTL_WAIT",
-    help="How long to wait at the end until all is durable.",
-)
+@wait_option("How long to wait at the end until all is durable.")
 @arena_option
 @click.option("--debug", is_flag=True, envvar="SCARCTL_DEBUG", help="Show a traceback when something fails.")
 def command(
@@ -78,6 +78,10 @@ def command(
 
     folder = host_folder(arena_dir)
     address = Address.parse(store, options_for(store)) if store is not None else None
+    if address is not None and address.root is None:
+        from scarctl.store.client import check_file_system
+
+        check_file_system(address)
     # Absolute: CMD may go to another folder before it attaches.
     given = {
         "SCARCTL_STORE": None if address is None else address.url,

@@ -67,6 +67,9 @@ def _let_go(daemon: Daemon) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
+    # Linux weighs sessions against each other before processes: in one of its own, niceness alone means nothing.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(_NICENESS))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < _DESCRIPTORS:
         wanted = _DESCRIPTORS if hard < 0 else min(hard, _DESCRIPTORS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -35,7 +35,7 @@ from scarctl.store.segment import (
     positions,
     read_tail,
 )
-from scarctl.store.snapshot import read_snapshot, snapshot_names
+from scarctl.store.snapshot import read_snapshot, snapshot_names, snapshots
 from scarctl.store.state import Index, parse_index
 from scarctl.store.store import BATCH, Store
 
@@ -43,7 +43,6 @@ Progress = Callable[[int, int], None]
 """Called with `(bytes done, bytes in all)`."""
 
 _NAMED = 1000
-_ATTEMPTS = 8
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class _Check:
         for name in snapshot_names(self.store):
             self._snapshot(name)
         for shard in self.store.shards():
-            self._beside_a_writer(self.store.log(shard))
+            self._shard(self.store.log(shard))
         return self.report
 
     def _snapshot(self, name: str) -> None:
@@ -124,22 +123,23 @@ class _Check:
             return  # deleted meanwhile
         self._count(path)
 
-    def _beside_a_writer(self, log: ShardLog) -> None:
-        """Checks a shard, again when a writer has deleted meanwhile what nobody needs any more."""
-        for _ in range(_ATTEMPTS):
-            before = copy.deepcopy(self.report)
-            boundary = self._boundary(log)
-            self._shard(log)
-            if len(self.report.problems) == len(before.problems) or self._boundary(log) == boundary:
-                return
-            self.report = before
-        self._shard(log)
+    def _given_up(self, log: ShardLog, seq: int) -> bool:
+        """Whether nobody needs record `seq` and what it names any more: a writer may have deleted it meanwhile."""
+        if seq >= self._boundary(log):
+            return False
+        if seq not in self.pinned.get(log.shard, set()):
+            return True
+        # A snapshot kept it when this began. One that is damaged now may still do so.
+        with contextlib.suppress(Corruption):
+            self.pinned[log.shard] = {s.seqs[log.shard] for s in snapshots(self.store) if log.shard in s.seqs}
+        return seq not in self.pinned[log.shard]
 
     def _boundary(self, log: ShardLog) -> int:
-        try:
-            return log.record(max(log.numbers(), default=0)).boundary
-        except (Corruption, FileNotFoundError):
-            return 0
+        """The boundary of now, as the newest record says that can be read."""
+        for seq in reversed(log.numbers()):
+            with contextlib.suppress(Corruption, FileNotFoundError):
+                return log.record(seq).boundary
+        return 0
 
     def _layout(self, digest: str) -> Layout | None:
         """A layout, None if it is missing or damaged: then that is noted, once."""
@@ -149,8 +149,16 @@ class _Check:
                 self.layouts[digest] = self.store.layout(digest)
         return self.layouts[digest]
 
-    def _noting(self, name: str) -> _Noting:
-        return _Noting(self, name)
+    @contextlib.contextmanager
+    def _noting(self, name: str, given_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Turn damage and absence of a file into a problem of the report; no problem if it may be absent."""
+        try:
+            yield
+        except Corruption as error:
+            self.note(name, error.message)
+        except FileNotFoundError:
+            if not given_up():
+                self.note(name, "this file is missing")
 
     def note(self, file: str, reason: str, partition: str | None = None) -> None:
         full = self.blobs.where(file)
@@ -183,22 +191,24 @@ class _Check:
         for record in records.values():
             if record.segment is not None:
                 named.add(record.segment.name)
-                needed = record.seq >= boundary
-                self._segment(log, record.segment, record.layout, record.segment_kind, record, needed)
+                self._segment(log, record.segment, record.layout, record.segment_kind, record)
         pinned = self.pinned.get(log.shard, set())
         for seq in indexes:
             index = self._index(log, seq, records)
             self._count(index_path(log.shard, seq))
             if index is None or seq > boundary:
                 continue  # after the boundary records name all segments
-            needed = seq == boundary or seq in pinned
             for ref in index.state.segments:
                 if ref.name not in named:
                     named.add(ref.name)
-                    self._segment(log, ref, index.layout, None, seq, needed)
+                    self._segment(log, ref, index.layout, None, seq)
         for seq in sorted({seq for seq in pinned | {boundary} if 0 < seq <= boundary} - set(indexes)):
+            if log.has_index(seq) or self._given_up(log, seq):
+                continue
             self.note(index_path(log.shard, seq), "this index is missing, and the log before is deleted")
         for seq in sorted(pinned - records.keys()):
+            if self._given_up(log, seq):
+                continue
             self.note(record_path(log.shard, seq), "this record is missing, and a snapshot names it")
         for name, size in self.blobs.files(f"{shard_folder(log.shard)}/seg"):
             if name not in named and is_segment_name(name):
@@ -211,7 +221,7 @@ class _Check:
         numbers = list(files)
         for seq, size in files.items():
             path = record_path(log.shard, seq)
-            with self._noting(path):
+            with self._noting(path, lambda seq=seq: self._given_up(log, seq)):  # type: ignore[misc]
                 found[seq] = log.record(seq)
             self._count(path, size)
             self.report.records += 1
@@ -244,7 +254,7 @@ class _Check:
     def _index(self, log: ShardLog, seq: int, records: dict[int, Record]) -> Index | None:
         path = index_path(log.shard, seq)
         what = self.blobs.where(path)
-        with self._noting(path):
+        with self._noting(path, lambda: self._given_up(log, seq)):
             with self.blobs.reader(path) as file:
                 raw = np.empty(file.size, np.uint8)
                 file.read_into(0, memoryview(raw))
@@ -264,9 +274,8 @@ class _Check:
         digest: str,
         kind: str | None,
         named_by: Record | int,
-        needed: bool,
     ) -> None:
-        """Checks a segment that a record or (by its number) an index names; what is not `needed` may be gone.
+        """Checks a segment that a record or (by its number) an index names.
 
         kind: None when only the segment itself says it.
         """
@@ -283,7 +292,7 @@ class _Check:
             missing = True
         except Corruption as error:
             reasons[error.message] = None
-        if missing and not needed:
+        if missing and self._given_up(log, named_by.seq if isinstance(named_by, Record) else named_by):
             return
         self.report.segments += 1
         if missing:
@@ -337,25 +346,6 @@ class _Check:
 
 def _reason(error: Corruption | FileNotFoundError) -> str:
     return error.message if isinstance(error, Corruption) else "the segment is missing"
-
-
-class _Noting:
-    """Context that turns damage and absence of a file into a problem of the report."""
-
-    def __init__(self, check: _Check, name: str) -> None:
-        self._check = check
-        self._name = name
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, Corruption):
-            self._check.note(self._name, error.message)
-            return True
-        if isinstance(error, FileNotFoundError):
-            self._check.note(self._name, "this file is missing")
-            return True
-        return False
 
 
 def store_bytes(store: Store) -> int:

@@ -25,6 +25,27 @@ _GRACE = 1.0
 """Seconds that a request may take to notice that it is cancelled."""
 
 
+_HINT = (
+    "check the address and the storage options; `python -c 'import fsspec; print(fsspec.available_protocols())'` "
+    "lists what can be opened"
+)
+
+
+def check_file_system(address: Address) -> None:
+    """Raises UsageError when this Python has no file system for a remote address. Asks nobody."""
+    import fsspec
+
+    refused = f"{address.shown}: cannot open {address.scheme}:// addresses"
+    try:
+        fsspec.get_filesystem_class(address.scheme)
+    except ImportError as error:
+        missing = getattr(error.__cause__, "name", None) or error.name or "a package"
+        hint = "pip install 'scarctl[s3]'" if address.scheme.startswith("s3") else f"install {missing}"
+        raise UsageError(f"{refused} without {missing}", hint=hint) from None
+    except ValueError as error:
+        raise UsageError(f"{refused}: {error}", hint=_HINT) from None
+
+
 class Refused(Exception):
     """A request has failed for good. Never leaves this package."""
 
@@ -80,22 +101,15 @@ class Client:
             return fs, self._root(fs)
 
     def _begin(self) -> Any:
-        scheme, doing = self.address.scheme, f"open {self.address.scheme}:// addresses"
+        check_file_system(self.address)
         try:
             return self._open_filesystem()
-        except ImportError as error:
-            missing = error.name or "a package"
-            hint = "pip install 'scarctl[s3]'" if scheme.startswith("s3") else f"install {missing}"
-            raise UsageError(f"{self.address.shown}: cannot {doing} without {missing}", hint=hint) from None
         except Exception as error:
             fault = understand(error)
+        doing = f"open {self.address.scheme}:// addresses"
         if fault.meaning is Meaning.DENIED or fault.passing:
             raise fault_error(fault, self.address.shown, doing)
-        raise UsageError(
-            f"{self.address.shown}: cannot {doing}: {fault.detail}",
-            hint="check the address and the storage options; `python -c 'import fsspec; "
-            "print(fsspec.available_protocols())'` lists what can be opened",
-        )
+        raise UsageError(f"{self.address.shown}: cannot {doing}: {fault.detail}", hint=_HINT)
 
     @property
     def _fs(self) -> Any:

@@ -171,7 +171,14 @@ def test_reap_removes_what_the_store_has_and_nothing_else(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["start", "--reap"], ["status", "--timeout", "3"], ["restart"], [], ["stop", "--timeout", "-1"]],
+    [
+        ["start", "--reap"],
+        ["status", "--timeout", "3"],
+        ["restart"],
+        [],
+        ["stop", "--timeout", "-1"],
+        ["stop", "--timeout", "nan"],
+    ],
 )
 def test_wrong_calls(run: Run, arguments: list[str]) -> None:
     assert run("daemon", *arguments, "--json", code=2).error["kind"] == "usage"

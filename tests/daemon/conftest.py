@@ -1,12 +1,17 @@
-"""A rig per test, taken apart and its store verified at the end."""
+"""What the tests of saving share: a rig, taken apart and its store verified at the end, and a daemon to talk to."""
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from scarctl.daemon import client, protocol
+from scarctl.daemon.folder import host_folder
+from scarctl.daemon.server import Daemon
 from tests.daemon.rig import Rig
 
 
@@ -15,3 +20,25 @@ def rig(tmp_path: Path, arena_dir: Path) -> Iterator[Rig]:
     made = Rig(tmp_path / "store", arena_dir)
     yield made
     made.close()
+
+
+@pytest.fixture
+def daemon(arena_dir: Path) -> Iterator[Daemon]:
+    """A daemon in a thread of this process: it finds itself alone, and `client.start` is never needed."""
+    folder = host_folder(str(arena_dir))
+    folder.mkdir(mode=0o700)
+    made = Daemon(folder)
+    thread = threading.Thread(target=made.serve)
+    thread.start()
+    client.ask(folder, "hold", seconds=60)
+    yield made
+    made.terminate()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert not (folder / protocol.SOCKET).exists()
+
+
+@pytest.fixture
+def connection(daemon: Daemon) -> Iterator[socket.socket]:
+    with protocol.connect(daemon.folder, 10) as made:
+        yield made

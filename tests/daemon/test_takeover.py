@@ -12,7 +12,6 @@ import pytest
 from scarctl.daemon import client, protocol
 from scarctl.daemon import server as server_module
 from scarctl.daemon.arena import Arena
-from scarctl.daemon.folder import host_folder
 from scarctl.daemon.server import Daemon
 from scarctl.layout import Layout, TensorSpec, build_layout
 from tests.daemon.trainer import Trainer, assert_sound, orphans, status, wait_until, wide_layout
@@ -25,21 +24,6 @@ def many_tensors() -> Layout:
     return build_layout(
         [(f"layers.{i}", "parameter", (TensorSpec("", "F32", (8, 8)),)) for i in range(60)], rows={"*": 4}
     )
-
-
-@pytest.fixture
-def daemon(arena_dir: Path) -> Iterator[Daemon]:
-    """A daemon in a thread of this process."""
-    folder = host_folder(str(arena_dir))
-    folder.mkdir(mode=0o700)
-    made = Daemon(folder)
-    thread = threading.Thread(target=made.serve)
-    thread.start()
-    client.ask(folder, "hold", seconds=60)
-    yield made
-    made.terminate()
-    thread.join(20)
-    assert not thread.is_alive()
 
 
 @pytest.fixture

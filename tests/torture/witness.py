@@ -52,6 +52,8 @@ class Witness:
         self.least = 0
         """No process may resume from before this step."""
         self.sealed = 0
+        self.goes_back = False
+        """Whether a rollback is under way."""
         self.gave_up: list[str] = []
         self.closed: dict[str, Any] | None = None
 
@@ -65,7 +67,8 @@ class Witness:
             self.step = message["step"]
             self.acknowledged = np.maximum(self.acknowledged, step_of(np.array(message["durable"])))
         elif "handed" in message:
-            self.handed[message["ids"]] = message["handed"]
+            if not self.goes_back:  # else it may be forgotten at once
+                self.handed[message["ids"]] = message["handed"]
         elif "sealed" in message:
             self.sealed = self.least = message["sealed"]
         elif "relabel" in message:
@@ -73,11 +76,14 @@ class Witness:
             self.aliases |= {(i, step, v) for i, v in zip(message["ids"], message["values"], strict=True)}
             self._lower(np.array(message["ids"], dtype=np.int64), step)
         elif "rollback" in message:
+            self.goes_back = True
             self._lower(np.arange(self.handed.size), self.sealed)
             self.least = min(self.least, self.sealed)
         elif "rolled_back" in message:
+            self.goes_back = False
             self.step = self.least = message["rolled_back"]
         elif "resumed" in message:
+            self.goes_back = False
             self.resumed = self.step = message["resumed"]
             if self.resumed < self.least:
                 raise Failed(f"resumed from step {self.resumed}, there was step {self.least}")
