@@ -43,6 +43,7 @@ Progress = Callable[[int, int], None]
 """Called with `(bytes done, bytes in all)`."""
 
 _NAMED = 1000
+_ATTEMPTS = 8
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,9 @@ class _Check:
 
     def _boundary(self, log: ShardLog) -> int:
         """The boundary of now, as the newest record says that can be read."""
+        with contextlib.suppress(Corruption):
+            newest = log.newest()
+            return 0 if newest is None else newest.boundary
         for seq in reversed(log.numbers()):
             with contextlib.suppress(Corruption, FileNotFoundError):
                 return log.record(seq).boundary
@@ -216,13 +220,12 @@ class _Check:
                 self._count(segment_path(log.shard, name), size)
 
     def _records(self, log: ShardLog, indexes: list[int]) -> dict[int, Record]:
-        found: dict[int, Record] = {}
-        files = log.files()
+        files, found = self._newest(log)
         numbers = list(files)
         for seq, size in files.items():
             path = record_path(log.shard, seq)
             with self._noting(path, lambda seq=seq: self._given_up(log, seq)):  # type: ignore[misc]
-                found[seq] = log.record(seq)
+                found[seq] = found[seq] if seq in found else log.record(seq)
             self._count(path, size)
             self.report.records += 1
         newest = max(found, default=-1)
@@ -250,6 +253,17 @@ class _Check:
             if record.base is not None and record.base not in present and record.base >= first:
                 self.note(path, f"record {record.base}, which it goes back to, is missing")
         return found
+
+    def _newest(self, log: ShardLog) -> tuple[dict[int, int], dict[int, Record]]:
+        """Sizes of the records there are, and the newest of them, read before it can be collected."""
+        for _ in range(_ATTEMPTS):
+            files = log.files()
+            newest = max(files, default=-1)
+            with contextlib.suppress(FileNotFoundError, Corruption):
+                return files, {newest: log.record(newest)}
+            if log.files().get(newest) is not None:
+                break  # it is damaged
+        return files, {}
 
     def _index(self, log: ShardLog, seq: int, records: dict[int, Record]) -> Index | None:
         path = index_path(log.shard, seq)

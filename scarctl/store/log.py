@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 
@@ -43,8 +44,11 @@ class ShardLog:
         """Sizes of the records there are, by ascending sequence number."""
         found = self._listed()
         if found and len(found) <= max(found) - min(found):
-            # A listing made beside a writer may lack a record and have the one after it: the next one has both.
-            found = {seq: size for seq, size in self._listed().items() if seq <= max(found)}
+            # A listing made beside a writer may lack a record and have the one after it: the next one has both, but
+            # what was collected meanwhile.
+            newest = max(found)
+            found |= {seq: size for seq, size in self._listed().items() if seq < newest}
+            found = dict(sorted(found.items()))
         return found
 
     def _listed(self) -> dict[int, int]:
@@ -66,21 +70,39 @@ class ShardLog:
             self.blobs.read(path, MAX_RECORD), self.blobs.where(path), shard=self.shard, seq=seq
         )
 
+    def newest(self) -> Record | None:
+        """The newest record, None if the log is empty. Raises Corruption."""
+        for _ in range(_ATTEMPTS):
+            seq = max(self._listed(), default=-1)
+            if seq < 0:
+                return None
+            with contextlib.suppress(FileNotFoundError):
+                return self.record(seq)
+            # It was collected meanwhile, so there is a newer one.
+        raise self._missing(seq)
+
     def records(self) -> Iterator[Record]:
-        """All records from the boundary on, oldest first, the chain of digests checked. Raises Corruption."""
-        numbers = self.numbers()
-        if numbers:
-            boundary = self.record(numbers[-1]).boundary
-            numbers = [seq for seq in numbers if seq >= boundary]
-        parent: Record | None = None
-        for expected, seq in enumerate(numbers, start=numbers[0] if numbers else 0):
-            if seq != expected:
-                raise self._missing(expected)
-            record = self.record(seq)
+        """All records from the boundary on, oldest first, the chain of digests checked. Raises Corruption.
+
+        What is collected meanwhile is passed over.
+        """
+        newest = self.newest()
+        if newest is None:
+            return
+        seq, parent = newest.boundary, None
+        while seq <= newest.seq:
+            try:
+                record = self.record(seq)
+            except FileNotFoundError:
+                now = self.newest()
+                if now is None or now.boundary <= seq:
+                    raise self._missing(seq) from None
+                seq, parent = now.boundary, None
+                continue
             if parent is not None:
                 self._check_parent(record, parent.digest)
             yield record
-            parent = record
+            seq, parent = seq + 1, record
 
     def state(self, at: int | None = None) -> ShardState:
         """State after record `at` (default: the newest). Empty if the log is. Raises Corruption, naming the

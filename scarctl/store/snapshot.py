@@ -164,9 +164,8 @@ def create_snapshot(store: Store, name: str, sealed: SealedSet) -> Snapshot:
             kind="snapshot-exists",
         ) from None
     for shard, seq in sealed.seqs.items():
-        log = store.log(shard)
-        numbers = log.numbers()
-        if not numbers or seq not in numbers or log.record(numbers[-1]).boundary > seq:
+        newest = store.log(shard).newest()
+        if newest is None or not newest.boundary <= seq <= newest.seq:
             delete_snapshot(store, name)
             raise Unavailable(
                 f"the state of step {sealed.step} was collected before it became snapshot {name!r}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from scarctl.store import Store, StoreWriter, verify
 from scarctl.store.blob import LocalBlobs
 from scarctl.store.format import index_path, record_path
+from scarctl.store.gc import Collector
 from tests.store.helpers import Data
 
 Files = list[tuple[str, int]]
@@ -70,3 +72,27 @@ def test_a_record_that_is_really_missing_is_damage(store: Store, writer: StoreWr
     commit(writer, data, 5)
     (store.root / record_path(0, 3)).unlink()
     assert [p.file for p in verify(store, read_data=False).problems] == [str(store.root / record_path(0, 3))]
+
+
+@pytest.mark.parametrize("first", range(2, 12))
+def test_what_is_collected_while_all_is_checked(
+    monkeypatch: pytest.MonkeyPatch, store: Store, writer: StoreWriter, data: Data, first: int
+) -> None:
+    """Of the log only the old sealed record stays below the boundary: it must not pass for the newest one."""
+    everything = np.arange(data.layout.partitions)
+    writer.commit(0, everything, data, step=1, sealed=True)
+    commit(writer, data, 6)
+    collector = Collector(writer, floor=0)
+    whole, count = LocalBlobs.files, itertools.count(1)
+
+    def files(blobs: LocalBlobs, folder: str) -> Files:
+        found = whole(blobs, folder)
+        if next(count) in range(first, first + 3):
+            with monkeypatch.context() as undisturbed:
+                undisturbed.setattr(LocalBlobs, "files", whole)
+                commit(writer, data, 6)
+                collector.collect()
+        return found
+
+    monkeypatch.setattr(LocalBlobs, "files", files)
+    assert verify(store, read_data=True).problems == []
