@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.handover import HandOver, HandOverQueue
 from scarctl.errors import Corruption, Overwritten, ScarError
+from scarctl.layout import members_by_shard
 from scarctl.store import Collector, StoreWriter
 from scarctl.version import NEVER, pack, step_of
 
@@ -39,7 +40,7 @@ class Persister:
         self._writer = writer
         self._collector = Collector(writer)
         self._tidy_at = 0.0
-        self._members = {shard: np.flatnonzero(shard_of == shard) for shard in np.unique(shard_of).tolist()}
+        self._members = members_by_shard(shard_of)
         self._shard_of = shard_of
         self._sealed: tuple[int, set[int]] = (
             -1,

@@ -41,27 +41,28 @@ class ShardLog:
         self._layouts = layouts
 
     def files(self) -> dict[int, int]:
-        """Sizes of the records there are, by ascending sequence number."""
+        """Sizes of the records there are, by ascending sequence number; 0 for what is collected meanwhile."""
+        numbers = self.numbers()
+        sizes = dict(self.blobs.files(f"{shard_folder(self.shard)}/log"))
+        return {seq: sizes.get(record_path(self.shard, seq).rpartition("/")[2], 0) for seq in numbers}
+
+    def numbers(self) -> list[int]:
+        """Sequence numbers of the records there are, ascending."""
         found = self._listed()
         if found and len(found) <= max(found) - min(found):
             # A listing made beside a writer may lack a record and have the one after it: the next one has both, but
             # what was collected meanwhile.
             newest = max(found)
-            found |= {seq: size for seq, size in self._listed().items() if seq < newest}
-            found = dict(sorted(found.items()))
-        return found
+            found |= {seq for seq in self._listed() if seq < newest}
+        return sorted(found)
 
-    def _listed(self) -> dict[int, int]:
-        files = self.blobs.files(f"{shard_folder(self.shard)}/log")
-        return {seq: size for name, size in files if (seq := seq_of_record(name)) is not None}
-
-    def numbers(self) -> list[int]:
-        """Sequence numbers of the records there are, ascending."""
-        return list(self.files())
+    def _listed(self) -> set[int]:
+        names = self.blobs.names(f"{shard_folder(self.shard)}/log")
+        return {seq for name in names if (seq := seq_of_record(name)) is not None}
 
     def indexes(self) -> list[int]:
-        names = self.blobs.files(f"{shard_folder(self.shard)}/index")
-        return [seq for name, _ in names if (seq := seq_of_index(name)) is not None]
+        names = self.blobs.names(f"{shard_folder(self.shard)}/index")
+        return sorted(seq for name in names if (seq := seq_of_index(name)) is not None)
 
     def record(self, seq: int) -> Record:
         """One record. Raises FileNotFoundError, or Corruption."""

@@ -124,6 +124,9 @@ class FsspecBlobs(Client):
         found = self._list(folder)
         return sorted((name, size) for name, size in found if size >= 0 and not name.startswith(TEMPORARY))
 
+    def names(self, folder: str) -> list[str]:
+        return [name for name, _ in self.files(folder)]
+
     def folders(self, folder: str) -> list[str]:
         return sorted(name for name, size in self._list(folder) if size < 0)
 
@@ -238,7 +241,9 @@ class FsspecBlobs(Client):
         except Refused as refused:
             raise self._error(refused, name, "delete") from None
 
-    def prepare(self, folder: str) -> None:
+    def prepare(self, folder: str, *, known: bool = False) -> None:
+        if known:
+            return
         try:
             self._request("makedirs", self._folder(folder), exist_ok=True)
         except Refused as refused:

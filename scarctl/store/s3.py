@@ -93,7 +93,7 @@ class S3Blobs(FsspecBlobs):
                 return [(name, size) for name, size in found if name]
             asked["ContinuationToken"] = page["NextContinuationToken"]
 
-    def prepare(self, folder: str) -> None:
+    def prepare(self, folder: str, *, known: bool = False) -> None:
         """Nothing: there are no folders."""
 
     def create_exclusive(self, name: str, parts: Sequence[Buffer]) -> None:

@@ -87,6 +87,9 @@ class ShardState:
         """Where `ids` stand in the arrays, -1 for those that are not members."""
         if not len(self.ids):
             return np.full(len(ids), -1, np.int64)
+        first, last = int(self.ids[0]), int(self.ids[-1])
+        if last - first == len(self.ids) - 1:  # all there are: no need to search
+            return np.where((ids >= first) & (ids <= last), ids - first, -1)
         at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
         return np.where(self.ids[at] == ids, at, -1)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,9 +15,9 @@ from numpy.typing import NDArray
 
 from scarctl import extras as extras_codec
 from scarctl.errors import Contention, Corruption, Fenced, Overwritten, ScarError, Unavailable, UsageError
-from scarctl.layout import Layout
-from scarctl.store.blob import InDoubt
+from scarctl.layout import Layout, members_by_shard
 from scarctl.store.format import index_path, record_path, segment_name, segment_path, shard_folder
+from scarctl.store.publish import Publisher
 from scarctl.store.record import Record
 from scarctl.store.segment import Ids, Pieces, SegmentRef, Source, Tail, ascending, write_segment
 from scarctl.store.snapshot import is_readable
@@ -49,14 +48,6 @@ class Observer(Protocol):
         """A file was created in a shard."""
 
 
-@dataclass
-class _Doubt:
-    """A record that is visible but perhaps not durable, and what it would do to the state."""
-
-    record: Record
-    tail: Tail | None
-
-
 class StoreWriter:
     """The one writer of a store. Opening starts a new epoch in every shard's log, which fences all older
     writers.
@@ -83,11 +74,10 @@ class StoreWriter:
         self.store = store
         self.layout = layout
         self._blobs = store.blobs
-        owned = np.unique(shard_of[shard_of >= 0]).tolist()
-        self._members: dict[int, Ids] = {shard: np.flatnonzero(shard_of == shard) for shard in owned}
+        self._members = members_by_shard(shard_of)
         self._pid = os.getpid()
         self._dead: ScarError | None = None  # why nothing can be committed any more
-        self._doubts: dict[int, _Doubt] = {}
+        self._publisher = Publisher(store, self._advance)
         self._floor: dict[int, int] = {}  # the step of the newest commit in this epoch
         self._closed = False
         self.epoch = 0
@@ -98,9 +88,6 @@ class StoreWriter:
             if current is not None and current != layout:
                 raise store.mismatch(current, layout)
             store.put_layout(layout)
-            for shard in owned:
-                for folder in ("seg", "log", "index"):
-                    self._blobs.prepare(f"{shard_folder(shard)}/{folder}")
             self._take_over()
         except BaseException:
             store.return_lock(self._lock)
@@ -124,7 +111,7 @@ class StoreWriter:
             if self._dead is None:
                 for shard, state in self.states.items():
                     worth = state.unindexed or state.unindexed_records >= _WORTH
-                    if worth and shard not in self._doubts:
+                    if worth and self.is_settled(shard):
                         self._write_index(shard)
         finally:
             self._closed = True
@@ -159,7 +146,7 @@ class StoreWriter:
         """
         self._usable()
         state = self._state(shard)
-        self._settle(shard)
+        self._publisher.settle(shard)
         ids = self._checked(state, ids, step, sealed, extras)
         record = Record(
             seq=state.seq + 1,
@@ -238,7 +225,7 @@ class StoreWriter:
             hint="open the store again and repeat the roll-back",
         )
         for shard in self.states:
-            self._settle(shard)
+            self._publisher.settle(shard)
         try:
             self._begin(dict(self.states), seqs)
         except FileExistsError:
@@ -260,7 +247,7 @@ class StoreWriter:
         """
         self._usable()
         state = self._state(shard)
-        self._settle(shard)
+        self._publisher.settle(shard)
         at = state.find(ids)
         record = self._moving(state)
         versions = state.version[at]
@@ -269,7 +256,7 @@ class StoreWriter:
         )
         record = replace(record, segment=ref, partitions=len(ids))
         if not np.array_equal(sums, state.checksum[at]):
-            self._discard(record)
+            self._publisher.discard(record)
             raise Corruption(f"{self.store.where}: shard {shard}: copies changed while they were moved")
         self._publish_next(record, Tail(ids, sums, versions))
         return record
@@ -282,7 +269,7 @@ class StoreWriter:
         """
         self._usable()
         state = self._state(shard)
-        self._settle(shard)
+        self._publisher.settle(shard)
         if state.doubt.any():
             raise Corruption(f"{self.store.where}: shard {shard} has a damaged segment: nothing is collected")
         boundary = state.seq
@@ -334,7 +321,7 @@ class StoreWriter:
 
     def is_settled(self, shard: int) -> bool:
         """Whether it is known what the newest record of a shard is."""
-        return shard not in self._doubts
+        return self._publisher.is_settled(shard)
 
     # --- epochs ---------------------------------------------------------------------------------------------
 
@@ -345,6 +332,7 @@ class StoreWriter:
                 shard: self.store.state(shard) for shard in sorted({*self.store.shards(), *self._members})
             }
             try:
+                self._prepare(tips)
                 self._begin(tips, {})
                 return
             except FileExistsError:
@@ -353,6 +341,12 @@ class StoreWriter:
             f"{self.store.where}: other writers keep opening this store",
             hint="let only one process write to it",
         )
+
+    def _prepare(self, tips: Mapping[int, ShardState]) -> None:
+        for shard in self._members:
+            for folder in ("seg", "log", "index"):
+                # Whoever wrote a record had made its shard's folders durable before.
+                self._blobs.prepare(f"{shard_folder(shard)}/{folder}", known=tips[shard].seq >= 0)
 
     def _begin(self, tips: Mapping[int, ShardState], bases: Mapping[int, int]) -> None:
         epoch = max((tip.epoch for tip in tips.values()), default=0) + 1
@@ -385,7 +379,7 @@ class StoreWriter:
         state.records, state.boundary = tip.records, tip.boundary
         self.states[shard] = state
         self._floor.pop(shard, None)
-        self._publish(record, tail)
+        self._publisher.publish(record, tail)
 
     # --- the protocol ---------------------------------------------------------------------------------------
 
@@ -418,64 +412,15 @@ class StoreWriter:
     def _publish_next(self, record: Record, tail: Tail | None) -> None:
         """Publishes within the epoch: another record there means that this writer is done. Raises Fenced."""
         try:
-            self._publish(record, tail)
+            self._publisher.publish(record, tail)
         except FileExistsError:
-            other = self._there(record)
+            other = self._publisher.there(record)
             self._dead = Fenced(
                 f"{self.store.where}: a newer writer has taken over: "
                 f"epoch {other.epoch} of {other.writer}, this one has epoch {self.epoch}",
                 hint="stop this process; what it committed before is safe",
             )
             raise self._dead from None
-
-    def _publish(self, record: Record, tail: Tail | None) -> None:
-        """Creates the record and applies it. Raises FileExistsError if another stands there, InDoubt, or what
-        `create_exclusive` raises; the segment is deleted when the record is known not to be there."""
-        self._doubts[record.shard] = _Doubt(
-            record, tail
-        )  # until the outcome is known, also over an interrupt
-        try:
-            self._blobs.create_exclusive(record_path(record.shard, record.seq), [record.data])
-        except InDoubt:
-            raise
-        except FileExistsError:
-            # On an object store a lost answer looks like this.
-            if self._there(record).write_id != record.write_id:
-                self._drop(record)
-                raise
-        except ScarError:
-            self._drop(record)
-            raise
-        self._advance(record, tail)
-
-    def _there(self, record: Record) -> Record:
-        return self.store.log(record.shard).record(record.seq)
-
-    def _settle(self, shard: int) -> None:
-        """Finds out about the record that was in doubt. Raises InDoubt if that fails again."""
-        doubt = self._doubts.get(shard)
-        if doubt is None:
-            return
-        try:
-            there = self._blobs.settle(record_path(shard, doubt.record.seq), doubt.record.data)
-        except FileExistsError:
-            there = False
-        if there:
-            self._advance(doubt.record, doubt.tail)
-        else:
-            self._drop(doubt.record)  # if another record stands there, the commit that follows is fenced
-
-    def _drop(self, record: Record) -> None:
-        """The record is not there: deletes its segment."""
-        del self._doubts[record.shard]
-        self._discard(record)
-
-    def _discard(self, record: Record) -> None:
-        if record.segment is not None:
-            # Best effort: what stays is an orphan that no record names, and the error that led here matters
-            # more.
-            with contextlib.suppress(ScarError, OSError):
-                self._blobs.delete(segment_path(record.shard, record.segment.name))
 
     def _advance(self, record: Record, tail: Tail | None) -> None:
         """The record is there and durable."""
@@ -486,7 +431,6 @@ class StoreWriter:
             self._wrote(record.shard, record_path(record.shard, record.seq), len(record.data))
             state.apply(record, self.layout, tail, self._blobs.where(record_path(record.shard, record.seq)))
             state.records += 1
-        del self._doubts[record.shard]
 
     def _write_index(self, shard: int) -> None:
         """Writes the index of the state as it is. A failure costs nothing but time: it is logged, and tried

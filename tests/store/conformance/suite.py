@@ -76,7 +76,7 @@ class BlobsConformance:
         with pytest.raises(FileNotFoundError):
             blobs.delete("a/none")
         assert not blobs.has("a/none")
-        assert blobs.files("none") == blobs.folders("none") == []
+        assert blobs.files("none") == blobs.names("none") == blobs.folders("none") == []
 
     def test_a_limit_is_kept(self, blobs: Blobs, place: Place) -> None:
         place.raw.put("a/x", b"12345")
@@ -169,6 +169,7 @@ class BlobsConformance:
         place.raw.put("b/z", b"")
         place.raw.put("a/.tmp-1", b"left over")
         assert blobs.files("a") == [(f"{number}.json", number + 1) for number in range(7)]
+        assert sorted(blobs.names("a")) == [f"{number}.json" for number in range(7)]
         assert blobs.folders("a") == ["inner"]
         assert {"a", "b"} <= set(blobs.top())
         blobs.delete("a/3.json")

@@ -1,0 +1,186 @@
+"""Stores with many partitions and a long history: what opening, looking and committing take.
+
+History: partitions in shards, and commits of an eighth of a shard, one shard after the other, every one of them kept
+(`--collect`: collected meanwhile, as sessions do it). Then, each in a process of its own: `scarctl inspect`, and
+opening for writing. Beside it stands what a process that only imports click and numpy takes.
+
+One shard: opening a shard of many partitions for writing, after a full commit and some of an eighth.
+
+Commits: seconds of a commit of so many partitions, to shards of more and more partitions in all. It must not grow.
+
+    python benchmarks/store_scale.py [--partitions 1000000] [--shards 64] [--commits 10000] [--one-shard 10000000]
+
+What is measured is durable as always; only the histories are made without waiting for the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from scarctl.layout import Layout, TensorSpec, build_layout
+from scarctl.store import Collector, Store
+
+ROW = 16
+OPEN = """
+import sys, time
+started = time.perf_counter()
+from scarctl.store import Store
+imported = time.perf_counter()
+store = Store.open(sys.argv[1])
+layout = store.current_layout()
+shard_of = layout.shards(store.settings.shards, store.settings.seed)
+begun = time.perf_counter()
+with store.writer(layout=layout, shard_of=shard_of):
+    opened = time.perf_counter()
+print(begun - imported, opened - begun, time.perf_counter() - opened)
+"""
+
+
+@contextmanager
+def without_fsync() -> Iterator[None]:
+    """Nothing waits for the disk: for making a history that is not measured."""
+    kept = os.fsync, os.fdatasync
+    os.fsync = os.fdatasync = lambda fd: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os.fsync, os.fdatasync = kept
+
+
+def lay_out(partitions: int) -> Layout:
+    """An embedding table with one row per partition."""
+    return build_layout(
+        [("emb.weight", "parameter", (TensorSpec("", "U8", (partitions, ROW)),))], rows={"*": 1}
+    )
+
+
+def zeros(layout: Layout) -> Callable[[int, int, int, int], np.ndarray]:
+    """A segment's source."""
+    data = np.zeros((layout.partitions, ROW), np.uint8)
+    return lambda g, t, start, stop: data[start:stop]
+
+
+def make_history(folder: Path, partitions: int, shards: int, commits: int, collect: bool) -> None:
+    """A store with so many commits."""
+    layout = lay_out(partitions)
+    store = Store.create(folder, shards=shards)
+    shard_of = layout.shards(shards, store.settings.seed)
+    source = zeros(layout)
+    members = [np.flatnonzero(shard_of == shard) for shard in range(shards)]
+    with store.writer(layout=layout, shard_of=shard_of) as writer:
+        collector = Collector(writer)
+        for shard, ids in enumerate(members):
+            writer.commit(shard, ids, source, step=0, sealed=True, extras={"step": 0})
+        for n in range(1, commits + 1):
+            shard = n % shards
+            writer.commit(shard, members[shard][(n // shards) % 8 :: 8], source, step=n)
+            if collect:
+                collector.settle()
+    store.close()
+
+
+def best(command: list[str], repeats: int) -> float:
+    """Least seconds of a process."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def opened(folder: Path, repeats: int) -> list[float]:
+    """Least seconds of opening, of a writer's opening, and of its closing, each in a new process."""
+    command = [sys.executable, "-c", OPEN, str(folder)]
+    runs = [
+        [float(x) for x in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()]
+        for _ in range(repeats)
+    ]
+    return [min(column) for column in zip(*runs, strict=True)]
+
+
+def history(args: argparse.Namespace, folder: Path) -> None:
+    """Prints the part about a long history."""
+    with without_fsync():
+        make_history(folder, args.partitions, args.shards, args.commits, args.collect)
+    files = sum(len(names) for _, _, names in os.walk(folder))
+    print(f"{args.partitions:,} partitions, {args.shards} shards, {args.commits:,} commits, {files:,} files")
+    scarctl = [sys.executable, "-m", "scarctl"]
+    base = best([sys.executable, "-c", "import click, numpy"], args.repeats)
+    print(f"  import click, numpy   {base:7.3f} s")
+    for name, command in {
+        "inspect": ["inspect", "--store", str(folder)],
+        "inspect --json": ["inspect", "--store", str(folder), "--json"],
+    }.items():
+        print(f"  {name:<20}  {best([*scarctl, *command], args.repeats):7.3f} s")
+    layout, writer, closing = opened(folder, args.repeats)
+    print(f"  settings and layout   {layout:7.3f} s\n  open for writing      {writer:7.3f} s")
+    print(f"  close                 {closing:7.3f} s")
+
+
+def one_shard(args: argparse.Namespace, folder: Path) -> None:
+    """Prints the part about a single large shard."""
+    with without_fsync():
+        make_history(folder, args.one_shard, 1, 4, collect=False)
+    layout, writer, closing = opened(folder, args.repeats)
+    print(f"{args.one_shard:,} partitions in one shard")
+    print(f"  settings and layout   {layout:7.3f} s\n  open for writing      {writer:7.3f} s")
+    print(f"  close                 {closing:7.3f} s")
+
+
+def commits(args: argparse.Namespace, folder: Path) -> None:
+    """Prints the part about the cost of a commit."""
+    print(f"commits of {args.saved:,} partitions, milliseconds each: median, mean with indexes")
+    for partitions in args.totals:
+        layout = lay_out(partitions)
+        store = Store.create(folder / str(partitions))
+        source, rng = zeros(layout), np.random.default_rng(0)
+        with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+            collector = Collector(writer)
+            writer.commit(0, np.arange(partitions), source, step=0)
+            collector.settle()
+            times = []
+            for step in range(1, args.measured + 1):
+                ids = np.unique(rng.integers(0, partitions, args.saved))
+                started = time.perf_counter()
+                writer.commit(0, ids, source, step=step)
+                collector.settle()
+                times.append(1e3 * (time.perf_counter() - started))
+        store.close()
+        print(f"  of {partitions:>10,}   {median(times):8.2f}   {sum(times) / len(times):8.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--partitions", type=int, default=1_000_000)
+    parser.add_argument("--shards", type=int, default=64)
+    parser.add_argument("--commits", type=int, default=10_000)
+    parser.add_argument("--collect", action="store_true")
+    parser.add_argument("--one-shard", type=int, default=10_000_000)
+    parser.add_argument("--saved", type=int, default=4096)
+    parser.add_argument("--totals", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
+    parser.add_argument("--measured", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", choices=("history", "one_shard", "commits"))
+    args = parser.parse_args()
+    for part in (history, one_shard, commits):
+        if args.only in (None, part.__name__):
+            with tempfile.TemporaryDirectory(prefix="scarctl-benchmark-") as folder:
+                part(args, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
