@@ -24,10 +24,9 @@ from scarctl import signals
 from scarctl.adapter import Adapter
 from scarctl.binding import Binding
 from scarctl.checkpoint import Checkpoints, Stats
-from scarctl.config import SessionSettings
+from scarctl.claiming import claim_saver
+from scarctl.config import SessionSettings, check_step
 from scarctl.daemon.folder import arena_folder, require_room
-from scarctl.daemon.remote import DaemonSaver
-from scarctl.daemon.saver import LocalSaver, Saver
 from scarctl.engine import Engine
 from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.execution import Report
@@ -36,9 +35,7 @@ from scarctl.layout import Layout
 from scarctl.moment import Moment, Moments
 from scarctl.restore import Resumed, recover_live, resume_live
 from scarctl.store import Store, create_snapshot, read_snapshot, sealed_sets
-from scarctl.store.address import IN_THIS_PROCESS, portable_options
 from scarctl.store.snapshot import check_snapshot_name, snapshot_names
-from scarctl.version import MAX_STEP
 from scarctl.worker import Worker
 
 log = logging.getLogger("scarctl")
@@ -87,7 +84,7 @@ class Session:
         try:
             # Better now than at the first step.
             require_room(arena_folder(settings.arena_dir, self.store.id), self._binding.least_bytes())
-            self._saver = self._claim()
+            self._saver = claim_saver(self.store, settings, self._ask)
         except BaseException:
             self.store.close()
             raise
@@ -118,7 +115,7 @@ class Session:
         """
         self._check_open()
         if step is not None:
-            _check_step(step, self.head_step)
+            check_step(step, self.head_step)
             self.head_step = step - 1
         self._between_steps()
         self._after_step()
@@ -392,25 +389,6 @@ class Session:
 
     # -- start and end ------------------------------------------------------------------------------------------
 
-    def _claim(self) -> Saver:
-        """The saver that has the store for this session."""
-        if self.settings.daemon is not False and self.store.address.scheme != IN_THIS_PROCESS:
-            folder = arena_folder(self.settings.arena_dir, self.store.id).parent
-            address = self.store.address
-            options = portable_options(address, self.settings.storage_options, os.environ)
-            saver: Saver = DaemonSaver(address.url, self.store.id, folder, self._ask, options)
-            try:
-                saver.claim()
-                return saver
-            except BaseException as error:
-                saver.close()
-                if self.settings.daemon or getattr(error, "kind", None) != "daemon-not-started":
-                    raise
-                log.warning("%s. Saving goes on in a thread of this process, and ends with it", error)
-        saver = LocalSaver(self.store)
-        saver.claim()
-        return saver
-
     def _ask(self, full: bool) -> None:
         """Somebody wants a checkpoint after the next step. Called from another thread."""
         self._requested = full or bool(self._requested)
@@ -520,13 +498,3 @@ class Session:
                 engine.saver.fault(),
                 engine.arena.folder,
             )
-
-
-def _check_step(step: int, head: int) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
-        raise UsageError(f"step is {step!r}, not a whole number from 0 to {MAX_STEP}")
-    if step <= head:
-        raise UsageError(
-            f"step {step} does not come after step {head}",
-            hint='steps only grow; to go back, use session.recover("all", mode="rollback")',
-        )

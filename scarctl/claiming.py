@@ -1,0 +1,40 @@
+"""Who saves for a session: the host's daemon, or a thread of the session's own process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+from scarctl.config import SessionSettings
+from scarctl.daemon.folder import arena_folder
+from scarctl.daemon.remote import DaemonSaver
+from scarctl.daemon.saver import LocalSaver, Saver
+from scarctl.store import Store
+from scarctl.store.address import IN_THIS_PROCESS, portable_options
+
+log = logging.getLogger("scarctl")
+
+
+def claim_saver(store: Store, settings: SessionSettings, on_request: Callable[[bool], None]) -> Saver:
+    """The saver that has the store for a session.
+
+    on_request: called in another thread when somebody asks for a checkpoint (True: of the whole state).
+
+    Raises Contention, AccessDenied, Unavailable; and what keeps the daemon from starting, if settings insist on it.
+    """
+    if settings.daemon is not False and store.address.scheme != IN_THIS_PROCESS:
+        folder = arena_folder(settings.arena_dir, store.id).parent
+        options = portable_options(store.address, settings.storage_options, os.environ)
+        saver: Saver = DaemonSaver(store.address.url, store.id, folder, on_request, options)
+        try:
+            saver.claim()
+            return saver
+        except BaseException as error:
+            saver.close()
+            if settings.daemon or getattr(error, "kind", None) != "daemon-not-started":
+                raise
+            log.warning("%s. Saving goes on in a thread of this process, and ends with it", error)
+    saver = LocalSaver(store)
+    saver.claim()
+    return saver
