@@ -30,7 +30,7 @@ from scarctl.store.format import (
 from scarctl.store.log import ShardLog
 from scarctl.store.record import Record
 from scarctl.store.segment import SegmentRef, Tail
-from scarctl.store.snapshot import SealedSet, sealed_sets, snapshots
+from scarctl.store.snapshot import SealedSet, sealed_sets, settle_snapshots, snapshots
 from scarctl.store.state import ShardState
 from scarctl.store.store import Store
 from scarctl.store.writer import INDEX_BYTES, StoreWriter
@@ -233,6 +233,7 @@ class Collector:
         kept |= self._kept(shard, keep)
         for seq in kept:
             self._pin(shard, seq)
+        settle_snapshots(self._store)
         known.garbage = self._garbage(shard, boundary, kept)
 
     def _kept(self, shard: int, keep: Iterable[SealedSet]) -> set[int]:
@@ -338,6 +339,7 @@ def orphans(store: Store, shard: int) -> list[tuple[str, int]]:
             if attempt == _ATTEMPTS - 1 or newest == log.numbers()[-1:]:
                 raise
             continue
+        settle_snapshots(store)
         return [
             (name, size)
             for name, size in files
