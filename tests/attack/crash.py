@@ -309,14 +309,20 @@ USUAL = {"calls": None, "requests": None, "kills": 500, "prunes": 100}
 
 
 def attack(
-    what: str, *, seed: int = 0, first: int = 0, cases: int | None = None, every: int = 1
+    what: str,
+    *,
+    seed: int = 0,
+    first: int = 0,
+    cases: int | None = None,
+    every: int = 1,
+    until: float = float("inf"),
 ) -> Counter[str]:
     """Runs cases `first`, `first` + `every`, ...; prints those that fail. Counts what was done."""
     counts: Counter[str] = Counter()
     attacker = ATTACKS[what](seed)
     try:
         for number, case in enumerate(attacker.cases()):
-            if cases is not None and counts["cases"] >= cases:
+            if (cases is not None and counts["cases"] >= cases) or time.monotonic() > until:
                 break
             if number < first or (number - first) % every:
                 continue
@@ -346,11 +352,13 @@ def main() -> int:
     parser.add_argument("--cases", type=int)
     parser.add_argument("--first", type=int, default=0, help="begin with this case")
     parser.add_argument("--every", type=int, default=1, help="take each so manieth case")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end when this time is over")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     started = time.monotonic()
     cases = USUAL[args.what] if args.cases is None else args.cases
-    counts = attack(args.what, seed=args.seed, first=args.first, cases=cases, every=args.every)
+    until = started + args.seconds
+    counts = attack(args.what, seed=args.seed, first=args.first, cases=cases, every=args.every, until=until)
     rest = ", ".join(f"{n:,} {name}" for name, n in counts.items() if name not in ("cases", "violations"))
     print(f"{args.what}: {counts['cases']} cases, {counts['violations']} violations; {rest}")  # noqa: T201
     print(f"seed {args.seed}, {time.monotonic() - started:.0f} s")  # noqa: T201

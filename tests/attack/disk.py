@@ -8,6 +8,7 @@ the order in which things were done.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import sys
@@ -181,7 +182,7 @@ class Recorder:
     """Records what this process does below `base`; what is there already is safe, and recorded as if just made.
 
     `die_at`: the number of a call that changes something; before it the process dies: from then on every call raises
-    Killed and does nothing.
+    Killed and does nothing. `die_synced`: the same before so manieth fsync of a folder.
     """
 
     def __init__(self, base: Path) -> None:
@@ -189,6 +190,9 @@ class Recorder:
         self.events: list[Event] = []
         self.calls = 0
         self.die_at: int | None = None
+        self.die_synced: int | None = None
+        self.fail_sync: int | None = None
+        """So manieth fsync from here on fails, and makes nothing safe."""
         self.dead = False
         self.before_fsync: Callable[[str], None] | None = None
         """Called with the path, relative to `base`: what other processes do at that moment."""
@@ -335,8 +339,18 @@ class Recorder:
         if self.before_fsync is not None and not self.dead:
             self.before_fsync(str(path))
         self._alive()
-        # Nothing here loses power in earnest, so the real call is saved.
         is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
+        if is_folder and self.die_synced is not None:
+            self.die_synced -= 1
+            if self.die_synced <= 0:
+                self.dead = True
+                raise Killed
+        if self.fail_sync is not None:
+            self.fail_sync -= 1
+            if self.fail_sync <= 0:
+                self.fail_sync = None
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        # Nothing here loses power in earnest, so the real call is saved.
         self._note(Event("fsync", self._fds[fd], site=_site(path, is_folder)))
 
     def _mkdir(self, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -392,7 +406,9 @@ def _site(path: Path, is_folder: bool) -> str:
     """The functions that lead to this fsync, from the store's blob layer, and the kind of file or folder."""
     names: list[str] = []
     frame = sys._getframe(2)
-    while frame is not None:
+    while (
+        frame is not None and frame.f_code.co_name != "_fsync"
+    ):  # beyond it is the process beside which this runs
         if frame.f_code.co_filename.endswith("scarctl/store/blob.py"):
             names.append(frame.f_code.co_name)
         frame = frame.f_back  # type: ignore[assignment]

@@ -3,9 +3,11 @@
     python -m tests.attack.power --cases 5000
     python -m tests.attack.power --mutants
 
-A history is the life of a store: processes that open it, use it, and are killed. It is recorded at the system calls
-(`tests.attack.disk`). A case takes a moment of a history and a disk that may be there after a power loss, makes that
-disk, and checks that what was acknowledged is there and that the next writer goes on; at times the power fails again.
+A history is the life of a store: processes that open it, use it, and are killed, and at times an fsync that fails.
+It is recorded at the system calls (`tests.attack.disk`). A case takes a moment of a history and a disk that may be
+there after a power loss, makes that disk, and checks that what was acknowledged is there and that the next writer goes
+on; at times the power fails again.
+
 A mutant is the same without the fsyncs of one call site. Each has to be caught, or to be of no use for a reason.
 """
 
@@ -48,6 +50,8 @@ class History:
         self.before = Witness() if witness is None else witness
         self.told: list[tuple[int, Message]] = []
         """Messages, and how many events were before them."""
+        self.lives: list[int] = []
+        """How many events were before each process."""
         self._rng = np.random.default_rng(seed)
         self._recorder = Recorder(folder)
         self.first = len(self._recorder.events)
@@ -67,16 +71,24 @@ class History:
     def _live(self, url: str) -> None:
         """One process, killed or not."""
         rng, recorder = self._rng, self._recorder
-        player = Player(url, self._tell, seed=int(rng.integers(1 << 30)), stamp=self._now.stamp)
+        seed = int(rng.integers(1 << 30))
+        player = Player(url, self._tell, seed=seed, stamp=self._now.stamp, faulty=True)
         acts = draw(rng, int(rng.integers(3, 16)))
-        if rng.random() < 0.6:
+        self.lives.append(len(recorder.events))
+        how = rng.random()
+        if how < 0.3:
             recorder.die_at = recorder.calls + int(rng.integers(1, 60 if rng.random() < 0.4 else 700))
+        elif how < 0.7:  # what is not safe yet the next process builds on
+            recorder.die_synced = int(rng.integers(1, 16 if rng.random() < 0.5 else 120))
+        if rng.random() < 0.3:
+            recorder.fail_sync = int(rng.integers(1, 200))
         recorder.before_fsync = lambda path: self._beside(player, path)
         with contextlib.suppress(Killed):
             player.play(acts)
             if rng.random() < 0.5:
                 player.close()
-        recorder.die_at, recorder.dead, recorder.before_fsync = None, True, None
+        recorder.die_at = recorder.die_synced = recorder.fail_sync = recorder.before_fsync = None
+        recorder.dead = True
         with contextlib.suppress(Killed):
             player.close()  # frees the lock, and does nothing else
         recorder.dead = False
@@ -88,6 +100,7 @@ class History:
             return
         recorder = self._recorder
         hook, recorder.before_fsync = recorder.before_fsync, None
+        fails, recorder.fail_sync = recorder.fail_sync, None
         store = Store.open(player.url)
         what = self._rng.random()
         if what < 0.7:
@@ -96,7 +109,7 @@ class History:
             drop(store, str(self._rng.choice(["c", "d"])), self._tell)
         else:
             prune(store, plan_prune(store, Retention()))
-        recorder.before_fsync = hook
+        recorder.before_fsync, recorder.fail_sync = hook, fails
 
     def witness(self, moment: int) -> Witness:
         """What was acknowledged before an event, and begun."""
@@ -108,14 +121,19 @@ class History:
         return witness
 
     def moment(self, rng: np.random.Generator, site: str | None = None) -> int:
-        """When the power fails: anywhere, often right after something was acknowledged or (of `site`) not synced."""
+        """When the power fails: anywhere; often right after something was acknowledged, or (of `site`) not synced, and
+        when a process has just begun where another one was killed.
+        """
         first, last = self.first, len(self.events)
-        if site is not None and rng.random() < 0.8:
-            after = [n + 1 for n, event in enumerate(self.events) if event.site == site]
+        after = [n + 1 for n, event in enumerate(self.events) if event.site and event.site == site]
+        if after and rng.random() < 0.7:
             return min(last, int(rng.choice(after)) + int(rng.integers(0, 5 if rng.random() < 0.5 else 40)))
-        if rng.random() < 0.3:
+        where = rng.random()
+        if where < 0.3:
             done = [at for at, message in self.told if "done" in message] or [first]
             return int(rng.choice(done))
+        if where < 0.5:
+            return min(last, int(rng.choice(self.lives)) + int(rng.integers(60)))
         return int(rng.integers(first, last + 1))
 
 
@@ -139,7 +157,7 @@ def fail(
             counts += fail(again, rng, folder.with_name(f"{folder.name}-again"), without=without)
             counts["failed twice"] += 1
         else:
-            check_goes_on(url, witness)
+            check_goes_on(url, witness, tidy=rng.random() < 0.25)
     except ScarError as error:
         raise Violation(f"{type(error).__name__}: {error}\n{traceback.format_exc()}") from error
     except Violation as violation:
@@ -200,19 +218,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.attack.power", description=__doc__)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, help="go on from this case")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end when this time is over")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mutants", action="store_true", help="leave out each fsync instead")
     args = parser.parse_args()
     started = time.monotonic()
     with Run(args.seed) as run:
-        bad = _mutants(run) if args.mutants else _cases(run, args.first, args.first + args.cases)
+        bad = (
+            _mutants(run)
+            if args.mutants
+            else _cases(run, args.first, args.first + args.cases, started + args.seconds)
+        )
     print(f"seed {args.seed}, {time.monotonic() - started:.0f} s")  # noqa: T201
     return bad
 
 
-def _cases(run: Run, first: int, last: int) -> int:
+def _cases(run: Run, first: int, last: int, until: float) -> int:
     counts: Counter[str] = Counter()
     for number in range(first, last):
+        if time.monotonic() > until:
+            last = number
+            break
         try:
             counts += run.case(number)
         except Violation as violation:

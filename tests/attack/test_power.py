@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -129,6 +131,29 @@ def test_a_snapshot_is_not_durable_before_its_records(scene: Scene) -> None:
     after = Store.open(str(scene.after / "run"))
     assert snapshot_names(after) == ["a", "new"]
     assert verify(after, read_data=True).problems == []
+
+
+def test_an_index_that_may_not_be_durable_is_no_boundarys(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The commit does not need the index and is content without; collecting relies on it."""
+    store, failed = scene.player.writer.store, []
+
+    def once(path: str) -> None:
+        if path.endswith("/0/index") and not failed:
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    scene.recorder.before_fsync = once
+    with scene.recorder:
+        scene.player.play([("commit", 0, 1.0)])
+        seq = scene.player.writer.states[0].seq
+        scene.player.writer.advance_boundary(0, frozenset())
+    assert failed
+    assert "no index written" in caplog.text
+    assert store.state(0).boundary == seq
+    after = scene.power_fails(lambda name: name == f"{seq:020}.safetensors")
+    assert after.state(0).seq == store.state(0).seq
 
 
 def test_the_witness_finds_a_commit_that_is_gone(run: Run) -> None:

@@ -40,11 +40,15 @@ def content(partition: int, stamp: int) -> bytes:
 class Player:
     """One life of a process that writes to the store. What is random in it follows from `seed`."""
 
-    def __init__(self, url: str, tell: Tell, *, seed: int = 0, stamp: int = 0) -> None:
+    def __init__(self, url: str, tell: Tell, *, seed: int = 0, stamp: int = 0, faulty: bool = False) -> None:
+        """faulty: the disk may fail. A commit or a collection that failed is passed over; after anything else that
+        failed the life ends.
+        """
         self.url = url
         self.tell = tell
         self.rng = np.random.default_rng(seed)
         self.stamp = stamp
+        self.faulty = faulty
         self.step = 0
         self.sealing = False
         """A record that seals the last shard is under way."""
@@ -61,7 +65,13 @@ class Player:
 
     def play(self, acts: Iterable[Act]) -> None:
         for name, *arguments in acts:
-            getattr(self, name)(*arguments)
+            try:
+                getattr(self, name)(*arguments)
+            except Unavailable:
+                if not self.faulty:
+                    raise
+                if name not in ("turn", "collect"):
+                    return
 
     def open(self) -> None:
         """Makes the store where there is none, and begins an epoch."""
@@ -96,8 +106,13 @@ class Player:
             message | {"epoch": self.writer.epoch, "step": self.step, "sealed": sealed, "extras": extras}
         )
         saved = {"stamp": self.stamp} if extras else None
-        self.writer.commit(shard, ids, self._source, step=self.step, sealed=sealed, extras=saved)
-        self.tell({"done": "commit"})
+        try:
+            self.writer.commit(shard, ids, self._source, step=self.step, sealed=sealed, extras=saved)
+            self.tell({"done": "commit"})
+        except Unavailable as error:
+            if not self.faulty:
+                raise
+            self.tell({"failed": "commit", "doubt": error.kind == "in-doubt"})
         self.step += not sealed
 
     def seal(self, share: float = 0.4) -> None:
