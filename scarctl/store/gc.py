@@ -30,7 +30,7 @@ from scarctl.store.format import (
 from scarctl.store.log import ShardLog
 from scarctl.store.record import Record
 from scarctl.store.segment import SegmentRef, Tail
-from scarctl.store.snapshot import SealedSet, sealed_sets, snapshots
+from scarctl.store.snapshot import SealedSet, sealed_sets, settle_snapshots, snapshots
 from scarctl.store.state import ShardState
 from scarctl.store.store import Store
 from scarctl.store.writer import INDEX_BYTES, StoreWriter
@@ -233,6 +233,7 @@ class Collector:
         kept |= self._kept(shard, keep)
         for seq in kept:
             self._pin(shard, seq)
+        settle_snapshots(self._store)
         known.garbage = self._garbage(shard, boundary, kept)
 
     def _kept(self, shard: int, keep: Iterable[SealedSet]) -> set[int]:
@@ -325,6 +326,7 @@ def orphans(store: Store, shard: int) -> list[tuple[str, int]]:
         f"{shard_folder(shard)}/seg"
     )  # listed first: what comes later is nobody's orphan
     for attempt in range(_ATTEMPTS):
+        newest = log.numbers()[-1:]
         try:
             needed, epoch = _reachable(store, log)
         except FileNotFoundError as error:
@@ -333,6 +335,11 @@ def orphans(store: Store, shard: int) -> list[tuple[str, int]]:
                     error.filename, "it is missing, so nothing can be told to be an orphan"
                 ) from None
             continue  # the writer has moved the boundary meanwhile
+        except Corruption:
+            if attempt == _ATTEMPTS - 1 or newest == log.numbers()[-1:]:
+                raise
+            continue
+        settle_snapshots(store)
         return [
             (name, size)
             for name, size in files
@@ -357,6 +364,8 @@ def _reachable(store: Store, log: ShardLog) -> tuple[set[str], int]:
     if state.doubt.any():
         raise Corruption(f"shard {log.shard} has a damaged segment: nothing can be told to be an orphan")
     states = [state]
+    if newest.boundary:
+        states.append(store.state(log.shard, at=newest.boundary))  # what its index names
     for seq in {s.seqs[log.shard] for s in snapshots(store) if log.shard in s.seqs}:
         states.append(store.state(log.shard, at=seq))
     there = set(log.numbers())

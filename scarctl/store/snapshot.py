@@ -23,6 +23,7 @@ from scarctl.store.format import (
     dump_json,
     load_json,
     name_of_snapshot,
+    shard_folder,
     shard_of_folder,
     snapshot_path,
 )
@@ -154,6 +155,9 @@ def create_snapshot(store: Store, name: str, sealed: SealedSet) -> Snapshot:
     layout = store.log(min(sealed.seqs)).record(sealed.seqs[min(sealed.seqs)]).layout
     snapshot = Snapshot(name, sealed.epoch, sealed.step, layout, dict(sealed.seqs))
     path = snapshot_path(name)
+    for shard in sealed.seqs:
+        # Its writer may be about to make the record durable: the name must not be left behind without it.
+        store.blobs.prepare(f"{shard_folder(shard)}/log")
     store.blobs.prepare(SNAPSHOTS)
     try:
         store.blobs.create_exclusive(path, [snapshot.data])
@@ -176,11 +180,19 @@ def create_snapshot(store: Store, name: str, sealed: SealedSet) -> Snapshot:
 
 
 def delete_snapshot(store: Store, name: str) -> None:
-    """Deletes a snapshot: what only it keeps is collected later. Raises UsageError (kind "no-snapshot")."""
+    """Deletes a snapshot for good: what only it keeps is collected later. Raises UsageError (kind "no-snapshot")."""
     try:
         store.blobs.delete(snapshot_path(check_snapshot_name(name)))
     except FileNotFoundError:
         raise UsageError(f"there is no snapshot {name!r} in {store.url}", kind="no-snapshot") from None
+    settle_snapshots(store)
+
+
+def settle_snapshots(store: Store) -> None:
+    """Makes durable which snapshots there are. Before what a deleted one kept may be deleted: a power loss would
+    bring its name back, and whoever deleted it may have died too early.
+    """
+    store.blobs.prepare(SNAPSHOTS)
 
 
 def sealed_sets(states: Iterable[ShardState]) -> list[SealedSet]:

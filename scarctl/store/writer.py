@@ -302,6 +302,11 @@ class StoreWriter:
                     raise
                 self._blobs.delete(path)  # damaged: of use to nobody
                 continue
+            except InDoubt:
+                # Seen, and perhaps not durable: it must not be taken for the index of a boundary later.
+                with contextlib.suppress(ScarError, OSError):
+                    self._blobs.delete(path)
+                raise
             self._wrote(state.shard, path, sum(memoryview(part).nbytes for part in parts))
             return True
         raise AssertionError("unreachable")

@@ -12,8 +12,8 @@ import pytest
 
 from scarctl.errors import Corruption, ScarError
 from scarctl.layout import Layout, TensorSpec, build_layout
-from scarctl.store import Store, StoreWriter, verify
-from scarctl.store.format import dump_json, record_path
+from scarctl.store import Collector, Store, StoreWriter, create_snapshot, read_snapshot, sealed_sets, verify
+from scarctl.store.format import dump_json, index_path, record_path
 from scarctl.version import pack, step_of
 from tests.store.helpers import Data, read_all, summary
 
@@ -259,3 +259,18 @@ def test_unknown_fields_are_kept_and_ignored(tiny: tuple[Store, Layout, Data]) -
         writer.commit(0, np.array([0]), data, step=9)
     assert verify(store, read_data=True).intact
     assert store.state(0).step == 9
+
+
+def test_a_snapshot_of_which_record_and_index_are_gone(store: Store, writer: StoreWriter, data: Data) -> None:
+    """Reported, both of them; not raised."""
+    ids = writer.states[0].ids
+    writer.commit(0, ids, data, step=1, sealed=True)
+    create_snapshot(store, "kept", sealed_sets([writer.states[0]])[0])
+    for step in (2, 3):
+        writer.commit(0, ids, data, step=step, sealed=True)
+    Collector(writer).collect()
+    seq = read_snapshot(store, "kept").seqs[0]
+    (store.root / record_path(0, seq)).unlink()
+    (store.root / index_path(0, seq)).unlink()
+    files = {problem.file for problem in verify(store, read_data=True).problems}
+    assert files >= {str(store.root / record_path(0, seq)), str(store.root / index_path(0, seq))}
