@@ -200,9 +200,17 @@ def sealed_sets(states: Iterable[ShardState]) -> list[SealedSet]:
     ]
 
 
-def is_readable(store: Store, shard: int, seq: int) -> bool:
-    """Whether the state after a record can still be read."""
+def is_kept(store: Store, state: ShardState, seq: int) -> bool:
+    """Whether the state after record `seq` is there to stay. `state` is the shard's newest.
+
+    What was given up is not, even while its files are still there: they may be about to be deleted.
+    """
+    if state.boundary <= seq <= state.seq:
+        return True
+    named = any(s.seqs.get(state.shard) == seq for s in snapshots(store))
+    if not named and all(kept != seq for kept, _, _ in state.sealed):
+        return False
     try:
-        return not store.state(shard, at=seq).damaged
+        return not store.state(state.shard, at=seq).damaged
     except Corruption:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import uuid
@@ -21,7 +22,7 @@ from scarctl.store.blob import InDoubt
 from scarctl.store.format import index_path, record_path, segment_name, segment_path, shard_folder
 from scarctl.store.record import Record
 from scarctl.store.segment import Ids, Pieces, SegmentRef, Source, Tail, ascending, write_segment
-from scarctl.store.snapshot import is_readable
+from scarctl.store.snapshot import is_kept
 from scarctl.store.state import ShardState, dump_index
 from scarctl.version import MAX_EPOCH, MAX_STEP
 
@@ -230,8 +231,7 @@ class StoreWriter:
         self._usable()
         for shard, seq in seqs.items():
             state = self._state(shard)
-            kept = state.boundary <= seq or (seq >= 0 and is_readable(self.store, shard, seq))
-            if not kept or seq > state.seq:
+            if not is_kept(self.store, state, seq):
                 raise UsageError(f"shard {shard} has no record {seq} to roll back to")
         self._dead = Unavailable(
             f"{self.store.where}: a roll-back did not finish",
@@ -285,11 +285,13 @@ class StoreWriter:
         self._settle(shard)
         if state.doubt.any():
             raise Corruption(f"{self.store.where}: shard {shard} has a damaged segment: nothing is collected")
-        boundary = state.seq
         sealed = state.sealed
-        state.sealed = [entry for entry in sealed if entry[0] == boundary or entry[0] in keep]
-        if not self.put_index(state):
-            state.sealed = sealed  # as the index that is there says: readers pass over what was collected
+        state.sealed = [entry for entry in sealed if entry[0] == state.seq or entry[0] in keep]
+        if not self.put_index(state) and state.sealed != sealed:
+            # The index that is there lists what is given up now. Who goes back believes the boundary's list.
+            self._publish_next(self._moving(state), None)
+            self.put_index(state)
+        boundary = state.seq
         state.unindexed_records = state.unindexed = 0
         self._publish_next(replace(self._moving(state), boundary=boundary), None)
         # One damaged file must not lose a shard: a second index, where it costs next to nothing.
@@ -421,16 +423,16 @@ class StoreWriter:
             self._publish(record, tail)
         except FileExistsError:
             other = self._there(record)
+            by = f": epoch {other.epoch} of {other.writer}" if other and other.epoch > self.epoch else ""
             self._dead = Fenced(
-                f"{self.store.where}: a newer writer has taken over: "
-                f"epoch {other.epoch} of {other.writer}, this one has epoch {self.epoch}",
+                f"{self.store.where}: a newer writer has taken over{by}, this one has epoch {self.epoch}",
                 hint="stop this process; what it committed before is safe",
             )
             raise self._dead from None
 
     def _publish(self, record: Record, tail: Tail | None) -> None:
-        """Creates the record and applies it. Raises FileExistsError if another stands there, InDoubt, or what
-        `create_exclusive` raises; the segment is deleted when the record is known not to be there."""
+        """Creates the record and applies it. Raises FileExistsError if another stands there or stood there, InDoubt,
+        or what `create_exclusive` raises; the segment is deleted when the record is known not to be there."""
         self._doubts[record.shard] = _Doubt(
             record, tail
         )  # until the outcome is known, also over an interrupt
@@ -440,16 +442,50 @@ class StoreWriter:
             raise
         except FileExistsError:
             # On an object store a lost answer looks like this.
-            if self._there(record).write_id != record.write_id:
+            there = self._there(record)
+            if there is None or there.write_id != record.write_id:
                 self._drop(record)
                 raise
         except ScarError:
             self._drop(record)
             raise
+        self._conclude(record, tail)
+
+    def _there(self, record: Record) -> Record | None:
+        """What stands in the place of a record; None when a newer writer has collected it."""
+        try:
+            return self.store.log(record.shard).record(record.seq)
+        except FileNotFoundError:
+            return None
+
+    def _conclude(self, record: Record, tail: Tail | None) -> None:
+        """The record was created: applies it, unless its number was free only because a newer writer has collected
+        what stood there. Raises FileExistsError then, InDoubt when that cannot be told now.
+        """
+        try:
+            newest = self._is_newest(record)
+        except ScarError as error:
+            raise InDoubt(
+                f"{self._blobs.where(record_path(record.shard, record.seq))}: written, but it is not known whether "
+                f"a newer writer has taken over ({error.message})",
+                hint="what was acknowledged is safe; the next commit settles this one",
+            ) from error
+        if not newest:
+            # Nothing is deleted: if an answer was lost, the newer writer may have begun at this very record.
+            del self._doubts[record.shard]
+            raise FileExistsError(errno.EEXIST, "collected", record_path(record.shard, record.seq))
         self._advance(record, tail)
 
-    def _there(self, record: Record) -> Record:
-        return self.store.log(record.shard).record(record.seq)
+    def _is_newest(self, record: Record) -> bool:
+        """Whether nobody has collected the log up to the number of `record`, which is this writer's next.
+
+        Records are deleted in ascending order, so the one that moved the boundary last, or else the first, goes before
+        any of this writer's numbers becomes free.
+        """
+        if record.seq == 0:
+            return max(self.store.log(record.shard).numbers(), default=0) == 0
+        boundary = self.states[record.shard].boundary
+        return self._blobs.has(record_path(record.shard, boundary + 1 if boundary else 0))
 
     def _settle(self, shard: int) -> None:
         """Finds out about the record that was in doubt. Raises InDoubt if that fails again."""
@@ -458,17 +494,20 @@ class StoreWriter:
             return
         try:
             there = self._blobs.settle(record_path(shard, doubt.record.seq), doubt.record.data)
+            if there:
+                self._conclude(doubt.record, doubt.tail)
         except FileExistsError:
             there = False
-        if there:
-            self._advance(doubt.record, doubt.tail)
-        else:
-            self._drop(doubt.record)  # if another record stands there, the commit that follows is fenced
+        if not there and shard in self._doubts:
+            self._drop(doubt.record)
+        # If another record stands there, or stood there, the commit that follows is fenced.
 
     def _drop(self, record: Record) -> None:
-        """The record is not there: deletes its segment."""
+        """The record is not there: deletes its segment, unless it was there and a newer writer has collected it."""
+        with contextlib.suppress(ScarError):
+            if record.seq == 0 or self._is_newest(record):
+                self._discard(record)
         del self._doubts[record.shard]
-        self._discard(record)
 
     def _discard(self, record: Record) -> None:
         if record.segment is not None:
