@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 
@@ -65,6 +66,17 @@ class ShardLog:
         return Record.parse(
             self.blobs.read(path, MAX_RECORD), self.blobs.where(path), shard=self.shard, seq=seq
         )
+
+    def newest(self) -> Record | None:
+        """The newest record; None if the log is empty. Raises Corruption."""
+        for _ in range(_ATTEMPTS):
+            numbers = self.numbers()
+            if not numbers:
+                return None
+            with contextlib.suppress(FileNotFoundError):
+                return self.record(numbers[-1])
+            # The writer went on, and has collected it already.
+        raise self._missing(numbers[-1])
 
     def records(self) -> Iterator[Record]:
         """All records from the boundary on, oldest first, the chain of digests checked. Raises Corruption."""

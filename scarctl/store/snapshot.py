@@ -23,6 +23,7 @@ from scarctl.store.format import (
     dump_json,
     load_json,
     name_of_snapshot,
+    record_path,
     shard_of_folder,
     snapshot_path,
 )
@@ -151,7 +152,15 @@ def create_snapshot(store: Store, name: str, sealed: SealedSet) -> Snapshot:
     collection before it had its name: seal again. AccessDenied, Unavailable, InDoubt.
     """
     check_snapshot_name(name)
-    layout = store.log(min(sealed.seqs)).record(sealed.seqs[min(sealed.seqs)]).layout
+    late = Unavailable(
+        f"the state of step {sealed.step} was collected before it became snapshot {name!r}",
+        hint="save the whole state again, then take the snapshot",
+        kind="snapshot-late",
+    )
+    try:
+        layout = store.log(min(sealed.seqs)).record(sealed.seqs[min(sealed.seqs)]).layout
+    except FileNotFoundError:
+        raise late from None
     snapshot = Snapshot(name, sealed.epoch, sealed.step, layout, dict(sealed.seqs))
     path = snapshot_path(name)
     store.blobs.prepare(SNAPSHOTS)
@@ -164,15 +173,10 @@ def create_snapshot(store: Store, name: str, sealed: SealedSet) -> Snapshot:
             kind="snapshot-exists",
         ) from None
     for shard, seq in sealed.seqs.items():
-        log = store.log(shard)
-        numbers = log.numbers()
-        if not numbers or seq not in numbers or log.record(numbers[-1]).boundary > seq:
+        newest = store.log(shard).newest()
+        if newest is None or newest.boundary > seq or not store.blobs.has(record_path(shard, seq)):
             delete_snapshot(store, name)
-            raise Unavailable(
-                f"the state of step {sealed.step} was collected before it became snapshot {name!r}",
-                hint="save the whole state again, then take the snapshot",
-                kind="snapshot-late",
-            )
+            raise late
     return snapshot
 
 

@@ -247,12 +247,9 @@ class Store:
         """The layout of the newest records; None before the first."""
         newest: Record | None = None
         for shard in self.shards():
-            log = self.log(shard)
-            numbers = log.numbers()
-            if numbers:
-                record = log.record(numbers[-1])
-                if newest is None or record.epoch > newest.epoch:
-                    newest = record
+            record = self.log(shard).newest()
+            if record is not None and (newest is None or record.epoch > newest.epoch):
+                newest = record
         return None if newest is None else self.layout(newest.layout)
 
     # logs

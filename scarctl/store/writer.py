@@ -311,11 +311,15 @@ class StoreWriter:
             try:
                 self._blobs.create_exclusive(path, parts)
             except FileExistsError:
-                if log.has_index(state.seq):
-                    return False
-                if attempt:
-                    raise
-                self._blobs.delete(path)  # damaged: of use to nobody
+                try:
+                    if log.has_index(state.seq):
+                        return False
+                    if attempt:
+                        raise
+                    self._blobs.delete(path)  # damaged: of use to nobody
+                except FileNotFoundError:
+                    if attempt:
+                        return False  # a newer writer collects what this one has: its next record tells it
                 continue
             self._wrote(state.shard, path, sum(memoryview(part).nbytes for part in parts))
             return True

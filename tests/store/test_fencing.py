@@ -10,9 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scarctl.errors import Fenced, UsageError
+from scarctl.errors import Fenced, Unavailable, UsageError
 from scarctl.layout import Layout
-from scarctl.store import Collector, InDoubt, Store, StoreWriter, verify
+from scarctl.store import (
+    Collector,
+    InDoubt,
+    Store,
+    StoreWriter,
+    create_snapshot,
+    sealed_sets,
+    snapshots,
+    verify,
+)
 from scarctl.store.blob import Buffer
 from scarctl.store.format import record_path
 from scarctl.store.lock import NoLock
@@ -159,4 +168,59 @@ def test_no_way_back_to_what_was_given_up(url: str, layout: Layout) -> None:
     while collector._shards[0].garbage:
         collector._delete(0)
     second.roll_back({0: sealed[1]})
+    check(url, data.all(ids.tolist()))
+
+
+class Overtaken:
+    """Blobs beside a writer that goes on, and collects, after one listing of the log or before one operation."""
+
+    def __init__(self, inner: Any, action: Any, operation: str, name: str) -> None:
+        self.inner, self.action, self.operation, self.name = inner, action, operation, name
+
+    def __getattr__(self, operation: str) -> Any:
+        def call(name: str, *args: Any) -> Any:
+            mine = (operation, name) == (self.operation, self.name)
+            action, self.action = (self.action, None) if mine else (None, self.action)
+            if action is not None and operation == "read":
+                action()
+            found = getattr(self.inner, operation)(name, *args)
+            if action is not None and operation == "files":
+                action()
+            return found
+
+        return call if operation in ("files", "read") else getattr(self.inner, operation)
+
+
+def test_the_newest_record_is_collected_before_it_is_read(url: str, layout: Layout) -> None:
+    data = Data(layout)
+    newer = open_writer(url, layout)
+    newer.commit(0, np.arange(layout.partitions), data, step=1)
+    store = Store.open(url)
+    store.blobs = Overtaken(store.blobs, lambda: go_on(newer, data), "files", "shards/0/log")
+    assert store.current_layout() == layout
+
+
+def test_a_snapshot_of_what_is_collected_already_is_late(url: str, layout: Layout) -> None:
+    data, ids = Data(layout), np.arange(layout.partitions)
+    newer = open_writer(url, layout)
+    newer.commit(0, ids, data, step=1, sealed=True)
+    store = Store.open(url)
+    sealed = sealed_sets([store.state(0)])[0]
+    newer.commit(0, ids, data, step=2, sealed=True)
+    store.blobs = Overtaken(store.blobs, lambda: go_on(newer, data), "read", record_path(0, sealed.seqs[0]))
+    with pytest.raises(Unavailable, match="was collected before it became snapshot 'late'"):
+        create_snapshot(store, "late", sealed)
+    assert snapshots(store) == []
+
+
+def test_a_collector_whose_newest_record_is_collected(url: str, layout: Layout) -> None:
+    """It finds the index that it was about to write, and not the record."""
+    data, ids = Data(layout), np.arange(layout.partitions)
+    zombie = open_writer(url, layout)
+    zombie.commit(0, ids, data, step=1)  # all of the members: there is an index now
+    newer = open_writer(url, layout)
+    path = record_path(0, zombie.states[0].seq)
+    zombie.store.blobs = Overtaken(zombie.store.blobs, lambda: go_on(newer, data), "read", path)
+    with pytest.raises(Fenced):
+        zombie.advance_boundary(0, frozenset())
     check(url, data.all(ids.tolist()))
