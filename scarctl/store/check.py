@@ -247,7 +247,9 @@ class _Check:
         for seq in beyond:
             self.note(record_path(log.shard, seq), "this record is missing: there is an index made after it")
         for seq, record in sorted(found.items()):
-            parent = found.get(seq - 1)
+            if seq < first:
+                continue  # read through its index only; what stands before it may be of a fenced writer
+            parent = found.get(seq - 1) if seq > first else None
             path = record_path(log.shard, seq)
             if parent is not None and record.parent != parent.digest:
                 self.note(path, f"it does not follow record {seq - 1}: the chain of digests is broken")

@@ -272,7 +272,8 @@ class Collector:
     def _garbage(self, shard: int, boundary: int, kept: set[int]) -> list[tuple[str, int]]:
         """Files that nothing from the boundary on can reach: segments, then indexes, then records.
 
-        In this order, so that whoever finds a record or an index after a crash knows what else there may be.
+        In this order, so that whoever finds a record or an index after a crash knows what else there may be. Records
+        in ascending order: a fenced writer learns of it by the oldest (see `Publisher._is_newest`).
         """
         writer = self._writer
         log = self._store.log(shard)
@@ -294,7 +295,7 @@ class Collector:
         ]
         records = [
             (record_path(shard, seq), size)
-            for seq, size in log.files().items()
+            for seq, size in sorted(log.files().items())
             if seq in past and seq not in kept
         ]
         return segments + indexes + records

@@ -303,13 +303,16 @@ class ShardLog:
         """Records from `seq` back to the beginning, without those that were rolled back; stops where the log
         begins.
         """
+        child: Record | None = None
         while seq >= 0:
             try:
                 record = self.record(seq)
             except FileNotFoundError:
                 return
+            if child is not None and child.base is None and child.parent != record.digest:
+                return  # below the boundary: of a writer that was fenced
             yield record
-            seq = seq - 1 if record.base is None else record.base
+            child, seq = record, seq - 1 if record.base is None else record.base
 
     def _check_parent(self, record: Record, digest: str) -> None:
         if record.parent != digest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import uuid
@@ -16,11 +17,12 @@ from numpy.typing import NDArray
 from scarctl import extras as extras_codec
 from scarctl.errors import Contention, Corruption, Fenced, Overwritten, ScarError, Unavailable, UsageError
 from scarctl.layout import Layout, members_by_shard
+from scarctl.store.blob import InDoubt
 from scarctl.store.format import index_path, record_path, segment_name, segment_path, shard_folder
 from scarctl.store.publish import Publisher
 from scarctl.store.record import Record
 from scarctl.store.segment import Ids, Pieces, SegmentRef, Source, Tail, ascending, write_segment
-from scarctl.store.snapshot import is_readable
+from scarctl.store.snapshot import is_kept
 from scarctl.store.state import ShardState, dump_index
 from scarctl.version import MAX_EPOCH, MAX_STEP
 
@@ -77,7 +79,7 @@ class StoreWriter:
         self._members = members_by_shard(shard_of)
         self._pid = os.getpid()
         self._dead: ScarError | None = None  # why nothing can be committed any more
-        self._publisher = Publisher(store, self._advance)
+        self._publisher = Publisher(store, self._advance, lambda shard: self.states[shard].boundary)
         self._floor: dict[int, int] = {}  # the step of the newest commit in this epoch
         self._closed = False
         self.epoch = 0
@@ -217,8 +219,7 @@ class StoreWriter:
         self._usable()
         for shard, seq in seqs.items():
             state = self._state(shard)
-            kept = state.boundary <= seq or (seq >= 0 and is_readable(self.store, shard, seq))
-            if not kept or seq > state.seq:
+            if not is_kept(self.store, state, seq):
                 raise UsageError(f"shard {shard} has no record {seq} to roll back to")
         self._dead = Unavailable(
             f"{self.store.where}: a roll-back did not finish",
@@ -272,11 +273,13 @@ class StoreWriter:
         self._publisher.settle(shard)
         if state.doubt.any():
             raise Corruption(f"{self.store.where}: shard {shard} has a damaged segment: nothing is collected")
-        boundary = state.seq
         sealed = state.sealed
-        state.sealed = [entry for entry in sealed if entry[0] == boundary or entry[0] in keep]
-        if not self.put_index(state):
-            state.sealed = sealed  # as the index that is there says: readers pass over what was collected
+        state.sealed = [entry for entry in sealed if entry[0] == state.seq or entry[0] in keep]
+        if not self.put_index(state) and state.sealed != sealed:
+            # The index that is there lists what is given up now. Who goes back believes the boundary's list.
+            self._publish_next(self._moving(state), None)
+            self.put_index(state)
+        boundary = state.seq
         state.unindexed_records = state.unindexed = 0
         self._publish_next(replace(self._moving(state), boundary=boundary), None)
         # One damaged file must not lose a shard: a second index, where it costs next to nothing.
@@ -296,11 +299,15 @@ class StoreWriter:
             try:
                 self._blobs.create_exclusive(path, parts)
             except FileExistsError:
-                if log.has_index(state.seq):
-                    return False
-                if attempt:
-                    raise
-                self._blobs.delete(path)  # damaged: of use to nobody
+                try:
+                    if log.has_index(state.seq):
+                        return False
+                    if attempt:
+                        raise
+                    self._blobs.delete(path)  # damaged: of use to nobody
+                except FileNotFoundError:
+                    if attempt:
+                        return False  # a newer writer collects what this one has: its next record tells it
                 continue
             except InDoubt:
                 # Seen, and perhaps not durable: it must not be taken for the index of a boundary later.
@@ -420,9 +427,9 @@ class StoreWriter:
             self._publisher.publish(record, tail)
         except FileExistsError:
             other = self._publisher.there(record)
+            by = f": epoch {other.epoch} of {other.writer}" if other and other.epoch > self.epoch else ""
             self._dead = Fenced(
-                f"{self.store.where}: a newer writer has taken over: "
-                f"epoch {other.epoch} of {other.writer}, this one has epoch {self.epoch}",
+                f"{self.store.where}: a newer writer has taken over{by}, this one has epoch {self.epoch}",
                 hint="stop this process; what it committed before is safe",
             )
             raise self._dead from None

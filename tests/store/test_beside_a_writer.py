@@ -12,7 +12,6 @@ from scarctl.layout import Layout
 from scarctl.store import Collector, Store, StoreWriter, verify
 from scarctl.store.blob import LocalBlobs
 from scarctl.store.format import index_path, record_path
-from scarctl.store.gc import Collector
 from scarctl.store.prune import Retention, plan_prune, prune
 from tests.store.helpers import Data, read_all
 
