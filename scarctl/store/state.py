@@ -292,7 +292,7 @@ def _sound(state: ShardState) -> bool:
         return True
     return bool(
         state.ids[0] >= 0
-        and (np.diff(state.ids) > 0).all()
+        and (state.ids[1:] > state.ids[:-1]).all()
         and state.version.min() >= NEVER
         and state.segment.min() >= -1
         and state.segment.max() < last
