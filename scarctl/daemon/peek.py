@@ -36,6 +36,8 @@ class ArenaView:
     @property
     def alive(self) -> bool:
         """Whether a process with the run's number is there now."""
+        if self.pid <= 0:
+            return False  # to the system that is a group of processes
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
