@@ -138,9 +138,9 @@ def make(seed: int = 0, *, shards: int = 3, rounds: int = 2) -> Image:
     folder, names = memory_folder(), random.Random(seed)
     try:
         with (
-            mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(int=names.getrandbits(128))),
-            mock.patch.object(socket, "gethostname", lambda: "host"),
-            mock.patch.object(os, "getpid", lambda: 4242),
+            mock.patch.object(uuid, "uuid4", side_effect=lambda: uuid.UUID(int=names.getrandbits(128))),
+            mock.patch.object(socket, "gethostname", return_value="host"),
+            mock.patch.object(os, "getpid", return_value=4242),
         ):
             return _Maker(folder / "run", seed, shards, rounds).image
     finally:
