@@ -232,7 +232,8 @@ def read_file(folder: Path) -> dict[str, Any]:
     """Content of `scarctl.toml` in `folder`, {} when there is none. Raises UsageError if it is unreadable."""
     path = folder / FILE_NAME
     try:
-        with path.open("rb") as file:
+        # Not waiting for the other end of a pipe.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         return {}

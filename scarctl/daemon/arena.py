@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.daemon.folder import arena_folder, clear_queue, folder_error, lock_folder, reserve
+from scarctl.daemon.folder import arena_folder, check_both, clear_queue, folder_error, lock_folder, reserve
 from scarctl.errors import AccessDenied, Corruption, UsageError
 from scarctl.layout import Layout
 from scarctl.version import MAX_EPOCH, MAX_STEP, NEVER, epoch_of, pack, step_of
@@ -177,6 +177,7 @@ class Arena:
 
         None when there is none. Raises AccessDenied, Corruption as `open_existing`.
         """
+        check_both(folder)
         try:
             fd = _open(folder / FILE)
         except FileNotFoundError:
@@ -425,6 +426,7 @@ def _read_header(fd: int, path: Path, store_id: str) -> tuple[Layout, _Geometry]
         not stat.S_ISREG(status.st_mode)
         or status.st_uid != os.getuid()
         or stat.S_IMODE(status.st_mode) & 0o077
+        or status.st_nlink > 1  # somewhere else it has another name, and is another thing
     ):
         raise AccessDenied(
             f"{path} is not a private file of yours", hint="somebody else may have made it: remove it"

@@ -163,8 +163,13 @@ class LocalBlobs:
         return str(self.root / name)
 
     def _path(self, name: str) -> Path:
+        """Raises Corruption when a folder above is a symbolic link: files elsewhere are no part of the store."""
         check_name(name)
-        return self.root / name
+        path = self.root
+        *folders, last = name.split("/")
+        for folder in folders:
+            path = _real(path / folder)
+        return path / last
 
     # reading
 
@@ -221,7 +226,7 @@ class LocalBlobs:
         return sorted(entry.name for entry, _ in self._scan(folder) if entry.is_dir())
 
     def _scan(self, folder: str) -> list[tuple[os.DirEntry[str], os.stat_result]]:
-        path = self._path(folder)
+        path = _real(self._path(folder))
         found = []
         try:
             with os.scandir(path) as entries:
@@ -290,7 +295,7 @@ class LocalBlobs:
 
     def prepare(self, folder: str) -> None:
         # Also for a folder that exists: whoever made it may have died before it became durable.
-        path = self._path(folder)
+        path = _real(self._path(folder))
         make_folder(path)
         while True:
             sync_folder(path)
@@ -423,6 +428,12 @@ class LocalWriter:
             # Best effort: what stays is an orphan that no record names.
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
+
+
+def _real(folder: Path) -> Path:
+    if os.path.islink(folder):
+        raise corrupt(folder, "a folder is expected, it is a symbolic link")
+    return folder
 
 
 def _create(path: Path) -> int:

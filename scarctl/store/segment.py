@@ -334,6 +334,8 @@ def read_tail(blobs: Blobs, path: str, ref: SegmentRef, kind: str, count: int, l
     """The tail of a segment, verified. Raises Corruption, or FileNotFoundError when the segment is missing."""
     what = blobs.where(path)
     columns = COLUMNS[kind]
+    if count > layout.partitions:
+        raise corrupt(what, f"{count} partitions are more than the layout has")
     if ref.nbytes - ref.tail != 8 * count * len(columns):
         raise corrupt(
             what, f"its record names {count} partitions, its tail has {ref.nbytes - ref.tail} bytes"

@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.layout import Layout
+from scarctl.store.blob import Blobs
 from scarctl.store.format import (
+    MAX_HEADER,
     MAX_SEQ,
     Fields,
     canonical,
@@ -239,6 +241,18 @@ class Index:
 
     state: ShardState
     layout: str
+
+
+def read_index(blobs: Blobs, path: str, partitions: int) -> NDArray[np.uint8]:
+    """The bytes of an index file, uint8. Raises FileNotFoundError; Corruption, before reading, if it has more bytes
+    than one of a layout with so many partitions.
+    """
+    with blobs.reader(path) as file:
+        if file.size > 8 + MAX_HEADER + 36 * partitions + 24 * KEEP_SEALED + 32:
+            raise corrupt(blobs.where(path), f"{file.size} bytes are too many for an index")
+        raw = np.empty(file.size, np.uint8)
+        file.read_into(0, memoryview(raw))
+    return raw
 
 
 def parse_index(raw: NDArray[np.uint8], what: object, *, shard: int, seq: int) -> Index:

@@ -8,9 +8,9 @@ from typing import Any
 
 HOSTILE_TEXTS = (
     "", "\0", "\n", "\x1b[2J\x1b]0;owned\x07", "\x9b31m", "\u202eabc", "\ud800", "..", "../../../etc/passwd",
-    "/etc/passwd", "a/b", ".tmp-x", "\u0663", "１", "é" * 50, "9" * 400, "1_0", " 1", "+1", "-1", "0x10", "1e5", "NaN", "x" * 5000,
-    "scarctl/", "scarctl/partitions", "__metadata__", "F32", "F64", "U8", "C64", "BF16", "commit", "epoch", "compact",
-    "members", "%s%n{0}", "0" * 32, "0" * 64, "g" * 64, "A" * 64, "00000001-" + "0" * 32 + ".safetensors",
+    "/etc/passwd", "a/b", ".tmp-x", "\u0663", "１", "é" * 50, "9" * 400, "1_0", " 1", "+1", "-1", "0x10", "1e5", "NaN",
+    "x" * 5000, "scarctl/", "scarctl/partitions", "__metadata__", "F32", "F64", "U8", "C64", "BF16", "commit", "epoch",
+    "compact", "members", "%s%n{0}", "0" * 32, "0" * 64, "g" * 64, "A" * 64, "00000001-" + "0" * 32 + ".safetensors",
 )  # fmt: skip
 HOSTILE_NUMBERS = (
     0, 1, -1, 2, 3, 7, 8, 9, 255, 4096, 65535, 1 << 23, 1 << 28, (1 << 31) - 1, 1 << 31, 1 << 32, (1 << 40) - 1,
