@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import stat
+import tracemalloc
 import warnings
 import zipfile
 from pathlib import Path
@@ -222,6 +223,20 @@ class TestDcp:
             open_state(folder)
         (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:50])
         with pytest.raises(Corruption, match=r"\.metadata cannot be read"):
+            open_state(folder)
+
+    def test_metadata_is_not_waited_for_nor_paid_for_before_its_size_is_known(self, tmp_path: Path) -> None:
+        folder = tmp_path / "folder"
+        save_dcp({"w": torch.arange(100.0)}, folder)
+        open_state(folder)
+        tracemalloc.start()
+        open_state(folder)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 1 << 24
+        (folder / ".metadata").unlink()
+        os.mkfifo(folder / ".metadata")
+        with pytest.raises(Corruption, match="regular file"):
             open_state(folder)
 
     def test_metadata_cannot_name_files_elsewhere(self, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scarctl.errors import UsageError
+from scarctl.printable import printable
 
 IN_THIS_PROCESS = "memory"
 """Scheme of a store that no other process can see."""
@@ -44,7 +45,7 @@ class Address:
     """A store's place. `root` is None unless it is a local folder."""
 
     shown: str
-    """For people: without user, password and query."""
+    """For people: one printable line, without user, password and query."""
     root: Path | None
     scheme: str = ""
     path: str = ""
@@ -64,7 +65,7 @@ class Address:
         text = os.fspath(url)
         if "://" not in text or text.startswith("file:"):
             root = local_path(text)
-            return Address(text if "://" not in text else str(root), root, url=str(root))
+            return Address(printable(text if "://" not in text else str(root)), root, url=str(root))
         return _remote(text, dict(options or {}))
 
 
@@ -105,7 +106,7 @@ def _remote(text: str, options: dict[str, Any]) -> Address:
     if s3 and at:  # other file systems take them out of the address by themselves
         options = {**_keys(user), **options}
     return Address(
-        shown=f"{scheme}://{path}",
+        shown=printable(f"{scheme}://{path}"),
         root=None,
         scheme=scheme,
         path=path,

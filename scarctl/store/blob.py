@@ -169,8 +169,13 @@ class LocalBlobs:
         return str(self.root / name)
 
     def _path(self, name: str) -> Path:
+        """Raises Corruption when a folder above is a symbolic link: files elsewhere are no part of the store."""
         check_name(name)
-        return self.root / name
+        path = self.root
+        *folders, last = name.split("/")
+        for folder in folders:
+            path = _real(path / folder)
+        return path / last
 
     # reading
 
@@ -238,7 +243,7 @@ class LocalBlobs:
         return sorted(entry.name for entry in self._scan(folder) if entry.is_dir())
 
     def _scan(self, folder: str) -> list[os.DirEntry[str]]:
-        path = self._path(folder)
+        path = _real(self._path(folder))
         try:
             with os.scandir(path) as entries:
                 return list(entries)
@@ -301,7 +306,7 @@ class LocalBlobs:
             raise os_error(error, path, "delete") from error
 
     def prepare(self, folder: str, *, known: bool = False) -> None:
-        path = self._path(folder)
+        path = _real(self._path(folder))
         if known and path.is_dir():
             return
         # Also for a folder that exists: whoever made it may have died before it became durable.
@@ -437,6 +442,12 @@ class LocalWriter:
             # Best effort: what stays is an orphan that no record names.
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
+
+
+def _real(folder: Path) -> Path:
+    if os.path.islink(folder):
+        raise corrupt(folder, "a folder is expected, it is a symbolic link")
+    return folder
 
 
 def _create(path: Path) -> int:

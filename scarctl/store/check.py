@@ -36,7 +36,7 @@ from scarctl.store.segment import (
     read_tail,
 )
 from scarctl.store.snapshot import read_snapshot, snapshot_names, snapshots
-from scarctl.store.state import Index, parse_index
+from scarctl.store.state import Index, parse_index, read_index
 from scarctl.store.store import BATCH, Store
 
 Progress = Callable[[int, int], None]
@@ -274,9 +274,8 @@ class _Check:
         path = index_path(log.shard, seq)
         what = self.blobs.where(path)
         with self._noting(path, lambda: self._given_up(log, seq)):
-            with self.blobs.reader(path) as file:
-                raw = np.empty(file.size, np.uint8)
-                file.read_into(0, memoryview(raw))
+            known = [layout.partitions for layout in self.layouts.values() if layout is not None]
+            raw = read_index(self.blobs, path, max(known, default=0))
             index = parse_index(raw, what, shard=log.shard, seq=seq)
             record = records.get(seq)
             if record is not None and index.state.tail_digest != record.digest:

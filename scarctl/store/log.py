@@ -23,7 +23,7 @@ from scarctl.store.format import (
 )
 from scarctl.store.record import Record
 from scarctl.store.segment import Ids, Tail, ascending, positions, read_tail
-from scarctl.store.state import Damage, Index, ShardState, parse_index
+from scarctl.store.state import Damage, Index, ShardState, parse_index, read_index
 from scarctl.version import NEVER
 
 _log = logging.getLogger(__name__)
@@ -177,11 +177,9 @@ class ShardLog:
         path = index_path(self.shard, record.seq)
         what = self.blobs.where(path)
         try:
-            with self.blobs.reader(path) as file:
-                raw = np.empty(file.size, np.uint8)
-                file.read_into(0, memoryview(raw))
+            layout = self._layouts(record.layout)
+            raw = read_index(self.blobs, path, layout.partitions)
             index = parse_index(raw, what, shard=self.shard, seq=record.seq)
-            layout = self._layouts(index.layout)
             if index.state.tail_digest != record.digest or index.layout != record.layout:
                 raise corrupt(what, "it is the index of another record")
             if len(index.state.ids) and index.state.ids[-1] >= layout.partitions:

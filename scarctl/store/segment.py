@@ -334,6 +334,8 @@ def read_tail(blobs: Blobs, path: str, ref: SegmentRef, kind: str, count: int, l
     """The tail of a segment, verified. Raises Corruption, or FileNotFoundError when the segment is missing."""
     what = blobs.where(path)
     columns = COLUMNS[kind]
+    if count > layout.partitions:
+        raise corrupt(what, f"{count} partitions are more than the layout has")
     if ref.nbytes - ref.tail != 8 * count * len(columns):
         raise corrupt(
             what, f"its record names {count} partitions, its tail has {ref.nbytes - ref.tail} bytes"
@@ -347,7 +349,7 @@ def read_tail(blobs: Blobs, path: str, ref: SegmentRef, kind: str, count: int, l
         raise corrupt(what, "its list of partitions is damaged")
     arrays = dict(zip(columns, raw.view("<i8").reshape(len(columns), count), strict=True))
     ids = arrays["partitions"]
-    if count and not (ids[0] >= 0 and ids[-1] < layout.partitions and bool((np.diff(ids) > 0).all())):
+    if count and not (ids[0] >= 0 and ids[-1] < layout.partitions and bool((ids[1:] > ids[:-1]).all())):
         raise corrupt(what, "its list of partitions is not ascending or does not fit the layout")
     checksums = arrays.get("checksums")
     return Tail(ids, None if checksums is None else checksums.view(np.uint64), arrays.get("versions"))
@@ -419,7 +421,7 @@ class SegmentReader:
         spec = group.tensors[t]
         entry = self.header.entry(group.key(t), spec.dtype, (-1, *spec.shape[1:]), self._what)
         piece, count = full_piece(group, t), len(local)
-        if position[0] < 0 or not bool((np.diff(position) > 0).all()):
+        if position[0] < 0 or not bool((position[1:] > position[:-1]).all()):
             raise corrupt(self._what, f"the index places partitions of {group.name!r} out of order")
         last = partition_rows(group, int(local[-1])) * spec.row_bytes
         if int(position[-1]) * piece + last > entry.stop - entry.start:
