@@ -13,16 +13,19 @@ import os
 import stat
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 
 from scarctl.errors import AccessDenied, MissingGuarantee, NoStore, ScarError, Unavailable
+from scarctl.store.atonce import no_bytes
 from scarctl.store.format import TEMPORARY, check_name, corrupt
 
+T = TypeVar("T")
+R = TypeVar("R")
 Buffer: TypeAlias = "bytes | bytearray | memoryview | NDArray[Any]"
 
 WRITEBACK = 8 << 20  # bytes after which a writer asks the system to begin writing them out
@@ -97,6 +100,14 @@ class Blobs(Protocol):
 
     def folders(self, folder: str) -> list[str]:
         """Names of the folders in a folder."""
+
+    def each(
+        self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
+    ) -> Iterator[R]:
+        """`work` of every item, in their order; several at once where that is faster.
+
+        size: of the result; not many large ones wait to be taken. Raises what the first in order raised that failed.
+        """
 
     def writer(self, name: str) -> AbstractContextManager[BlobWriter]:
         """Writes a file whose name is unique. Raises FileExistsError if it is not."""
@@ -234,6 +245,11 @@ class LocalBlobs:
         except OSError as error:
             raise os_error(error, path, "list") from error
         return found
+
+    def each(
+        self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
+    ) -> Iterator[R]:
+        return map(work, items)
 
     # writing
 

@@ -108,7 +108,7 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
         )
 
     gone, kept = [s for s in found if goes(s.name)], [s for s in found if not goes(s.name)]
-    states = {shard: store.state(shard) for shard in store.shards()}
+    states = store.states(store.shards())
     sealed = [s for s in sealed_sets(states.values()) if _is_there(store, s)]
     keep_sealed = _retained(sealed, retention)
     writer = _live_writer(store)
@@ -139,7 +139,7 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
     Raises Corruption (what is needed cannot be told: nothing more is deleted), Contention (a writer came meanwhile),
     AccessDenied, Unavailable.
     """
-    states = {shard: store.state(shard) for shard in store.shards()}
+    states = store.states(store.shards())
     before = store.usage(states)["bytes"]
     done = Pruned()
     if plan.writer is not None:
