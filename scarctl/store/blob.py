@@ -128,6 +128,14 @@ class Blobs(Protocol):
     def delete(self, name: str) -> None:
         """Deletes a file. FileNotFoundError if absent."""
 
+    def uploads(self) -> list[tuple[str, str]]:
+        """Files of the store that somebody has begun to write and that nobody sees, as `(name, token)`. They take
+        space until they are committed or aborted. [] where there are no such things, or where they may not be listed.
+        """
+
+    def abort(self, name: str, token: str) -> None:
+        """Throws such a file away: whoever still writes it fails. Nothing happens if it is gone."""
+
     def prepare(self, folder: str) -> None:
         """Makes a folder, and sees that it and all above it in the store are durable."""
 
@@ -303,6 +311,12 @@ class LocalBlobs:
             raise
         except OSError as error:
             raise os_error(error, path, "delete") from error
+
+    def uploads(self) -> list[tuple[str, str]]:
+        return []  # a file that is being written has its name already
+
+    def abort(self, name: str, token: str) -> None:
+        """There is nothing to abort."""
 
     def prepare(self, folder: str) -> None:
         # Also for a folder that exists: whoever made it may have died before it became durable.

@@ -226,6 +226,12 @@ class FsspecBlobs(Client):
         except Refused as refused:
             raise self._error(refused, name, "delete") from None
 
+    def uploads(self) -> list[tuple[str, str]]:
+        return []
+
+    def abort(self, name: str, token: str) -> None:
+        """There is nothing to abort."""
+
     def prepare(self, folder: str) -> None:
         try:
             self._request("makedirs", self._folder(folder), exist_ok=True)

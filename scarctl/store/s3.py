@@ -102,6 +102,32 @@ class S3Blobs(FsspecBlobs):
                 return [(name, size) for name, size in found if name]
             asked["ContinuationToken"] = page["NextContinuationToken"]
 
+    def uploads(self) -> list[tuple[str, str]]:
+        bucket, _, prefix = self._folder("").partition("/")
+        prefix = f"{prefix}/" if prefix else ""
+        asked: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}
+        found: list[tuple[str, str]] = []
+        while True:
+            try:
+                page = self._request("call_s3", "list_multipart_uploads", **asked)
+            except Refused as refused:
+                if not refused.fault.passing:
+                    return []
+                raise fault_error(refused.fault, self.where(""), "list the uploads of") from None
+            found += [(entry["Key"], entry["UploadId"]) for entry in page.get("Uploads", ())]
+            if not (page.get("IsTruncated") and page.get("NextKeyMarker")):
+                break
+            asked["KeyMarker"] = page["NextKeyMarker"]
+            asked["UploadIdMarker"] = page.get("NextUploadIdMarker", "")
+        return [(key.removeprefix(prefix), token) for key, token in found if key.startswith(prefix)]
+
+    def abort(self, name: str, token: str) -> None:
+        try:
+            self._request("call_s3", "abort_multipart_upload", **self._key(name), UploadId=token)
+        except Refused as refused:
+            if refused.fault.meaning not in (Meaning.NO_UPLOAD, Meaning.ABSENT):
+                raise self._error(refused, name, "abort the upload of") from None
+
     def prepare(self, folder: str) -> None:
         """Nothing: there are no folders."""
 
