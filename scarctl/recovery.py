@@ -205,7 +205,7 @@ def plan_rollback(
         step = one.step
         seqs = {shard: one.seqs[shard] for shard in shards}
         try:
-            states = {shard: store.state(shard, layout, at=seq) for shard, seq in seqs.items()}
+            states = store.states(seqs, layout, at=seqs)
         except Corruption as error:  # collected long ago, or damaged
             damage.append(error.message)
             passed_over = True
@@ -260,7 +260,7 @@ def _sealed_states(
 ) -> Sequence[SealedSet]:
     """What a rollback may go back to, best first."""
     if snapshot is None:
-        return sealed_sets(store.state(shard, layout) for shard in shards)
+        return sealed_sets(store.states(shards, layout).values())
     if snapshot.layout != layout.digest or not set(shards) <= snapshot.seqs.keys():
         raise LayoutMismatch(
             f"snapshot {snapshot.name!r} is of another layout", hint="use the model that it was taken of"

@@ -181,7 +181,7 @@ class _Recovery:
                 snapshot=None if name is None else read_snapshot(self.store, name),
             )
         shards = np.unique(self.shard_of[self.ids]).tolist()
-        states = {shard: self.store.state(shard, self.layout) for shard in shards}
+        states = self.store.states(shards, self.layout)
         plan = plan_partial(
             self.ids, self.layout, self.shard_of, states, memory, survivors_step=self._survivors_step()
         )

@@ -239,7 +239,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     from scarctl.version import step_of
 
     layout = store.current_layout()
-    states = {shard: store.state(shard) for shard in store.shards()}
+    states = store.states(store.shards())
     usage = store.usage(states)
     if layout is None:
         return Survey(

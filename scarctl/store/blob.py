@@ -13,16 +13,19 @@ import os
 import stat
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 
 from scarctl.errors import AccessDenied, MissingGuarantee, NoStore, ScarError, Unavailable
+from scarctl.store.atonce import no_bytes
 from scarctl.store.format import TEMPORARY, check_name, corrupt
 
+T = TypeVar("T")
+R = TypeVar("R")
 Buffer: TypeAlias = "bytes | bytearray | memoryview | NDArray[Any]"
 
 WRITEBACK = 8 << 20  # bytes after which a writer asks the system to begin writing them out
@@ -101,6 +104,14 @@ class Blobs(Protocol):
     def folders(self, folder: str) -> list[str]:
         """Names of the folders in a folder."""
 
+    def each(
+        self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
+    ) -> Iterator[R]:
+        """`work` of every item, in their order; several at once where that is faster.
+
+        size: of the result; not many large ones wait to be taken. Raises what the first in order raised that failed.
+        """
+
     def writer(self, name: str) -> AbstractContextManager[BlobWriter]:
         """Writes a file whose name is unique. Raises FileExistsError if it is not."""
 
@@ -119,6 +130,14 @@ class Blobs(Protocol):
 
     def delete(self, name: str) -> None:
         """Deletes a file. FileNotFoundError if absent."""
+
+    def uploads(self) -> list[tuple[str, str]]:
+        """Files of the store that somebody has begun to write and that nobody sees, as `(name, token)`. They take
+        space until they are committed or aborted. [] where there are no such things, or where they may not be listed.
+        """
+
+    def abort(self, name: str, token: str) -> None:
+        """Throws such a file away: whoever still writes it fails. Nothing happens if it is gone."""
 
     def prepare(self, folder: str, *, known: bool = False) -> None:
         """Makes a folder, and sees that it and all above it in the store are durable.
@@ -252,6 +271,11 @@ class LocalBlobs:
         except OSError as error:
             raise os_error(error, path, "list") from error
 
+    def each(
+        self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
+    ) -> Iterator[R]:
+        return map(work, items)
+
     # writing
 
     @contextmanager
@@ -304,6 +328,12 @@ class LocalBlobs:
             raise
         except OSError as error:
             raise os_error(error, path, "delete") from error
+
+    def uploads(self) -> list[tuple[str, str]]:
+        return []  # a file that is being written has its name already
+
+    def abort(self, name: str, token: str) -> None:
+        """There is nothing to abort."""
 
     def prepare(self, folder: str, *, known: bool = False) -> None:
         path = _real(self._path(folder))

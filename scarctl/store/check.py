@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from scarctl.errors import Corruption, UsageError
 from scarctl.layout import Layout
+from scarctl.store.fetch import BATCH
 from scarctl.store.format import (
     SETTINGS,
     corrupt,
@@ -26,7 +27,6 @@ from scarctl.store.log import ShardLog
 from scarctl.store.record import Record
 from scarctl.store.segment import (
     COLUMNS,
-    Ids,
     SegmentReader,
     SegmentRef,
     by_group,
@@ -36,8 +36,9 @@ from scarctl.store.segment import (
     read_tail,
 )
 from scarctl.store.snapshot import read_snapshot, snapshot_names, snapshots
+from scarctl.store.spans import Ids
 from scarctl.store.state import Index, parse_index, read_index
-from scarctl.store.store import BATCH, Store
+from scarctl.store.store import Store
 
 Progress = Callable[[int, int], None]
 """Called with `(bytes done, bytes in all)`."""
@@ -349,8 +350,9 @@ class _Check:
             for a in range(i, j, step) if self.read_data else ():
                 b = min(a + step, j)
                 local = ids[a:b] - layout.base[g]
-                data = [segment.pieces(group, t, local, place[a:b]) for t in range(len(group.tensors))]
-                intact = partition_checksums(group, b - a, data) == sums[a:b]
+                wanted = [segment.want(group, t, local, place[a:b]) for t in range(len(group.tensors))]
+                segment.fetch(wanted)
+                intact = partition_checksums(group, b - a, [w.data for w in wanted]) == sums[a:b]
                 if not intact.all():
                     yield ids[a:b][~intact], "data do not match their checksum"
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from scarctl.errors import Corruption, UsageError
+from scarctl.errors import Corruption, ScarError, UsageError
 from scarctl.store.compact import Lives, Space, choose, live_bytes, parts, read_pieces
 from scarctl.store.format import (
     corrupt,
@@ -26,6 +26,7 @@ from scarctl.store.format import (
     segment_path,
     seq_of_index,
     shard_folder,
+    shard_of_segment,
 )
 from scarctl.store.log import ShardLog
 from scarctl.store.record import Record
@@ -94,6 +95,7 @@ class Collector:
         self._turn_bytes = turn_bytes
         self._shards: dict[int, _Shard] = {}
         self._pins: dict[tuple[int, int], frozenset[str]] = {}  # segments of a kept state
+        self._aborted = False
         writer.observer = self
 
     # -- what the writer tells -----------------------------------------------------------------------------------
@@ -116,6 +118,7 @@ class Collector:
 
         Raises Fenced and what else `StoreWriter.commit` raises; nothing is lost then, and a later turn goes on.
         """
+        self._abort_dead()
         for shard in self._writer.states:
             known = self._known(shard)
             if known.garbage:
@@ -135,6 +138,7 @@ class Collector:
         ones. Compacts what is still beyond the ratio.
         """
         keep = tuple(keep)
+        self._abort_dead()
         for shard in self._writer.states:
             self._known(shard)
             self._give_up(shard, keep)
@@ -162,6 +166,18 @@ class Collector:
                 dead += size
         known.live = int(used.sum())
         return Space(known.total, known.live, pinned, dead)
+
+    def _abort_dead(self) -> None:
+        """Throws away, once, what earlier writers had begun to upload. What fails here is left to the next writer."""
+        if self._aborted:
+            return
+        self._aborted = True
+        try:
+            epochs = dict.fromkeys(self._writer.states, self._writer.epoch)
+            for path, token in dead_uploads(self._store, epochs):
+                self._store.blobs.abort(path, token)
+        except ScarError as error:
+            _log.warning("uploads that were never finished stay: %s", error)
 
     # -- one shard -----------------------------------------------------------------------------------------------
 
@@ -347,6 +363,18 @@ def orphans(store: Store, shard: int) -> list[tuple[str, int]]:
             if is_segment_name(name) and name not in needed and epoch_of_segment(name) < epoch
         ]
     raise AssertionError("unreachable")
+
+
+def dead_uploads(store: Store, epochs: Mapping[int, int]) -> list[tuple[str, str]]:
+    """Segments that were begun and can never be committed, as `(path, token)`: their writers' epochs are below
+    `epochs[shard]`, so they are fenced.
+    """
+    found = []
+    for path, token in store.blobs.uploads():
+        of = shard_of_segment(path)
+        if of is not None and of[1] < epochs.get(of[0], 0):
+            found.append((path, token))
+    return found
 
 
 def _reachable(store: Store, log: ShardLog) -> tuple[set[str], int]:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import hashlib
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -37,6 +38,8 @@ OPEN_SECONDS = 30.0
 PAGE = 1_000
 """Entries of a listing that come at once."""
 _ABORT_SECONDS = 10.0
+_VARIABLES = re.compile(r"(AWS|BOTO|REQUESTS|SSL|S3FS|FSSPEC)_.*|HOME|USERPROFILE|.*_PROXY", re.IGNORECASE)
+"""What botocore, aiohttp and s3fs read from the environment, and perhaps more."""
 
 
 class S3Blobs(FsspecBlobs):
@@ -44,6 +47,12 @@ class S3Blobs(FsspecBlobs):
 
     def _root(self, fs: Any) -> str:
         return self.address.path
+
+    def _host(self) -> str:
+        return "s3"  # one client has all buckets; keys in the address are options by now
+
+    def _reads(self, variable: str) -> bool:
+        return _VARIABLES.fullmatch(variable) is not None
 
     def _open_filesystem(self) -> Any:
         import fsspec
@@ -93,6 +102,32 @@ class S3Blobs(FsspecBlobs):
                 return [(name, size) for name, size in found if name]
             asked["ContinuationToken"] = page["NextContinuationToken"]
 
+    def uploads(self) -> list[tuple[str, str]]:
+        bucket, _, prefix = self._folder("").partition("/")
+        prefix = f"{prefix}/" if prefix else ""
+        asked: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}
+        found: list[tuple[str, str]] = []
+        while True:
+            try:
+                page = self._request("call_s3", "list_multipart_uploads", **asked)
+            except Refused as refused:
+                if not refused.fault.passing:
+                    return []
+                raise fault_error(refused.fault, self.where(""), "list the uploads of") from None
+            found += [(entry["Key"], entry["UploadId"]) for entry in page.get("Uploads", ())]
+            if not (page.get("IsTruncated") and page.get("NextKeyMarker")):
+                break
+            asked["KeyMarker"] = page["NextKeyMarker"]
+            asked["UploadIdMarker"] = page.get("NextUploadIdMarker", "")
+        return [(key.removeprefix(prefix), token) for key, token in found if key.startswith(prefix)]
+
+    def abort(self, name: str, token: str) -> None:
+        try:
+            self._request("call_s3", "abort_multipart_upload", **self._key(name), UploadId=token)
+        except Refused as refused:
+            if refused.fault.meaning not in (Meaning.NO_UPLOAD, Meaning.ABSENT):
+                raise self._error(refused, name, "abort the upload of") from None
+
     def prepare(self, folder: str, *, known: bool = False) -> None:
         """Nothing: there are no folders."""
 
@@ -100,10 +135,7 @@ class S3Blobs(FsspecBlobs):
         if sum(as_bytes(part).nbytes for part in parts) <= SINGLE_PUT:
             super().create_exclusive(name, parts)
             return
-        # Only an index is so large, and whoever writes that of a record writes the same bytes: some servers ignore
-        # the condition when an upload is completed.
-        if self.has(name):
-            raise FileExistsError(errno.EEXIST, "exists already", self.where(name))
+        # Only an index is so large, and whoever writes that of a record writes the same bytes.
         with self.writer(name) as out:
             for part in parts:
                 out.write(part)
@@ -164,6 +196,8 @@ class _Upload:
             self._send()
         while self._sending:
             self._receive()
+        if blobs.has(name):  # some servers ignore the condition when an upload is completed
+            raise FileExistsError(errno.EEXIST, "exists already", blobs.where(name))
         self._complete()
         if (size := blobs._size(name)) != self._length:
             raise Unavailable(f"{blobs.where(name)}: {size} bytes after writing {self._length}")

@@ -27,7 +27,8 @@ from scarctl.store.format import (
     parse_json,
 )
 from scarctl.store.record import Record
-from scarctl.store.segment import Ids, SegmentRef, Tail, positions
+from scarctl.store.segment import SegmentRef, Tail, positions
+from scarctl.store.spans import Ids
 from scarctl.version import MAX_EPOCH, MAX_STEP, NEVER
 
 KEEP_SEALED = 4096

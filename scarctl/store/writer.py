@@ -21,8 +21,9 @@ from scarctl.store.blob import InDoubt
 from scarctl.store.format import index_path, record_path, segment_name, segment_path, shard_folder
 from scarctl.store.publish import Publisher
 from scarctl.store.record import Record
-from scarctl.store.segment import Ids, Pieces, SegmentRef, Source, Tail, ascending, write_segment
+from scarctl.store.segment import Pieces, SegmentRef, Source, Tail, ascending, write_segment
 from scarctl.store.snapshot import is_kept
+from scarctl.store.spans import Ids
 from scarctl.store.state import ShardState, dump_index
 from scarctl.version import MAX_EPOCH, MAX_STEP
 
@@ -340,9 +341,7 @@ class StoreWriter:
     def _take_over(self) -> None:
         """Commits an epoch record, higher than all there are, to every log in ascending order of shards."""
         for _ in range(_ATTEMPTS):
-            tips = {
-                shard: self.store.state(shard) for shard in sorted({*self.store.shards(), *self._members})
-            }
+            tips = self.store.states(sorted({*self.store.shards(), *self._members}))
             try:
                 self._prepare(tips)
                 self._begin(tips, {})

@@ -53,6 +53,12 @@ class Proxy:
     seen: list[Request] = field(default_factory=list)
     url: str = ""
 
+    def reset(self) -> None:
+        """No faults from now on, and nothing seen."""
+        self.rule = lambda request: None
+        self.drop_headers = ()
+        self.seen.clear()
+
     def times(self, method: str, ending: str = "") -> int:
         """Requests of a method whose path ends like that."""
         return sum(request.method == method and request.path.endswith(ending) for request in self.seen)
