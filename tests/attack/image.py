@@ -8,10 +8,11 @@ import random
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 from unittest import mock
 
 import numpy as np
@@ -26,6 +27,8 @@ from tests.store.helpers import Data, files, memory_folder, small_layout
 LAYOUT = small_layout()
 SEED = 7
 Ids = NDArray[np.int64]
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class MemoryBlobs:
@@ -69,6 +72,12 @@ class MemoryBlobs:
             and "/" not in rest
             and not rest.startswith(TEMPORARY)
         )
+
+    def names(self, folder: str) -> list[str]:
+        return [name for name, _ in self.files(folder)]
+
+    def each(self, work: Callable[[T], R], items: Iterable[T], size: object = None) -> Iterator[R]:
+        return map(work, items)
 
     def folders(self, folder: str) -> list[str]:
         below = (name.removeprefix(f"{folder}/") for name in self.content if name.startswith(f"{folder}/"))

@@ -128,7 +128,7 @@ def test_a_record_in_doubt_that_was_built_upon_and_collected(url: str, layout: L
     def lose() -> None:
         raise InDoubt("the answer is lost")
 
-    zombie._blobs = Hooked(zombie.store.blobs, record_path(0, seq), lose, after=True)
+    zombie.store.blobs = Hooked(zombie.store.blobs, record_path(0, seq), lose, after=True)
     with pytest.raises(InDoubt):
         zombie.commit(0, ids, data, step=1)
     newer = open_writer(url, layout)
@@ -145,8 +145,8 @@ def test_the_other_record_is_collected_before_it_is_read(url: str, layout: Layou
     zombie.commit(0, ids, data, step=1)
     newer = open_writer(url, layout)
     seq = zombie.states[0].seq + 1
-    there = zombie._there
-    zombie._there = lambda record: (go_on(newer, data), there(record))[1]  # type: ignore[method-assign]
+    there = zombie._publisher.there
+    zombie._publisher.there = lambda record: (go_on(newer, data), there(record))[1]  # type: ignore[method-assign]
     with pytest.raises(Fenced):
         zombie.commit(0, ids, Data(layout, 1), step=2)
     assert seq not in newer.store.log(0).numbers()
