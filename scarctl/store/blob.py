@@ -289,9 +289,12 @@ class LocalBlobs:
             raise os_error(error, path, "delete") from error
 
     def prepare(self, folder: str) -> None:
-        # Also for a folder that exists: whoever made it may have died before it became durable.
         path = self._path(folder)
-        make_folder(path)
+        if not path.is_dir():
+            # Not beside a name of the store's own that a power loss may still take: what is left would be no store.
+            sync_folder(self.root)
+            make_folder(path)
+        # Also for a folder that exists: whoever made it may have died before it became durable.
         while True:
             sync_folder(path)
             if path == self.root:
@@ -301,6 +304,10 @@ class LocalBlobs:
     def begin(self) -> None:
         make_folder(self.root)
         sync_folder(self.root.parent)
+        # Whoever made the folders above may have died before they became durable. Not all need be ours to read.
+        for folder in self.root.parent.parents:
+            with contextlib.suppress(ScarError):
+                sync_folder(folder)
 
     def close(self) -> None:
         """Nothing is held open."""
