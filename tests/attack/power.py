@@ -230,7 +230,7 @@ def main() -> int:
     started = time.monotonic()
     with Run(args.seed) as run:
         bad = (
-            _mutants(run)
+            _mutants(run, args.site)
             if args.mutants
             else _cases(run, args.first, args.first + args.cases, started + args.seconds)
         )
