@@ -337,10 +337,14 @@ class LocalBlobs:
 
     def prepare(self, folder: str, *, known: bool = False) -> None:
         path = _real(self._path(folder))
-        if known and path.is_dir():
+        there = path.is_dir()
+        if there and known:
             return
+        if not there:
+            # Not beside a name of the store's own that a power loss may still take: what is left would be no store.
+            sync_folder(self.root)
+            make_folder(path)
         # Also for a folder that exists: whoever made it may have died before it became durable.
-        make_folder(path)
         while True:
             sync_folder(path)
             if path == self.root:
@@ -350,6 +354,10 @@ class LocalBlobs:
     def begin(self) -> None:
         make_folder(self.root)
         sync_folder(self.root.parent)
+        # Whoever made the folders above may have died before they became durable. Not all need be ours to read.
+        for folder in self.root.parent.parents:
+            with contextlib.suppress(ScarError):
+                sync_folder(folder)
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -28,7 +28,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from scarctl.errors import ScarError
+from scarctl.errors import NoStore, ScarError
 from scarctl.store import Store
 from scarctl.store.prune import Retention, plan_prune, prune
 from tests.attack.witness import Violation, Witness, check, check_goes_on
@@ -243,7 +243,10 @@ def _beside(url: str, tell: Callable[[Message], None], seed: int) -> None:
     """What other processes may do at any time."""
     rng = np.random.default_rng(seed)
     while True:
-        store = Store.open(url)
+        try:
+            store = Store.open(url)
+        except NoStore:  # not yet
+            continue
         what = rng.random()
         if what < 0.4:
             name_newest(store, str(rng.choice(["c", "d"])), tell)

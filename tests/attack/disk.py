@@ -406,9 +406,8 @@ def _site(path: Path, is_folder: bool) -> str:
     """The functions that lead to this fsync, from the store's blob layer, and the kind of file or folder."""
     names: list[str] = []
     frame = sys._getframe(2)
-    while (
-        frame is not None and frame.f_code.co_name != "_fsync"
-    ):  # beyond it is the process beside which this runs
+    # Beyond another fsync is the process beside which this one works.
+    while frame is not None and frame.f_code.co_name != "_fsync":
         if frame.f_code.co_filename.endswith("scarctl/store/blob.py"):
             names.append(frame.f_code.co_name)
         frame = frame.f_back  # type: ignore[assignment]

@@ -193,10 +193,14 @@ class Run:
         history = self.history(number // PER_HISTORY)
         return fail(history, np.random.default_rng((self.seed, number, 1)), self.folder / "case")
 
-    def mutants(self, histories: int, most: int) -> Iterator[tuple[str, int, str]]:
-        """Each call site, after how many cases without it something was found, and what; "" for nothing."""
+    def mutants(self, histories: int, most: int, part: str = "") -> Iterator[tuple[str, int, str]]:
+        """Each call site with `part` in its name, after how many cases without it something was found, and what; ""
+        for nothing.
+        """
         all_of_them = [self.history(number) for number in range(histories)]
         for site in sorted(set.union(*(history.sites for history in all_of_them))):
+            if part not in site:
+                continue
             having = [history for history in all_of_them if site in history.sites]
             rng = np.random.default_rng((self.seed, len(site), 2))
             found, number = "", 0
@@ -218,6 +222,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.attack.power", description=__doc__)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, help="go on from this case")
+    parser.add_argument("--site", default="", help="of the mutants only those with this in their name")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end when this time is over")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mutants", action="store_true", help="leave out each fsync instead")
@@ -225,7 +230,7 @@ def main() -> int:
     started = time.monotonic()
     with Run(args.seed) as run:
         bad = (
-            _mutants(run)
+            _mutants(run, args.site)
             if args.mutants
             else _cases(run, args.first, args.first + args.cases, started + args.seconds)
         )
@@ -255,9 +260,9 @@ def _cases(run: Run, first: int, last: int, until: float) -> int:
     return bool(counts["violations"])
 
 
-def _mutants(run: Run) -> int:
+def _mutants(run: Run, part: str) -> int:
     caught = needless = missed = 0
-    for site, number, found in run.mutants(histories=24, most=800):
+    for site, number, found in run.mutants(histories=24, most=800, part=part):
         why = reason_needless(site)
         if found:
             caught += 1

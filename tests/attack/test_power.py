@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,8 +16,9 @@ from scarctl.store import Store, delete_snapshot, snapshots, verify
 from scarctl.store.snapshot import snapshot_names
 from tests.attack.disk import Disk, Loss, Recorder
 from tests.attack.power import History, Run, fail
-from tests.attack.witness import Violation, check
+from tests.attack.witness import Violation, Witness, check
 from tests.attack.workload import Message, Player, name_newest
+from tests.support.failpoint import Killed
 
 CASES = 40
 NEEDED = (
@@ -154,6 +157,44 @@ def test_an_index_that_may_not_be_durable_is_no_boundarys(
     assert store.state(0).boundary == seq
     after = scene.power_fails(lambda name: name == f"{seq:020}.safetensors")
     assert after.state(0).seq == store.state(0).seq
+
+
+@pytest.mark.parametrize("fsync", [1, 2, 5])  # each leaves something that is not safe
+def test_a_store_whose_maker_died_is_safe_when_the_next_has_opened_it(tmp_path: Path, fsync: int) -> None:
+    """Killed before an fsync; the next process builds on what is there, and the power fails at any moment of it."""
+    base, after, told = tmp_path / "there", tmp_path / "after", list[tuple[int, Message]]()
+    base.mkdir()
+    recorder, first = Recorder(base), 0
+    with recorder:
+        for dies in (fsync, None):
+            player = Player(
+                str(base / "a" / "run"), lambda message: told.append((len(recorder.events), message))
+            )
+            recorder.die_synced = dies
+            with contextlib.suppress(Killed):
+                player.play([("open",)])
+            recorder.die_synced, recorder.dead = None, dies is not None
+            with contextlib.suppress(Killed):
+                player.close()
+            recorder.dead = False
+            if dies is not None:
+                first = len(recorder.events)
+    disk = Disk()
+    disk.play(recorder.events[:first])
+    pending = {name for node in disk.nodes.values() for name in getattr(node, "since", ())}
+    assert pending
+    for moment in (*range(first, first + 20, 2), len(recorder.events)):
+        witness = Witness()
+        for at, message in told:
+            if at <= moment:
+                witness.take(message)
+        for lost in pending:
+            disk = Disk()
+            disk.play(recorder.events[:moment])
+            disk.write(after, Chosen(lambda name, lost=lost: name == lost))  # type: ignore[misc]
+            check(str(after / "a" / "run"), witness)
+            Store.create(str(after / "a" / "run"))
+            shutil.rmtree(after)
 
 
 def test_the_witness_finds_a_commit_that_is_gone(run: Run) -> None:

@@ -116,11 +116,9 @@ class Witness:
     def _begin_create(self, _: Message) -> None:
         self.exists.begin(True)
 
-    def _done_create(self, _: Message) -> None:
-        self.exists.done()
-
     def _done_open(self, message: Message) -> None:
         """What the new writer has found is certain from now on."""
+        self.exists.done()
         for shard, versions in message["version"].items():
             version = dict(zip(MEMBERS[int(shard)].tolist(), versions, strict=True))
             options = self.shards[int(shard)]

@@ -77,7 +77,6 @@ class Player:
         """Makes the store where there is none, and begins an epoch."""
         self.tell({"begin": "create"})
         store = Store.create(self.url, shards=SHARDS, seed=SEED)
-        self.tell({"done": "create"})
         self.tell({"begin": "open"})
         self._writer = store.writer(layout=LAYOUT, shard_of=SHARD_OF)
         self._collector = Collector(self._writer, ratio=1.2, floor=0, turn_bytes=9000)
