@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from scarctl.store import Store, verify
+from scarctl.store import Store, StoreWriter, verify
 from tests.attack import races
 
 STOPPED_AT = """
@@ -36,8 +36,17 @@ main()
 
 
 def test_races(capsys: pytest.CaptureFixture[str]) -> None:
-    assert races.main(["--cases", "4000", "--step", "101", "--seconds", "12"]) == 0
+    assert races.main(["--cases", "4000", "--step", "101", "--seconds", "8"]) == 0
     assert "0 violations" in capsys.readouterr().out
+
+
+def test_races_show_what_a_rule_is_good_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a look at the log's ground, zombies go on at numbers that were collected."""
+    monkeypatch.setattr(StoreWriter, "_is_newest", lambda writer, record: True)
+    assert races.main(["--first", "148", "--step", "96", "--cases", "341"]) == 1
+    assert "Violated" in capsys.readouterr().err
 
 
 def _checkpoint(state: Path, store: Path, step: int) -> list[str]:
