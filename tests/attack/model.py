@@ -55,23 +55,19 @@ LONG = (
     Scenario(
         "lost answers, both collect",
         "open seal",
-        ("open commit seal collect commit", "open seal commit collect"),
+        ("open commit collect", "open seal commit collect"),
         lossy=1,
     ),
     Scenario(
-        "back, both collect",
-        "open seal seal",
-        ("open seal collect back commit", "open back seal collect"),
+        "back, both collect", "open seal seal", ("open seal collect back commit", "open back seal collect")
     ),
     Scenario(
         "snapshots while two collect",
         "open seal seal",
-        ("open seal collect", "open commit collect", "snap unname"),
+        ("open collect", "open commit collect", "snap unname"),
     ),
     Scenario(
-        "a reader while two collect",
-        "open seal",
-        ("open commit collect", "open seal compact collect", "read"),
+        "a reader while two collect", "open seal", ("open collect", "open seal compact collect", "read")
     ),
     Scenario(
         "stale listings, both collect",
@@ -79,7 +75,7 @@ LONG = (
         ("open commit collect", "open seal collect commit"),
         stale=3,
     ),
-    Scenario("prune beside two", "open seal", ("open commit collect", "prune", "open seal commit"), lossy=1),
+    Scenario("prune beside two", "open seal", ("open commit collect", "prune", "open seal commit")),
 )
 
 
@@ -157,10 +153,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--trace", action="store_true", help="print the way to what is broken in mutants, too"
     )
+    parser.add_argument("--only", help="of the scenarios those whose names hold this; no mutants")
     args = parser.parse_args(argv)
     failed = states = 0
     started = time.monotonic()
     for scenario in SHORT if args.short else SHORT + LONG:
+        if args.only and args.only not in scenario.name:
+            continue
         begun = time.monotonic()
         result = explore(scenario)
         states += result.states
@@ -171,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             failed += 1
             print("\n".join(f"    {step}" for step in result.trace))  # noqa: T201
     by_name = {scenario.name: scenario for scenario in SHORT}
-    for mutant in MUTANTS:
+    for mutant in () if args.only else MUTANTS:
         result = explore(by_name[MUTANTS[mutant]], mutant)
         if not result.broken:
             failed += 1

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from scarctl.store import Store, verify
+from scarctl.store import Store, StoreWriter, verify
 from tests.attack import races
 
 STOPPED_AT = """
@@ -36,8 +36,17 @@ main()
 
 
 def test_races(capsys: pytest.CaptureFixture[str]) -> None:
-    assert races.main(["--cases", "4000", "--step", "101", "--seconds", "12"]) == 0
+    assert races.main(["--cases", "4000", "--step", "101", "--seconds", "8"]) == 0
     assert "0 violations" in capsys.readouterr().out
+
+
+def test_races_show_what_a_rule_is_good_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a look at the log's ground, zombies go on at numbers that were collected."""
+    monkeypatch.setattr(StoreWriter, "_is_newest", lambda writer, record: True)
+    assert races.main(["--first", "148", "--step", "96", "--cases", "341"]) == 1
+    assert "Violated" in capsys.readouterr().err
 
 
 def _checkpoint(state: Path, store: Path, step: int) -> list[str]:
@@ -46,10 +55,15 @@ def _checkpoint(state: Path, store: Path, step: int) -> list[str]:
 
 def _run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "scarctl", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "scarctl", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
+@pytest.mark.timeout(400)  # five processes, each of which imports torch
 def test_a_stopped_checkpoint_that_another_one_overtakes(tmp_path: Path) -> None:
     """With the lock the other one is kept out (exit code 11); without, the first one is fenced (15)."""
     state, store = tmp_path / "state.safetensors", tmp_path / "run"
@@ -67,11 +81,10 @@ def test_a_stopped_checkpoint_that_another_one_overtakes(tmp_path: Path) -> None
         (store / "lock").unlink()
         assert _run(_checkpoint(state, store, 3)).returncode == 0
         os.kill(stopped.pid, signal.SIGCONT)
-        _, errors = stopped.communicate(timeout=60)
+        _, errors = stopped.communicate(timeout=120)
     finally:
-        if stopped.poll() is None:
-            stopped.kill()
-            stopped.wait()
+        stopped.kill()
+        stopped.communicate()
     assert stopped.returncode == 15, errors
     assert "a newer writer has taken over" in errors
     opened = Store.open(store)
