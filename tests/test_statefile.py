@@ -248,6 +248,15 @@ class TestDcp:
         with pytest.raises(Corruption, match="regular file"):
             open_state(folder)
 
+    def test_metadata_without_its_fields_is_refused(self, tmp_path: Path) -> None:
+        folder = tmp_path / "folder"
+        save_dcp({"w": torch.arange(100.0)}, folder)
+        data = (folder / ".metadata").read_bytes()
+        for name in (b"state_dict_metadata", b"storage_data", b"relative_path"):
+            (folder / ".metadata").write_bytes(data.replace(name, name[:-1] + b"x"))
+            with pytest.raises(Corruption):
+                open_state(folder)
+
     def test_metadata_cannot_name_files_elsewhere(self, tmp_path: Path) -> None:
         folder = tmp_path / "folder"
         save_dcp({"w": torch.arange(100.0)}, folder)

@@ -166,7 +166,7 @@ def main() -> int:
     for name, count in cases.items():
         kinds = {k.partition(": ")[2]: n for k, n in raised.most_common() if k.startswith(f"{name}: ")}
         told = ", ".join(f"{kind} {n}" for kind, n in kinds.items())
-        print(f"{name:26}{count:>9}  {told}")  # noqa: T201
+        print(f"{name:26}{count:>9}  {told!a}")  # noqa: T201
     places = {}
     for line in violations:  # of each place the first
         places.setdefault((line.partition(",")[0], line.rpartition(" at ")[2]), line)

@@ -299,8 +299,10 @@ def session(on: World, *, daemon: bool) -> None:
                 where,
                 lambda more=more: scarctl.attach(state, storage_options=on.options(**more), **given),
             )  # type: ignore[misc]
-        _told(on, where, lambda: scarctl.attach(state, storage_options=["planted"], **given))
-        _told(on, where, lambda: scarctl.attach(state, **{**given, "store": f"{url}?sig=planted-query"}))
+        # Tracebacks quote this file: what is secret stands in no line of a call.
+        no_dict, query = ["planted"], f"{url}?sig=planted-query"
+        _told(on, where, lambda: scarctl.attach(state, storage_options=no_dict, **given))
+        _told(on, where, lambda: scarctl.attach(state, **{**given, "store": query}))
         running = scarctl.attach(state, storage_options=on.options(), on_error="warn", **given)
         running.resume()
         for rule in (
