@@ -83,12 +83,12 @@ def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
     not.
     """
     known = _read_metadata(folder)
-    wanted = {
-        name: item
-        for name, item in sorted(known.state_dict_metadata.items())
-        if isinstance(item, metadata.TensorStorageMetadata)
-    }
     try:
+        wanted = {
+            name: item
+            for name, item in sorted(known.state_dict_metadata.items())
+            if isinstance(item, metadata.TensorStorageMetadata)
+        }
         _check(folder, known, wanted)
         tensors = {name: torch.zeros(item.size, dtype=item.properties.dtype) for name, item in wanted.items()}
         with warnings.catch_warnings():
@@ -115,7 +115,9 @@ def _read_metadata(folder: Path) -> metadata.Metadata:
         known = _MetadataUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle fails in any way
         raise _damaged(folder, f".metadata cannot be read: {_reason(error)}") from error
-    if not isinstance(known, metadata.Metadata) or not isinstance(known.state_dict_metadata, dict):
+    if not isinstance(known, metadata.Metadata) or not isinstance(
+        getattr(known, "state_dict_metadata", None), dict
+    ):
         raise _damaged(folder, ".metadata is not that of a checkpoint")
     if getattr(known, "storage_meta", None) is None:
         known.storage_meta = metadata.StorageMeta()

@@ -39,7 +39,7 @@ class ScarError(Exception):
         self.hint = printable(hint)
         super().__init__(self.message)
         if kind is not None:
-            self.kind = kind
+            self.kind = printable(kind)
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message

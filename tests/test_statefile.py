@@ -170,6 +170,15 @@ def test_nothing_is_unpickled(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert "unpickled" not in capfd.readouterr().err
 
 
+def test_an_archive_that_would_grow_is_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(4)}, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as old, zipfile.ZipFile(tmp_path / "b.pt", "w") as new:
+        for info in old.infolist():
+            new.writestr(info, old.read(info), compress_type=zipfile.ZIP_DEFLATED)
+    with pytest.raises(UsageError, match="compressed"):
+        open_state(tmp_path / "b.pt")
+
+
 def test_a_foreign_archive_and_a_folder_without_metadata_are_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "some.zip", "w") as archive:
         archive.writestr("readme.txt", "hello")
@@ -238,6 +247,15 @@ class TestDcp:
         os.mkfifo(folder / ".metadata")
         with pytest.raises(Corruption, match="regular file"):
             open_state(folder)
+
+    def test_metadata_without_its_fields_is_refused(self, tmp_path: Path) -> None:
+        folder = tmp_path / "folder"
+        save_dcp({"w": torch.arange(100.0)}, folder)
+        data = (folder / ".metadata").read_bytes()
+        for name in (b"state_dict_metadata", b"storage_data", b"relative_path"):
+            (folder / ".metadata").write_bytes(data.replace(name, name[:-1] + b"x"))
+            with pytest.raises(Corruption):
+                open_state(folder)
 
     def test_metadata_cannot_name_files_elsewhere(self, tmp_path: Path) -> None:
         folder = tmp_path / "folder"

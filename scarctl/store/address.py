@@ -24,6 +24,8 @@ TIMEOUT_OPTION = "scarctl_timeout"
 """The one storage option that is scarctl's own: seconds that one operation may take, all repetitions included."""
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*", re.ASCII)
+_MISTYPED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(:|:/|//)[^/]*:[^/]*@")
+"""An address that lacks a character, with what may be a password: not to be taken for a folder, and shown."""
 S3_SCHEMES = ("s3", "s3a")
 PORTABLE = (
     "AWS_ACCESS_KEY_ID",
@@ -63,6 +65,10 @@ class Address:
         Raises UsageError, which repeats neither, when there is no such place.
         """
         text = os.fspath(url)
+        if "://" not in text and _MISTYPED.match(text):
+            raise UsageError(
+                "the store's address has no ://, or its user and password are in a path", hint=_HINT
+            )
         if "://" not in text or text.startswith("file:"):
             root = local_path(text)
             return Address(printable(text if "://" not in text else str(root)), root, url=str(root))

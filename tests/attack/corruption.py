@@ -1,6 +1,6 @@
 """Every flipped bit, every cut and every added byte is found, and no damaged tensor is ever returned.
 
-    python -m tests.attack.corruption [flips|cuts] [--cases N] [--first N] [--seed S] [--jobs 2]
+    python -m tests.attack.corruption [flips|cuts] [--cases N] [--first N] [--every N] [--seed S] [--jobs 2]
 
 Cases are single flipped bits, spread evenly over the kinds of bytes in a store. Besides, each small file of a smaller
 store is cut at every length, and gets bytes more.
@@ -320,10 +320,11 @@ def run(job: int, jobs: int, numbers: slice, seed: int, what: str) -> Outcome:
     """Every `jobs`-th case."""
     logging.disable()  # every damaged index is told of
     outcome = Outcome()
-    mine = slice(numbers.start + job, numbers.stop, jobs)
+    step = numbers.step * jobs
+    mine = slice(numbers.start + job * numbers.step, numbers.stop, step)
     if what in ("flips", "all"):
         attack = Attack(make(seed))
-        for k, case in enumerate(flips(attack.image, range(mine.start, mine.stop, jobs), seed)):
+        for k, case in enumerate(flips(attack.image, range(mine.start, mine.stop, step), seed)):
             outcome.add(attack.play(case, by_command=k % CLI_SHARE == 0))
     if what in ("cuts", "all"):
         attack = Attack(make(seed, shards=2, rounds=1))
@@ -338,10 +339,11 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=20_000, help="of each of the two, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first one")
+    parser.add_argument("--every", type=int, default=1, help="one of so many")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     started = time.monotonic()
-    numbers = slice(args.first, args.first + args.cases)
+    numbers = slice(args.first, args.first + args.cases, args.every)
     outcome = Outcome()
     with multiprocessing.Pool(args.jobs) as pool:
         given = [(job, args.jobs, numbers, args.seed, args.what) for job in range(args.jobs)]

@@ -24,12 +24,14 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
 from scarctl.errors import ScarError
-from tests.attack.targets import Targets
+from tests.attack.targets import Target, Targets
 
+PARTS = 50
 MEMORY = 256 << 20
 SECONDS = 1.0
 HANG = 20.0
@@ -44,7 +46,7 @@ class Result(dict[str, object]):
     """Of one job: `cases` by target, `raised` by target and error, `violations`, `slowest` in seconds, `seconds`."""
 
 
-def run(names: list[str], first: int, cases: int, seed: int, job: int, jobs: int) -> Result:
+def run(names: list[str], first: int, cases: int, seed: int, seconds: float, job: int, jobs: int) -> Result:
     """Every `jobs`-th case; the targets in proportion to their shares."""
     logging.disable()
     warnings.simplefilter("ignore")
@@ -67,8 +69,10 @@ def run(names: list[str], first: int, cases: int, seed: int, job: int, jobs: int
         _play(target, f"warm/{name}")
     limits = _limit_memory()
     try:
-        for name, (share, target) in shares.items():
-            for number in range(first + job, first + max(1, cases * share // whole), jobs):
+        for name, number, target in _in_turns(shares, range(first, first + cases), whole):
+            if number % jobs == job:
+                if time.monotonic() - started > seconds:
+                    break
                 faulthandler.dump_traceback_later(HANG + 10, exit=True)
                 signal.setitimer(signal.ITIMER_REAL, HANG)
                 spent = time.process_time()
@@ -92,6 +96,17 @@ def run(names: list[str], first: int, cases: int, seed: int, job: int, jobs: int
     return Result(
         cases=done, raised=raised, violations=violations, slowest=slowest, seconds=time.monotonic() - started
     )
+
+
+def _in_turns(
+    shares: dict[str, tuple[int, Target]], numbers: range, whole: int
+) -> Iterator[tuple[str, int, Target]]:
+    """The cases of all targets, a part of each in turn, so that whoever stops early has done some of each."""
+    for part in range(PARTS):
+        for name, (share, target) in shares.items():
+            count = max(1, len(numbers) * share // whole)
+            for number in range(count * part // PARTS, count * (part + 1) // PARTS):
+                yield name, numbers.start + number, target
 
 
 def _play(target, seed: str) -> tuple[str, str]:  # type: ignore[no-untyped-def]
@@ -126,12 +141,16 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case of each target")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end when this time is over")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")  # each with memory of its own, and torch's threads
     with context.Pool(args.jobs) as pool:
-        given = [(args.target, args.first, args.cases, args.seed, job, args.jobs) for job in range(args.jobs)]
+        given = [
+            (args.target, args.first, args.cases, args.seed, args.seconds, job, args.jobs)
+            for job in range(args.jobs)
+        ]
         results = [one.get() for one in [pool.apply_async(run, arguments) for arguments in given]]
     cases, raised = Counter[str](), Counter[str]()
     violations: list[str] = []
@@ -147,7 +166,7 @@ def main() -> int:
     for name, count in cases.items():
         kinds = {k.partition(": ")[2]: n for k, n in raised.most_common() if k.startswith(f"{name}: ")}
         told = ", ".join(f"{kind} {n}" for kind, n in kinds.items())
-        print(f"{name:26}{count:>9}  {told}")  # noqa: T201
+        print(f"{name:26}{count:>9}  {told!a}")  # noqa: T201
     places = {}
     for line in violations:  # of each place the first
         places.setdefault((line.partition(",")[0], line.rpartition(" at ")[2]), line)
