@@ -142,6 +142,11 @@ class Blobs(Protocol):
     def begin(self) -> None:
         """Makes the store's own folder."""
 
+    def hurry(self) -> None:
+        """Until `close` nothing waits for an answer any more: what another thread is waiting for fails at once, as
+        after its deadline.
+        """
+
     def close(self) -> None:
         """Frees what reading and writing hold open. It may be used again."""
 
@@ -331,6 +336,9 @@ class LocalBlobs:
     def begin(self) -> None:
         make_folder(self.root)
         sync_folder(self.root.parent)
+
+    def hurry(self) -> None:
+        """A disk answers, or nobody can help it."""
 
     def close(self) -> None:
         """Nothing is held open."""
