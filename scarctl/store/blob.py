@@ -148,6 +148,11 @@ class Blobs(Protocol):
     def begin(self) -> None:
         """Makes the store's own folder."""
 
+    def hurry(self) -> None:
+        """Until `close` nothing waits for an answer any more: what another thread is waiting for fails at once, as
+        after its deadline.
+        """
+
     def close(self) -> None:
         """Frees what reading and writing hold open. It may be used again."""
 
@@ -358,6 +363,9 @@ class LocalBlobs:
         for folder in self.root.parent.parents:
             with contextlib.suppress(ScarError):
                 sync_folder(folder)
+
+    def hurry(self) -> None:
+        """A disk answers, or nobody can help it."""
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from scarctl.errors import UsageError
@@ -23,8 +24,10 @@ from scarctl.store.format import check_name
 T = TypeVar("T")
 R = TypeVar("R")
 
-_GRACE = 1.0
+_GRACE = 0.5
 """Seconds that a request may take to notice that it is cancelled."""
+_HURRIED = 0.2
+"""Seconds that a request may take when nobody waits for it any more."""
 
 
 _HINT = (
@@ -64,9 +67,12 @@ class Client:
         self._lock = threading.Lock()
         self._made: tuple[int, Any, str] | None = None
         self._helpers = Helpers()
+        self._running: set[Future[Any]] = set()
+        self._hurried = False
 
     def close(self) -> None:
         """Lets go of connections. The next request makes new ones."""
+        self._hurried = False
         with self._lock:
             self._made = None
 
@@ -142,6 +148,19 @@ class Client:
         """See `Blobs.each`. Not every synchronous file system is for several threads."""
         return self._helpers.each(work, items, size) if self._fs.async_impl else map(work, items)
 
+    def hurry(self) -> None:
+        """See `Blobs.hurry`."""
+        self._hurried = True
+        for future in list(self._running):
+            future.cancel()
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begins work in the file system's own thread: `hurry` cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._fs.loop)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
+
     def _request(self, method: str, *args: Any, patience: Patience | None = None, **kwargs: Any) -> Any:
         """Calls a method of the file system, again while its fault may pass. Raises Refused."""
         fs, patience = self._fs, patience or Patience(self.address.timeout)
@@ -188,11 +207,12 @@ class Client:
 
     def _run(self, work: Coroutine[Any, Any, T], patience: Patience) -> T:
         """Runs it in the file system's own thread, and waits. Raises what it raises; Refused after the deadline."""
-        future = asyncio.run_coroutine_threadsafe(work, self._fs.loop)
+        future = self._start(work)
         try:
-            return future.result(patience.left + _GRACE)
+            # Hurried after this line it is cancelled.
+            return future.result(_HURRIED if self._hurried else patience.left + _GRACE)
         except BaseException as error:
-            if future.done():
+            if future.done() and not future.cancelled():
                 raise
             future.cancel()
             if not isinstance(error, Exception):

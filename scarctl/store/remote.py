@@ -69,9 +69,9 @@ class FsspecBlobs(Client):
     def reader(self, name: str) -> Iterator[RemoteReader]:
         yield RemoteReader(self, name, self._size(name))
 
-    def _size(self, name: str) -> int:
+    def _size(self, name: str, patience: Patience | None = None) -> int:
         try:
-            found = self._request("info", self._path(name))
+            found = self._request("info", self._path(name), patience=patience)
         except Refused as refused:
             raise self._error(refused, name, "look at") from None
         if found["type"] != "file":
@@ -191,7 +191,7 @@ class FsspecBlobs(Client):
             if found is not None:
                 raise FileExistsError(errno.EEXIST, "exists already", self.where(name))
             # Absent, so far. The request may still be on its way: the same bytes are asked for again.
-            pause = patience.pause()
+            pause = None if self._hurried else patience.pause()
             if pause is None:
                 raise in_doubt(self.where(name), fault.detail)
             time.sleep(pause)
@@ -222,10 +222,10 @@ class FsspecBlobs(Client):
         return True
 
     def delete(self, name: str) -> None:
-        path = self._path(name)
-        self._size(name)  # object stores are content when there is nothing to delete
+        path, patience = self._path(name), Patience(self.address.timeout)
+        self._size(name, patience)  # object stores are content when there is nothing to delete
         try:
-            self._request("rm_file", path)
+            self._request("rm_file", path, patience=patience)
         except Refused as refused:
             raise self._error(refused, name, "delete") from None
 

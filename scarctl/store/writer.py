@@ -114,8 +114,9 @@ class StoreWriter:
             if self._dead is None:
                 for shard, state in self.states.items():
                     worth = state.unindexed or state.unindexed_records >= _WORTH
-                    if worth and self.is_settled(shard):
-                        self._write_index(shard)
+                    # A store that does not take one index takes no other now.
+                    if worth and self.is_settled(shard) and not self._write_index(shard):
+                        break
         finally:
             self._closed = True
             self.store.return_lock(self._lock)
@@ -443,19 +444,20 @@ class StoreWriter:
             state.apply(record, self.layout, tail, self._blobs.where(record_path(record.shard, record.seq)))
             state.records += 1
 
-    def _write_index(self, shard: int) -> None:
+    def _write_index(self, shard: int) -> bool:
         """Writes the index of the state as it is. A failure costs nothing but time: it is logged, and tried
-        again later.
+        again later. Returns whether it did not fail.
         """
         state = self.states[shard]
         if state.doubt.any() or state.seq < 0:
-            return  # an index cannot say what is in doubt
+            return True  # an index cannot say what is in doubt
         try:
             self.put_index(state)
         except ScarError as error:
             _log.warning("no index written, the next opening reads more of the log: %s", error)
-            return
+            return False
         state.unindexed_records = state.unindexed = 0
+        return True
 
     # --- small things ---------------------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from scarctl.store import Store
+from scarctl.store import Store, doctor
 from scarctl.store.doctor import diagnose
+from scarctl.store.probe import race
 from tests.cli.conftest import Model, Run
 from tests.support.places import KEY, SECRET, Place
 from tests.support.proxy import Fault, proxy
@@ -29,8 +30,10 @@ def url(s3_place: Place, tmp_path: Path) -> str:
 
 @pytest.fixture
 def quick_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is not the bandwidth that matters."""
+    """Where it is not the figures that matter."""
     monkeypatch.setitem(diagnose.__kwdefaults__, "large_bytes", 1 << 20)
+    monkeypatch.setitem(race.__kwdefaults__, "racers", 4)
+    monkeypatch.setattr(doctor, "SMALL_COUNT", 3)
 
 
 @pytest.fixture
@@ -162,7 +165,7 @@ def test_nothing_secret_shows(
         for command in (["inspect"], ["verify"], ["doctor", "--rounds", 1]):
             seen(*command, "--store", secret_url)
         seen("recover", "--store", secret_url, "--lost", "all", "--output", "out.safetensors")
-        toml.write_text(f"{options}scarctl_timeout = 0.5\n")
+        toml.write_text(f"{options}scarctl_timeout = 1\n")
         # The proxy's messages repeat what it was sent, as those of some servers do.
         for status, code, exit_code in [
             (403, "planted-query", 12),

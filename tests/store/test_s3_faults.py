@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -128,6 +129,50 @@ def test_a_read_ends_at_its_deadline(hurried: Blobs, place: Place, wire: Proxy, 
                 use()
             assert time.monotonic() - started < TIMEOUT + 1.5
             assert caught.value.retryable
+
+
+def test_an_operation_of_several_requests_has_one_deadline(hurried: Blobs, place: Place, wire: Proxy) -> None:
+    place.raw.put("a/x", b"data")
+    slow = Fault(answer=(500, "InternalError"), after=0.6 * TIMEOUT)
+    answers = iter([slow])
+    wire.rule = lambda request: next(answers, None) if request.method == "HEAD" else Fault(after=20)
+    started = time.monotonic()
+    with pytest.raises(Unavailable):
+        hurried.delete("a/x")
+    assert time.monotonic() - started < TIMEOUT + 1
+
+
+def test_who_hurries_waits_for_nothing(blobs: Blobs, place: Place, wire: Proxy) -> None:
+    """What another thread is waiting for ends; afterwards there is time again."""
+    place.raw.put("a/x", b"data")
+    wire.rule = lambda request: Fault(after=20)
+    failed: list[BaseException] = []
+
+    def wait(use: Callable[[], object]) -> None:
+        try:
+            use()
+        except BaseException as error:
+            failed.append(error)
+
+    def upload() -> None:
+        with blobs.writer("a/large") as out:
+            out.write(bytes(PART + 1))
+            out.commit()
+
+    uses = [lambda: blobs.read("a/x", 9), lambda: blobs.create_exclusive("a/y", [b"mine"]), upload]
+    threads = [threading.Thread(target=wait, args=(use,)) for use in uses]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    started = time.monotonic()
+    blobs.hurry()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - started < 3
+    assert sorted(type(error).__name__ for error in failed) == ["InDoubt", "Unavailable", "Unavailable"]
+    blobs.close()
+    wire.rule = times(1, Fault(after=0.5), "GET")
+    assert blobs.read("a/x", 9) == b"data"
 
 
 def test_a_read_goes_on_after_passing_faults(blobs: Blobs, place: Place, wire: Proxy) -> None:
