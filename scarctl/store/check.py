@@ -6,9 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from scarctl.errors import Corruption, UsageError
 from scarctl.layout import Layout
 from scarctl.store.fetch import BATCH
@@ -29,6 +26,7 @@ from scarctl.store.segment import (
     COLUMNS,
     SegmentReader,
     SegmentRef,
+    Tail,
     by_group,
     open_segment,
     partition_checksums,
@@ -39,6 +37,7 @@ from scarctl.store.snapshot import read_snapshot, snapshot_names, snapshots
 from scarctl.store.spans import Ids
 from scarctl.store.state import Index, parse_index, read_index
 from scarctl.store.store import Store
+from scarctl.store.subset import PIECE, Subset
 
 Progress = Callable[[int, int], None]
 """Called with `(bytes done, bytes in all)`."""
@@ -73,27 +72,36 @@ class Report:
     segments: int = 0
     orphans: list[str] = field(default_factory=list)
     damaged_partitions: int = 0
+    data_bytes: int = 0
+    """Bytes of partitions that were compared with their checksums."""
 
     @property
     def intact(self) -> bool:
         return not self.problems
 
 
-def verify(store: Store, *, read_data: bool, progress: Progress | None = None) -> Report:
+def verify(
+    store: Store, *, read_data: bool, subset: Subset | None = None, progress: Progress | None = None
+) -> Report:
     """Checks all that the store holds, also copies that are not the newest. Damage goes into the report.
 
-    read_data: also read all data and compare every partition's checksum. Raises AccessDenied and Unavailable.
+    read_data: also read all data and compare every partition's checksum. subset: only this part of the data.
+
+    Raises AccessDenied and Unavailable.
     """
-    return _Check(store, read_data, progress).run()
+    return _Check(store, read_data, subset, progress).run()
 
 
 class _Check:
-    def __init__(self, store: Store, read_data: bool, progress: Progress | None) -> None:
+    def __init__(
+        self, store: Store, read_data: bool, subset: Subset | None, progress: Progress | None
+    ) -> None:
         # A store of its own: what this one read before may be damaged since.
         self.store = Store(store.address, store.blobs, store.id, store.settings)
         self.layouts: dict[str, Layout | None] = {}
         self.blobs = store.blobs
         self.read_data = read_data
+        self.subset = subset
         self.progress = progress
         self.report = Report()
         self.total = 0
@@ -325,8 +333,8 @@ class _Check:
                 tail = read_tail(self.blobs, path, ref, kind, count, layout)
                 if not reasons and tail.checksums is not None:
                     with open_segment(self.blobs, path, ref) as segment:
-                        for bad, reason in self._data(segment, layout, tail.ids, tail.checksums):
-                            self._name(path, layout, bad, reason)
+                        for bad in self._data(segment, ref.name, layout, tail):
+                            self._name(path, layout, bad, "data do not match their checksum")
             except (Corruption, FileNotFoundError) as error:
                 reasons[_reason(error)] = None
         if isinstance(named_by, Record):
@@ -340,21 +348,26 @@ class _Check:
             self.note(path, f"{reason} ({held})")
         self._count(path, ref.nbytes)
 
-    def _data(
-        self, segment: SegmentReader, layout: Layout, ids: Ids, sums: NDArray[np.uint64]
-    ) -> Iterator[tuple[Ids, str]]:
+    def _data(self, segment: SegmentReader, name: str, layout: Layout, tail: Tail) -> Iterator[Ids]:
+        """Partitions whose bytes are not those that were saved."""
+        ids, sums = tail.ids, tail.checksums
+        assert sums is not None
         place = positions(layout, ids)
+        batch = BATCH if self.subset is None else PIECE
         for g, i, j in by_group(layout, ids):
             group = layout.groups[g]
-            step = max(1, BATCH // max(1, min(group.rows_per_partition, group.rows) * group.row_bytes))
+            step = max(1, batch // max(1, min(group.rows_per_partition, group.rows) * group.row_bytes))
             for a in range(i, j, step) if self.read_data else ():
                 b = min(a + step, j)
+                if self.subset is not None and not self.subset.takes(name, a):
+                    continue
                 local = ids[a:b] - layout.base[g]
                 wanted = [segment.want(group, t, local, place[a:b]) for t in range(len(group.tensors))]
                 segment.fetch(wanted)
+                self.report.data_bytes += sum(w.data.nbytes for w in wanted)
                 intact = partition_checksums(group, b - a, [w.data for w in wanted]) == sums[a:b]
                 if not intact.all():
-                    yield ids[a:b][~intact], "data do not match their checksum"
+                    yield ids[a:b][~intact]
 
     def _name(self, path: str, layout: Layout, bad: Ids, reason: str) -> None:
         self.report.damaged_partitions += len(bad)
