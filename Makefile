@@ -61,6 +61,7 @@ soak: $(VENV)/.dev
 
 attack: $(VENV)/.dev
 	@set -e; for name in $(ATTACKS); do echo "== $$name"; $(BIN)/python -m tests.attack.$$name; done
+	$(if $(filter power,$(ATTACKS)),$(BIN)/python -m tests.attack.power --mutants)
 
 ceph: $(VENV)/.dev
 	$(BIN)/python -m tests.store.conformance.real_server

@@ -351,21 +351,26 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=[*ATTACKS])
+    parser.add_argument("what", nargs="*", help=f"of {', '.join(ATTACKS)}; default: all")
     parser.add_argument("--cases", type=int)
     parser.add_argument("--first", type=int, default=0, help="begin with this case")
     parser.add_argument("--every", type=int, default=1, help="take each so manieth case")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end when this time is over")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    started = time.monotonic()
-    cases = USUAL[args.what] if args.cases is None else args.cases
-    until = started + args.seconds
-    counts = attack(args.what, seed=args.seed, first=args.first, cases=cases, every=args.every, until=until)
-    rest = ", ".join(f"{n:,} {name}" for name, n in counts.items() if name not in ("cases", "violations"))
-    print(f"{args.what}: {counts['cases']} cases, {counts['violations']} violations; {rest}")  # noqa: T201
-    print(f"seed {args.seed}, {time.monotonic() - started:.0f} s")  # noqa: T201
-    return bool(counts["violations"])
+    if unknown := set(args.what) - set(ATTACKS):
+        parser.error(f"no attack {', '.join(sorted(unknown))}")
+    violations = 0
+    for what in args.what or ATTACKS:
+        started = time.monotonic()
+        cases = USUAL[what] if args.cases is None else args.cases
+        until = started + args.seconds
+        counts = attack(what, seed=args.seed, first=args.first, cases=cases, every=args.every, until=until)
+        rest = ", ".join(f"{n:,} {name}" for name, n in counts.items() if name not in ("cases", "violations"))
+        print(f"{what}: {counts['cases']} cases, {counts['violations']} violations; {rest}")  # noqa: T201
+        print(f"seed {args.seed}, {time.monotonic() - started:.0f} s", flush=True)  # noqa: T201
+        violations += counts["violations"]
+    return bool(violations)
 
 
 if __name__ == "__main__":
