@@ -312,10 +312,11 @@ class Session:
                     self._begin(moment, full=due.full, skip_if_behind=due.may_skip)
 
     def _due(self, engine: Engine) -> _Due | None:
-        """The checkpoint that is due now."""
+        """The checkpoint that is due now. One that somebody asked for waits while nothing could be taken."""
         regular = engine.due(self.head_step)
-        requested, self._requested = self._requested, None
-        if requested is not None:
+        # A part of what is all on its way would be nothing: whoever asked waits until there is something to take.
+        if self._requested or (self._requested is not None and not engine.arena.pending().all()):
+            requested, self._requested = self._requested, None
             return _Due(requested)
         whole = self.settings.policy == "full"
         return _Due(whole, may_skip=whole) if regular else None
