@@ -25,14 +25,14 @@ from scarctl.adapter import Adapter
 from scarctl.binding import Binding
 from scarctl.checkpoint import Checkpoints, Stats
 from scarctl.claiming import claim_saver
-from scarctl.config import SessionSettings, check_step
+from scarctl.config import SessionSettings
 from scarctl.daemon.folder import arena_folder, require_room
 from scarctl.engine import Engine
 from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.execution import Report
 from scarctl.gate import Gate
 from scarctl.layout import Layout
-from scarctl.moment import Moment, Moments
+from scarctl.moment import Moment, Moments, check_step
 from scarctl.restore import Resumed, recover_live, resume_live
 from scarctl.store import Store, create_snapshot, read_snapshot, sealed_sets
 from scarctl.store.snapshot import check_snapshot_name, snapshot_names
