@@ -180,6 +180,8 @@ def test_export_safetensors_with_an_index(run: Run, grown: Model, tmp_path: Path
     run("export", "--store", "ckpt", "one")
     assert [p.name for p in Path("one").iterdir()] == ["model.safetensors"]
     assert run("export", "--store", "ckpt", "one", "--json", code=2).error["kind"] == "usage"
+    error = run("export", "--store", "ckpt", "nowhere/one", "--json", code=2).error
+    assert error["message"] == f"there is no folder {tmp_path / 'nowhere'}"
     assert not list(tmp_path.glob(".*tmp"))
 
 
