@@ -271,10 +271,8 @@ def _to_dcp(folder: Path, names: Sequence[str]) -> None:
 @contextmanager
 def _made_whole(target: Path, inner: str | None) -> Iterator[Path]:
     """A temporary folder beside `target`. It gets that name when the block ends well, or its file `inner` does."""
-    temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}.tmp")
-    if not target.parent.is_dir():
-        raise UsageError(f"there is no folder {target.parent}", hint="check the path", kind="no-file")
     with os_errors(target):
+        temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}.tmp")
         os.mkdir(temporary)
     try:
         with os_errors(target):
