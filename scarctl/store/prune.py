@@ -113,7 +113,7 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
     writer = _live_writer(store)
     # Beside a live writer none is given up here.
     keep_sealed = _retained(sealed, retention) if writer is None else sealed
-    stays = {(one.epoch, one.step) for one in [*keep_sealed, *kept]}
+    stays = {(s.epoch, s.step) for s in keep_sealed} | {(s.epoch, s.step) for s in kept}
     files: dict[str, int] = {}
     for shard, state in states.items():
         if writer is not None:

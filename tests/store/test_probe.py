@@ -13,8 +13,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from scarctl.errors import MissingGuarantee
 from scarctl.store import Store, client
-from scarctl.store.blob import LocalBlobs
 from scarctl.store.doctor import diagnose
+from scarctl.store.local import LocalBlobs
 from scarctl.store.probe import race
 
 
