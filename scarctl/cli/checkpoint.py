@@ -179,14 +179,13 @@ def _live(
     url: str, full: bool, wait: float, arena_dir: str | None, as_json: bool, snapshot: str | None
 ) -> int:
     from scarctl.cli.live import checkpoint_live, snapshot_live
-    from scarctl.store.snapshot import check_snapshot_name, snapshot_names
+    from scarctl.store.snapshot import check_new_snapshot
 
     store = open_store(url)
-    if snapshot is not None and check_snapshot_name(snapshot) in snapshot_names(store):
-        raise UsageError(f"there is a snapshot {snapshot!r} already", kind="snapshot-exists")
     if snapshot is None:
         made = checkpoint_live(store, full=full, wait=wait, arena_dir=arena_dir)
     else:
+        check_new_snapshot(store, snapshot)
         made = snapshot_live(store, snapshot, wait=wait, arena_dir=arena_dir)
     done = made.to_json()
     if made.exact and snapshot is not None:
