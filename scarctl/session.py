@@ -35,7 +35,7 @@ from scarctl.layout import Layout
 from scarctl.moment import Moment, Moments, check_step
 from scarctl.restore import Resumed, recover_live, resume_live
 from scarctl.store import Store, create_snapshot, read_snapshot, sealed_sets
-from scarctl.store.snapshot import check_snapshot_name, snapshot_names
+from scarctl.store.snapshot import check_new_snapshot
 from scarctl.worker import Worker
 
 log = logging.getLogger("scarctl")
@@ -167,10 +167,8 @@ class Session:
         name that is taken or cannot be one, and before the first step; ScarError (kind "not-sealed") when values are
         not finite; the store's fault.
         """
-        check_snapshot_name(name)
         engine = self._started()
-        if name in snapshot_names(self.store):
-            raise UsageError(f"there is a snapshot {name!r} already", kind="snapshot-exists")
+        check_new_snapshot(self.store, name)
         for last in (False, True):
             self.checkpoint(full=True, wait=True)
             newest = sealed_sets(self.store.states(self.store.shards()).values())[:1]
