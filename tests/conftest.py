@@ -47,8 +47,8 @@ T = TypeVar("T")
 def arena_dir(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Path]:
     """The base folder for arenas, one per test: never the machine's real shared memory, never another test's.
 
-    Fails the test when, at its end, a child process, a thread that is not a daemon, or a file in the arena
-    folder is still there. Mark a test `leaves_arena` when it leaves files on purpose.
+    Fails the test when, at its end, a child process, a thread that is not a daemon, another handler of a signal, or
+    a file in the arena folder is still there. Mark a test `leaves_arena` when it leaves files on purpose.
     """
     for name in [name for name in os.environ if name.startswith("SCARCTL_")]:
         monkeypatch.delenv(name)
@@ -59,11 +59,16 @@ def arena_dir(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
     monkeypatch.setenv(ARENA_VARIABLE, str(folder))
     threads = set(threading.enumerate())
     processes = set(_processes(folder))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield folder
         leaks = _settled(lambda: [*_new_threads(threads), *_new_processes(folder, processes).values()])
         for pid in _new_processes(folder, processes):
             os.kill(pid, signal.SIGKILL)  # so that it does not disturb the tests after this one
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:
+                leaks.append(f"a handler of {number.name}")
+                signal.signal(number, handler)
         if request.node.get_closest_marker("leaves_arena") is None:
             left = (file for file in folder.rglob("*") if not file.is_dir() and file.name not in DAEMON_FILES)
             leaks += [str(file.relative_to(folder)) for file in left]

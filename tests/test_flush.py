@@ -186,7 +186,8 @@ def test_what_was_flushed_becomes_durable_without_its_process(
 def newest_sealed(folder: Path) -> int:
     store = Store.open(str(folder))
     try:
-        return store.state(0).sealed[-1][2]
+        sealed = store.state(0).sealed
+        return sealed[-1][2] if sealed else -1
     finally:
         store.close()
 

@@ -19,6 +19,7 @@ Examples:
   scarctl prune --store ckpt --keep-last 3 --yes
   scarctl prune --store ckpt --keep best --keep 'epoch-*0' --yes --json
   scarctl prune --store ckpt --delete before-warmup --yes
+  scarctl prune --store s3://bucket/run --no-writer --yes
 """
 
 
@@ -49,6 +50,12 @@ Examples:
 @click.option(
     "--delete", multiple=True, metavar="NAME", envvar="SCARCTL_DELETE", help="Delete this snapshot."
 )
+@click.option(
+    "--no-writer",
+    is_flag=True,
+    envvar="SCARCTL_NO_WRITER",
+    help="Nobody writes to this remote store now: collect it. A writer that is alive all the same is fenced.",
+)
 @click.option("--dry-run", is_flag=True, envvar="SCARCTL_DRY_RUN", help="Show what would go; delete nothing.")
 @click.option("--yes", is_flag=True, envvar="SCARCTL_YES", help="Do not ask.")
 @common_options
@@ -58,6 +65,7 @@ def command(
     keep_every: int | None,
     keep: tuple[str, ...],
     delete: tuple[str, ...],
+    no_writer: bool,
     dry_run: bool,
     yes: bool,
     as_json: bool,
@@ -66,12 +74,15 @@ def command(
     """Delete old copies, records, sealed states and snapshots that need not be kept.
 
     The newest copy of everything and the newest sealed state stay in any case. A running session keeps its store small
-    by itself; beside one only snapshots and left-overs of dead writers are deleted here.
+    by itself; beside one only snapshots and left-overs of dead writers are deleted here. Nobody can tell whether there
+    is one on a remote store: say --no-writer when a run is over.
     """
     from scarctl.store.prune import Pruned, Retention, plan_prune, prune
 
     opened = open_store(store)
-    retention = Retention(keep_last=keep_last, keep_every=keep_every, keep=keep, delete=delete)
+    retention = Retention(
+        keep_last=keep_last, keep_every=keep_every, keep=keep, delete=delete, no_writer=no_writer
+    )
     plan = plan_prune(opened, retention)
     if dry_run:
         done = Pruned(len(plan.files), plan.bytes)

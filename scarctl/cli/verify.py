@@ -70,7 +70,7 @@ def command(store: str, read_data: bool, read_data_subset: str | None, as_json: 
     if len(problems) > _SHOWN:
         lines.append(f"and {len(problems) - _SHOWN} more problems: --json names all")
     looked = f"{report.files} files, {human_bytes(report.bytes)}, {report.records} records, {report.segments} segments"
-    verdict = f"{len(problems)} problems" if problems else "intact"
+    verdict = f"{len(problems)} problem{'s' * (len(problems) > 1)}" if problems else "intact"
     if not read_data:
         verdict += ", data not read"
     elif part is not None:

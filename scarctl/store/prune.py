@@ -10,9 +10,10 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from scarctl.errors import Contention, Corruption, UsageError
+from scarctl.errors import Contention, UsageError
 from scarctl.store.format import (
     epoch_of_segment,
     index_path,
@@ -21,7 +22,7 @@ from scarctl.store.format import (
     segment_path,
     shard_folder,
 )
-from scarctl.store.gc import Collector, dead_uploads, orphans
+from scarctl.store.gc import FLOOR, RATIO, Collector, dead_uploads, orphans
 from scarctl.store.snapshot import SealedSet, Snapshot, delete_snapshot, sealed_sets, snapshots
 from scarctl.store.state import ShardState
 from scarctl.store.store import Store
@@ -39,6 +40,8 @@ class Retention:
     """If any is given: named snapshots that match none of these names or patterns are deleted."""
     delete: tuple[str, ...] = ()
     """Named snapshots to be deleted."""
+    no_writer: bool = False
+    """Nobody writes to this store, where no lock can tell. Who does it all the same is fenced."""
 
     def __post_init__(self) -> None:
         for name, value in (("--keep-last", self.keep_last), ("--keep-every", self.keep_every)):
@@ -109,8 +112,11 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
 
     gone, kept = [s for s in found if goes(s.name)], [s for s in found if not goes(s.name)]
     states = store.states(store.shards())
-    sealed = [s for s in sealed_sets(states.values()) if _is_there(store, s)]
-    writer = _live_writer(store)
+    there = dict(zip(states, store.blobs.each(partial(_kept, store), states.values()), strict=True))
+    sealed = [
+        s for s in sealed_sets(states.values()) if all(seq in there[shard] for shard, seq in s.seqs.items())
+    ]
+    writer = None if retention.no_writer and store.address.root is None else _live_writer(store)
     # Beside a live writer none is given up here.
     keep_sealed = _retained(sealed, retention) if writer is None else sealed
     stays = {(s.epoch, s.step) for s in keep_sealed} | {(s.epoch, s.step) for s in kept}
@@ -156,7 +162,7 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
             done.files += 1
     else:
         layout = store.current_layout()
-        if layout is None:
+        if layout is None or (plan.empty and _is_small(store, states)):
             _delete_names(store, plan)
         else:
             shard_of = layout.shards(store.settings.shards, store.settings.seed)
@@ -169,6 +175,12 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
     done.sizes = store.usage(states)
     done.bytes = before - done.sizes["bytes"]
     return done
+
+
+def _is_small(store: Store, states: Mapping[int, ShardState]) -> bool:
+    """Whether compaction would find nothing to do, too: each turn of it writes an index."""
+    sizes = store.usage(states)
+    return sizes["bytes"] <= RATIO * sizes["live_bytes"] + FLOOR * len(states)
 
 
 def _epochs(states: Mapping[int, ShardState]) -> dict[int, int]:
@@ -186,11 +198,11 @@ def _retained(sealed: list[SealedSet], retention: Retention) -> list[SealedSet]:
     return sorted(kept, key=lambda one: (one.epoch, one.step), reverse=True)
 
 
-def _is_there(store: Store, sealed: SealedSet) -> bool:
-    try:
-        return all(store.state(shard, at=seq).seq == seq for shard, seq in sealed.seqs.items())
-    except Corruption:
-        return False
+def _kept(store: Store, state: ShardState) -> set[int]:
+    """Records of a shard whose states can be read: from the boundary on, and those that were kept with an index."""
+    log = store.log(state.shard)
+    numbers = set(log.numbers())
+    return {seq for seq in numbers if seq >= state.boundary} | (numbers & set(log.indexes()))
 
 
 def _collectable(store: Store, state: ShardState, pins: set[int]) -> dict[str, int]:

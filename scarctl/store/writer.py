@@ -277,13 +277,17 @@ class StoreWriter:
             raise Corruption(f"{self.store.where}: shard {shard} has a damaged segment: nothing is collected")
         sealed = state.sealed
         state.sealed = [entry for entry in sealed if entry[0] == state.seq or entry[0] in keep]
-        if not self.put_index(state) and state.sealed != sealed:
-            # The index that is there lists what is given up now. Who goes back believes the boundary's list.
-            self._publish_next(self._moving(state), None)
-            self.put_index(state)
-        boundary = state.seq
-        state.unindexed_records = state.unindexed = 0
-        self._publish_next(replace(self._moving(state), boundary=boundary), None)
+        try:
+            if not self.put_index(state) and state.sealed != sealed:
+                # The index that is there lists what is given up now. Who goes back believes the boundary's list.
+                self._publish_next(self._moving(state), None)
+                self.put_index(state)
+            boundary = state.seq
+            self._publish_next(replace(self._moving(state), boundary=boundary), None)
+        except BaseException:
+            state.sealed = sealed
+            raise
+        state.unindexed_records, state.unindexed = 1, 0  # the record of the boundary itself
         # One damaged file must not lose a shard: a second index, where it costs next to nothing.
         if INDEX_BYTES * len(state.ids) * _RARE <= self.layout.nbytes:
             self._write_index(shard)

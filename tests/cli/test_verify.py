@@ -97,7 +97,7 @@ def test_flipped_data_names_file_and_partition(run: Run, saved: Model) -> None:
     assert run("verify", "--store", "ckpt", "--json", "--no-read-data").document["intact"]
     text = run("verify", "--store", "ckpt", code=13)
     assert path.name in text.stdout
-    assert "1 problems" in text.stdout
+    assert ": 1 problem\n" in text.stdout
 
 
 def test_a_missing_segment_and_a_missing_record(run: Run, saved: Model) -> None:
