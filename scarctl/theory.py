@@ -1,9 +1,9 @@
 """What a perturbation costs: the bounds of the SCAR paper, as pure functions.
 
 Numbers of equations and theorems are those of Qiao, Aragam, Zhang, Xing, "Fault Tolerance in Iterative-Convergent
-Machine Learning" (arXiv:1810.07354); its Theorem 3.2 is Theorem 3.1 in the ICML text. Everywhere c is the rate of (3),
-‖f(x) - x*‖ <= c ‖x - x*‖ with 0 < c < 1, and a rework cost is a number of iterations (the paper's iteration cost): what a
-bound says of it, it says in the worst case. Where a bound says nothing, it is infinite.
+Machine Learning" (arXiv:1810.07354); its Theorem 3.2 is Theorem 3.1 in the ICML text. Everywhere c is the rate of
+(3), ‖f(x) - x*‖ <= c ‖x - x*‖ with 0 < c < 1, and a rework cost is a number of iterations (the paper's iteration
+cost): what a bound says of it, it says in the worst case. Where a bound says nothing, it is infinite.
 
 `scarctl.convergence` estimates c and ‖x(0) - x*‖ from a run.
 """
@@ -25,8 +25,8 @@ SGD_LIMIT = 1_000_000
 def rework_bound(c: float, x0_distance: float, perturbations: Mapping[int, float]) -> float:
     """Theorem 3.2, (6): log(1 + Δ_T / ‖x(0) - x*‖) / log(1/c), with Δ_T = Σ c^-l E‖δ_l‖.
 
-    perturbations: the norm E‖δ_l‖ by the iteration l at which it happened. A sequence that pushes straight away from the
-    optimum costs exactly this.
+    perturbations: the norm E‖δ_l‖ by the iteration l at which it happened. A sequence that pushes straight away from
+    the optimum costs exactly this.
     """
     _check_rate(c)
     _check("x0_distance", x0_distance, above=True)
@@ -51,26 +51,30 @@ def rework_bound_now(c: float, distance: float, perturbation: float) -> float:
     return rework_bound(c, distance, {0: perturbation})
 
 
-def rework_bound_of_age(c: float, age: float, share: float = 1.0) -> float:
-    """(6) for what was last saved `age` iterations ago, relative to where the run is: log(1 + s (c^-age - 1)) / log(1/c).
+def rework_bound_of_ages(c: float, ages: ArrayLike, share: float = 1.0) -> float:
+    """(6) for a running checkpoint whose equal parts were saved `ages` iterations ago: log(1 + s M) / log(1/c).
 
-    Under (3) the state has moved at least (c^-age - 1) ‖x(T) - x*‖ since, and exactly that if it went straight. `share` is
-    ‖δ'‖ / ‖δ‖, the part of that movement which recovery takes back: 1 for a full recovery, which then costs the age, and
-    √p for a partial one of a share p (Theorem 4.2). c = 1 gives the limit s * age: progress that is slow beside the age.
+    Under (3) a state has moved at least (c^-age - 1) ‖x(T) - x*‖ since, and exactly that if it went straight. M is the
+    root mean square of that over the parts, relative to ‖x(T) - x*‖. `share` is ‖δ'‖ / ‖δ‖, the part of the movement
+    that recovery takes back: 1 for a full recovery, which from one age costs that age, and √p for a partial one of a
+    share p (Theorem 4.2). c = 1 is the limit of progress that is slow beside the ages: s times their root mean square.
     """
-    _check("age", age)
+    old = np.asarray(ages, dtype=np.float64).reshape(-1)
+    if not len(old) or not (old >= 0).all():
+        raise UsageError("ages are numbers of iterations, from 0 on")
     if not 0 <= share < math.inf:
         raise UsageError(f"share is {share}, not a number from 0 on")
-    if c == 1.0:
-        return share * age
-    _check_rate(c)
-    if share == 0 or age == 0:
+    if share == 0 or not old.any():
         return 0.0
+    if c == 1.0:
+        return share * float(np.sqrt(np.mean(np.square(old))))
+    _check_rate(c)
     decay = -math.log(c)
-    grown = age * decay
-    if grown < 30:
-        return math.log1p(share * math.expm1(grown)) / decay
-    return float(np.logaddexp(0.0, math.log(share) + grown)) / decay
+    # Logarithms, because c^-age overflows. Parts that have just been saved have not moved.
+    grown = old[old > 0] * decay
+    moved = grown + np.log(-np.expm1(-grown))
+    log_mean = (float(np.logaddexp.reduce(2 * moved)) - math.log(len(old))) / 2
+    return float(np.logaddexp(0.0, math.log(share) + log_mean)) / decay
 
 
 def irreducible_error(c: float, perturbation: float) -> float:
@@ -104,9 +108,10 @@ def sgd_rework_bound(
 ) -> float:
     """Appendix B.2: the iterations that SGD needs with the perturbations, less those without, by its recursion (15).
 
-    E‖x(k+1) - x*‖² <= (1 - α_k) E‖x(k) - x*‖² + α_k² G², where `rate` gives α_k for k = 0, 1, ... and `gradient_bound` is
-    G. The perturbed recursion starts each iteration from (√E‖y(k) - x*‖² + √E‖δ_k‖²)², which Minkowski's inequality
-    allows. (The appendix adds α² G², a square, to a norm in its closed form; so both recursions are stepped here.)
+    E‖x(k+1) - x*‖² <= (1 - α_k) E‖x(k) - x*‖² + α_k² G², where `rate` gives α_k for k = 0, 1, ... and
+    `gradient_bound` is G. The perturbed recursion starts each iteration from (√E‖y(k) - x*‖² + √E‖δ_k‖²)², which
+    Minkowski's inequality allows. (The appendix adds α² G², a square, to a norm in its closed form; so both
+    recursions are stepped here.)
 
     perturbations: root mean squares √E‖δ_k‖² by iteration. Infinite when ε is not reached within `limit` iterations.
     """
@@ -157,7 +162,8 @@ def elastic_constant(distances: Sequence[ArrayLike], rates: ArrayLike) -> float:
     Nadiradze et al., "Elastic Consistency" (AAAI 2021), (12): v_t is the state that a recovery at t would leave or has
     left, x_t the one without it. The constant may not depend on t, so it is the largest over the moments t.
 
-    distances: per moment the distances of all restored partitions from the live ones, of shape (partitions,), or of shape
+    distances: per moment the distances of all restored partitions from the live ones, of shape (partitions,), or of
+    shape
         (samples, partitions), of which the mean square stands for E. Their squares add up to ‖x_t - v_t‖².
     rates: the learning rate α_t of every moment, above 0.
     """

@@ -26,6 +26,7 @@ COMMANDS = {
     "prune": "Delete old copies, sealed states and snapshots that need not be kept.",
     "recover": "Restore only what was lost.",
     "run": "Run a command whose sessions save through the host's daemon.",
+    "simulate": "Fail runs of a workload, and show how many iterations it costs.",
     "verify": "Check every record, segment and checksum of a store.",
 }
 
