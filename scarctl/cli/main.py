@@ -23,6 +23,7 @@ COMMANDS = {
     "doctor": "Try out a place for a store: what it guarantees, and how fast it is.",
     "export": "Write a state as safetensors, .pt or DCP, for other tools.",
     "inspect": "Show what a store holds and what losing a shard would change.",
+    "plan": "Recommend how often to save how much, and say whether that pays.",
     "prune": "Delete old copies, sealed states and snapshots that need not be kept.",
     "recover": "Restore only what was lost.",
     "run": "Run a command whose sessions save through the host's daemon.",
