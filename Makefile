@@ -5,6 +5,7 @@ WORKERS ?= 2
 ROUNDS ?= 500
 SEED ?= 0
 MINUTES ?= 30
+ATTACKS ?= model crash power races clocks faults corruption fuzz hostile secrets
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +14,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types layers unit format bench torture soak clean
+.PHONY: help demo test lint types layers unit format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
@@ -22,6 +23,8 @@ help:
 	@echo "make bench    every benchmark, one after the other"
 	@echo "make torture  kill, stop and end training and daemon at random moments: ROUNDS=$(ROUNDS) SEED=$(SEED)"
 	@echo "make soak     train for long, watch memory and descriptors: MINUTES=$(MINUTES)"
+	@echo "make attack   crashes, power losses, races, faults, damage, fuzzing: the long forms, hours; one of them: ATTACKS=power"
+	@echo "make ceph     the conformance suite on Ceph's object gateway, if radosgw, ceph-mon and ceph-osd are installed"
 	@echo "make clean    remove $(VENV), caches and build results"
 
 demo: $(VENV)/.examples
@@ -55,6 +58,13 @@ torture: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
+
+attack: $(VENV)/.dev
+	@set -e; for name in $(ATTACKS); do echo "== $$name"; $(BIN)/python -m tests.attack.$$name; done
+	$(if $(filter power,$(ATTACKS)),$(BIN)/python -m tests.attack.power --mutants)
+
+ceph: $(VENV)/.dev
+	$(BIN)/python -m tests.store.conformance.real_server
 
 clean:
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -91,6 +92,14 @@ class SessionSettings:
         _at_least("max_staleness", self.max_staleness, 1)
         check_fixed(self.shards, self.partition_bytes)
         _at_least("seed", self.seed, 0)
+        for name in ("assume_single_writer", "by_layer", "flush_on_signal", "daemon", "validate"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise UsageError(f"{name} is {value!r}", hint="give true or false")
+        if self.arena_dir is not None and not isinstance(self.arena_dir, str | os.PathLike):
+            raise UsageError(f"arena_dir is {self.arena_dir!r}", hint="give the path of a folder")
+        if self.rows is not None and not isinstance(self.rows, Mapping):
+            raise UsageError("rows is not a dict of patterns and numbers of rows")
         for pattern, rows in (self.rows or {}).items():
             _at_least(f"rows of {pattern!r}", rows, 1)
         if self.by_layer and (self.partition_bytes is not None or self.rows):
@@ -163,7 +172,9 @@ def check_store(store: object) -> None:
     """Raise UsageError unless `store` is a text that is not empty."""
     if not isinstance(store, str) or not store:
         raise UsageError(
-            f"the store is {store!r}",
+            "the store is not a text"
+            if store
+            else "the store is empty",  # not repeated: it may hold a secret
             hint="give the path of a folder, or an address such as s3://bucket/folder",
         )
 
@@ -222,7 +233,8 @@ def read_file(folder: Path) -> dict[str, Any]:
     """Content of `scarctl.toml` in `folder`, {} when there is none. Raises UsageError if it is unreadable."""
     path = folder / FILE_NAME
     try:
-        with path.open("rb") as file:
+        # Not waiting for the other end of a pipe.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         return {}
@@ -236,7 +248,7 @@ def read_file(folder: Path) -> dict[str, Any]:
         import tomli as tomllib
     try:
         return tomllib.loads(data.decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also integers of thousands of digits
         raise UsageError(f"{path} is not TOML: {error}") from error
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
+import stat
 import warnings
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -81,12 +83,12 @@ def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
     not.
     """
     known = _read_metadata(folder)
-    wanted = {
-        name: item
-        for name, item in sorted(known.state_dict_metadata.items())
-        if isinstance(item, metadata.TensorStorageMetadata)
-    }
     try:
+        wanted = {
+            name: item
+            for name, item in sorted(known.state_dict_metadata.items())
+            if isinstance(item, metadata.TensorStorageMetadata)
+        }
         _check(folder, known, wanted)
         tensors = {name: torch.zeros(item.size, dtype=item.properties.dtype) for name, item in wanted.items()}
         with warnings.catch_warnings():
@@ -101,19 +103,29 @@ def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_metadata(folder: Path) -> metadata.Metadata:
-    with (folder / ".metadata").open("rb") as file:
-        data = file.read(MAX_METADATA_BYTES + 1)
-    if len(data) > MAX_METADATA_BYTES:
-        raise _damaged(folder, f".metadata is larger than {MAX_METADATA_BYTES} bytes")
+    # Not waiting for the other end of a pipe, and not one byte before its size is known.
+    with open(folder / ".metadata", "rb", opener=_without_waiting) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise _damaged(folder, ".metadata is not a regular file")
+        if status.st_size > MAX_METADATA_BYTES:
+            raise _damaged(folder, f".metadata is larger than {MAX_METADATA_BYTES} bytes")
+        data = file.read(status.st_size)
     try:
         known = _MetadataUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle fails in any way
         raise _damaged(folder, f".metadata cannot be read: {_reason(error)}") from error
-    if not isinstance(known, metadata.Metadata) or not isinstance(known.state_dict_metadata, dict):
+    if not isinstance(known, metadata.Metadata) or not isinstance(
+        getattr(known, "state_dict_metadata", None), dict
+    ):
         raise _damaged(folder, ".metadata is not that of a checkpoint")
     if getattr(known, "storage_meta", None) is None:
         known.storage_meta = metadata.StorageMeta()
     return known
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _check(folder: Path, known: metadata.Metadata, wanted: dict[str, metadata.TensorStorageMetadata]) -> None:

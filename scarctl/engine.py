@@ -257,7 +257,7 @@ class Engine:
         A durable arena is removed; otherwise it stays with its queue, and the next session on this host goes on.
         """
         durable = self.saver.drain(timeout)
-        self.saver.close()
+        self.saver.close(put_off=not durable)
         durable = durable and not self.arena.pending().any()
         if durable:
             self.queue.clear()

@@ -21,20 +21,25 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from scarctl.printable import printable
+
 
 class ScarError(Exception):
-    """Base of all scarctl errors: a message, a stable `kind`, and a `hint` that says what to do next."""
+    """Base of all scarctl errors: a message, a stable `kind`, and a `hint` that says what to do next.
+
+    Both are one printable line, whatever names and foreign texts they were made from.
+    """
 
     kind: str = "error"
     exit_code: ClassVar[int] = 1
     retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, hint: str = "", kind: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = printable(message)
+        self.hint = printable(hint)
+        super().__init__(self.message)
         if kind is not None:
-            self.kind = kind
+            self.kind = printable(kind)
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message

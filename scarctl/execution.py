@@ -299,4 +299,7 @@ def _perturbation(
             return Perturbation(None, "unknown")
         squared = squared.copy()
         squared[unknown] = distance[ids[unknown]] ** 2
-    return Perturbation(math.sqrt(float(squared.sum())), "estimated" if unknown.any() else "measured")
+    norm = math.sqrt(float(squared.sum()))
+    if not math.isfinite(norm):
+        return Perturbation(None, "unknown")
+    return Perturbation(norm, "estimated" if unknown.any() else "measured")

@@ -129,7 +129,7 @@ def _plan(store: Store, layout: Layout, snapshot: str | None) -> Plan:
     if snapshot is not None:
         return plan_rollback(store, layout, shard_of, snapshot=read_snapshot(store, snapshot))
     everything = np.arange(layout.partitions, dtype=np.int64)
-    states = {shard: store.state(shard, layout) for shard in np.unique(shard_of).tolist()}
+    states = store.states(np.unique(shard_of).tolist(), layout)
     return plan_partial(everything, layout, shard_of, states)
 
 

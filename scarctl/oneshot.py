@@ -136,7 +136,7 @@ def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool 
     if store is None:
         return _result(layout, settings, _everything(layout), {}, durable=False)
     shard_of = layout.shards(store.settings.shards, store.settings.seed)
-    states = {shard: store.state(shard, layout) for shard in store.shards()}
+    states = store.states(store.shards(), layout)
     _check_step(settings.step, states)
     if settings.snapshot is not None:
         if settings.snapshot in snapshot_names(store):

@@ -7,6 +7,7 @@ al., ICML 2019, section 4.1: partial recovery).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,19 +200,24 @@ def plan_rollback(
     """
     shards = np.unique(shard_of).tolist()
     damage: list[str] = []
+    passed_over = False
     for one in _sealed_states(store, layout, shards, snapshot):
         step = one.step
         seqs = {shard: one.seqs[shard] for shard in shards}
         try:
-            states = {shard: store.state(shard, layout, at=seq) for shard, seq in seqs.items()}
+            states = store.states(seqs, layout, at=seqs)
         except Corruption as error:  # collected long ago, or damaged
             damage.append(error.message)
+            passed_over = True
             continue
         ids = np.arange(layout.partitions, dtype=np.int64)
         version = _stored(layout, states)
         top = int(version.max(initial=NEVER))
         # Differing versions mean that a record's segment was damaged and its partitions fell back.
-        if (version != top).any() or (before is not None and top >= before):
+        if (version != top).any():
+            passed_over = True
+            continue
+        if before is not None and top >= before:
             continue
         tier = np.full(len(ids), STORE, dtype=np.int8)
         if arena is not None:
@@ -230,6 +236,8 @@ def plan_rollback(
             True,
             step,
             seqs=seqs,
+            # The newest complete sealed state is never collected: if it cannot be read, it is damaged.
+            degraded=passed_over,
             snapshot=name,
         )
     if snapshot is not None:
@@ -252,7 +260,7 @@ def _sealed_states(
 ) -> Sequence[SealedSet]:
     """What a rollback may go back to, best first."""
     if snapshot is None:
-        return sealed_sets(store.state(shard, layout) for shard in shards)
+        return sealed_sets(store.states(shards, layout).values())
     if snapshot.layout != layout.digest or not set(shards) <= snapshot.seqs.keys():
         raise LayoutMismatch(
             f"snapshot {snapshot.name!r} is of another layout", hint="use the model that it was taken of"
@@ -271,9 +279,11 @@ def take_rows(starts: Ids, stops: Ids) -> slice | Ids:
 
 def estimate(distance: NDArray[np.float64]) -> Perturbation:
     """The perturbation if partitions with these last known distances were lost now."""
-    if not np.isfinite(distance).all():
+    with np.errstate(over="ignore"):
+        norm = float(np.linalg.norm(distance))
+    if not math.isfinite(norm):  # also where the squares of numbers are none any more
         return Perturbation(None, "unknown")
-    return Perturbation(float(np.linalg.norm(distance)), "estimated")
+    return Perturbation(norm, "estimated")
 
 
 def _stored(layout: Layout, states: Mapping[int, ShardState]) -> Ids:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -106,7 +107,8 @@ def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
     for path in (settings.into, settings.output):
         if path is None or store.address.root is None:
             continue
-        if store.address.root.resolve() in path.resolve().parents:
+        # Not Path.resolve(): it raises for links in a circle.
+        if Path(os.path.realpath(store.address.root)) in Path(os.path.realpath(path)).parents:
             raise UsageError(f"{path} is inside the store", hint="give a file elsewhere")
     # To be found out before anything is written: whether somebody else writes.
     changes_store = settings.mode == "rollback" and settings.output is None and not dry_run
@@ -179,7 +181,7 @@ class _Recovery:
                 snapshot=None if name is None else read_snapshot(self.store, name),
             )
         shards = np.unique(self.shard_of[self.ids]).tolist()
-        states = {shard: self.store.state(shard, self.layout) for shard in shards}
+        states = self.store.states(shards, self.layout)
         plan = plan_partial(
             self.ids, self.layout, self.shard_of, states, memory, survivors_step=self._survivors_step()
         )

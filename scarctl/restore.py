@@ -64,7 +64,7 @@ def resume_live(
 
 def _resume(engine: Engine, live: LiveState) -> tuple[Resumed, Any]:
     arena, everything = engine.arena, np.arange(engine.layout.partitions)
-    states = {shard: engine.store.state(shard) for shard in engine.store.shards()}
+    states = engine.store.states(engine.store.shards())
     found = None if _never_complete(engine, states) else _newest_extras(engine, states)
     if found is None:
         log.warning("%s holds no complete state yet: there is nothing to resume from", engine.store.url)
@@ -108,7 +108,7 @@ def recover_live(
     arena = engine.arena
     torn = ids[~arena.intact()[ids]]
     # The arena has the newest copies of all: the store is read only for what is not intact there.
-    states = {shard: engine.store.state(shard) for shard in np.unique(engine.shard_of[torn]).tolist()}
+    states = engine.store.states(np.unique(engine.shard_of[torn]).tolist())
     known = arena.distance.copy()
     plan = plan_partial(ids, engine.layout, engine.shard_of, states, arena, survivors_step=head_step)
     report = execute(plan, engine.store, arena, ArenaSink(arena))

@@ -173,7 +173,7 @@ class Session:
             raise UsageError(f"there is a snapshot {name!r} already", kind="snapshot-exists")
         for last in (False, True):
             self.checkpoint(full=True, wait=True)
-            newest = sealed_sets(self.store.state(shard) for shard in self.store.shards())[:1]
+            newest = sealed_sets(self.store.states(self.store.shards()).values())[:1]
             if not newest or (newest[0].epoch, newest[0].step) != (engine.arena.epoch, self.head_step):
                 raise ScarError(
                     f"the state of step {self.head_step} could not be sealed: it has values that are not finite",

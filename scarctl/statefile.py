@@ -199,8 +199,15 @@ def _check_archive(path: Path) -> None:
     try:
         with os_errors(path), zipfile.ZipFile(path) as archive:
             names = archive.namelist()
+            packed = any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist())
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise _cut_short(path, "its archive has no directory at the end") from error
+    if packed:  # a few bytes could become any number of them
+        raise UsageError(
+            f"{path} is a compressed archive, which torch.save does not write",
+            hint=_KNOWN,
+            kind="foreign-state-file",
+        )
     if not any(name == "data.pkl" or name.endswith("/data.pkl") for name in names):
         raise UsageError(
             f"{path} is an archive, but not one of torch.save", hint=_KNOWN, kind="foreign-state-file"

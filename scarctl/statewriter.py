@@ -75,7 +75,9 @@ class _Replacement:
 
     def __init__(self, path: Path, stamp: Stamp | None = None) -> None:
         with os_errors(path):
-            self.path = path.resolve()  # a link is followed: its target is replaced, the link stays
+            self.path = Path(
+                os.path.realpath(path)
+            )  # a link is followed: its target is replaced, the link stays
             before = _identity(self.path)
             if before is not None and not stat.S_ISREG(before.st_mode):
                 raise UsageError(f"{path} is not a regular file", hint="give the name of a file")

@@ -12,12 +12,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.places import KEY, SECRET, Bucket, Place, s3_client, s3_server
+from tests.support.proxy import Proxy, proxy
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before anything imports torch: several workers with a thread per core each would fight for the cores.
@@ -155,20 +156,50 @@ def _processes(folder: Path) -> dict[int, str]:
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
-    """An S3 server of our own, for as long as the tests run."""
+    """An S3 server of our own, for as long as the tests run. Another one: tests/store/conformance/real_server.py."""
+    if endpoint := os.environ.get("TEST_S3_ENDPOINT"):
+        yield endpoint
+        return
     with s3_server() as endpoint:
         yield endpoint
 
 
+@pytest.fixture(scope="session")
+def s3_proxy(s3_endpoint: str) -> Iterator[Proxy]:
+    """A proxy in front of it. Use `wire`."""
+    with proxy(s3_endpoint) as running:
+        yield running
+
+
 @pytest.fixture
-def s3_place(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Place:
+def wire(s3_proxy: Proxy) -> Iterator[Proxy]:
+    """The proxy, as if it had just been started: a new one would need new clients."""
+    s3_proxy.reset()
+    yield s3_proxy
+    s3_proxy.reset()
+
+
+@pytest.fixture(scope="session")
+def s3_clients() -> list[Any]:
+    """Clients that tests have made: as long as they are held here, those after them with the same options share
+    them. Making one takes half a second.
+    """
+    return []
+
+
+@pytest.fixture
+def s3_place(s3_endpoint: str, s3_clients: list[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """A new bucket, and storage options that open it; nothing of this machine's own AWS settings counts."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    from scarctl.store.client import _open
+
     client, bucket = s3_client(s3_endpoint), f"bucket-{uuid.uuid4().hex}"
     client.create_bucket(Bucket=bucket)
     options = {"endpoint_url": s3_endpoint, "key": KEY, "secret": SECRET}
-    return Place(f"s3://{bucket}/team/run", Bucket(client, bucket, "team/run"), options)
+    yield Place(f"s3://{bucket}/team/run", Bucket(client, bucket, "team/run"), options)
+    made = [fs for fs in _open.values() if fs.protocol[0] == "s3"]
+    s3_clients += [fs for fs in made if not any(fs is kept for kept in s3_clients)]

@@ -323,6 +323,17 @@ class TestRollback:
         with pytest.raises(NoIntactCopy, match="no older state"):
             run(job, self.rollback(job))
 
+    def test_a_damaged_record_of_the_newest_sealed_state_is_told(self, job: Job) -> None:
+        for step in (3, 5):
+            job.change(job.all, step)
+            job.save(job.all, step, sealed=step == 3)  # and an index after each
+        sealed = job.store.log(1).record(job.store.state(1).sealed[-1][0])
+        assert not self.rollback(job).degraded
+        path = job.store.root / f"shards/1/log/{sealed.seq:020d}.json"
+        path.write_bytes(path.read_bytes()[:-1])
+        plan = self.rollback(job)
+        assert (plan.step, plan.degraded, plan.exact) == (0, True, True)
+
     def test_memory_is_used_where_it_has_the_sealed_copy(self, job: Job) -> None:
         memory = Arena.anonymous(job.layout)
         memory.begin(job.all)
@@ -344,6 +355,7 @@ def test_an_estimate_needs_every_distance() -> None:
     assert estimate(np.array([3.0, 4.0])).to_json() == {"value": 5.0, "kind": "estimated"}
     assert estimate(np.array([3.0, np.nan])).to_json() == {"value": None, "kind": "unknown"}
     assert estimate(np.empty(0)).value == 0.0
+    assert estimate(np.array([1e308, 1e308])).to_json() == {"value": None, "kind": "unknown"}
 
 
 @hypothesis_settings(max_examples=8)

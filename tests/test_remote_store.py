@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from scarctl.daemon.folder import host_folder
 from scarctl.errors import UsageError
 from scarctl.store import Store, verify
 from tests.support.places import KEY, SECRET, Place
+from tests.support.proxy import Fault, Proxy
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +70,27 @@ def test_the_daemon_gets_what_opens_the_store_and_keeps_it_in_memory(
     for text in (caplog.text, repr(session.settings), repr(session.stats)):
         assert SECRET not in text
         assert "planted-token" not in text
+
+
+def test_closing_waits_no_longer_than_it_may(s3_place: Place, wire: Proxy) -> None:
+    """However much longer one request could take; what was not durable is there for the next session."""
+    options = {**s3_place.options, "endpoint_url": wire.url, "scarctl_timeout": 60}
+    state = model()
+    session = train(state, s3_place, 4, shards=4, storage_options=options, daemon=False, drain_timeout=0.5)
+    wire.rule = lambda request: Fault(after=30)
+    for _ in range(3):
+        state["users"] += 0.5
+        session.step()
+        session.checkpoint(full=True)
+    started = time.monotonic()
+    session.close()
+    assert time.monotonic() - started < 4.5
+    wire.rule = lambda request: None
+    again = model()
+    session = train(again, s3_place, 7, storage_options=options, daemon=False)
+    assert (again["users"] == state["users"]).all()
+    session.close()
+    assert verify(Store.open(s3_place.url, storage_options=options), read_data=True).problems == []
 
 
 def test_another_daemon_goes_on_with_what_the_session_keeps(

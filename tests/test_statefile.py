@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import stat
+import tracemalloc
 import warnings
 import zipfile
 from pathlib import Path
@@ -169,6 +170,15 @@ def test_nothing_is_unpickled(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert "unpickled" not in capfd.readouterr().err
 
 
+def test_an_archive_that_would_grow_is_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(4)}, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as old, zipfile.ZipFile(tmp_path / "b.pt", "w") as new:
+        for info in old.infolist():
+            new.writestr(info, old.read(info), compress_type=zipfile.ZIP_DEFLATED)
+    with pytest.raises(UsageError, match="compressed"):
+        open_state(tmp_path / "b.pt")
+
+
 def test_a_foreign_archive_and_a_folder_without_metadata_are_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "some.zip", "w") as archive:
         archive.writestr("readme.txt", "hello")
@@ -223,6 +233,29 @@ class TestDcp:
         (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:50])
         with pytest.raises(Corruption, match=r"\.metadata cannot be read"):
             open_state(folder)
+
+    def test_metadata_is_not_waited_for_nor_paid_for_before_its_size_is_known(self, tmp_path: Path) -> None:
+        folder = tmp_path / "folder"
+        save_dcp({"w": torch.arange(100.0)}, folder)
+        open_state(folder)
+        tracemalloc.start()
+        open_state(folder)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 1 << 24
+        (folder / ".metadata").unlink()
+        os.mkfifo(folder / ".metadata")
+        with pytest.raises(Corruption, match="regular file"):
+            open_state(folder)
+
+    def test_metadata_without_its_fields_is_refused(self, tmp_path: Path) -> None:
+        folder = tmp_path / "folder"
+        save_dcp({"w": torch.arange(100.0)}, folder)
+        data = (folder / ".metadata").read_bytes()
+        for name in (b"state_dict_metadata", b"storage_data", b"relative_path"):
+            (folder / ".metadata").write_bytes(data.replace(name, name[:-1] + b"x"))
+            with pytest.raises(Corruption):
+                open_state(folder)
 
     def test_metadata_cannot_name_files_elsewhere(self, tmp_path: Path) -> None:
         folder = tmp_path / "folder"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -179,7 +180,9 @@ class Survey:
             ids = np.flatnonzero(self.shard_of == shard)
             steps = self.saved_step[ids]
             saved = steps[steps >= 0]
-            known = bool(np.isfinite(self.distance[ids]).all())
+            with np.errstate(over="ignore", invalid="ignore"):
+                norm = float(np.linalg.norm(self.distance[ids]))
+            known = math.isfinite(norm)
             lines.append(
                 {
                     "shard": shard,
@@ -189,7 +192,7 @@ class Survey:
                     "newest_step": int(saved.max()) if len(saved) else None,
                     "never_saved": len(steps) - len(saved),
                     "perturbation": {
-                        "value": float(np.linalg.norm(self.distance[ids])) if known else None,
+                        "value": norm if known else None,
                         "kind": "estimated" if known else "unknown",
                     },
                 }
@@ -236,7 +239,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     from scarctl.version import step_of
 
     layout = store.current_layout()
-    states = {shard: store.state(shard) for shard in store.shards()}
+    states = store.states(store.shards())
     usage = store.usage(states)
     if layout is None:
         return Survey(

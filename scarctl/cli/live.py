@@ -88,7 +88,7 @@ def checkpoint_live(store: Store, *, full: bool, wait: float, arena_dir: str | N
 def name_live(store: Store, made: LiveCheckpoint, name: str) -> None:
     """Make what a session has just sealed a snapshot. Raises what `create_snapshot` raises."""
     wanted = epoch_of(made.version), step_of(made.version)
-    for sealed in sealed_sets(store.state(shard) for shard in store.shards()):
+    for sealed in sealed_sets(store.states(store.shards()).values()):
         if (sealed.epoch, sealed.step) == wanted:
             create_snapshot(store, name, sealed)
             return

@@ -39,6 +39,7 @@ OPTIONS = frozenset(
         "limit",
         "mode",
         "read_data",
+        "read_data_subset",
         "dry_run",
         "reap",
         "timeout",

@@ -23,6 +23,7 @@ import click
 
 from scarctl.config import read_file, storage_options
 from scarctl.errors import ScarError
+from scarctl.printable import printable, printable_lines
 
 if TYPE_CHECKING:
     from scarctl.store import Store
@@ -139,28 +140,28 @@ def emit(fields: Mapping[str, Any], *, as_json: bool, text: str = "") -> None:
             "command": click.get_current_context().info_name,
             **fields,
         }
-        text = json.dumps(document, allow_nan=False, ensure_ascii=False)
+        text = json.dumps(document, allow_nan=False)
     if text:
         # A name may hold bytes that stdout's encoding cannot show; a listing must not die of it.
-        data = (text + "\n").encode(sys.stdout.encoding or "utf-8", "backslashreplace")
+        data = (printable_lines(text) + "\n").encode(sys.stdout.encoding or "utf-8", "backslashreplace")
         click.echo(data, nl=False)
 
 
 def warn(message: str) -> None:
     """Write a warning to stderr."""
-    click.echo(f"scarctl: warning: {message}", err=True)
+    click.echo(f"scarctl: warning: {printable(message)}", err=True)
 
 
 def note(message: str) -> None:
     """Write a message to stderr."""
-    click.echo(f"scarctl: {message}", err=True)
+    click.echo(f"scarctl: {printable(message)}", err=True)
 
 
 class _ToStderr(logging.Handler):
     """The library's log as messages of the command."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        click.echo(f"scarctl: {record.levelname.lower()}: {record.getMessage()}", err=True)
+        click.echo(f"scarctl: {record.levelname.lower()}: {printable(record.getMessage())}", err=True)
 
 
 @contextmanager
@@ -231,15 +232,15 @@ def report_error(error: BaseException, *, command: str | None, as_json: bool, de
         return code
     kind, message, hint = _describe(error)
     if debug:
-        click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+        click.echo(printable_lines("".join(traceback.format_exception(error))), err=True, nl=False)
     if as_json:
         fields = {"kind": kind, "message": message, "hint": hint, "exit_code": code}
         document = {"schema_version": SCHEMA_VERSION, "command": command, "error": fields}
         click.echo(json.dumps(document, ensure_ascii=True))
     elif isinstance(error, click.exceptions.NoArgsIsHelpError):
-        click.echo(message, err=True)
+        click.echo(printable_lines(message), err=True)
     else:
-        click.echo(f"{' '.join(filter(None, ['scarctl', command]))}: {message}", err=True)
+        click.echo(f"{' '.join(filter(None, ['scarctl', command]))}: {printable_lines(message)}", err=True)
         if hint:
             click.echo(f"  {hint}", err=True)
     return code

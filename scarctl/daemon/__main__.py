@@ -8,13 +8,14 @@ import logging
 import os
 import resource
 import signal
+import stat
 import sys
 from pathlib import Path
 from typing import TextIO
 
 from scarctl.daemon.folder import folder_error, make_private_level
 from scarctl.daemon.server import Daemon
-from scarctl.errors import ScarError
+from scarctl.errors import AccessDenied, ScarError
 
 LOCK = "daemon.lock"
 LOG = "daemon.log"
@@ -79,9 +80,16 @@ def _let_go(daemon: Daemon) -> None:
 
 def _open(path: Path, flags: int) -> int:
     try:
-        return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        fd = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
         raise folder_error(error, path) from error
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(fd)
+        raise AccessDenied(
+            f"{path} is not a private file of yours", hint="somebody else may have made it: remove it"
+        )
+    return fd
 
 
 def _open_log(path: Path) -> TextIO:

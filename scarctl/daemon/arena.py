@@ -33,10 +33,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.daemon.folder import arena_folder, clear_queue, folder_error, lock_folder, reserve
+from scarctl.daemon.folder import arena_folder, check_both, clear_queue, folder_error, lock_folder, reserve
 from scarctl.errors import AccessDenied, Corruption, UsageError
 from scarctl.layout import Layout
-from scarctl.version import NEVER, epoch_of, pack, step_of
+from scarctl.version import MAX_EPOCH, MAX_STEP, NEVER, epoch_of, pack, step_of
 
 __all__ = ["Arena", "arena_folder"]
 
@@ -177,6 +177,7 @@ class Arena:
 
         None when there is none. Raises AccessDenied, Corruption as `open_existing`.
         """
+        check_both(folder)
         try:
             fd = _open(folder / FILE)
         except FileNotFoundError:
@@ -425,6 +426,7 @@ def _read_header(fd: int, path: Path, store_id: str) -> tuple[Layout, _Geometry]
         not stat.S_ISREG(status.st_mode)
         or status.st_uid != os.getuid()
         or stat.S_IMODE(status.st_mode) & 0o077
+        or status.st_nlink > 1  # somewhere else it has another name, and is another thing
     ):
         raise AccessDenied(
             f"{path} is not a private file of yours", hint="somebody else may have made it: remove it"
@@ -452,9 +454,25 @@ def _read_header(fd: int, path: Path, store_id: str) -> tuple[Layout, _Geometry]
     mine = (geometry.size, layout.partitions, geometry.arrays_at, geometry.tensors_at, layout.digest)
     if mine != (size, partitions, arrays_at, tensors_at, digest.hex()):
         raise _not_an_arena(path, "its header does not fit its layout")
+    if not _possible(os.pread(fd, 8 * len(_FIELDS), _FIELDS_AT)):
+        raise _not_an_arena(path, "its numbers are impossible")
     if boot != _boot():
         raise _BeforeBoot(f"{path} is from before this machine's last start", hint="it is of no use any more")
     return layout, geometry
+
+
+def _possible(fields: bytes) -> bool:
+    """Whether the numbers after the header are such as a run writes."""
+    numbers: list[int] = np.frombuffer(fields, np.int64).tolist()
+    epoch, head_step, pid, sealed, errors, base_epoch = numbers
+    return (
+        0 <= epoch <= MAX_EPOCH
+        and 0 <= base_epoch <= MAX_EPOCH
+        and NEVER <= head_step <= MAX_STEP
+        and 0 <= pid < 1 << 31
+        and NEVER <= sealed <= pack(MAX_EPOCH, MAX_STEP)
+        and errors >= 0
+    )
 
 
 class _BeforeBoot(Corruption):

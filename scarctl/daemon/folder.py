@@ -82,6 +82,13 @@ def check_private(folder: Path) -> None:
         )
 
 
+def check_both(folder: Path) -> None:
+    """`check_private` for an arena's folder and the one above it, where there are such. Creates nothing."""
+    for level in (folder.parent, folder):
+        if os.path.lexists(level):
+            check_private(level)
+
+
 def lock_folder(folder: Path, *, patience: float = LOCK_SECONDS) -> int:
     """Make the arena's folder if need be, and lock it: the lock lasts until the descriptor returned is closed.
 

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from scarctl import extras as codec
 from scarctl.daemon.folder import clear_queue, folder_error
 from scarctl.errors import Corruption
-from scarctl.store.format import canonical, dump_header, encode_header, parse_header
+from scarctl.store.blob import os_error
+from scarctl.store.format import canonical, dump_header, encode_header, header_length, parse_header
 from scarctl.version import MAX_EPOCH, pack
 
 log = logging.getLogger("scarctl")
@@ -92,25 +93,37 @@ class HandOverQueue:
     def read(self, number: int) -> HandOver:
         """One hand-over. Raises FileNotFoundError; Corruption when it is not what `put` wrote."""
         path = self._path(number)
-        with open(path, "rb", opener=_no_links) as file:
-            data = file.read()
-        prefix = 8 + int.from_bytes(data[:8], "little")
-        header = parse_header(data[:prefix], len(data), path)
+        try:
+            with open(path, "rb", opener=_no_links) as file:
+                size = os.fstat(file.fileno()).st_size
+                prefix = file.read(8)
+                prefix += file.read(header_length(prefix, size, path) - 8)
+                header = parse_header(prefix, size, path)
+                data = file.read(size - len(prefix))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise os_error(error, path, "read") from error
+        except MemoryError:
+            raise Corruption(f"{path}: it claims {size} bytes") from None
         try:
             version, sealed = int(header.metadata["version"]), header.metadata["sealed"] == "1"
             text, digest = header.metadata["extras"], header.metadata.pop("digest")
         except (KeyError, ValueError) as error:
             raise Corruption(f"{path} is not a hand-over: {error}") from error
-        if _digest(header.metadata, data[prefix:]) != digest:
+        if _digest(header.metadata, data) != digest:
             raise Corruption(f"{path}: its checksum does not match its content")
         entry = header.entry(_IDS, "I64", (-1,), path)
-        ids = np.frombuffer(data[entry.start : entry.stop], "<i8").astype(np.int64)
+        first = header.length
+        ids = np.frombuffer(data[entry.start - first : entry.stop - first], "<i8").astype(np.int64)
         tensors = {
-            name.removeprefix(_EXTRAS): codec.RawTensor(e.dtype, e.shape, data[e.start : e.stop])
+            name.removeprefix(_EXTRAS): codec.RawTensor(
+                e.dtype, e.shape, data[e.start - first : e.stop - first]
+            )
             for name, e in header.tensors.items()
             if name.startswith(_EXTRAS)
         }
-        if not 0 < version < pack(MAX_EPOCH, 0) or (np.diff(ids, prepend=-1) <= 0).any():
+        if not 0 < version < pack(MAX_EPOCH, 0) or (ids < 0).any() or (ids[1:] <= ids[:-1]).any():
             raise Corruption(f"{path} is not a hand-over: its numbers are impossible")
         return HandOver(number, version, ids, sealed, codec.decode(text, tensors) if text else None)
 

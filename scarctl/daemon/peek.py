@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.daemon.arena import _FIELDS, _FIELDS_AT, FILE, Arena, _read_header
-from scarctl.daemon.folder import arena_folder
-from scarctl.errors import AccessDenied, Contention, Corruption
+from scarctl.daemon.folder import arena_folder, check_both
+from scarctl.errors import AccessDenied, Contention, Corruption, ScarError
 from scarctl.layout import Layout
 
 log = logging.getLogger("scarctl")
@@ -36,6 +36,8 @@ class ArenaView:
     @property
     def alive(self) -> bool:
         """Whether a process with the run's number is there now."""
+        if self.pid <= 0:
+            return False  # to the system that is a group of processes
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -55,20 +57,25 @@ def peek(base: str | None, store_id: str) -> ArenaView | None:
 
     Takes no lock: numbers of a run that is alive may be a moment apart. `base` as for `arena_folder`.
     """
-    path = arena_folder(base, store_id) / FILE
+    folder = arena_folder(base, store_id)
+    path = folder / FILE
     try:
+        check_both(folder)
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as error:
         log.warning("%s cannot be looked at: %s", path, error.strerror)
         return None
+    except ScarError as error:
+        log.warning("%s", error)
+        return None
     try:
         layout, geometry = _read_header(fd, path, store_id)
         n = layout.partitions
         fields = np.frombuffer(_read(fd, path, _FIELDS_AT, 8 * len(_FIELDS)), np.int64)
         arrays = np.frombuffer(_read(fd, path, geometry.arrays_at, 32 * n), np.int64).reshape(4, n)
-    except Corruption as error:
+    except (AccessDenied, Corruption) as error:
         log.warning("%s", error)
         return None
     finally:

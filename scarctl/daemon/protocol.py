@@ -11,6 +11,7 @@ import json
 import os
 import select
 import socket
+import stat
 import struct
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,8 @@ def connect(folder: Path, timeout: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout)
+        if not stat.S_ISSOCK(os.lstat(folder / SOCKET).st_mode):
+            raise ConnectionRefusedError(f"{folder / SOCKET} is not a socket")  # a new daemon replaces it
         with short_path(folder) as path:
             connection.connect(path)
         check_peer(connection)

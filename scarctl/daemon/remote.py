@@ -145,7 +145,7 @@ class DaemonSaver:
         # The end of the connection says the same: no need to wait for a daemon that does not answer now.
         self._part("leave", _FAREWELL)
 
-    def close(self) -> None:
+    def close(self, *, put_off: bool = False) -> None:
         """See `Saver`."""
         self._part("close", _SLICE + _MARGIN)
 

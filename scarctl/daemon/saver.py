@@ -63,8 +63,11 @@ class Saver(Protocol):
         Starts an epoch, and writes it into the arena.
         """
 
-    def close(self) -> None:
-        """Finish what is being written and let go of the store. What waits stays in the queue."""
+    def close(self, *, put_off: bool = False) -> None:
+        """Finish what is being written and let go of the store. What waits stays in the queue.
+
+        put_off: nobody waits: what is being written stays in the queue, too, or the daemon goes on with it.
+        """
 
     def leave(self) -> None:
         """Go without waiting, as a process that dies does. The daemon makes durable what waits."""
@@ -163,11 +166,17 @@ class LocalSaver:
         self._arena.epoch = self._arena.base_epoch = self._writer.epoch
 
     def close(self, *, put_off: bool = False) -> None:
-        """See `Saver`. `put_off`: what is being written stays in the queue, too."""
-        if self._thread is not None:
-            self._thread.close(put_off=put_off)
-        if self._writer is not None:
-            self._writer.close()
+        """See `Saver`."""
+        if put_off:
+            self._store.blobs.hurry()
+        try:
+            if self._thread is not None:
+                self._thread.close(put_off=put_off)
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            if put_off:
+                self._store.blobs.close()  # and so it has time again
 
     def leave(self) -> None:
         """See `Saver`. Here nobody would go on."""

@@ -38,6 +38,7 @@ from scarctl.daemon.run import Run
 from scarctl.daemon.stale import DAY, reap
 from scarctl.errors import Contention, ScarError, UsageError
 from scarctl.store import Store
+from scarctl.store.format import shard_of_folder
 
 log = logging.getLogger("scarctl")
 
@@ -320,7 +321,9 @@ class Daemon:
     def roll_back(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Forget what came after some records."""
         seqs = message.get("seqs")
-        if not isinstance(seqs, dict) or not all(k.isdecimal() and type(v) is int for k, v in seqs.items()):
+        if not isinstance(seqs, dict) or not all(
+            shard_of_folder(k) is not None and type(v) is int for k, v in seqs.items()
+        ):
             raise UsageError("roll_back needs a record's number for every shard")
         return {"epoch": self._run(peer).roll_back({int(k): v for k, v in seqs.items()})}
 

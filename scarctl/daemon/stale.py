@@ -79,7 +79,11 @@ def _folders(folder: Path) -> Iterator[Path]:
     """Folders of arenas, in order of their names. Nothing when the host folder is not there."""
     if os.path.lexists(folder):
         check_private(folder)
-        yield from sorted(path for path in folder.iterdir() if _STORE_ID.fullmatch(path.name))
+        yield from sorted(
+            path
+            for path in folder.iterdir()
+            if _STORE_ID.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+        )
 
 
 def _look(path: Path, *, dead: bool = False) -> StaleArena | None:

@@ -2,6 +2,7 @@
 
 from scarctl.store.blob import Blobs, InDoubt, LocalBlobs
 from scarctl.store.check import Problem, Report, verify
+from scarctl.store.fetch import Batch
 from scarctl.store.gc import Collector
 from scarctl.store.record import Record
 from scarctl.store.segment import SegmentRef, Source
@@ -16,7 +17,7 @@ from scarctl.store.snapshot import (
     snapshots,
 )
 from scarctl.store.state import Damage, ShardState
-from scarctl.store.store import Batch, Store
+from scarctl.store.store import Store
 from scarctl.store.writer import StoreWriter
 
 __all__ = [

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scarctl.errors import UsageError
+from scarctl.printable import printable
 
 IN_THIS_PROCESS = "memory"
 """Scheme of a store that no other process can see."""
@@ -23,6 +24,8 @@ TIMEOUT_OPTION = "scarctl_timeout"
 """The one storage option that is scarctl's own: seconds that one operation may take, all repetitions included."""
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*", re.ASCII)
+_MISTYPED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(:|:/|//)[^/]*:[^/]*@")
+"""An address that lacks a character, with what may be a password: not to be taken for a folder, and shown."""
 S3_SCHEMES = ("s3", "s3a")
 PORTABLE = (
     "AWS_ACCESS_KEY_ID",
@@ -44,7 +47,7 @@ class Address:
     """A store's place. `root` is None unless it is a local folder."""
 
     shown: str
-    """For people: without user, password and query."""
+    """For people: one printable line, without user, password and query."""
     root: Path | None
     scheme: str = ""
     path: str = ""
@@ -62,9 +65,13 @@ class Address:
         Raises UsageError, which repeats neither, when there is no such place.
         """
         text = os.fspath(url)
+        if "://" not in text and _MISTYPED.match(text):
+            raise UsageError(
+                "the store's address has no ://, or its user and password are in a path", hint=_HINT
+            )
         if "://" not in text or text.startswith("file:"):
             root = local_path(text)
-            return Address(text if "://" not in text else str(root), root, url=str(root))
+            return Address(printable(text if "://" not in text else str(root)), root, url=str(root))
         return _remote(text, dict(options or {}))
 
 
@@ -105,7 +112,7 @@ def _remote(text: str, options: dict[str, Any]) -> Address:
     if s3 and at:  # other file systems take them out of the address by themselves
         options = {**_keys(user), **options}
     return Address(
-        shown=f"{scheme}://{path}",
+        shown=printable(f"{scheme}://{path}"),
         root=None,
         scheme=scheme,
         path=path,

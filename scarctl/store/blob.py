@@ -13,16 +13,19 @@ import os
 import stat
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 
 from scarctl.errors import AccessDenied, MissingGuarantee, NoStore, ScarError, Unavailable
+from scarctl.store.atonce import no_bytes
 from scarctl.store.format import TEMPORARY, check_name, corrupt
 
+T = TypeVar("T")
+R = TypeVar("R")
 Buffer: TypeAlias = "bytes | bytearray | memoryview | NDArray[Any]"
 
 WRITEBACK = 8 << 20  # bytes after which a writer asks the system to begin writing them out
@@ -101,6 +104,14 @@ class Blobs(Protocol):
     def folders(self, folder: str) -> list[str]:
         """Names of the folders in a folder."""
 
+    def each(
+        self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
+    ) -> Iterator[R]:
+        """`work` of every item, in their order; several at once where that is faster.
+
+        size: of the result; not many large ones wait to be taken. Raises what the first in order raised that failed.
+        """
+
     def writer(self, name: str) -> AbstractContextManager[BlobWriter]:
         """Writes a file whose name is unique. Raises FileExistsError if it is not."""
 
@@ -120,6 +131,14 @@ class Blobs(Protocol):
     def delete(self, name: str) -> None:
         """Deletes a file. FileNotFoundError if absent."""
 
+    def uploads(self) -> list[tuple[str, str]]:
+        """Files of the store that somebody has begun to write and that nobody sees, as `(name, token)`. They take
+        space until they are committed or aborted. [] where there are no such things, or where they may not be listed.
+        """
+
+    def abort(self, name: str, token: str) -> None:
+        """Throws such a file away: whoever still writes it fails. Nothing happens if it is gone."""
+
     def prepare(self, folder: str, *, known: bool = False) -> None:
         """Makes a folder, and sees that it and all above it in the store are durable.
 
@@ -128,6 +147,11 @@ class Blobs(Protocol):
 
     def begin(self) -> None:
         """Makes the store's own folder."""
+
+    def hurry(self) -> None:
+        """Until `close` nothing waits for an answer any more: what another thread is waiting for fails at once, as
+        after its deadline.
+        """
 
     def close(self) -> None:
         """Frees what reading and writing hold open. It may be used again."""
@@ -169,8 +193,13 @@ class LocalBlobs:
         return str(self.root / name)
 
     def _path(self, name: str) -> Path:
+        """Raises Corruption when a folder above is a symbolic link: files elsewhere are no part of the store."""
         check_name(name)
-        return self.root / name
+        path = self.root
+        *folders, last = name.split("/")
+        for folder in folders:
+            path = _real(path / folder)
+        return path / last
 
     # reading
 
@@ -238,7 +267,7 @@ class LocalBlobs:
         return sorted(entry.name for entry in self._scan(folder) if entry.is_dir())
 
     def _scan(self, folder: str) -> list[os.DirEntry[str]]:
-        path = self._path(folder)
+        path = _real(self._path(folder))
         try:
             with os.scandir(path) as entries:
                 return list(entries)
@@ -246,6 +275,11 @@ class LocalBlobs:
             return []
         except OSError as error:
             raise os_error(error, path, "list") from error
+
+    def each(
+        self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
+    ) -> Iterator[R]:
+        return map(work, items)
 
     # writing
 
@@ -300,12 +334,22 @@ class LocalBlobs:
         except OSError as error:
             raise os_error(error, path, "delete") from error
 
+    def uploads(self) -> list[tuple[str, str]]:
+        return []  # a file that is being written has its name already
+
+    def abort(self, name: str, token: str) -> None:
+        """There is nothing to abort."""
+
     def prepare(self, folder: str, *, known: bool = False) -> None:
-        path = self._path(folder)
-        if known and path.is_dir():
+        path = _real(self._path(folder))
+        there = path.is_dir()
+        if there and known:
             return
+        if not there:
+            # Not beside a name of the store's own that a power loss may still take: what is left would be no store.
+            sync_folder(self.root)
+            make_folder(path)
         # Also for a folder that exists: whoever made it may have died before it became durable.
-        make_folder(path)
         while True:
             sync_folder(path)
             if path == self.root:
@@ -315,6 +359,13 @@ class LocalBlobs:
     def begin(self) -> None:
         make_folder(self.root)
         sync_folder(self.root.parent)
+        # Whoever made the folders above may have died before they became durable. Not all need be ours to read.
+        for folder in self.root.parent.parents:
+            with contextlib.suppress(ScarError):
+                sync_folder(folder)
+
+    def hurry(self) -> None:
+        """A disk answers, or nobody can help it."""
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -437,6 +488,12 @@ class LocalWriter:
             # Best effort: what stays is an orphan that no record names.
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
+
+
+def _real(folder: Path) -> Path:
+    if os.path.islink(folder):
+        raise corrupt(folder, "a folder is expected, it is a symbolic link")
+    return folder
 
 
 def _create(path: Path) -> int:

@@ -6,11 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from scarctl.errors import Corruption, UsageError
 from scarctl.layout import Layout
+from scarctl.store.fetch import BATCH
 from scarctl.store.format import (
     SETTINGS,
     corrupt,
@@ -26,9 +24,9 @@ from scarctl.store.log import ShardLog
 from scarctl.store.record import Record
 from scarctl.store.segment import (
     COLUMNS,
-    Ids,
     SegmentReader,
     SegmentRef,
+    Tail,
     by_group,
     open_segment,
     partition_checksums,
@@ -36,8 +34,10 @@ from scarctl.store.segment import (
     read_tail,
 )
 from scarctl.store.snapshot import read_snapshot, snapshot_names, snapshots
-from scarctl.store.state import Index, parse_index
-from scarctl.store.store import BATCH, Store
+from scarctl.store.spans import Ids
+from scarctl.store.state import Index, parse_index, read_index
+from scarctl.store.store import Store
+from scarctl.store.subset import PIECE, Subset
 
 Progress = Callable[[int, int], None]
 """Called with `(bytes done, bytes in all)`."""
@@ -72,27 +72,36 @@ class Report:
     segments: int = 0
     orphans: list[str] = field(default_factory=list)
     damaged_partitions: int = 0
+    data_bytes: int = 0
+    """Bytes of partitions that were compared with their checksums."""
 
     @property
     def intact(self) -> bool:
         return not self.problems
 
 
-def verify(store: Store, *, read_data: bool, progress: Progress | None = None) -> Report:
+def verify(
+    store: Store, *, read_data: bool, subset: Subset | None = None, progress: Progress | None = None
+) -> Report:
     """Checks all that the store holds, also copies that are not the newest. Damage goes into the report.
 
-    read_data: also read all data and compare every partition's checksum. Raises AccessDenied and Unavailable.
+    read_data: also read all data and compare every partition's checksum. subset: only this part of the data.
+
+    Raises AccessDenied and Unavailable.
     """
-    return _Check(store, read_data, progress).run()
+    return _Check(store, read_data, subset, progress).run()
 
 
 class _Check:
-    def __init__(self, store: Store, read_data: bool, progress: Progress | None) -> None:
+    def __init__(
+        self, store: Store, read_data: bool, subset: Subset | None, progress: Progress | None
+    ) -> None:
         # A store of its own: what this one read before may be damaged since.
         self.store = Store(store.address, store.blobs, store.id, store.settings)
         self.layouts: dict[str, Layout | None] = {}
         self.blobs = store.blobs
         self.read_data = read_data
+        self.subset = subset
         self.progress = progress
         self.report = Report()
         self.total = 0
@@ -207,7 +216,10 @@ class _Check:
                     named.add(ref.name)
                     self._segment(log, ref, index.layout, None, seq)
         for seq in sorted({seq for seq in pinned | {boundary} if 0 < seq <= boundary} - set(indexes)):
-            if log.has_index(seq) or self._given_up(log, seq):
+            with contextlib.suppress(Corruption, FileNotFoundError):  # the record itself: that is noted too
+                if log.has_index(seq):
+                    continue
+            if self._given_up(log, seq):
                 continue
             self.note(index_path(log.shard, seq), "this index is missing, and the log before is deleted")
         for seq in sorted(pinned - records.keys()):
@@ -244,7 +256,9 @@ class _Check:
         for seq in beyond:
             self.note(record_path(log.shard, seq), "this record is missing: there is an index made after it")
         for seq, record in sorted(found.items()):
-            parent = found.get(seq - 1)
+            if seq < first:
+                continue  # read through its index only; what stands before it may be of a fenced writer
+            parent = found.get(seq - 1) if seq > first else None
             path = record_path(log.shard, seq)
             if parent is not None and record.parent != parent.digest:
                 self.note(path, f"it does not follow record {seq - 1}: the chain of digests is broken")
@@ -269,9 +283,8 @@ class _Check:
         path = index_path(log.shard, seq)
         what = self.blobs.where(path)
         with self._noting(path, lambda: self._given_up(log, seq)):
-            with self.blobs.reader(path) as file:
-                raw = np.empty(file.size, np.uint8)
-                file.read_into(0, memoryview(raw))
+            known = [layout.partitions for layout in self.layouts.values() if layout is not None]
+            raw = read_index(self.blobs, path, max(known, default=0))
             index = parse_index(raw, what, shard=log.shard, seq=seq)
             record = records.get(seq)
             if record is not None and index.state.tail_digest != record.digest:
@@ -320,8 +333,8 @@ class _Check:
                 tail = read_tail(self.blobs, path, ref, kind, count, layout)
                 if not reasons and tail.checksums is not None:
                     with open_segment(self.blobs, path, ref) as segment:
-                        for bad, reason in self._data(segment, layout, tail.ids, tail.checksums):
-                            self._name(path, layout, bad, reason)
+                        for bad in self._data(segment, ref.name, layout, tail):
+                            self._name(path, layout, bad, "data do not match their checksum")
             except (Corruption, FileNotFoundError) as error:
                 reasons[_reason(error)] = None
         if isinstance(named_by, Record):
@@ -335,20 +348,26 @@ class _Check:
             self.note(path, f"{reason} ({held})")
         self._count(path, ref.nbytes)
 
-    def _data(
-        self, segment: SegmentReader, layout: Layout, ids: Ids, sums: NDArray[np.uint64]
-    ) -> Iterator[tuple[Ids, str]]:
+    def _data(self, segment: SegmentReader, name: str, layout: Layout, tail: Tail) -> Iterator[Ids]:
+        """Partitions whose bytes are not those that were saved."""
+        ids, sums = tail.ids, tail.checksums
+        assert sums is not None
         place = positions(layout, ids)
+        batch = BATCH if self.subset is None else PIECE
         for g, i, j in by_group(layout, ids):
             group = layout.groups[g]
-            step = max(1, BATCH // max(1, min(group.rows_per_partition, group.rows) * group.row_bytes))
+            step = max(1, batch // max(1, min(group.rows_per_partition, group.rows) * group.row_bytes))
             for a in range(i, j, step) if self.read_data else ():
                 b = min(a + step, j)
+                if self.subset is not None and not self.subset.takes(name, a):
+                    continue
                 local = ids[a:b] - layout.base[g]
-                data = [segment.pieces(group, t, local, place[a:b]) for t in range(len(group.tensors))]
-                intact = partition_checksums(group, b - a, data) == sums[a:b]
+                wanted = [segment.want(group, t, local, place[a:b]) for t in range(len(group.tensors))]
+                segment.fetch(wanted)
+                self.report.data_bytes += sum(w.data.nbytes for w in wanted)
+                intact = partition_checksums(group, b - a, [w.data for w in wanted]) == sums[a:b]
                 if not intact.all():
-                    yield ids[a:b][~intact], "data do not match their checksum"
+                    yield ids[a:b][~intact]
 
     def _name(self, path: str, layout: Layout, bad: Ids, reason: str) -> None:
         self.report.damaged_partitions += len(bad)

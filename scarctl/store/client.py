@@ -11,18 +11,23 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from scarctl.errors import UsageError
 from scarctl.store.address import Address
+from scarctl.store.atonce import Helpers, no_bytes
 from scarctl.store.faults import Fault, Meaning, Patience, fault_error, understand
 from scarctl.store.format import check_name
 
 T = TypeVar("T")
+R = TypeVar("R")
 
-_GRACE = 1.0
+_GRACE = 0.5
 """Seconds that a request may take to notice that it is cancelled."""
+_HURRIED = 0.2
+"""Seconds that a request may take when nobody waits for it any more."""
 
 
 _HINT = (
@@ -61,9 +66,13 @@ class Client:
         self.address = address
         self._lock = threading.Lock()
         self._made: tuple[int, Any, str] | None = None
+        self._helpers = Helpers()
+        self._running: set[Future[Any]] = set()
+        self._hurried = False
 
     def close(self) -> None:
         """Lets go of connections. The next request makes new ones."""
+        self._hurried = False
         with self._lock:
             self._made = None
 
@@ -76,6 +85,14 @@ class Client:
             self.address.url, use_listings_cache=False, skip_instance_cache=True, **self.address.options
         )
         return fs
+
+    def _host(self) -> str:
+        """What of the address a client depends on."""
+        return self.address.url
+
+    def _reads(self, variable: str) -> bool:
+        """Whether a client may depend on a variable of the environment."""
+        return True
 
     def _root(self, fs: Any) -> str:
         """The path of the store in the file system."""
@@ -92,8 +109,8 @@ class Client:
         """Making a client takes a while, so those who ask for the same at one time share it."""
         options = sorted((name, repr(value)) for name, value in self.address.options.items())
         # Not across a change of what the file system reads from the environment by itself.
-        environment = hash(tuple(sorted(os.environ.items())))
-        key = (os.getpid(), self.address.url, self.address.timeout, environment, *options)
+        environment = hash(tuple(sorted(item for item in os.environ.items() if self._reads(item[0]))))
+        key = (os.getpid(), self._host(), self.address.timeout, environment, *options)
         with _open_lock:
             fs = _open.get(key)
             if fs is None:
@@ -124,6 +141,25 @@ class Client:
         return self._path(name) if name else self._filesystem()[1]
 
     # requests
+
+    def each(
+        self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
+    ) -> Iterator[R]:
+        """See `Blobs.each`. Not every synchronous file system is for several threads."""
+        return self._helpers.each(work, items, size) if self._fs.async_impl else map(work, items)
+
+    def hurry(self) -> None:
+        """See `Blobs.hurry`."""
+        self._hurried = True
+        for future in list(self._running):
+            future.cancel()
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begins work in the file system's own thread: `hurry` cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._fs.loop)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
 
     def _request(self, method: str, *args: Any, patience: Patience | None = None, **kwargs: Any) -> Any:
         """Calls a method of the file system, again while its fault may pass. Raises Refused."""
@@ -171,11 +207,12 @@ class Client:
 
     def _run(self, work: Coroutine[Any, Any, T], patience: Patience) -> T:
         """Runs it in the file system's own thread, and waits. Raises what it raises; Refused after the deadline."""
-        future = asyncio.run_coroutine_threadsafe(work, self._fs.loop)
+        future = self._start(work)
         try:
-            return future.result(patience.left + _GRACE)
+            # Hurried after this line it is cancelled.
+            return future.result(_HURRIED if self._hurried else patience.left + _GRACE)
         except BaseException as error:
-            if future.done():
+            if future.done() and not future.cancelled():
                 raise
             future.cancel()
             if not isinstance(error, Exception):
@@ -187,14 +224,3 @@ _open_lock = threading.Lock()
 _open: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
 _create_lock = threading.Lock()
 """Synchronous file systems check and then write, as the one in memory does. Within a process that is made whole."""
-
-
-async def together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Does all of it at once; after the first failure the rest is cancelled, and that failure raised."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

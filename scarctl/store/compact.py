@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.layout import Layout
-from scarctl.store.segment import Bytes, Ids, ascending, by_group, full_piece
+from scarctl.store.segment import ascending, by_group, full_piece
+from scarctl.store.spans import Bytes, Ids
 from scarctl.store.state import ShardState
 from scarctl.store.store import Store
 from scarctl.version import step_of

@@ -102,6 +102,15 @@ def epoch_of_segment(name: str) -> int:
     return int(name[:8])
 
 
+def shard_of_segment(path: str) -> tuple[int, int] | None:
+    """Shard and epoch of a segment, from its path in the store; None for any other path."""
+    parts = path.split("/")
+    if len(parts) != 4 or (parts[0], parts[2]) != ("shards", "seg") or not is_segment_name(parts[3]):
+        return None
+    shard = shard_of_folder(parts[1])
+    return None if shard is None else (shard, epoch_of_segment(parts[3]))
+
+
 def segment_name(epoch: int, unique: str) -> str:
     return f"{epoch:08d}-{unique}.safetensors"
 

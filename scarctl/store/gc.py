@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from scarctl.errors import Corruption, UsageError
+from scarctl.errors import Corruption, ScarError, UsageError
 from scarctl.store.compact import Lives, Space, choose, live_bytes, parts, read_pieces
 from scarctl.store.format import (
     corrupt,
@@ -26,11 +26,12 @@ from scarctl.store.format import (
     segment_path,
     seq_of_index,
     shard_folder,
+    shard_of_segment,
 )
 from scarctl.store.log import ShardLog
 from scarctl.store.record import Record
 from scarctl.store.segment import SegmentRef, Tail
-from scarctl.store.snapshot import SealedSet, sealed_sets, snapshots
+from scarctl.store.snapshot import SealedSet, sealed_sets, settle_snapshots, snapshots
 from scarctl.store.state import ShardState
 from scarctl.store.store import Store
 from scarctl.store.writer import INDEX_BYTES, StoreWriter
@@ -94,6 +95,7 @@ class Collector:
         self._turn_bytes = turn_bytes
         self._shards: dict[int, _Shard] = {}
         self._pins: dict[tuple[int, int], frozenset[str]] = {}  # segments of a kept state
+        self._aborted = False
         writer.observer = self
 
     # -- what the writer tells -----------------------------------------------------------------------------------
@@ -116,6 +118,7 @@ class Collector:
 
         Raises Fenced and what else `StoreWriter.commit` raises; nothing is lost then, and a later turn goes on.
         """
+        self._abort_dead()
         for shard in self._writer.states:
             known = self._known(shard)
             if known.garbage:
@@ -135,6 +138,7 @@ class Collector:
         ones. Compacts what is still beyond the ratio.
         """
         keep = tuple(keep)
+        self._abort_dead()
         for shard in self._writer.states:
             self._known(shard)
             self._give_up(shard, keep)
@@ -162,6 +166,18 @@ class Collector:
                 dead += size
         known.live = int(used.sum())
         return Space(known.total, known.live, pinned, dead)
+
+    def _abort_dead(self) -> None:
+        """Throws away, once, what earlier writers had begun to upload. What fails here is left to the next writer."""
+        if self._aborted:
+            return
+        self._aborted = True
+        try:
+            epochs = dict.fromkeys(self._writer.states, self._writer.epoch)
+            for path, token in dead_uploads(self._store, epochs):
+                self._store.blobs.abort(path, token)
+        except ScarError as error:
+            _log.warning("uploads that were never finished stay: %s", error)
 
     # -- one shard -----------------------------------------------------------------------------------------------
 
@@ -233,6 +249,7 @@ class Collector:
         kept |= self._kept(shard, keep)
         for seq in kept:
             self._pin(shard, seq)
+        settle_snapshots(self._store)
         known.garbage = self._garbage(shard, boundary, kept)
 
     def _kept(self, shard: int, keep: Iterable[SealedSet]) -> set[int]:
@@ -271,7 +288,8 @@ class Collector:
     def _garbage(self, shard: int, boundary: int, kept: set[int]) -> list[tuple[str, int]]:
         """Files that nothing from the boundary on can reach: segments, then indexes, then records.
 
-        In this order, so that whoever finds a record or an index after a crash knows what else there may be.
+        In this order, so that whoever finds a record or an index after a crash knows what else there may be. Records
+        in ascending order: a fenced writer learns of it by the oldest (see `Publisher._is_newest`).
         """
         writer = self._writer
         log = self._store.log(shard)
@@ -293,7 +311,7 @@ class Collector:
         ]
         records = [
             (record_path(shard, seq), size)
-            for seq, size in log.files().items()
+            for seq, size in sorted(log.files().items())
             if seq in past and seq not in kept
         ]
         return segments + indexes + records
@@ -325,6 +343,7 @@ def orphans(store: Store, shard: int) -> list[tuple[str, int]]:
         f"{shard_folder(shard)}/seg"
     )  # listed first: what comes later is nobody's orphan
     for attempt in range(_ATTEMPTS):
+        newest = log.numbers()[-1:]
         try:
             needed, epoch = _reachable(store, log)
         except FileNotFoundError as error:
@@ -333,12 +352,29 @@ def orphans(store: Store, shard: int) -> list[tuple[str, int]]:
                     error.filename, "it is missing, so nothing can be told to be an orphan"
                 ) from None
             continue  # the writer has moved the boundary meanwhile
+        except Corruption:
+            if attempt == _ATTEMPTS - 1 or newest == log.numbers()[-1:]:
+                raise
+            continue
+        settle_snapshots(store)
         return [
             (name, size)
             for name, size in files
             if is_segment_name(name) and name not in needed and epoch_of_segment(name) < epoch
         ]
     raise AssertionError("unreachable")
+
+
+def dead_uploads(store: Store, epochs: Mapping[int, int]) -> list[tuple[str, str]]:
+    """Segments that were begun and can never be committed, as `(path, token)`: their writers' epochs are below
+    `epochs[shard]`, so they are fenced.
+    """
+    found = []
+    for path, token in store.blobs.uploads():
+        of = shard_of_segment(path)
+        if of is not None and of[1] < epochs.get(of[0], 0):
+            found.append((path, token))
+    return found
 
 
 def _reachable(store: Store, log: ShardLog) -> tuple[set[str], int]:
@@ -357,6 +393,8 @@ def _reachable(store: Store, log: ShardLog) -> tuple[set[str], int]:
     if state.doubt.any():
         raise Corruption(f"shard {log.shard} has a damaged segment: nothing can be told to be an orphan")
     states = [state]
+    if newest.boundary:
+        states.append(store.state(log.shard, at=newest.boundary))  # what its index names
     for seq in {s.seqs[log.shard] for s in snapshots(store) if log.shard in s.seqs}:
         states.append(store.state(log.shard, at=seq))
     there = set(log.numbers())

@@ -31,8 +31,9 @@ class StoreLock:
         except OSError as error:
             raise os_error(error, path, "open the lock file") from error
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise corrupt(path, "the lock is not a regular file")
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # it is written to
+                raise corrupt(path, "the lock is not a regular file, or has another name as well")
             _lock(fd, path)
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)

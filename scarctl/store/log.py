@@ -22,8 +22,9 @@ from scarctl.store.format import (
     shard_folder,
 )
 from scarctl.store.record import Record
-from scarctl.store.segment import Ids, Tail, ascending, positions, read_tail
-from scarctl.store.state import Damage, Index, ShardState, parse_index
+from scarctl.store.segment import Tail, ascending, positions, read_tail
+from scarctl.store.spans import Ids
+from scarctl.store.state import Damage, Index, ShardState, parse_index, read_index
 from scarctl.version import NEVER
 
 _log = logging.getLogger(__name__)
@@ -110,9 +111,10 @@ class ShardLog:
         file.
         """
         for attempt in range(_ATTEMPTS):
-            newest = max(self._listed(), default=-1)
+            numbers = self.numbers()
+            newest = max(numbers, default=-1)
             try:
-                found = self._state(at)
+                found = self._state(numbers, at)
                 if not found.damaged or attempt == _ATTEMPTS - 1:
                     return found
             except Corruption:
@@ -128,8 +130,7 @@ class ShardLog:
         """Whether there is an intact index of a record. Raises FileNotFoundError when there is no such record."""
         return self._index(self.record(seq)) is not None
 
-    def _state(self, at: int | None) -> ShardState:
-        numbers = self.numbers()
+    def _state(self, numbers: list[int], at: int | None) -> ShardState:
         if at is not None:
             numbers = [n for n in numbers if n <= at]
         if not numbers or (at is not None and numbers[-1] != at):
@@ -138,8 +139,11 @@ class ShardLog:
             return ShardState(self.shard)
         # A number that is missing or deleted on purpose is met while walking back.
         start, records = self._walk(numbers[-1], set(self.indexes()))
-        for record in reversed(records):
-            self._advance(start, record)
+        records.reverse()
+        for record, (layout, tail, damage) in zip(
+            records, self.blobs.each(self._content, records), strict=True
+        ):
+            start.apply(record, layout, tail, self.blobs.where(record_path(self.shard, record.seq)), damage)
         start.records = len(numbers)
         start.past = at is not None
         return start
@@ -149,11 +153,8 @@ class ShardLog:
         records: list[Record] = []
         child: Record | None = None
         boundary = 0
-        while True:
-            try:
-                record = self.record(seq)
-            except FileNotFoundError:
-                raise self._missing(seq) from None
+        for record in self._chain(seq, indexes):
+            seq = record.seq
             if child is None:
                 boundary = record.boundary
             elif child.base is None:
@@ -170,18 +171,32 @@ class ShardLog:
                     "this index is missing or damaged, and the log before is deleted",
                 )
             child = record
-            seq = seq - 1 if record.base is None else record.base
+        raise AssertionError("unreachable")
+
+    def _chain(self, seq: int, indexes: set[int]) -> Iterator[Record]:
+        """Records from `seq` back, without those that were rolled back; down to an index they are read together."""
+        while seq >= 0:
+            stop = max((index for index in indexes if index <= seq), default=0)
+            for record in self.blobs.each(self._there, range(seq, stop - 1, -1)):
+                yield record
+                if record.base is not None:
+                    break
+            seq = record.seq - 1 if record.base is None else record.base
+
+    def _there(self, seq: int) -> Record:
+        try:
+            return self.record(seq)
+        except FileNotFoundError:
+            raise self._missing(seq) from None
 
     def _index(self, record: Record) -> Index | None:
         """The index after a record, None if it is of no use: the log has everything that it has."""
         path = index_path(self.shard, record.seq)
         what = self.blobs.where(path)
         try:
-            with self.blobs.reader(path) as file:
-                raw = np.empty(file.size, np.uint8)
-                file.read_into(0, memoryview(raw))
+            layout = self._layouts(record.layout)
+            raw = read_index(self.blobs, path, layout.partitions)
             index = parse_index(raw, what, shard=self.shard, seq=record.seq)
-            layout = self._layouts(index.layout)
             if index.state.tail_digest != record.digest or index.layout != record.layout:
                 raise corrupt(what, "it is the index of another record")
             if len(index.state.ids) and index.state.ids[-1] >= layout.partitions:
@@ -194,20 +209,19 @@ class ShardLog:
         index.state.layout = layout
         return index
 
-    def _advance(self, state: ShardState, record: Record) -> None:
+    def _content(self, record: Record) -> tuple[Layout, Tail | None, Damage | None]:
+        """What a record adds to a state."""
         layout = self._layouts(record.layout)
-        tail, damage = None, None
-        what = self.blobs.where(record_path(self.shard, record.seq))
-        if record.segment is not None:
-            try:
-                tail = self.tail(record, layout)
-            except (Corruption, FileNotFoundError) as error:
-                path = self.blobs.where(segment_path(self.shard, record.segment.name))
-                reason = error.message if isinstance(error, Corruption) else f"{path}: the segment is missing"
-                if record.kind == "epoch":
-                    raise corrupt(path, "the list of the shard's members is missing or damaged") from error
-                damage = Damage(record.seq, path, reason)
-        state.apply(record, layout, tail, what, damage)
+        if record.segment is None:
+            return layout, None, None
+        try:
+            return layout, self.tail(record, layout), None
+        except (Corruption, FileNotFoundError) as error:
+            path = self.blobs.where(segment_path(self.shard, record.segment.name))
+            reason = error.message if isinstance(error, Corruption) else f"{path}: the segment is missing"
+            if record.kind == "epoch":
+                raise corrupt(path, "the list of the shard's members is missing or damaged") from error
+            return layout, None, Damage(record.seq, path, reason)
 
     def tail(self, record: Record, layout: Layout) -> Tail:
         """The tail of a record's segment. Raises Corruption or FileNotFoundError."""
@@ -303,13 +317,16 @@ class ShardLog:
         """Records from `seq` back to the beginning, without those that were rolled back; stops where the log
         begins.
         """
+        child: Record | None = None
         while seq >= 0:
             try:
                 record = self.record(seq)
             except FileNotFoundError:
                 return
+            if child is not None and child.base is None and child.parent != record.digest:
+                return  # below the boundary: of a writer that was fenced
             yield record
-            seq = seq - 1 if record.base is None else record.base
+            child, seq = record, seq - 1 if record.base is None else record.base
 
     def _check_parent(self, record: Record, digest: str) -> None:
         if record.parent != digest:

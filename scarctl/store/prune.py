@@ -21,7 +21,7 @@ from scarctl.store.format import (
     segment_path,
     shard_folder,
 )
-from scarctl.store.gc import Collector, orphans
+from scarctl.store.gc import Collector, dead_uploads, orphans
 from scarctl.store.snapshot import SealedSet, Snapshot, delete_snapshot, sealed_sets, snapshots
 from scarctl.store.state import ShardState
 from scarctl.store.store import Store
@@ -56,7 +56,7 @@ class PrunePlan:
     keep_sealed: tuple[SealedSet, ...]
     drop_sealed: tuple[SealedSet, ...]
     files: tuple[str, ...]
-    """What can be deleted at once. Compaction frees more."""
+    """What can be deleted at once, uploads that were never finished included. Compaction frees more."""
     bytes: int
     writer: str | None
     """The live writer, in words; None when there is none."""
@@ -108,7 +108,7 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
         )
 
     gone, kept = [s for s in found if goes(s.name)], [s for s in found if not goes(s.name)]
-    states = {shard: store.state(shard) for shard in store.shards()}
+    states = store.states(store.shards())
     sealed = [s for s in sealed_sets(states.values()) if _is_there(store, s)]
     keep_sealed = _retained(sealed, retention)
     writer = _live_writer(store)
@@ -121,6 +121,8 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
             pins = {seqs[shard] for seqs in kept_seqs if shard in seqs}
             pins |= {seq for seq, _, _ in state.sealed[-1:]}
             files |= _collectable(store, state, pins)
+    if writer is not None:
+        files |= {path: 0 for path, _ in dead_uploads(store, _epochs(states))}
     return PrunePlan(
         retention,
         tuple(gone),
@@ -139,7 +141,7 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
     Raises Corruption (what is needed cannot be told: nothing more is deleted), Contention (a writer came meanwhile),
     AccessDenied, Unavailable.
     """
-    states = {shard: store.state(shard) for shard in store.shards()}
+    states = store.states(store.shards())
     before = store.usage(states)["bytes"]
     done = Pruned()
     if plan.writer is not None:
@@ -147,6 +149,9 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
         for shard in states:
             for name, _ in orphans(store, shard):
                 done.files += _delete(store, segment_path(shard, name))
+        for path, token in dead_uploads(store, _epochs(states)):
+            store.blobs.abort(path, token)
+            done.files += 1
     else:
         layout = store.current_layout()
         if layout is None:
@@ -162,6 +167,10 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
     done.sizes = store.usage(states)
     done.bytes = before - done.sizes["bytes"]
     return done
+
+
+def _epochs(states: Mapping[int, ShardState]) -> dict[int, int]:
+    return {shard: state.epoch for shard, state in states.items()}
 
 
 def _retained(sealed: list[SealedSet], retention: Retention) -> list[SealedSet]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,14 +29,18 @@ class _Doubt:
 class Publisher:
     """Publishes the records of one writer. `advance` is called once for each, when it is there and durable."""
 
-    def __init__(self, store: Store, advance: Callable[[Record, Tail | None], None]) -> None:
+    def __init__(
+        self, store: Store, advance: Callable[[Record, Tail | None], None], boundary: Callable[[int], int]
+    ) -> None:
+        """boundary: that of a shard's log, as its writer knows it."""
         self._store = store
         self._advance = advance
+        self._boundary = boundary
         self._doubts: dict[int, _Doubt] = {}
 
     def publish(self, record: Record, tail: Tail | None) -> None:
-        """Creates the record and applies it. Raises FileExistsError if another stands there, InDoubt, or what
-        `create_exclusive` raises; the segment is deleted when the record is known not to be there.
+        """Creates the record and applies it. Raises FileExistsError if another stands there or stood there, InDoubt,
+        or what `create_exclusive` raises; the segment is deleted when the record is known not to be there.
         """
         # Until the outcome is known, also over an interrupt.
         self._doubts[record.shard] = _Doubt(record, tail)
@@ -45,13 +50,14 @@ class Publisher:
             raise
         except FileExistsError:
             # On an object store a lost answer looks like this.
-            if self.there(record).write_id != record.write_id:
+            there = self.there(record)
+            if there is None or there.write_id != record.write_id:
                 self._drop(record)
                 raise
         except ScarError:
             self._drop(record)
             raise
-        self._succeed(record, tail)
+        self._conclude(record, tail)
 
     def settle(self, shard: int) -> None:
         """Finds out about the record that was in doubt. Raises InDoubt if that fails again."""
@@ -60,20 +66,24 @@ class Publisher:
             return
         try:
             there = self._store.blobs.settle(record_path(shard, doubt.record.seq), doubt.record.data)
+            if there:
+                self._conclude(doubt.record, doubt.tail)
         except FileExistsError:
             there = False
-        if there:
-            self._succeed(doubt.record, doubt.tail)
-        else:
-            self._drop(doubt.record)  # if another record stands there, the commit that follows is fenced
+        if not there and shard in self._doubts:
+            self._drop(doubt.record)
+        # If another record stands there, or stood there, the commit that follows is fenced.
 
     def is_settled(self, shard: int) -> bool:
         """Whether it is known what the newest record of a shard is."""
         return shard not in self._doubts
 
-    def there(self, record: Record) -> Record:
-        """The record that stands where `record` was to be."""
-        return self._store.log(record.shard).record(record.seq)
+    def there(self, record: Record) -> Record | None:
+        """What stands in the place of a record; None when a newer writer has collected it."""
+        try:
+            return self._store.log(record.shard).record(record.seq)
+        except FileNotFoundError:
+            return None
 
     def discard(self, record: Record) -> None:
         """Deletes the segment of a record that is not there."""
@@ -82,10 +92,40 @@ class Publisher:
             with contextlib.suppress(ScarError, OSError):
                 self._store.blobs.delete(segment_path(record.shard, record.segment.name))
 
-    def _succeed(self, record: Record, tail: Tail | None) -> None:
-        self._advance(record, tail)
+    def _conclude(self, record: Record, tail: Tail | None) -> None:
+        """The record was created: applies it, unless its number was free only because a newer writer has collected
+        what stood there. Raises FileExistsError then, InDoubt when that cannot be told now.
+        """
+        path = record_path(record.shard, record.seq)
+        try:
+            newest = self._is_newest(record)
+        except ScarError as error:
+            raise InDoubt(
+                f"{self._store.blobs.where(path)}: written, but it is not known whether a newer writer has taken over "
+                f"({error.message})",
+                hint="what was acknowledged is safe; the next commit settles this one",
+            ) from error
+        if newest:
+            self._advance(record, tail)
         del self._doubts[record.shard]
+        if not newest:
+            # Nothing is deleted: if an answer was lost, the newer writer may have begun at this very record.
+            raise FileExistsError(errno.EEXIST, "collected", path)
+
+    def _is_newest(self, record: Record) -> bool:
+        """Whether nobody has collected the log up to the number of `record`, which is this writer's next.
+
+        Records are deleted in ascending order, so the one that moved the boundary last, or else the first, goes before
+        any of this writer's numbers becomes free.
+        """
+        if record.seq == 0:
+            return max(self._store.log(record.shard).numbers(), default=0) == 0
+        boundary = self._boundary(record.shard)
+        return self._store.blobs.has(record_path(record.shard, boundary + 1 if boundary else 0))
 
     def _drop(self, record: Record) -> None:
+        """The record is not there: deletes its segment, unless it was there and a newer writer has collected it."""
+        with contextlib.suppress(ScarError):
+            if record.seq == 0 or self._is_newest(record):
+                self.discard(record)
         del self._doubts[record.shard]
-        self.discard(record)

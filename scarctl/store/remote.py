@@ -12,18 +12,18 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from operator import itemgetter
 from typing import Any
 
 from scarctl.errors import NoStore, ScarError, Unavailable
 from scarctl.store.address import Address
 from scarctl.store.blob import BlobWriter, Buffer, InDoubt, as_bytes
-from scarctl.store.client import Client, Refused, together
+from scarctl.store.client import Client, Refused
 from scarctl.store.faults import Fault, Meaning, Patience, fault_error, in_doubt
 from scarctl.store.format import TEMPORARY, corrupt
 
 RANGE = 8 << 20
-"""A longer range is read as several at once."""
-_AT_ONCE = 8
+"""A longer range is read as several."""
 
 
 class FsspecBlobs(Client):
@@ -69,9 +69,9 @@ class FsspecBlobs(Client):
     def reader(self, name: str) -> Iterator[RemoteReader]:
         yield RemoteReader(self, name, self._size(name))
 
-    def _size(self, name: str) -> int:
+    def _size(self, name: str, patience: Patience | None = None) -> int:
         try:
-            found = self._request("info", self._path(name))
+            found = self._request("info", self._path(name), patience=patience)
         except Refused as refused:
             raise self._error(refused, name, "look at") from None
         if found["type"] != "file":
@@ -79,46 +79,34 @@ class FsspecBlobs(Client):
         return int(found["size"])
 
     def _fetch(self, name: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fills every buffer from its offset, several at once where the file system can do that."""
+        """Fills every buffer from its offset: what is adjacent by one request, if that is not too long."""
+        requests: list[tuple[int, int, list[memoryview]]] = []
+        for start, buffer in sorted(ranges, key=itemgetter(0)):
+            for begin in range(0, len(buffer), RANGE):
+                piece, first = buffer[begin : begin + RANGE], start + begin
+                if requests and requests[-1][1] == first and first + len(piece) - requests[-1][0] <= RANGE:
+                    requests[-1][2].append(piece)
+                    requests[-1] = (requests[-1][0], first + len(piece), requests[-1][2])
+                else:
+                    requests.append((first, first + len(piece), [piece]))
         path = self._path(name)
-        pieces = [
-            (start + at, buffer[at : at + RANGE])
-            for start, buffer in ranges
-            for at in range(0, len(buffer), RANGE)
-        ]
+        answers = self.each(lambda r: self._range(name, path, r[0], r[1]), requests, lambda r: r[1] - r[0])
+        for (_, _, buffers), data in zip(requests, answers, strict=True):
+            at = 0
+            for buffer in buffers:
+                buffer[:] = data[at : at + len(buffer)]
+                at += len(buffer)
+
+    def _range(self, name: str, path: str, start: int, stop: int) -> memoryview:
         try:
-            if self._fs.async_impl:
-                # Every range has the whole time: together they take as long as there is something to read.
-                patience = Patience(self.address.timeout * (1 + len(pieces) // _AT_ONCE))
-                self._run(self._fetch_all(path, name, pieces), patience)
-                return
-            for start, buffer in pieces:
-                data = self._request("cat_file", path, start=start, end=start + len(buffer))
-                self._put(name, start, buffer, data)
+            data: bytes = self._request("cat_file", path, start=start, end=stop)
         except Refused as refused:
             if refused.fault.meaning is Meaning.EMPTY:
                 raise corrupt(self.where(name), "it ends before its length") from None
             raise self._error(refused, name, "read") from None
-
-    async def _fetch_all(self, path: str, name: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        waiting = iter(pieces)
-
-        async def work() -> None:
-            for start, buffer in waiting:
-                stop = start + len(buffer)
-
-                async def get(start: int = start, stop: int = stop) -> bytes:
-                    data: bytes = await self._fs._cat_file(path, start=start, end=stop)
-                    return data
-
-                self._put(name, start, buffer, await self._insist(get, Patience(self.address.timeout)))
-
-        await together([work() for _ in range(min(_AT_ONCE, len(pieces)))])
-
-    def _put(self, name: str, start: int, buffer: memoryview, data: bytes) -> None:
-        if len(data) != len(buffer):
+        if len(data) != stop - start:
             raise corrupt(self.where(name), f"it ends at byte {start + len(data)}")
-        buffer[:] = data
+        return memoryview(data)
 
     def files(self, folder: str) -> list[tuple[str, int]]:
         found = self._list(folder)
@@ -203,7 +191,7 @@ class FsspecBlobs(Client):
             if found is not None:
                 raise FileExistsError(errno.EEXIST, "exists already", self.where(name))
             # Absent, so far. The request may still be on its way: the same bytes are asked for again.
-            pause = patience.pause()
+            pause = None if self._hurried else patience.pause()
             if pause is None:
                 raise in_doubt(self.where(name), fault.detail)
             time.sleep(pause)
@@ -234,12 +222,18 @@ class FsspecBlobs(Client):
         return True
 
     def delete(self, name: str) -> None:
-        path = self._path(name)
-        self._size(name)  # object stores are content when there is nothing to delete
+        path, patience = self._path(name), Patience(self.address.timeout)
+        self._size(name, patience)  # object stores are content when there is nothing to delete
         try:
-            self._request("rm_file", path)
+            self._request("rm_file", path, patience=patience)
         except Refused as refused:
             raise self._error(refused, name, "delete") from None
+
+    def uploads(self) -> list[tuple[str, str]]:
+        return []
+
+    def abort(self, name: str, token: str) -> None:
+        """There is nothing to abort."""
 
     def prepare(self, folder: str, *, known: bool = False) -> None:
         if known:

@@ -7,10 +7,10 @@ has to know that an answer was lost.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import hashlib
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -36,7 +36,9 @@ SINGLE_PUT = 64 << 20
 OPEN_SECONDS = 30.0
 PAGE = 1_000
 """Entries of a listing that come at once."""
-_ABORT_SECONDS = 10.0
+_ABORT_SECONDS = 1.0  # beyond the deadline; what stays is aborted by the next writer
+_VARIABLES = re.compile(r"(AWS|BOTO|REQUESTS|SSL|S3FS|FSSPEC)_.*|HOME|USERPROFILE|.*_PROXY", re.IGNORECASE)
+"""What botocore, aiohttp and s3fs read from the environment, and perhaps more."""
 
 
 class S3Blobs(FsspecBlobs):
@@ -44,6 +46,12 @@ class S3Blobs(FsspecBlobs):
 
     def _root(self, fs: Any) -> str:
         return self.address.path
+
+    def _host(self) -> str:
+        return "s3"  # one client has all buckets; keys in the address are options by now
+
+    def _reads(self, variable: str) -> bool:
+        return _VARIABLES.fullmatch(variable) is not None
 
     def _open_filesystem(self) -> Any:
         import fsspec
@@ -66,9 +74,9 @@ class S3Blobs(FsspecBlobs):
         bucket, _, key = self._path(name).partition("/")
         return {"Bucket": bucket, "Key": key}
 
-    def _size(self, name: str) -> int:
+    def _size(self, name: str, patience: Patience | None = None) -> int:
         try:
-            found = self._request("call_s3", "head_object", **self._key(name))
+            found = self._request("call_s3", "head_object", **self._key(name), patience=patience)
         except Refused as refused:
             raise self._error(refused, name, "look at") from None
         return int(found["ContentLength"])
@@ -93,6 +101,32 @@ class S3Blobs(FsspecBlobs):
                 return [(name, size) for name, size in found if name]
             asked["ContinuationToken"] = page["NextContinuationToken"]
 
+    def uploads(self) -> list[tuple[str, str]]:
+        bucket, _, prefix = self._folder("").partition("/")
+        prefix = f"{prefix}/" if prefix else ""
+        asked: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}
+        found: list[tuple[str, str]] = []
+        while True:
+            try:
+                page = self._request("call_s3", "list_multipart_uploads", **asked)
+            except Refused as refused:
+                if not refused.fault.passing:
+                    return []
+                raise fault_error(refused.fault, self.where(""), "list the uploads of") from None
+            found += [(entry["Key"], entry["UploadId"]) for entry in page.get("Uploads", ())]
+            if not (page.get("IsTruncated") and page.get("NextKeyMarker")):
+                break
+            asked["KeyMarker"] = page["NextKeyMarker"]
+            asked["UploadIdMarker"] = page.get("NextUploadIdMarker", "")
+        return [(key.removeprefix(prefix), token) for key, token in found if key.startswith(prefix)]
+
+    def abort(self, name: str, token: str) -> None:
+        try:
+            self._request("call_s3", "abort_multipart_upload", **self._key(name), UploadId=token)
+        except Refused as refused:
+            if refused.fault.meaning not in (Meaning.NO_UPLOAD, Meaning.ABSENT):
+                raise self._error(refused, name, "abort the upload of") from None
+
     def prepare(self, folder: str, *, known: bool = False) -> None:
         """Nothing: there are no folders."""
 
@@ -100,10 +134,7 @@ class S3Blobs(FsspecBlobs):
         if sum(as_bytes(part).nbytes for part in parts) <= SINGLE_PUT:
             super().create_exclusive(name, parts)
             return
-        # Only an index is so large, and whoever writes that of a record writes the same bytes: some servers ignore
-        # the condition when an upload is completed.
-        if self.has(name):
-            raise FileExistsError(errno.EEXIST, "exists already", self.where(name))
+        # Only an index is so large, and whoever writes that of a record writes the same bytes.
         with self.writer(name) as out:
             for part in parts:
                 out.write(part)
@@ -156,6 +187,7 @@ class _Upload:
 
     def commit(self) -> None:
         blobs, name = self._blobs, self._name
+        patience = Patience(blobs.address.timeout)
         if self._id is None:
             self._put_whole()
             self._committed = True
@@ -164,8 +196,13 @@ class _Upload:
             self._send()
         while self._sending:
             self._receive()
-        self._complete()
-        if (size := blobs._size(name)) != self._length:
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # some servers ignore the condition when an upload is completed
+            blobs._size(name, patience)
+            raise FileExistsError(errno.EEXIST, "exists already", blobs.where(name))
+        self._complete(patience)
+        if (size := blobs._size(name, patience)) != self._length:
             raise Unavailable(f"{blobs.where(name)}: {size} bytes after writing {self._length}")
         self._committed = True
 
@@ -218,7 +255,7 @@ class _Upload:
                 hint="use more shards",
             )
         work = self._put_part(self._sent, bytes(self._part))
-        self._sending.append(asyncio.run_coroutine_threadsafe(work, self._blobs._fs.loop))
+        self._sending.append(self._blobs._start(work))
         self._part_size = PART * max([1, *(factor for after, factor in _GROWTH if self._sent >= after)])
         self._part = bytearray()
 
@@ -245,7 +282,7 @@ class _Upload:
             fault = Fault(Meaning.NO_UPLOAD, fault.detail)
         raise fault_error(fault, self._blobs.where(self._name), "write")
 
-    def _complete(self) -> None:
+    def _complete(self, patience: Patience) -> None:
         blobs = self._blobs
         condition: dict[str, Any] = {"IfNoneMatch": "*"} if blobs.exclusive else {}
         self._completing = True
@@ -257,11 +294,12 @@ class _Upload:
                 **condition,
                 UploadId=self._id,
                 MultipartUpload={"Parts": self._parts},
+                patience=patience,
             )
             return
         except Refused as refused:
             fault = refused.fault
-        if fault.meaning in (Meaning.NO_UPLOAD, Meaning.ABSENT, Meaning.EXISTS) and self._is_there():
+        if fault.meaning in (Meaning.NO_UPLOAD, Meaning.ABSENT, Meaning.EXISTS) and self._is_there(patience):
             return  # the first answer was lost
         if fault.meaning is Meaning.EXISTS:
             self._completing = False  # another's file: not to be deleted
@@ -270,12 +308,12 @@ class _Upload:
             fault = Fault(Meaning.NO_UPLOAD, fault.detail)
         raise fault_error(fault, blobs.where(self._name), "write")
 
-    def _is_there(self) -> bool:
+    def _is_there(self, patience: Patience) -> bool:
         """Whether the file under the name is this one: its tag is made from those of the parts."""
         digests = b"".join(bytes.fromhex(part["ETag"].strip('"')) for part in self._parts if _is_md5(part))
         tag = f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(self._parts)}"
         try:
-            found = self._blobs._request("call_s3", "head_object", **self._key)
+            found = self._blobs._request("call_s3", "head_object", **self._key, patience=patience)
         except Refused:
             return False
         return bool(found["ContentLength"] == self._length and found.get("ETag", "").strip('"') == tag)

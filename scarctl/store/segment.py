@@ -33,15 +33,12 @@ from scarctl.store.format import (
     is_segment_name,
     parse_header,
 )
-
-Ids: TypeAlias = NDArray[np.int64]
-Bytes: TypeAlias = NDArray[np.uint8]
+from scarctl.store.spans import Bytes, Ids, Wanted, together
 
 CHUNK = 4 << 20  # bytes hashed and written, or gathered, at a time
 BIG_RUN = (
     256 << 10
 )  # runs of adjacent partitions from this mean size on are written from the source without a copy
-SPAN = 32 << 20  # largest single range read
 
 COLUMNS = {
     "commit": ("partitions", "checksums"),
@@ -334,6 +331,8 @@ def read_tail(blobs: Blobs, path: str, ref: SegmentRef, kind: str, count: int, l
     """The tail of a segment, verified. Raises Corruption, or FileNotFoundError when the segment is missing."""
     what = blobs.where(path)
     columns = COLUMNS[kind]
+    if count > layout.partitions:
+        raise corrupt(what, f"{count} partitions are more than the layout has")
     if ref.nbytes - ref.tail != 8 * count * len(columns):
         raise corrupt(
             what, f"its record names {count} partitions, its tail has {ref.nbytes - ref.tail} bytes"
@@ -347,7 +346,7 @@ def read_tail(blobs: Blobs, path: str, ref: SegmentRef, kind: str, count: int, l
         raise corrupt(what, "its list of partitions is damaged")
     arrays = dict(zip(columns, raw.view("<i8").reshape(len(columns), count), strict=True))
     ids = arrays["partitions"]
-    if count and not (ids[0] >= 0 and ids[-1] < layout.partitions and bool((np.diff(ids) > 0).all())):
+    if count and not (ids[0] >= 0 and ids[-1] < layout.partitions and bool((ids[1:] > ids[:-1]).all())):
         raise corrupt(what, "its list of partitions is not ascending or does not fit the layout")
     checksums = arrays.get("checksums")
     return Tail(ids, None if checksums is None else checksums.view(np.uint64), arrays.get("versions"))
@@ -409,9 +408,8 @@ class SegmentReader:
                 )
         return self.header.metadata.get("extras", ""), found
 
-    def pieces(self, group: Group, t: int, local: Ids, position: Ids) -> Bytes:
-        """Pieces of tensor `t` for partitions `local` (numbers within the group, ascending): uint8, one after
-        another.
+    def want(self, group: Group, t: int, local: Ids, position: Ids) -> Wanted:
+        """Room for pieces of tensor `t` of partitions `local` (numbers within the group, ascending): see `fetch`.
 
         `position` is where they stand among the segment's partitions of the group. Raises Corruption when the
         tensor is missing or the positions lie outside it.
@@ -419,64 +417,35 @@ class SegmentReader:
         spec = group.tensors[t]
         entry = self.header.entry(group.key(t), spec.dtype, (-1, *spec.shape[1:]), self._what)
         piece, count = full_piece(group, t), len(local)
-        if position[0] < 0 or not bool((np.diff(position) > 0).all()):
+        if position[0] < 0 or not bool((position[1:] > position[:-1]).all()):
             raise corrupt(self._what, f"the index places partitions of {group.name!r} out of order")
         last = partition_rows(group, int(local[-1])) * spec.row_bytes
         if int(position[-1]) * piece + last > entry.stop - entry.start:
             raise corrupt(self._what, f"tensor {group.key(t)!r} is too short")
-        out = np.empty(count * piece, np.uint8)
-        if piece:
-            apart = (np.diff(position) - 1) * piece > self._gap
-            cut = np.diff(position * piece // SPAN) != 0
-            breaks = (np.flatnonzero(apart | cut) + 1).tolist()
-            # Together no longer than SPAN, so that what is read to be thrown away stays small.
-            for some in _batches(list(zip([0, *breaks], [*breaks, count], strict=True)), position, piece):
-                self._read(entry.start, position, some, piece, count, last, out)
-        return out[: (count - 1) * piece + last]
+        return Wanted(entry.start, position, piece, last, np.empty(count * piece, np.uint8))
 
-    def _read(
-        self,
-        start: int,
-        position: Ids,
-        spans: list[tuple[int, int]],
-        piece: int,
-        count: int,
-        last: int,
-        out: Bytes,
-    ) -> None:
-        """One range read for each of `spans`: pieces at `position[i:j]` to their place in `out`. The last of all
-        is `last` bytes long.
-        """
+    def fetch(self, wanted: Sequence[Wanted]) -> None:
+        """Reads all that is wanted."""
+        for spans in together(wanted, self._gap):
+            self._read(spans)
+
+    def _read(self, spans: list[tuple[Wanted, int, int]]) -> None:
         ranges: list[tuple[int, memoryview]] = []
-        scattered: list[tuple[int, int, Bytes]] = []
-        for i, j in spans:
-            first, covered = int(position[i]), int(position[j - 1] - position[i]) + 1
-            into = out[i * piece : j * piece]
-            if covered != j - i:
-                into = np.empty(covered * piece, np.uint8)
-                scattered.append((i, j, into))
-            wanted = (covered - 1) * piece + (last if j == count else piece)
-            ranges.append((start + first * piece, memoryview(into[:wanted])))
+        scattered: list[tuple[Wanted, int, int, Bytes]] = []
+        for want, i, j in spans:
+            into = want.out[i * want.piece : j * want.piece]
+            if want.covers(i, j) != into.size:
+                into = np.empty(want.covers(i, j), np.uint8)
+                scattered.append((want, i, j, into))
+            short = want.piece - want.last if j == len(want.position) else 0
+            start = want.start + int(want.position[i]) * want.piece
+            ranges.append((start, memoryview(into[: into.size - short])))
         self._file.read_ranges(ranges)
-        for i, j, into in scattered:
-            out[i * piece : j * piece].reshape(-1, piece)[:] = into.reshape(-1, piece)[
-                position[i:j] - position[i]
-            ]
-
-
-def _batches(spans: list[tuple[int, int]], position: Ids, piece: int) -> Iterator[list[tuple[int, int]]]:
-    """The spans in groups that cover at most SPAN bytes, each at least one."""
-    some: list[tuple[int, int]] = []
-    covered = 0
-    for i, j in spans:
-        nbytes = (int(position[j - 1] - position[i]) + 1) * piece
-        if some and covered + nbytes > SPAN:
-            yield some
-            some, covered = [], 0
-        some.append((i, j))
-        covered += nbytes
-    if some:
-        yield some
+        for want, i, j, into in scattered:
+            rows = want.position[i:j] - want.position[i]
+            want.out[i * want.piece : j * want.piece].reshape(-1, want.piece)[:] = into.reshape(
+                -1, want.piece
+            )[rows]
 
 
 def partition_checksums(group: Group, count: int, tensors: Sequence[Bytes]) -> NDArray[np.uint64]:

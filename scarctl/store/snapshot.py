@@ -23,6 +23,8 @@ from scarctl.store.format import (
     dump_json,
     load_json,
     name_of_snapshot,
+    record_path,
+    shard_folder,
     shard_of_folder,
     snapshot_path,
 )
@@ -151,9 +153,20 @@ def create_snapshot(store: Store, name: str, sealed: SealedSet) -> Snapshot:
     collection before it had its name: seal again. AccessDenied, Unavailable, InDoubt.
     """
     check_snapshot_name(name)
-    layout = store.log(min(sealed.seqs)).record(sealed.seqs[min(sealed.seqs)]).layout
+    late = Unavailable(
+        f"the state of step {sealed.step} was collected before it became snapshot {name!r}",
+        hint="save the whole state again, then take the snapshot",
+        kind="snapshot-late",
+    )
+    try:
+        layout = store.log(min(sealed.seqs)).record(sealed.seqs[min(sealed.seqs)]).layout
+    except FileNotFoundError:
+        raise late from None
     snapshot = Snapshot(name, sealed.epoch, sealed.step, layout, dict(sealed.seqs))
     path = snapshot_path(name)
+    for shard in sealed.seqs:
+        # Its writer may be about to make the record durable: the name must not be left behind without it.
+        store.blobs.prepare(f"{shard_folder(shard)}/log")
     store.blobs.prepare(SNAPSHOTS)
     try:
         store.blobs.create_exclusive(path, [snapshot.data])
@@ -165,22 +178,26 @@ def create_snapshot(store: Store, name: str, sealed: SealedSet) -> Snapshot:
         ) from None
     for shard, seq in sealed.seqs.items():
         newest = store.log(shard).newest()
-        if newest is None or not newest.boundary <= seq <= newest.seq:
+        if newest is None or newest.boundary > seq or not store.blobs.has(record_path(shard, seq)):
             delete_snapshot(store, name)
-            raise Unavailable(
-                f"the state of step {sealed.step} was collected before it became snapshot {name!r}",
-                hint="save the whole state again, then take the snapshot",
-                kind="snapshot-late",
-            )
+            raise late
     return snapshot
 
 
 def delete_snapshot(store: Store, name: str) -> None:
-    """Deletes a snapshot: what only it keeps is collected later. Raises UsageError (kind "no-snapshot")."""
+    """Deletes a snapshot for good: what only it keeps is collected later. Raises UsageError (kind "no-snapshot")."""
     try:
         store.blobs.delete(snapshot_path(check_snapshot_name(name)))
     except FileNotFoundError:
         raise UsageError(f"there is no snapshot {name!r} in {store.url}", kind="no-snapshot") from None
+    settle_snapshots(store)
+
+
+def settle_snapshots(store: Store) -> None:
+    """Makes durable which snapshots there are. Before what a deleted one kept may be deleted: a power loss would
+    bring its name back, and whoever deleted it may have died too early.
+    """
+    store.blobs.prepare(SNAPSHOTS)
 
 
 def sealed_sets(states: Iterable[ShardState]) -> list[SealedSet]:
@@ -199,9 +216,17 @@ def sealed_sets(states: Iterable[ShardState]) -> list[SealedSet]:
     ]
 
 
-def is_readable(store: Store, shard: int, seq: int) -> bool:
-    """Whether the state after a record can still be read."""
+def is_kept(store: Store, state: ShardState, seq: int) -> bool:
+    """Whether the state after record `seq` is there to stay. `state` is the shard's newest.
+
+    What was given up is not, even while its files are still there: they may be about to be deleted.
+    """
+    if state.boundary <= seq <= state.seq:
+        return True
+    named = any(s.seqs.get(state.shard) == seq for s in snapshots(store))
+    if not named and all(kept != seq for kept, _, _ in state.sealed):
+        return False
     try:
-        return not store.state(shard, at=seq).damaged
+        return not store.state(state.shard, at=seq).damaged
     except Corruption:
         return False

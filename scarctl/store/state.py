@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.layout import Layout
+from scarctl.store.blob import Blobs
 from scarctl.store.format import (
+    MAX_HEADER,
     MAX_SEQ,
     Fields,
     canonical,
@@ -25,7 +27,8 @@ from scarctl.store.format import (
     parse_json,
 )
 from scarctl.store.record import Record
-from scarctl.store.segment import Ids, SegmentRef, Tail, positions
+from scarctl.store.segment import SegmentRef, Tail, positions
+from scarctl.store.spans import Ids
 from scarctl.version import MAX_EPOCH, MAX_STEP, NEVER
 
 KEEP_SEALED = 4096
@@ -244,6 +247,18 @@ class Index:
     layout: str
 
 
+def read_index(blobs: Blobs, path: str, partitions: int) -> NDArray[np.uint8]:
+    """The bytes of an index file, uint8. Raises FileNotFoundError; Corruption, before reading, if it has more bytes
+    than one of a layout with so many partitions.
+    """
+    with blobs.reader(path) as file:
+        if file.size > 8 + MAX_HEADER + 36 * partitions + 24 * KEEP_SEALED + 32:
+            raise corrupt(blobs.where(path), f"{file.size} bytes are too many for an index")
+        raw = np.empty(file.size, np.uint8)
+        file.read_into(0, memoryview(raw))
+    return raw
+
+
 def parse_index(raw: NDArray[np.uint8], what: object, *, shard: int, seq: int) -> Index:
     """An index from its file's bytes (uint8, one dimension; the arrays are views of it). Raises Corruption."""
     if raw.size < 40 or hashlib.sha256(raw[:-32]).digest() != raw[-32:].tobytes():
@@ -295,7 +310,7 @@ def _sound(state: ShardState) -> bool:
         return True
     return bool(
         state.ids[0] >= 0
-        and (np.diff(state.ids) > 0).all()
+        and (state.ids[1:] > state.ids[:-1]).all()
         and state.version.min() >= NEVER
         and state.segment.min() >= -1
         and state.segment.max() < last

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from scarctl.errors import Corruption, LayoutMismatch, NoStore, SettingsConflict
 from scarctl.layout import Layout
 from scarctl.store.address import S3_SCHEMES, Address
 from scarctl.store.blob import Blobs, LocalBlobs
+from scarctl.store.fetch import Batch, read_unit, units
 from scarctl.store.format import (
     FORMAT,
     LOCK,
@@ -39,26 +41,15 @@ from scarctl.store.lock import NoLock, StoreLock
 from scarctl.store.log import ShardLog
 from scarctl.store.probe import exclusive_by_probe, is_left_over, probe
 from scarctl.store.record import Record, now, who
-from scarctl.store.segment import Bytes, Ids, ascending, by_group, open_segment, partition_checksums
+from scarctl.store.segment import ascending, open_segment
 from scarctl.store.settings import Settings
+from scarctl.store.spans import Ids
 from scarctl.store.state import ShardState
 
 if TYPE_CHECKING:
     from scarctl.store.writer import StoreWriter
 
 _RACES = 4
-BATCH = 64 << 20  # bytes of partitions read at a time
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Verified partitions of one group: `tensors[t]` is uint8[rows, row_bytes], the partitions' rows in order
-    of `ids`.
-    """
-
-    group: int
-    ids: Ids
-    tensors: list[Bytes]
 
 
 class Store:
@@ -245,12 +236,9 @@ class Store:
 
     def current_layout(self) -> Layout | None:
         """The layout of the newest records; None before the first."""
-        newest: Record | None = None
-        for shard in self.shards():
-            record = self.log(shard).newest()
-            if record is not None and (newest is None or record.epoch > newest.epoch):
-                newest = record
-        return None if newest is None else self.layout(newest.layout)
+        newest = self.blobs.each(lambda shard: self.log(shard).newest(), self.shards())
+        record = max(filter(None, newest), key=lambda record: record.epoch, default=None)
+        return None if record is None else self.layout(record.layout)
 
     # logs
 
@@ -275,6 +263,14 @@ class Store:
         if layout is not None and state.layout is not None and state.layout.digest != layout.digest:
             raise self.mismatch(state.layout, layout)
         return state
+
+    def states(
+        self, shards: Iterable[int], layout: Layout | None = None, at: Mapping[int, int] | None = None
+    ) -> dict[int, ShardState]:
+        """States of several shards, by shard: see `state`."""
+        shards = list(shards)
+        found = self.blobs.each(lambda s: self.state(s, layout, None if at is None else at[s]), shards)
+        return dict(zip(shards, found, strict=True))
 
     def mismatch(self, stored: Layout, given: Layout) -> LayoutMismatch:
         """The error for a state that is not the store's: it lists the differences."""
@@ -306,14 +302,13 @@ class Store:
         saved = (at >= 0) & (state.segment[at] >= 0) if len(state.ids) else np.zeros(len(ids), bool)
         if not saved.all():
             corrupt.append((ids[~saved], f"never saved in shard {state.shard}"))
-        at = at[saved]
-        segments = state.segment[at]
-        order = np.argsort(segments, kind="stable")
-        at, segments = at[order], segments[order]
-        starts = np.flatnonzero(np.diff(segments, prepend=-1))
         gone: list[tuple[Ids, str]] = []
-        for i, j in pairwise([*starts.tolist(), len(at)]):
-            yield from self._read_segment(state, state.layout, int(segments[i]), at[i:j], corrupt, gone)
+        read = partial(read_unit, self.blobs, state, state.layout)
+        parts = units(state, state.layout, at[saved])
+        for found in self.blobs.each(read, parts, attrgetter("nbytes")):
+            yield from found.batches
+            corrupt += found.corrupt
+            gone += found.gone
         if gone:
             yield from self._read_again(state, gone, corrupt)
 
@@ -334,53 +329,6 @@ class Store:
         again = np.concatenate(moved)
         if len(again):
             yield from self.read(state, again, corrupt=corrupt)
-
-    def _read_segment(
-        self,
-        state: ShardState,
-        layout: Layout,
-        number: int,
-        at: NDArray[np.int64],
-        bad: list[tuple[Ids, str]],
-        gone: list[tuple[Ids, str]],
-    ) -> Iterator[Batch]:
-        ref = state.segments[number]
-        path = segment_path(state.shard, ref.name)
-        ids = state.ids[at]
-        done = 0
-        try:
-            with open_segment(self.blobs, path, ref) as segment:
-                for g, i, j in by_group(layout, ids):
-                    group = layout.groups[g]
-                    full = max(1, min(group.rows_per_partition, group.rows) * group.row_bytes)
-                    step = max(1, BATCH // full)
-                    for a in range(i, j, step):
-                        b = min(a + step, j)
-                        local = ids[a:b] - layout.base[g]
-                        try:
-                            data = [
-                                segment.pieces(group, t, local, state.position[at[a:b]])
-                                for t in range(len(group.tensors))
-                            ]
-                        except Corruption as error:
-                            bad.append((ids[a:b], error.message))
-                            done = b
-                            continue
-                        intact = partition_checksums(group, b - a, data) == state.checksum[at[a:b]]
-                        if not intact.all():
-                            bad.append(
-                                (
-                                    ids[a:b][~intact],
-                                    f"{self.blobs.where(path)}: data do not match their checksum",
-                                )
-                            )
-                        done = b
-                        if intact.any():
-                            yield _batch(g, layout, ids[a:b], data, intact)
-        except Corruption as error:
-            bad.append((ids[done:], error.message))
-        except FileNotFoundError:
-            gone.append((ids[done:], f"{self.blobs.where(path)}: the segment is missing"))
 
     def read_extras(self, state: ShardState) -> tuple[int, object] | None:
         """The newest extras, verified, as `(version, object)`; None if none were saved. Raises Corruption."""
@@ -407,8 +355,8 @@ class Store:
             SNAPSHOTS,
             *(f"shards/{s}/{f}" for s in self.shards() for f in ("seg", "log", "index")),
         ]
-        for folder in folders:
-            sizes = [size for _, size in self.blobs.files(folder)]
+        for folder, files in zip(folders, self.blobs.each(self.blobs.files, folders), strict=True):
+            sizes = [size for _, size in files]
             total += sum(sizes)
             segments += len(sizes) if folder.endswith("/seg") else 0
             records += len(sizes) if folder.endswith("/log") else 0
@@ -424,17 +372,6 @@ class Store:
         from scarctl.store.writer import StoreWriter
 
         return StoreWriter(self, layout, shard_of)
-
-
-def _batch(g: int, layout: Layout, ids: Ids, data: list[Bytes], intact: NDArray[np.bool_]) -> Batch:
-    group = layout.groups[g]
-    starts, stops = layout.row_ranges(ids)
-    rows = int((stops - starts).sum())
-    tensors = [d.reshape(rows, spec.row_bytes) for d, spec in zip(data, group.tensors, strict=True)]
-    if not intact.all():
-        keep = np.repeat(intact, stops - starts)
-        ids, tensors = ids[intact], [t[keep] for t in tensors]
-    return Batch(g, ids, tensors)
 
 
 def blobs_at(address: Address) -> Blobs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import uuid
@@ -16,11 +17,13 @@ from numpy.typing import NDArray
 from scarctl import extras as extras_codec
 from scarctl.errors import Contention, Corruption, Fenced, Overwritten, ScarError, Unavailable, UsageError
 from scarctl.layout import Layout, members_by_shard
+from scarctl.store.blob import InDoubt
 from scarctl.store.format import index_path, record_path, segment_name, segment_path, shard_folder
 from scarctl.store.publish import Publisher
 from scarctl.store.record import Record
-from scarctl.store.segment import Ids, Pieces, SegmentRef, Source, Tail, ascending, write_segment
-from scarctl.store.snapshot import is_readable
+from scarctl.store.segment import Pieces, SegmentRef, Source, Tail, ascending, write_segment
+from scarctl.store.snapshot import is_kept
+from scarctl.store.spans import Ids
 from scarctl.store.state import ShardState, dump_index
 from scarctl.version import MAX_EPOCH, MAX_STEP
 
@@ -77,7 +80,7 @@ class StoreWriter:
         self._members = members_by_shard(shard_of)
         self._pid = os.getpid()
         self._dead: ScarError | None = None  # why nothing can be committed any more
-        self._publisher = Publisher(store, self._advance)
+        self._publisher = Publisher(store, self._advance, lambda shard: self.states[shard].boundary)
         self._floor: dict[int, int] = {}  # the step of the newest commit in this epoch
         self._closed = False
         self.epoch = 0
@@ -111,8 +114,9 @@ class StoreWriter:
             if self._dead is None:
                 for shard, state in self.states.items():
                     worth = state.unindexed or state.unindexed_records >= _WORTH
-                    if worth and self.is_settled(shard):
-                        self._write_index(shard)
+                    # A store that does not take one index takes no other now.
+                    if worth and self.is_settled(shard) and not self._write_index(shard):
+                        break
         finally:
             self._closed = True
             self.store.return_lock(self._lock)
@@ -217,8 +221,7 @@ class StoreWriter:
         self._usable()
         for shard, seq in seqs.items():
             state = self._state(shard)
-            kept = state.boundary <= seq or (seq >= 0 and is_readable(self.store, shard, seq))
-            if not kept or seq > state.seq:
+            if not is_kept(self.store, state, seq):
                 raise UsageError(f"shard {shard} has no record {seq} to roll back to")
         self._dead = Unavailable(
             f"{self.store.where}: a roll-back did not finish",
@@ -272,11 +275,13 @@ class StoreWriter:
         self._publisher.settle(shard)
         if state.doubt.any():
             raise Corruption(f"{self.store.where}: shard {shard} has a damaged segment: nothing is collected")
-        boundary = state.seq
         sealed = state.sealed
-        state.sealed = [entry for entry in sealed if entry[0] == boundary or entry[0] in keep]
-        if not self.put_index(state):
-            state.sealed = sealed  # as the index that is there says: readers pass over what was collected
+        state.sealed = [entry for entry in sealed if entry[0] == state.seq or entry[0] in keep]
+        if not self.put_index(state) and state.sealed != sealed:
+            # The index that is there lists what is given up now. Who goes back believes the boundary's list.
+            self._publish_next(self._moving(state), None)
+            self.put_index(state)
+        boundary = state.seq
         state.unindexed_records = state.unindexed = 0
         self._publish_next(replace(self._moving(state), boundary=boundary), None)
         # One damaged file must not lose a shard: a second index, where it costs next to nothing.
@@ -296,12 +301,21 @@ class StoreWriter:
             try:
                 self._blobs.create_exclusive(path, parts)
             except FileExistsError:
-                if log.has_index(state.seq):
-                    return False
-                if attempt:
-                    raise
-                self._blobs.delete(path)  # damaged: of use to nobody
+                try:
+                    if log.has_index(state.seq):
+                        return False
+                    if attempt:
+                        raise
+                    self._blobs.delete(path)  # damaged: of use to nobody
+                except FileNotFoundError:
+                    if attempt:
+                        return False  # a newer writer collects what this one has: its next record tells it
                 continue
+            except InDoubt:
+                # Seen, and perhaps not durable: it must not be taken for the index of a boundary later.
+                with contextlib.suppress(ScarError, OSError):
+                    self._blobs.delete(path)
+                raise
             self._wrote(state.shard, path, sum(memoryview(part).nbytes for part in parts))
             return True
         raise AssertionError("unreachable")
@@ -328,9 +342,7 @@ class StoreWriter:
     def _take_over(self) -> None:
         """Commits an epoch record, higher than all there are, to every log in ascending order of shards."""
         for _ in range(_ATTEMPTS):
-            tips = {
-                shard: self.store.state(shard) for shard in sorted({*self.store.shards(), *self._members})
-            }
+            tips = self.store.states(sorted({*self.store.shards(), *self._members}))
             try:
                 self._prepare(tips)
                 self._begin(tips, {})
@@ -415,9 +427,9 @@ class StoreWriter:
             self._publisher.publish(record, tail)
         except FileExistsError:
             other = self._publisher.there(record)
+            by = f": epoch {other.epoch} of {other.writer}" if other and other.epoch > self.epoch else ""
             self._dead = Fenced(
-                f"{self.store.where}: a newer writer has taken over: "
-                f"epoch {other.epoch} of {other.writer}, this one has epoch {self.epoch}",
+                f"{self.store.where}: a newer writer has taken over{by}, this one has epoch {self.epoch}",
                 hint="stop this process; what it committed before is safe",
             )
             raise self._dead from None
@@ -432,19 +444,20 @@ class StoreWriter:
             state.apply(record, self.layout, tail, self._blobs.where(record_path(record.shard, record.seq)))
             state.records += 1
 
-    def _write_index(self, shard: int) -> None:
+    def _write_index(self, shard: int) -> bool:
         """Writes the index of the state as it is. A failure costs nothing but time: it is logged, and tried
-        again later.
+        again later. Returns whether it did not fail.
         """
         state = self.states[shard]
         if state.doubt.any() or state.seq < 0:
-            return  # an index cannot say what is in doubt
+            return True  # an index cannot say what is in doubt
         try:
             self.put_index(state)
         except ScarError as error:
             _log.warning("no index written, the next opening reads more of the log: %s", error)
-            return
+            return False
         state.unindexed_records = state.unindexed = 0
+        return True
 
     # --- small things ---------------------------------------------------------------------------------------
 

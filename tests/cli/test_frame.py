@@ -143,11 +143,24 @@ class TestWhereValuesComeFrom:
             ("[unheard_of]\na = 1", "no command"),
             ("fracton = 0.5", "no setting"),
             ('[inspect]\nlimt = 5\nstore = "x"', "no option"),
+            (f"a = {'1' * 5000}", "not TOML"),
+            (f"a = {'[' * 5000}", "not TOML"),
         ],
     )
     def test_a_wrong_file_is_refused(self, run, tmp_path: Path, content: str, says: str) -> None:  # type: ignore[no-untyped-def]
         (tmp_path / "scarctl.toml").write_bytes(content.encode("latin-1"))
         assert says in run("inspect", "--json", code=2).error["message"]
+
+    @pytest.mark.parametrize(
+        "line",
+        ["rows = [1]", "rows = 5", 'by_layer = "no"', "daemon = 2", "arena_dir = 7", "store = ['secret']"],
+    )
+    def test_session_settings_of_a_wrong_type_are_refused(self, tmp_path: Path, line: str) -> None:
+        (tmp_path / "scarctl.toml").write_text(line)
+        given = {} if line.startswith("store") else {"store": "x"}
+        with pytest.raises(UsageError) as caught:
+            SessionSettings.resolve(given, environ={}, folder=tmp_path)
+        assert "secret" not in str(caught.value)
 
     def test_session_settings_follow_the_same_order(self, tmp_path: Path) -> None:
         (tmp_path / "scarctl.toml").write_text(

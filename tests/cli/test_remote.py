@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from scarctl.store import Store
+from scarctl.store import Store, doctor
+from scarctl.store.doctor import diagnose
+from scarctl.store.probe import race
 from tests.cli.conftest import Model, Run
 from tests.support.places import KEY, SECRET, Place
 from tests.support.proxy import Fault, proxy
@@ -24,6 +26,14 @@ def url(s3_place: Place, tmp_path: Path) -> str:
     lines = [f'{name} = "{value}"' for name, value in s3_place.options.items()]
     (tmp_path / "scarctl.toml").write_text("\n".join(["[storage_options]", *lines, ""]))
     return s3_place.url
+
+
+@pytest.fixture
+def quick_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is not the figures that matter."""
+    monkeypatch.setitem(diagnose.__kwdefaults__, "large_bytes", 1 << 20)
+    monkeypatch.setitem(race.__kwdefaults__, "racers", 4)
+    monkeypatch.setattr(doctor, "SMALL_COUNT", 3)
 
 
 @pytest.fixture
@@ -125,6 +135,7 @@ def test_the_region_of_the_environment_signs_the_requests(
 
 def test_nothing_secret_shows(
     run: Run,
+    quick_doctor: None,
     model: Model,
     s3_place: Place,
     s3_endpoint: str,
@@ -240,7 +251,7 @@ def test_doctor_finds_a_sound_place_and_cleans_up(
 
 
 def test_doctor_refuses_a_place_without_exclusive_creation(
-    run: Run, url: str, s3_endpoint: str, s3_place: Place, tmp_path: Path
+    run: Run, quick_doctor: None, url: str, s3_endpoint: str, s3_place: Place, tmp_path: Path
 ) -> None:
     with proxy(s3_endpoint) as wire:
         wire.drop_headers = ("if-none-match",)
@@ -253,7 +264,9 @@ def test_doctor_refuses_a_place_without_exclusive_creation(
     assert s3_place.raw.names() == []
 
 
-def test_doctor_leaves_a_store_alone(run: Run, saved: Model, url: str, s3_place: Place) -> None:
+def test_doctor_leaves_a_store_alone(
+    run: Run, quick_doctor: None, saved: Model, url: str, s3_place: Place
+) -> None:
     before = {name: s3_place.raw.get(name) for name in s3_place.raw.names()}
     assert run("doctor", "--store", url, "--rounds", 1, "--json").document["has_store"]
     assert {name: s3_place.raw.get(name) for name in s3_place.raw.names()} == before

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from scarctl.cli import verify as module
+from scarctl.store import Store, verify
+from scarctl.store.subset import Subset
 from tests.cli.conftest import Model, Run
 
 KEYS = {
@@ -14,6 +16,8 @@ KEYS = {
     "command",
     "intact",
     "read_data",
+    "read_data_subset",
+    "data_bytes",
     "files",
     "bytes",
     "records",
@@ -46,6 +50,37 @@ def test_an_intact_store(run: Run, saved: Model) -> None:
     assert done["records"] == 8
     assert run("verify", "--store", "ckpt").stdout.endswith(": intact\n")
     assert "data not read" in run("verify", "--store", "ckpt", "--no-read-data").stdout
+
+
+def test_parts_of_the_data_are_all_of_it_together(run: Run, saved: Model) -> None:
+    path = segment(1)
+    flip(path)
+    whole = run("verify", "--store", "ckpt", "--json", code=13).document["data_bytes"]
+    store = Store.open("ckpt")
+    reports = [
+        verify(store, read_data=True, subset=Subset.parse(part))
+        for part in ("1/3", "2/3", "3/3", "2/3", "1/3", "3/3")
+    ]
+    assert [r.data_bytes for r in reports[:3]] == [reports[k].data_bytes for k in (4, 3, 5)], (
+        "always the same"
+    )
+    found = [problem for report in reports[:3] for problem in report.problems]
+    read = sum(report.data_bytes for report in reports[:3])
+    assert read == whole > 0
+    assert [Path(problem.file).name for problem in found] == [path.name]
+    everything = run("verify", "--store", "ckpt", "--read-data-subset", "100%", code=13).stdout
+    assert everything.endswith(" of data read (100%)\n")
+
+
+@pytest.mark.parametrize(
+    "part", ["0/3", "4/3", "1/0", "3", "0%", "101%", "-1%", "nan%", "1/3%", "", "1" * 20 + "/3"]
+)
+def test_what_is_no_part(run: Run, saved: Model, part: str) -> None:
+    assert (
+        run("verify", "--store", "ckpt", "--read-data-subset", part, "--json", code=2).error["kind"]
+        == "usage"
+    )
+    run("verify", "--store", "ckpt", "--read-data-subset", "1/2", "--no-read-data", code=2)
 
 
 def test_flipped_data_names_file_and_partition(run: Run, saved: Model) -> None:

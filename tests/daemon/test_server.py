@@ -127,7 +127,7 @@ class TestOperations:
         assert refused(connection, "claim", store=str(store.root)) == "usage"
         assert refused(connection, "open", ScarError) == "corruption", "there is no arena"
         assert refused(connection, "drain", Unavailable, milliseconds=1) == "unavailable"
-        for seqs in (None, [], {"x": 1}, {"0": "1"}, {"0": True}, {"²": 1}):
+        for seqs in (None, [], {"x": 1}, {"0": "1"}, {"0": True}, {"²": 1}, {"٣": 1}, {"1" * 5000: 1}):
             assert refused(connection, "roll_back", seqs=seqs) == "usage"
         assert refused(connection, "roll_back", seqs={"0": 0}) == "usage", "nothing is open"
         for version in (0, 2, "1", None, 1e300, "x" * 10000):

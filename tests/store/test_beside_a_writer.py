@@ -8,11 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from scarctl.store import Store, StoreWriter, verify
+from scarctl.layout import Layout
+from scarctl.store import Collector, Store, StoreWriter, verify
 from scarctl.store.blob import LocalBlobs
 from scarctl.store.format import index_path, record_path
-from scarctl.store.gc import Collector
-from tests.store.helpers import Data
+from scarctl.store.prune import Retention, plan_prune, prune
+from tests.store.helpers import Data, read_all
 
 Files = list[tuple[str, int]]
 
@@ -96,3 +97,25 @@ def test_what_is_collected_while_all_is_checked(
 
     monkeypatch.setattr(LocalBlobs, "files", files)
     assert verify(store, read_data=True).problems == []
+
+
+def test_pruning_beside_a_writer_spares_what_the_boundary_names(
+    store: Store, layout: Layout, data: Data
+) -> None:
+    """Copies that have newer ones since the boundary: a roll-back to a record in between still goes to them."""
+    shard_of = layout.shards(1, 0)
+    with store.writer(layout=layout, shard_of=shard_of) as writer:
+        ids = writer.states[0].ids
+        for half in (ids[::2], ids[1::2]):  # the record at the boundary names one segment, its index two
+            writer.commit(0, half, data, step=1)
+        Collector(writer).collect()
+    before = read_all(store, store.state(0))[0]
+    with store.writer(layout=layout, shard_of=shard_of) as writer:
+        data.change(range(layout.partitions), 1)
+        commit(writer, data, 2)
+        plan = plan_prune(store, Retention())
+        assert plan.writer is not None
+        prune(store, plan)
+        assert verify(store, read_data=True).problems == []
+        boundary = store.state(0).boundary
+        assert read_all(store, store.state(0, at=boundary)) == (before, {})

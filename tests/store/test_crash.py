@@ -5,13 +5,10 @@ never neither.
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import shutil
-import signal
 import subprocess
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,56 +19,7 @@ from scarctl.errors import MissingGuarantee, ScarError, Unavailable
 from scarctl.layout import Layout
 from scarctl.store import Store, StoreWriter, verify
 from tests.store.helpers import Data, read_all, summary
-
-CALLS = ("write", "fsync", "link", "unlink", "replace", "mkdir")
-"""Killed before each of these; what a call after the one before it leaves is the same."""
-
-
-class Fault:
-    """Counts calls of `os` and does something before the k-th."""
-
-    def __init__(self, k: int, action: Callable[[], Any], names: tuple[str, ...] = CALLS) -> None:
-        self.k, self.action, self.names = k, action, names
-        self.count = 0
-        self.originals = {name: getattr(os, name) for name in names}
-
-    def __enter__(self) -> Fault:
-        for name in self.names:
-            setattr(os, name, self._wrap(self.originals[name]))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, original in self.originals.items():
-            setattr(os, name, original)
-
-    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            if self.count == self.k:
-                self.action()
-            return original(*args, **kwargs)
-
-        return call
-
-
-def _in_child(work: Callable[[], None]) -> int:
-    """Runs `work` in a forked child; its wait status."""
-    gc.freeze()  # the child shares our memory: its collector need not touch it
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return os.waitpid(pid, 0)[1]
-
-
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+from tests.support.failpoint import CALLS, Fault, in_child, kill_myself
 
 
 def _prepared(folder: Path, layout: Layout) -> tuple[Store, Data]:
@@ -132,10 +80,10 @@ def test_killed_at_every_call_of_a_writers_life(memory_path: Path, layout: Layou
         k += 1
 
         def work(k: int = k) -> None:
-            with Fault(k, _kill):
+            with Fault(k, kill_myself):
                 _work(store, layout, changed)
 
-        status = _in_child(work)
+        status = in_child(work)
         contents = _contents(Store.open(run))
         assert contents in allowed, f"call {k}"
         seen.add(allowed.index(contents))
@@ -173,7 +121,7 @@ def test_killed_at_every_call_of_creation_and_roll_back(memory_path: Path, layou
         folder = memory_path / str(k)
 
         def work(k: int = k, folder: Path = folder) -> None:
-            with Fault(k, _kill):
+            with Fault(k, kill_myself):
                 store = Store.create(folder / "a" / "run")
                 with store.writer(layout=layout, shard_of=shard_of) as writer:
                     ids = writer.states[1].ids
@@ -181,7 +129,7 @@ def test_killed_at_every_call_of_creation_and_roll_back(memory_path: Path, layou
                     writer.commit(1, ids[:3], newer_data, step=4)
                     writer.roll_back({1: 1})
 
-        status = _in_child(work)
+        status = in_child(work)
         store = Store.create(folder / "a" / "run")
         with store.writer(layout=layout, shard_of=shard_of) as writer:
             assert all(len(s.ids) for s in writer.states.values())

@@ -20,7 +20,7 @@ from scarctl.store import (
     verify,
 )
 from tests.store.helpers import Data, read_all
-from tests.store.test_crash import Fault, _in_child, _kill
+from tests.support.failpoint import Fault, in_child, kill_myself
 
 Contents = tuple[dict[int, bytes], list[int]]
 
@@ -85,10 +85,10 @@ def test_killed_at_every_call_of_compaction_collection_and_snapshots(
         k += 1
 
         def work(k: int = k) -> None:
-            with Fault(k, _kill):
+            with Fault(k, kill_myself):
                 _tidy(store, layout)
 
-        status = _in_child(work)
+        status = in_child(work)
         reopened = Store.open(run)
         report = verify(reopened, read_data=k % 10 == 0)
         assert report.problems == [], f"call {k}"

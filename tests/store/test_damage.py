@@ -4,6 +4,7 @@ possible.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -12,8 +13,19 @@ import pytest
 
 from scarctl.errors import Corruption, ScarError
 from scarctl.layout import Layout, TensorSpec, build_layout
-from scarctl.store import Store, StoreWriter, verify
-from scarctl.store.format import dump_json, record_path
+from scarctl.store import (
+    Collector,
+    SealedSet,
+    Store,
+    StoreWriter,
+    create_snapshot,
+    delete_snapshot,
+    read_snapshot,
+    sealed_sets,
+    snapshots,
+    verify,
+)
+from scarctl.store.format import dump_json, index_path, record_path
 from scarctl.version import pack, step_of
 from tests.store.helpers import Data, read_all, summary
 
@@ -231,6 +243,39 @@ def test_hostile_records_are_refused(tiny: tuple[Store, Layout, Data], change: d
     assert verify(store, read_data=True).problems
 
 
+def test_ids_so_far_apart_that_their_difference_wraps_are_refused(tiny: tuple[Store, Layout, Data]) -> None:
+    store, _, _ = tiny
+    record = store.log(0).record(2)
+    assert record.segment is not None
+    path = store.root / "shards/0/seg" / record.segment.name
+    data = bytearray(path.read_bytes())
+    tail = record.segment.tail
+    data[tail : tail + 16] = np.array([(1 << 63) - 1, -(1 << 63) + 3], "<i8").tobytes()
+    path.write_bytes(data)
+    digest = hashlib.sha256(data[tail:]).hexdigest()
+    obj = record.to_json()
+    obj["segment"] = {**obj["segment"], "tail_digest": digest}
+    (store.root / record_path(0, 2)).write_bytes(dump_json(obj))
+    assert "not ascending" in store.state(0).damaged[0].reason
+    assert any("not ascending" in p.reason for p in verify(store, read_data=True).problems)
+
+
+def test_a_snapshot_of_a_record_that_is_gone_is_a_problem_not_the_end(
+    tiny: tuple[Store, Layout, Data],
+) -> None:
+    """It may have been collected while its snapshot was made, by a process that died then."""
+    store, layout, data = tiny
+    create_snapshot(store, "first", SealedSet(1, 1, {0: store.state(0).sealed[0][0]}))
+    (snapshot,) = snapshots(store)
+    delete_snapshot(store, "first")
+    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        writer.commit(0, np.arange(layout.partitions), data, step=7, sealed=True)
+        Collector(writer, floor=0).collect()
+    store.blobs.create_exclusive("snapshots/first.json", [snapshot.data])
+    problems = verify(store, read_data=True).problems
+    assert [p.reason for p in problems if "snapshot names it" in p.reason]
+
+
 def test_an_oversized_record_is_refused_before_it_is_read(tiny: tuple[Store, Layout, Data]) -> None:
     store, _, _ = tiny
     path = store.root / record_path(0, 3)
@@ -259,3 +304,18 @@ def test_unknown_fields_are_kept_and_ignored(tiny: tuple[Store, Layout, Data]) -
         writer.commit(0, np.array([0]), data, step=9)
     assert verify(store, read_data=True).intact
     assert store.state(0).step == 9
+
+
+def test_a_snapshot_of_which_record_and_index_are_gone(store: Store, writer: StoreWriter, data: Data) -> None:
+    """Reported, both of them; not raised."""
+    ids = writer.states[0].ids
+    writer.commit(0, ids, data, step=1, sealed=True)
+    create_snapshot(store, "kept", sealed_sets([writer.states[0]])[0])
+    for step in (2, 3):
+        writer.commit(0, ids, data, step=step, sealed=True)
+    Collector(writer).collect()
+    seq = read_snapshot(store, "kept").seqs[0]
+    (store.root / record_path(0, seq)).unlink()
+    (store.root / index_path(0, seq)).unlink()
+    files = {problem.file for problem in verify(store, read_data=True).problems}
+    assert files >= {str(store.root / record_path(0, seq)), str(store.root / index_path(0, seq))}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,38 +13,47 @@ import numpy as np
 import pytest
 
 from scarctl.errors import AccessDenied, Fenced, MissingGuarantee, Unavailable
-from scarctl.store import Blobs, InDoubt, Store, s3, verify
+from scarctl.store import Blobs, InDoubt, Store, faults, s3, verify
 from scarctl.store.address import Address
 from scarctl.store.format import record_path
 from scarctl.store.s3 import PART
 from scarctl.store.store import blobs_at
 from tests.store.helpers import Data, read_all, small_layout
 from tests.support.places import Place
-from tests.support.proxy import Fault, Proxy, Request, proxy
+from tests.support.proxy import Fault, Proxy, Request
 
 pytestmark = pytest.mark.slow
 
 LOST = Fault(done=True)
 """The server has done it, and the answer never arrives."""
 RESET = Fault()
-TIMEOUT = 2.0
+TIMEOUT = 0.8
+"""Where the deadline is reached."""
 
 
-@pytest.fixture
-def wire(s3_endpoint: str) -> Iterator[Proxy]:
-    with proxy(s3_endpoint) as running:
-        yield running
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "FIRST_PAUSE", 0.02)
 
 
 @pytest.fixture
 def place(s3_place: Place, wire: Proxy) -> Place:
-    """The bucket behind the proxy, with a short deadline."""
-    options = {**s3_place.options, "endpoint_url": wire.url, "scarctl_timeout": TIMEOUT}
-    return replace(s3_place, options=options)
+    """The bucket behind the proxy."""
+    return replace(s3_place, options={**s3_place.options, "endpoint_url": wire.url})
+
+
+@pytest.fixture
+def hurried(place: Place) -> Blobs:
+    """With a short deadline."""
+    return blobs_of(replace(place, options={**place.options, "scarctl_timeout": TIMEOUT}))
 
 
 @pytest.fixture
 def blobs(place: Place) -> Blobs:
+    return blobs_of(place)
+
+
+def blobs_of(place: Place) -> Blobs:
     blobs = blobs_at(Address.parse(place.url, place.options))
     blobs.has("a/x")  # making a client takes longer than some deadline here
     return blobs
@@ -98,27 +108,71 @@ def test_anothers_file_is_never_taken_for_ones_own(
 @pytest.mark.parametrize(
     "fault", [RESET, LOST, Fault((503, "SlowDown")), Fault((500, "InternalError")), Fault(after=20)], ids=str
 )
-def test_the_deadline_is_kept_and_the_doubt_told(blobs: Blobs, wire: Proxy, fault: Fault) -> None:
+def test_the_deadline_is_kept_and_the_doubt_told(hurried: Blobs, wire: Proxy, fault: Fault) -> None:
     wire.rule = lambda request: fault if request.method in ("PUT", "GET") else None
     started = time.monotonic()
     with pytest.raises(InDoubt):
-        blobs.create_exclusive("a/x", [b"mine"])
+        hurried.create_exclusive("a/x", [b"mine"])
     assert time.monotonic() - started < TIMEOUT + 1.5
     wire.rule = lambda request: None
-    assert blobs.settle("a/x", b"mine")
+    assert hurried.settle("a/x", b"mine")
 
 
 @pytest.mark.parametrize("fault", [RESET, Fault((503, "SlowDown")), Fault(after=20)], ids=str)
-def test_a_read_ends_at_its_deadline(blobs: Blobs, place: Place, wire: Proxy, fault: Fault) -> None:
+def test_a_read_ends_at_its_deadline(hurried: Blobs, place: Place, wire: Proxy, fault: Fault) -> None:
     place.raw.put("a/x", b"data")
-    with blobs.reader("a/x") as file:
+    with hurried.reader("a/x") as file:
         wire.rule = lambda request: fault
-        for use in (lambda: blobs.read("a/x", 9), lambda: file.read(0, 4), lambda: blobs.files("a")):
+        for use in (lambda: hurried.read("a/x", 9), lambda: file.read(0, 4), lambda: hurried.files("a")):
             started = time.monotonic()
             with pytest.raises(Unavailable) as caught:
                 use()
             assert time.monotonic() - started < TIMEOUT + 1.5
             assert caught.value.retryable
+
+
+def test_an_operation_of_several_requests_has_one_deadline(hurried: Blobs, place: Place, wire: Proxy) -> None:
+    place.raw.put("a/x", b"data")
+    slow = Fault(answer=(500, "InternalError"), after=0.6 * TIMEOUT)
+    answers = iter([slow])
+    wire.rule = lambda request: next(answers, None) if request.method == "HEAD" else Fault(after=20)
+    started = time.monotonic()
+    with pytest.raises(Unavailable):
+        hurried.delete("a/x")
+    assert time.monotonic() - started < TIMEOUT + 1
+
+
+def test_who_hurries_waits_for_nothing(blobs: Blobs, place: Place, wire: Proxy) -> None:
+    """What another thread is waiting for ends; afterwards there is time again."""
+    place.raw.put("a/x", b"data")
+    wire.rule = lambda request: Fault(after=20)
+    failed: list[BaseException] = []
+
+    def wait(use: Callable[[], object]) -> None:
+        try:
+            use()
+        except BaseException as error:
+            failed.append(error)
+
+    def upload() -> None:
+        with blobs.writer("a/large") as out:
+            out.write(bytes(PART + 1))
+            out.commit()
+
+    uses = [lambda: blobs.read("a/x", 9), lambda: blobs.create_exclusive("a/y", [b"mine"]), upload]
+    threads = [threading.Thread(target=wait, args=(use,)) for use in uses]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    started = time.monotonic()
+    blobs.hurry()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - started < 3
+    assert sorted(type(error).__name__ for error in failed) == ["InDoubt", "Unavailable", "Unavailable"]
+    blobs.close()
+    wire.rule = times(1, Fault(after=0.5), "GET")
+    assert blobs.read("a/x", 9) == b"data"
 
 
 def test_a_read_goes_on_after_passing_faults(blobs: Blobs, place: Place, wire: Proxy) -> None:
@@ -130,7 +184,7 @@ def test_a_read_goes_on_after_passing_faults(blobs: Blobs, place: Place, wire: P
         assert blobs.has("a/x")
 
 
-def test_only_a_real_404_is_absence(blobs: Blobs, place: Place, wire: Proxy) -> None:
+def test_only_a_real_404_is_absence(hurried: Blobs, place: Place, wire: Proxy) -> None:
     for status, code, kind in [
         (403, "AccessDenied", AccessDenied),
         (403, "InvalidAccessKeyId", AccessDenied),
@@ -141,10 +195,10 @@ def test_only_a_real_404_is_absence(blobs: Blobs, place: Place, wire: Proxy) -> 
     ]:
         wire.rule = lambda request, answer=(status, code): Fault(answer)  # type: ignore[misc]
         with pytest.raises(kind, match=f"HTTP {status}"):
-            blobs.read("a/none", 9)
+            hurried.read("a/none", 9)
     wire.rule = lambda request: None
     with pytest.raises(FileNotFoundError):
-        blobs.read("a/none", 9)
+        hurried.read("a/none", 9)
 
 
 def test_refused_before_and_after_a_doubt(blobs: Blobs, place: Place, wire: Proxy) -> None:
@@ -171,11 +225,11 @@ def test_an_upload_survives_passing_faults(blobs: Blobs, place: Place, wire: Pro
         assert place.raw.get(name) == data
 
 
-def test_an_upload_that_fails_leaves_nothing(blobs: Blobs, place: Place, wire: Proxy) -> None:
+def test_an_upload_that_fails_leaves_nothing(hurried: Blobs, place: Place, wire: Proxy) -> None:
     data = np.random.default_rng(1).bytes(2 * PART + 5)
 
     def write() -> None:
-        with blobs.writer("a/x") as out:
+        with hurried.writer("a/x") as out:
             out.write(data)
             out.commit()
 
@@ -222,7 +276,8 @@ def test_memory_of_a_writer_is_bounded(blobs: Blobs, wire: Proxy, monkeypatch: p
 def test_a_commit_in_doubt_is_settled_by_the_next(place: Place, wire: Proxy) -> None:
     """The record arrives late: the commit that follows finds it, and nothing is lost or torn."""
     layout, data = small_layout(), Data(small_layout())
-    store = Store.create(place.url, storage_options=place.options)
+    options = {**place.options, "scarctl_timeout": TIMEOUT}
+    store = Store.create(place.url, storage_options=options)
     with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
         writer.commit(0, writer.states[0].ids, data, step=1, sealed=True)
         name = record_path(0, writer.states[0].seq + 1)

@@ -152,8 +152,8 @@ def test_any_choice_of_partitions_round_trips(
     with pytest.MonkeyPatch.context() as patch, writer:
         patch.setattr("scarctl.store.segment.BIG_RUN", big)
         patch.setattr("scarctl.store.segment.CHUNK", chunk)
-        patch.setattr("scarctl.store.segment.SPAN", chunk)
-        patch.setattr("scarctl.store.store.BATCH", chunk)
+        patch.setattr("scarctl.store.spans.SPAN", chunk)
+        patch.setattr("scarctl.store.fetch.BATCH", chunk)
         patch.setattr(LocalBlobs, "gap", gap)
         writer.commit(0, np.array(ids, np.int64), data, step=0, extras={"x": 1})
         state = writer.states[0]

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import errno
 import os
+import random
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from scarctl.store import Blobs
-from scarctl.store.blob import BlobWriter, Buffer, os_error
+from scarctl.store import Blobs, InDoubt
+from scarctl.store.blob import BlobReader, BlobWriter, Buffer, os_error
 
 OPERATIONS = ("writer", "write", "commit", "create_exclusive")
 """What a commit does, in this order; `write` several times."""
+OTHERS = (
+    "created",  # done, and then it is not known whether it is durable
+    "settle",
+    "delete",
+    "read",
+    "reader",
+    "read_ranges",
+    "files",
+    "folders",
+    "prepare",
+)
+"""What else opening, reading and collecting do."""
 
 
 @dataclass
@@ -27,27 +41,43 @@ class FaultyBlobs:
     raised: int = 0
     _plan: dict[tuple[str, int], int] = field(default_factory=dict)
     _always: dict[str, int] = field(default_factory=dict)
+    _chance: tuple[random.Random, float, tuple[int, ...]] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fail(self, operation: str, number: int = errno.EIO, *, at: Sequence[int] = (1,)) -> None:
         """The next, the one after that, ... (`at`, from 1) call of `operation` fails with errno `number`."""
-        assert operation in OPERATIONS
+        assert operation in (*OPERATIONS, *OTHERS)
         self._plan.update({(operation, self.calls[operation] + k): number for k in at})
 
     def break_down(self, operation: str, number: int) -> None:
         """From now on every call of `operation` fails, until `mend`."""
-        assert operation in OPERATIONS
+        assert operation in (*OPERATIONS, *OTHERS)
         self._always[operation] = number
+
+    def decay(self, rng: random.Random, rate: float, numbers: Sequence[int]) -> None:
+        """From now on every call of any operation may fail, until `mend`."""
+        self._chance = rng, rate, tuple(numbers)
 
     def mend(self) -> None:
         self._plan.clear()
         self._always.clear()
+        self._chance = None
 
     def _call(self, operation: str, name: str) -> None:
-        self.calls[operation] += 1
-        number = self._plan.pop((operation, self.calls[operation]), self._always.get(operation))
+        number = self._due(operation)
         if number is not None:
-            self.raised += 1
             raise os_error(OSError(number, os.strerror(number)), self.inner.where(name), operation)
+
+    def _due(self, operation: str) -> int | None:
+        """The errno that this call fails with, if it does."""
+        with self._lock:
+            self.calls[operation] += 1
+            number = self._plan.pop((operation, self.calls[operation]), self._always.get(operation))
+            if number is None and self._chance is not None:
+                rng, rate, numbers = self._chance
+                number = rng.choice(numbers) if rng.random() < rate else None
+            self.raised += number is not None
+            return number
 
     @contextmanager
     def writer(self, name: str) -> Iterator[BlobWriter]:
@@ -58,9 +88,65 @@ class FaultyBlobs:
     def create_exclusive(self, name: str, parts: Sequence[Buffer]) -> None:
         self._call("create_exclusive", name)
         self.inner.create_exclusive(name, parts)
+        if self._due("created") is not None:
+            raise InDoubt(f"{self.inner.where(name)}: written, but it is not known whether it is durable")
+
+    def settle(self, name: str, data: bytes) -> bool:
+        if self._due("settle") is not None:
+            raise InDoubt(f"{self.inner.where(name)}: it is still not known whether it is durable")
+        return self.inner.settle(name, data)
+
+    def delete(self, name: str) -> None:
+        self._call("delete", name)
+        self.inner.delete(name)
+
+    def read(self, name: str, limit: int) -> bytes:
+        self._call("read", name)
+        return self.inner.read(name, limit)
+
+    @contextmanager
+    def reader(self, name: str) -> Iterator[BlobReader]:
+        self._call("reader", name)
+        with self.inner.reader(name) as file:
+            yield _FaultyReader(self, name, file)
+
+    def files(self, folder: str) -> list[tuple[str, int]]:
+        self._call("files", folder)
+        return self.inner.files(folder)
+
+    def folders(self, folder: str) -> list[str]:
+        self._call("folders", folder)
+        return self.inner.folders(folder)
+
+    def prepare(self, folder: str) -> None:
+        self._call("prepare", folder)
+        self.inner.prepare(folder)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+@dataclass
+class _FaultyReader:
+    blobs: FaultyBlobs
+    name: str
+    file: BlobReader
+
+    @property
+    def size(self) -> int:
+        return self.file.size
+
+    def read(self, start: int, stop: int) -> bytes:
+        self.blobs._call("read_ranges", self.name)
+        return self.file.read(start, stop)
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        self.blobs._call("read_ranges", self.name)
+        self.file.read_into(start, buffer)
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        self.blobs._call("read_ranges", self.name)
+        self.file.read_ranges(ranges)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -108,16 +109,28 @@ KEY, SECRET = "AKIAPLANTEDKEY000001", "planted/secret+of/the/tests"
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """An S3 server on a free port of the loopback interface; gives its address."""
-    from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+    """An S3 server on a free port of the loopback interface; gives its address.
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
+    Moto's, without what it puts in front of all its services: that takes longer for each request than the request.
+    """
+    from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
+    from werkzeug.serving import make_server
+
+    class Quiet(MotoRequestHandler):
+        protocol_version = "HTTP/1.1"  # connections are kept
+
+        def log_request(self, *_: Any) -> None: ...
+
+    server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=Quiet)
+    server.daemon_threads = True  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
     try:
-        _, port = server.get_host_and_port()
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{server.port}"
     finally:
-        server.stop()
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def s3_client(endpoint: str) -> Any:

@@ -35,6 +35,8 @@ class Fault:
     answer: tuple[int, str] | None = None
     done: bool = False
     after: float = 0.0
+    cut: bool = False
+    """Instead of all that: the true answer, and the connection closed after half of its body."""
 
 
 Rule = Callable[[Request], Fault | None]
@@ -52,6 +54,12 @@ class Proxy:
     """Headers (lower case) that never reach the server."""
     seen: list[Request] = field(default_factory=list)
     url: str = ""
+
+    def reset(self) -> None:
+        """No faults from now on, and nothing seen."""
+        self.rule = lambda request: None
+        self.drop_headers = ()
+        self.seen.clear()
 
     def times(self, method: str, ending: str = "") -> int:
         """Requests of a method whose path ends like that."""
@@ -101,6 +109,11 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is None:
             status, answered, data = self._pass_on(headers, body)
             self._answer(status, answered, data)
+            return
+        if fault.cut:
+            status, answered, data = self._pass_on(headers, body)
+            self._answer(status, {**answered, "X-Length": str(len(data))}, data[: len(data) // 2])
+            self.close_connection = True
             return
         if fault.done:
             self._pass_on(headers, body)

@@ -1,0 +1,555 @@
+"""What takes untrusted input: for each a function that makes one hostile case from a seed, and reads it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import random
+import socket
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from scarctl import extras as codec
+from scarctl.cli.inspect import _plain, survey
+from scarctl.cli.main import default_map
+from scarctl.config import SessionSettings, read_file, storage_options
+from scarctl.daemon import protocol
+from scarctl.daemon.arena import FILE, Arena, _Geometry, arena_folder
+from scarctl.daemon.handover import HandOverQueue
+from scarctl.daemon.server import Daemon, _Peer
+from scarctl.daemon.stale import survey as stale_arenas
+from scarctl.errors import Contention, ScarError
+from scarctl.layout import Layout
+from scarctl.recovery import plan_partial
+from scarctl.statefile import open_state
+from scarctl.store import Settings, Snapshot, Store, verify
+from scarctl.store.format import canonical, checksum, parse_header, parse_json
+from scarctl.store.lock import StoreLock
+from scarctl.store.record import Record
+from scarctl.store.state import parse_index
+from scarctl.version import pack
+from tests.attack.image import LAYOUT, SEED, make
+from tests.attack.mutate import bytes_of, has_raw, hostile, mangle, text, with_raw
+from tests.store.helpers import read_all
+
+Target = Callable[[random.Random], None]
+
+
+class Defect(Exception):
+    """Something answered as it must not."""
+
+
+def signed(obj: dict[str, Any]) -> bytes:
+    """A JSON file of a store with a right checksum, whatever is in it, where there can be one."""
+    if has_raw(obj):
+        return text({**obj, "checksum": "0" * 64})
+    try:
+        return canonical({**obj, "checksum": checksum(obj)})
+    except ValueError:
+        return text(obj)
+
+
+def safetensors(header: Any, data: bytes) -> bytes:
+    raw = with_raw(json.dumps(header)).encode("utf-8", "surrogatepass")
+    raw += b" " * (-len(raw) % 8)
+    return len(raw).to_bytes(8, "little") + raw + data
+
+
+def _header_of(file: bytes) -> tuple[dict[str, Any], bytes]:
+    head = 8 + int.from_bytes(file[:8], "little")
+    return json.loads(file[8:head]), file[head:]
+
+
+class Targets:
+    """All of them, with what they need in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.image = make(0, shards=2, rounds=1)
+        files = self.image.files
+        self.records = {
+            name: json.loads(data) for name, data in files.items() if name.split("/")[2:3] == ["log"]
+        }
+        self.indexes = {name: data for name, data in files.items() if name.split("/")[2:3] == ["index"]}
+        self.segments = {name: data for name, data in files.items() if name.split("/")[2:3] == ["seg"]}
+        self.snapshot = json.loads(files["snapshots/first.json"])
+        self.settings = json.loads(files["scarctl.json"])
+        self.layout = json.loads(next(data for name, data in files.items() if name.startswith("layout/")))
+        self.shard_of = LAYOUT.shards(2, SEED)
+        self.extras, self.tensors = codec.encode(
+            {
+                "lr": 0.1,
+                "list": [1, (2, 3), {4}, frozenset({5})],
+                "keys": {1: "a", (2,): None},
+                "np": np.float32(1.5),
+                "array": np.arange(6).reshape(2, 3),
+                "odd": np.array(["a", "bc"]),
+                "big": 1 << 100,
+                "bytes": b"abc",
+                "inf": float("inf"),
+            }
+        )
+        self._state_files()
+        self._arena()
+        self._daemon()
+
+    def all(self) -> dict[str, tuple[int, Target]]:
+        """By name: share of the cases, and the target."""
+        return {
+            "safetensors header": (240, self.header),
+            "record": (120, self.record),
+            "index": (60, self.index),
+            "snapshot": (80, self.snapshot_file),
+            "settings": (80, self.settings_file),
+            "layout": (100, self.layout_file),
+            "extras": (100, self.extras_text),
+            "lock file": (20, self.lock),
+            "state file, safetensors": (60, self.state_file),
+            "state file, pt": (10, self.torch_file),
+            "state file, dcp": (8, self.dcp_folder),
+            "message": (60, self.message),
+            "reply": (30, self.reply),
+            "request": (30, self.request),
+            "arena": (25, self.arena),
+            "hand-over": (40, self.handover),
+            "scarctl.toml": (20, self.toml),
+            "whole store": (12, self.store),
+        }
+
+    # -- files of a store
+
+    def header(self, rng: random.Random) -> None:
+        obj, data = _header_of(rng.choice(list(self.segments.values())))
+        if rng.randrange(3):
+            file = safetensors(mangle(rng, obj, rng.randrange(1, 4)), data)
+        else:
+            file = bytes_of(rng, safetensors(obj, data))
+        prefix = 8 + int.from_bytes(file[:8], "little") if rng.randrange(9) else rng.randrange(99)
+        size = rng.choice((len(file), len(file), len(file), prefix, 1 << 40, 0))
+        parse_header(file[:prefix], size, "file")
+
+    def _json(self, rng: random.Random, obj: dict[str, Any]) -> bytes:
+        if rng.randrange(4) == 0:
+            return bytes_of(rng, canonical(obj))
+        changed = mangle(rng, obj, rng.randrange(1, 4))
+        return text(changed) if rng.randrange(6) == 0 else signed(changed)
+
+    def record(self, rng: random.Random) -> None:
+        obj = rng.choice(list(self.records.values()))
+        Record.parse(self._json(rng, obj), "file", shard=obj["shard"], seq=obj["seq"])
+
+    def _index_bytes(self, rng: random.Random, name: str) -> bytes:
+        file = self.indexes[name]
+        obj, data = _header_of(file)
+        what = rng.randrange(4)
+        if what == 0:
+            return bytes_of(rng, file)
+        if what == 1:  # arrays that contradict each other
+            body = bytearray(data[:-32])
+            for _ in range(rng.randrange(1, 4)):
+                at = 8 * rng.randrange(len(body) // 8)
+                number = rng.choice(
+                    (-1, 0, 1, 1 << 62, -(1 << 63), (1 << 63) - 1, 1 << 31, rng.randrange(64))
+                )
+                body[at : at + 8] = struct.pack("<q", number)
+            made = safetensors(obj, bytes(body))
+        else:
+            state = mangle(rng, json.loads(obj["__metadata__"]["state"]), rng.randrange(1, 3))
+            if what == 2:
+                obj["__metadata__"]["state"] = with_raw(json.dumps(state))
+            else:
+                obj = mangle(rng, obj)
+            made = safetensors(obj, data[:-32])
+        return made + hashlib.sha256(made).digest()
+
+    def index(self, rng: random.Random) -> None:
+        name = rng.choice(list(self.indexes))
+        raw = np.frombuffer(self._index_bytes(rng, name), np.uint8)
+        part = name.split("/")
+        parse_index(raw, "file", shard=int(part[1]), seq=int(part[3][:20]))
+
+    def snapshot_file(self, rng: random.Random) -> None:
+        Snapshot.parse(self._json(rng, self.snapshot), "file", name="first")
+
+    def settings_file(self, rng: random.Random) -> None:
+        if rng.randrange(3) == 0:
+            Settings.from_json(mangle(rng, self.settings["settings"], 2), "file")
+        else:
+            self.image.open({"scarctl.json": self._json(rng, self.settings)})
+
+    def layout_file(self, rng: random.Random) -> None:
+        if rng.randrange(2):
+            name = f"layout/{self.layout['digest']}.json"
+            self.image.open({name: self._json(rng, self.layout)}).layout(self.layout["digest"])
+            return
+        layout = Layout.from_json(mangle(rng, self.layout["layout"], rng.randrange(1, 4)))
+        LAYOUT.differences(layout)
+        layout.base.sum()
+
+    def extras_text(self, rng: random.Random) -> None:
+        tree = mangle(rng, json.loads(self.extras), rng.randrange(1, 4))
+        tensors = dict(self.tensors)
+        if rng.randrange(3) == 0:
+            name = rng.choice(list(tensors))
+            shape = tuple(rng.choice((0, 1, 2, 6, 1 << 40, 1 << 62)) for _ in range(rng.randrange(4)))
+            tensors[name] = codec.RawTensor(
+                rng.choice(("F32", "U8", "BF16", "C64")), shape, tensors[name].data
+            )
+        given = with_raw(json.dumps(tree))
+        codec.decode(given if rng.randrange(4) else given[: rng.randrange(len(given) + 1)], tensors)
+
+    def lock(self, rng: random.Random) -> None:
+        path = self.folder / "lock"
+        path.write_bytes(bytes_of(rng, b"1234 host.example\n"))
+        with path.open() as held:
+            import fcntl
+
+            fcntl.flock(held, fcntl.LOCK_EX)
+            try:
+                StoreLock(path).release()
+            except Contention as error:
+                if not error.message.isprintable():
+                    raise Defect(f"{error.message!r} reaches the terminal") from error
+                raise
+        raise Defect("a lock that is held was taken")
+
+    def store(self, rng: random.Random) -> None:
+        """Consistent lies: everything that is read has a right checksum, and is opened as commands do."""
+        changed: dict[str, bytes] = {}
+        what = rng.randrange(4)
+        shard = rng.randrange(2)
+        newest = max(name for name in self.records if name.startswith(f"shards/{shard}/"))
+        if what == 0:
+            name = rng.choice(list(self.indexes))
+            changed[name] = self._index_bytes(rng, name)
+        elif what == 1:
+            changed[newest] = signed(mangle(rng, self.records[newest], rng.randrange(1, 3)))
+        elif what == 2:
+            changed["snapshots/first.json"] = signed(mangle(rng, self.snapshot))
+        else:
+            changed |= self._lying_segment(rng, newest)
+        store = self.image.open(changed)
+        for attempt in (self._read_all, self._plan, self._verify, self._inspect, self._records):
+            try:
+                attempt(store)
+            except ScarError:
+                continue
+
+    def _lying_segment(self, rng: random.Random, newest: str) -> dict[str, bytes]:
+        record = dict(self.records[newest])
+        ref = dict(record["segment"])
+        name = newest.rpartition("/log/")[0] + "/seg/" + ref["name"]
+        file = self.segments[name]
+        obj, data = _header_of(file)
+        if rng.randrange(2):
+            file = safetensors(mangle(rng, obj), data)
+            if rng.randrange(2):
+                ref["head"] = 8 + int.from_bytes(file[:8], "little")
+                grown = len(file) - ref["bytes"]
+                ref["bytes"], ref["tail"] = ref["bytes"] + grown, ref["tail"] + grown
+        else:
+            out = bytearray(file)
+            for _ in range(rng.randrange(1, 3)):  # ids and checksums
+                at = ref["tail"] + 8 * rng.randrange((len(out) - ref["tail"]) // 8)
+                number = rng.choice((-1, 0, 1, 1 << 62, -(1 << 63), (1 << 63) - 1, rng.randrange(64)))
+                out[at : at + 8] = struct.pack("<q", number)
+            file = bytes(out)
+        head, tail = ref["head"], ref["tail"]
+        ref["tail_digest"] = hashlib.sha256(file[tail:]).hexdigest()
+        ref["digest"] = hashlib.sha256(file[:head] + file[head + ref["data"] : tail]).hexdigest()
+        return {newest: signed({**record, "segment": ref}), name: file}
+
+    def _read_all(self, store: Store) -> None:
+        for shard in store.shards():
+            state = store.state(shard)
+            if state.layout is not None:
+                read_all(store, state)
+            store.read_extras(state)
+
+    def _plan(self, store: Store) -> None:
+        states = {shard: store.state(shard, LAYOUT) for shard in store.shards()}
+        plan_partial(np.arange(LAYOUT.partitions), LAYOUT, self.shard_of, states)
+
+    def _verify(self, store: Store) -> None:
+        verify(store, read_data=True)
+
+    def _inspect(self, store: Store) -> None:
+        view = survey(store, str(self.folder / "none"))
+        json.dumps(view.to_json(None), allow_nan=False)
+
+    def _records(self, store: Store) -> None:
+        for shard in store.shards():
+            for _ in store.records(shard):
+                pass
+
+    # -- state files
+
+    def _state_files(self) -> None:
+        tensors = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5, dtype=torch.bfloat16)}
+        packed = io.BytesIO()
+        torch.save({**tensors, "nested": {"l": [tensors["w"] + 1]}, "step": 7}, packed)
+        self.pt = packed.getvalue()
+        legacy = io.BytesIO()
+        torch.save(tensors, legacy, _use_new_zipfile_serialization=False)
+        self.legacy = legacy.getvalue()
+        from torch.distributed.checkpoint import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        self.dcp = self.folder / "dcp"
+        import warnings
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            save(dict(tensors), storage_writer=FileSystemWriter(self.dcp), no_dist=True)
+        self.dcp_metadata = (self.dcp / ".metadata").read_bytes()
+
+    def _open_state(self, data: bytes, name: str) -> None:
+        path = self.folder / name
+        path.write_bytes(data)
+        state = open_state(path)
+        for tensor in state.specs:
+            state.rows(tensor).sum()
+
+    def state_file(self, rng: random.Random) -> None:
+        obj, data = _header_of(rng.choice(list(self.segments.values())))
+        what = rng.randrange(3)
+        file = safetensors(obj if what == 0 else mangle(rng, obj, rng.randrange(1, 3)), data)
+        self._open_state(bytes_of(rng, file) if what == 0 else file, "state.safetensors")
+
+    def torch_file(self, rng: random.Random) -> None:
+        what = rng.randrange(4)
+        if what == 0:
+            self._open_state(bytes_of(rng, self.legacy), "state.pt")
+        elif what == 1:
+            self._open_state(bytes_of(rng, self.pt), "state.pt")
+        else:  # members with right checksums
+            out = io.BytesIO()
+            with zipfile.ZipFile(io.BytesIO(self.pt)) as old, zipfile.ZipFile(out, "w") as new:
+                for info in old.infolist():
+                    data = old.read(info)
+                    if info.filename.endswith("data.pkl") and rng.randrange(8):
+                        data = bytes_of(rng, data)
+                    elif rng.randrange(12) == 0:
+                        continue
+                    if rng.randrange(12) == 0:
+                        info.filename = rng.choice(
+                            ("../../x", "/etc/passwd", "archive/data/99", "a\n\x1b[2J")
+                        )
+                    new.writestr(info, data)
+            self._open_state(out.getvalue(), "state.pt")
+
+    def dcp_folder(self, rng: random.Random) -> None:
+        (self.dcp / ".metadata").write_bytes(bytes_of(rng, self.dcp_metadata))
+        state = open_state(self.dcp)
+        for tensor in state.specs:
+            state.rows(tensor).sum()
+
+    # -- the daemon
+
+    def _daemon(self) -> None:
+        base = self.folder / "host"
+        base.mkdir(mode=0o700)
+        self.daemon = Daemon(base)
+        self.near, self.far = socket.socketpair()
+        self.messages = [
+            {"v": 1, "op": "status"},
+            {
+                "v": 1,
+                "op": "claim",
+                "store": str(self.folder / "nowhere"),
+                "options": {"key": "a", "b": {"c": 1}},
+            },
+            {"v": 1, "op": "open", "again": True, "stopped": False},
+            {"v": 1, "op": "drain", "milliseconds": 0},
+            {"v": 1, "op": "roll_back", "seqs": {"0": 3, "1": 4}},
+            {"v": 1, "op": "watch", "run": "0" * 32},
+            {"v": 1, "op": "ask", "store": "0" * 32, "full": True},
+            {"v": 1, "op": "hold", "seconds": 1},
+            *({"v": 1, "op": op} for op in ("pause", "resume", "close", "leave", "notify")),
+        ]
+
+    def message(self, rng: random.Random) -> None:
+        message = text(mangle(rng, rng.choice(self.messages), 2))
+        data = struct.pack(">I", len(message)) + message
+        if rng.randrange(3) == 0:
+            data = bytes_of(rng, data)[:150_000]
+        near, far = socket.socketpair()
+        with near, far:
+            far.setblocking(False)
+            near.settimeout(0.5)
+            try:
+                far.sendall(data[:100_000])
+            except BlockingIOError:
+                return
+            far.close()
+            try:
+                protocol.receive(near)
+            except protocol.Closed:
+                return
+
+    def request(self, rng: random.Random) -> None:
+        """A message that is one: every answer is an error of scarctl's own."""
+        message = mangle(rng, rng.choice(self.messages), rng.randrange(1, 3))
+        if has_raw(message):
+            try:
+                message = json.loads(text(message))
+            except (ValueError, RecursionError):
+                return
+        if not isinstance(message, dict) or message.get("op") == "stop":
+            return
+        self.daemon._answer(self.near, _Peer(), message)
+        if message.get("op") == "notify":
+            return
+        reply = protocol.receive(self.far, protocol.MAX_REPLY)
+        protocol.check_reply(reply)
+
+    def reply(self, rng: random.Random) -> None:
+        error = protocol.failure(Contention("busy", hint="wait"))
+        reply = mangle(rng, rng.choice(({"ok": True, "pid": 3}, error)), rng.randrange(1, 4))
+        if has_raw(reply):
+            try:
+                reply = json.loads(text(reply))
+            except (ValueError, RecursionError):
+                return
+        if isinstance(reply, dict):
+            protocol.check_reply(reply)
+
+    # -- the arena's folder
+
+    def _arena(self) -> None:
+        self.store_id = self.settings["id"]
+        self.base = self.folder / "arenas"
+        self.base.mkdir()
+        self.place = arena_folder(str(self.base), self.store_id)
+        arena = Arena.create(self.place, LAYOUT, store_id=self.store_id, epoch=1)
+        everything = np.arange(LAYOUT.partitions)
+        arena.begin(everything)
+        arena.end(everything, pack(1, 3))
+        arena.distance[:] = 0.5
+        arena.head_step = 4
+        arena.close()
+        self.arena_bytes = (self.place / FILE).read_bytes()
+        self.queue = HandOverQueue(self.place)
+        self.queue.put(version=pack(1, 3), ids=everything, sealed=True, extras={"a": np.arange(3), "b": "c"})
+        self.handover_path = Path(self.queue._path(1))
+        self.handover_bytes = self.handover_path.read_bytes()
+        self.plain = self.image.open()
+
+    def arena(self, rng: random.Random) -> None:
+        data = bytearray(self.arena_bytes)
+        what = rng.randrange(4)
+        if what == 0:
+            data = bytearray(bytes_of(rng, self.arena_bytes[:8192]) + self.arena_bytes[8192:])
+        elif what == 1:  # header
+            at = rng.randrange(0, 144, 4)
+            number = rng.choice((0, 1, -1, 1 << 31, 1 << 62, -(1 << 63), rng.getrandbits(63)))
+            data[at : at + 8] = struct.pack("<q", number)
+        elif what == 2:  # fields and arrays
+            first = 256 if rng.randrange(2) else struct.unpack_from("<Q", data, 48)[0]
+            at = first + 8 * rng.randrange(6 if first == 256 else 4 * LAYOUT.partitions)
+            number = rng.choice((0, 1, -1, 1 << 31, 1 << 62, -(1 << 63), (1 << 63) - 1, rng.getrandbits(63)))
+            value = struct.pack("<d", rng.choice((1e308, -1e308, float("nan"), float("inf"), -1.0)))
+            data[at : at + 8] = struct.pack("<q", number) if rng.randrange(2) else value
+        else:  # a layout that lies, and a header that fits it
+            raw = text(mangle(rng, LAYOUT.to_json()))[:3500]
+            layout = Layout.from_json(parse_json(raw, "file"))
+            geometry = _Geometry(layout, raw)
+            if geometry.size > 1 << 24:
+                return
+            data = data[: geometry.size].ljust(geometry.size, b"\0")
+            data[4096 : 4096 + len(raw)] = raw
+            struct.pack_into("<QQ", data, 16, geometry.size, layout.partitions)
+            struct.pack_into("<QQQ", data, 40, len(raw), geometry.arrays_at, geometry.tensors_at)
+            struct.pack_into("32s", data, 64, bytes.fromhex(layout.digest))
+        path = self.place / FILE
+        path.write_bytes(data)
+        path.chmod(0o600)
+        arena = None
+        try:
+            view = survey(self.plain, str(self.base))
+            json.dumps(view.to_json(None), allow_nan=False)
+            _plain(view)
+            for one in stale_arenas(self.place.parent):
+                json.dumps([one.id, one.pid, one.head_step, one.durable_step, one.pending], allow_nan=False)
+            arena = Arena.open_existing(self.place, store_id=self.store_id)
+            if arena is not None:
+                for array in (arena.newest(), arena.lifted(arena.version), arena.pending(), arena.intact()):
+                    array.sum()
+        finally:
+            if arena is not None:
+                arena.close()
+
+    def handover(self, rng: random.Random) -> None:
+        obj, data = _header_of(self.handover_bytes)
+        what = rng.randrange(4)
+        if what == 0:
+            file = bytes_of(rng, self.handover_bytes)
+        else:
+            if what == 1:
+                obj["__metadata__"] = mangle(rng, obj["__metadata__"])
+            elif what == 2:
+                tree = mangle(rng, json.loads(obj["__metadata__"]["extras"]))
+                obj["__metadata__"]["extras"] = with_raw(json.dumps(tree))
+            else:
+                obj = mangle(rng, obj)
+            known = obj.get("__metadata__") if isinstance(obj, dict) else None
+            if isinstance(known, dict) and rng.randrange(5):
+                known.pop("digest", None)
+                known["digest"] = hashlib.sha256(canonical_or(known) + data).hexdigest()
+            file = safetensors(obj, data)
+        self.handover_path.write_bytes(file)
+        self.queue.read(1)
+
+    # -- settings
+
+    def toml(self, rng: random.Random) -> None:
+        names = [*SessionSettings.__dataclass_fields__, "json", "limit", "dry-run", "recover", "lost"]
+        lines = []
+        for name in rng.sample(names, 3):
+            value = hostile(rng)
+            lines.append(f"{name} = {_toml(value)}")
+        if rng.randrange(3) == 0:
+            lines.append(f"[{rng.choice(('recover', 'storage_options', 'rows', 'x', 'run.a', '__proto__'))}]")
+            lines.append(f"{rng.choice(('key', 'lost', 'json', '*'))} = {_toml(hostile(rng))}")
+        data = "\n".join(lines).encode("utf-8", "surrogatepass")
+        if rng.randrange(4) == 0:
+            data = bytes_of(rng, data)
+        (self.folder / "scarctl.toml").write_bytes(data)
+        for attempt in (
+            lambda: storage_options(read_file(self.folder)),
+            lambda: default_map(self.folder),
+            lambda: SessionSettings.resolve({"store": "x"}, environ={}, folder=self.folder),
+        ):
+            try:
+                attempt()
+            except ScarError:
+                continue
+
+    def close(self) -> None:
+        self.near.close()
+        self.far.close()
+        self.daemon._say_farewell()
+
+
+def canonical_or(obj: object) -> bytes:
+    try:
+        return canonical(obj)
+    except ValueError:
+        return b""
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(k))} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if value is None:
+        return '""'
+    return with_raw(json.dumps(value)).replace("NaN", "nan").replace("Infinity", "inf")

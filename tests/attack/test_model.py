@@ -1,0 +1,24 @@
+"""The model's short form: small casts hold, and every rule that is left out shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.attack.model import SHORT, Scenario, explore
+from tests.attack.protocol import MUTANTS
+
+BY_NAME = {scenario.name: scenario for scenario in SHORT}
+
+
+@pytest.mark.parametrize("scenario", SHORT, ids=BY_NAME)
+def test_the_protocol_holds(scenario: Scenario) -> None:
+    result = explore(scenario)
+    assert (result.broken, result.trace) == ("", ())
+    assert result.states > 500
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_every_rule_is_needed(mutant: str) -> None:
+    result = explore(BY_NAME[MUTANTS[mutant]], mutant)
+    assert result.broken
+    assert 5 < len(result.trace) < 30

@@ -1,0 +1,257 @@
+"""How much is read to bring back a part of a store, and that what mostly waits is done at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scarctl.layout import Layout, TensorSpec, build_layout
+from scarctl.store import Blobs, Store, spans
+from scarctl.store.atonce import AHEAD_BYTES, AT_ONCE, Helpers
+from scarctl.store.blob import BlobReader
+from tests.store.helpers import Data, read_all
+from tests.support.places import Place
+from tests.support.proxy import Proxy
+
+SHARDS = 4
+ROWS = 4096
+
+
+@dataclass
+class Counted:
+    """Passes everything on, and remembers which bytes of which files were read."""
+
+    inner: Blobs
+    read_bytes: dict[str, int] = field(default_factory=dict)
+    ranges: dict[str, int] = field(default_factory=dict)
+
+    def read(self, name: str, limit: int) -> bytes:
+        data = self.inner.read(name, limit)
+        self.add(name, len(data))
+        return data
+
+    @contextmanager
+    def reader(self, name: str) -> Iterator[BlobReader]:
+        with self.inner.reader(name) as file:
+            yield _Counted(self, name, file)
+
+    def add(self, name: str, nbytes: int, ranges: int = 1) -> None:
+        self.read_bytes[name] = self.read_bytes.get(name, 0) + nbytes
+        self.ranges[name] = self.ranges.get(name, 0) + ranges
+
+    def of(self, folder: str) -> int:
+        return sum(nbytes for name, nbytes in self.read_bytes.items() if f"/{folder}/" in name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@dataclass
+class _Counted:
+    owner: Counted
+    name: str
+    file: BlobReader
+
+    @property
+    def size(self) -> int:
+        return self.file.size
+
+    def read(self, start: int, stop: int) -> bytes:
+        self.owner.add(self.name, stop - start)
+        return self.file.read(start, stop)
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        self.owner.add(self.name, buffer.nbytes)
+        self.file.read_into(start, buffer)
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        self.owner.add(self.name, sum(buffer.nbytes for _, buffer in ranges), len(ranges))
+        self.file.read_ranges(ranges)
+
+
+@pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.slow)])
+def place(request: pytest.FixtureRequest, tmp_path: Any) -> Place:
+    if request.param == "s3":
+        found: Place = request.getfixturevalue("s3_place")
+        return found
+    url = (
+        str(tmp_path / "run") if request.param == "local" else f"memory://{tmp_path.name}-{id(tmp_path)}/run"
+    )
+    return Place(url, None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def saved(place: Place) -> tuple[Layout, Data]:
+    """A store with a row per partition, and with larger partitions; some of it saved a second time."""
+    layout = build_layout(
+        [
+            ("rows", "parameter", (TensorSpec("", "F32", (ROWS, 64)), TensorSpec("m", "F32", (ROWS, 64)))),
+            ("big", "parameter", (TensorSpec("", "F32", (1024, 512)), TensorSpec("m", "F32", (1024, 512)))),
+        ],
+        rows={"rows": 1, "big": 16},
+    )
+    data = Data(layout)
+    store = Store.create(place.url, shards=SHARDS, storage_options=place.options)
+    with store.writer(layout=layout, shard_of=layout.shards(SHARDS, 0)) as writer:
+        for shard in range(SHARDS):
+            writer.commit(shard, writer.states[shard].ids, data, step=0, sealed=True)
+            some = writer.states[shard].ids[::7]
+            data.change(some.tolist(), 1)
+            writer.commit(shard, some, data, step=1)
+    return layout, data
+
+
+def one_shard(layout: Layout) -> np.ndarray[Any, Any]:
+    return np.flatnonzero(layout.shards(SHARDS, 0) == 1)
+
+
+def an_eighth(layout: Layout) -> np.ndarray[Any, Any]:
+    return np.arange(ROWS, layout.partitions)[::8]
+
+
+def scattered(layout: Layout) -> np.ndarray[Any, Any]:
+    return np.sort(np.random.default_rng(3).choice(ROWS, 120, replace=False))
+
+
+@pytest.mark.parametrize("lost", [one_shard, an_eighth, scattered])
+def test_no_more_is_read_than_is_lost(
+    place: Place, saved: tuple[Layout, Data], lost: Callable[[Layout], np.ndarray[Any, Any]]
+) -> None:
+    layout, data = saved
+    ids = lost(layout)
+    store = Store.open(place.url, storage_options=place.options)
+    counted = store.blobs = Counted(store.blobs)  # type: ignore[assignment]
+    shard_of = layout.shards(SHARDS, 0)
+    shards = np.unique(shard_of[ids]).tolist()
+    states = store.states(shards)
+    log = counted.of("log") + counted.of("index") + counted.of("seg")
+    found: dict[int, bytes] = {}
+    for shard, state in states.items():
+        some, bad = read_all(store, state, ids[shard_of[ids] == shard])
+        assert bad == {}
+        found |= some
+    assert found == data.all(ids.tolist())
+    heads = sum(ref.head for state in states.values() for ref in state.segments)
+    read = counted.of("log") + counted.of("index") + counted.of("seg") - log
+    assert read <= 1.1 * layout.partition_bytes[ids].sum() + heads
+    # What says where they are is read once: records, and the newest index or the lists of partitions.
+    assert log <= sum(size for s in shards for _, size in store.blobs.files(f"shards/{s}/log")) + sum(
+        size for s in shards for _, size in store.blobs.files(f"shards/{s}/index")
+    ) + sum(ref.nbytes - ref.tail for state in states.values() for ref in state.segments)
+    read_of = {int(name.split("/")[1]) for name in counted.read_bytes if name.startswith("shards/")}
+    assert read_of == set(shards), "no other shard's files are touched"
+
+
+@pytest.mark.parametrize("place", ["local", "memory"], indirect=True)
+def test_very_many_scattered_rows_are_not_as_many_ranges(place: Place, saved: tuple[Layout, Data]) -> None:
+    layout, data = saved
+    ids = np.flatnonzero(layout.shards(SHARDS, 0)[:ROWS] == 0)[::2]
+    store = Store.open(place.url, storage_options=place.options)
+    state = store.state(0)
+    counted = store.blobs = Counted(store.blobs)  # type: ignore[assignment]
+    assert read_all(store, state, ids) == (data.all(ids.tolist()), {})
+    pieces = 2 * len(ids)
+    assert pieces > 900
+    assert sum(counted.ranges.values()) < pieces
+    most = 2 * (spans.MANY + 2)  # of each tensor
+    assert all(n <= most for n in counted.ranges.values())
+
+
+@pytest.mark.slow
+def test_shards_and_segments_are_read_at_once(s3_place: Place, wire: Proxy) -> None:
+    """Where every answer takes long, opening and reading take a few times as long and not a few hundred times."""
+    layout = build_layout(
+        [(f"w{n}", "parameter", (TensorSpec("", "F32", (64, 16)),)) for n in range(6)], rows={"w*": 1}
+    )
+    data = Data(layout)
+    options = {**s3_place.options, "endpoint_url": wire.url}
+    store = Store.create(s3_place.url, shards=8, storage_options=options)
+    with store.writer(layout=layout, shard_of=layout.shards(8, 0)) as writer:
+        for shard in range(8):
+            writer.commit(shard, writer.states[shard].ids, data, step=0)
+            writer.commit(shard, writer.states[shard].ids[::2], data, step=1)
+    under_way, most, lock = [0], [0], threading.Lock()
+
+    def slow(_: object) -> None:
+        with lock:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
+        time.sleep(0.06)
+        with lock:
+            under_way[0] -= 1
+
+    wire.rule = slow
+    wire.seen.clear()
+    store = Store.open(s3_place.url, storage_options=options)
+    states = store.states(store.shards())
+    found: dict[int, bytes] = {}
+    for state in states.values():
+        some, bad = read_all(store, state)
+        assert bad == {}
+        found |= some
+    wire.rule = lambda request: None
+    assert found == data.all(range(layout.partitions))
+    assert len(wire.seen) > 60
+    assert 6 <= most[0] <= AT_ONCE
+
+
+class TestHelpers:
+    def test_results_come_in_order_and_work_is_done_once(self) -> None:
+        done: list[int] = []
+
+        def work(n: int) -> int:
+            time.sleep(0.001 * (n % 3))
+            done.append(n)
+            return n * n
+
+        assert list(Helpers().each(work, range(100))) == [n * n for n in range(100)]
+        assert sorted(done) == list(range(100))
+
+    def test_work_made_of_work_never_waits_for_itself(self) -> None:
+        helpers = Helpers(3)
+
+        def inner(n: int) -> int:
+            time.sleep(0.001)
+            return n
+
+        def outer(n: int) -> int:
+            return sum(helpers.each(inner, range(n)))
+
+        assert list(helpers.each(outer, [20] * 20)) == [190] * 20
+
+    def test_large_results_do_not_pile_up(self) -> None:
+        held, most = [0], [0]
+        size = AHEAD_BYTES // 4
+
+        def work(_: int) -> int:
+            held[0] += size
+            most[0] = max(most[0], held[0])
+            return size
+
+        for nbytes in Helpers().each(work, range(64), lambda _: size):
+            held[0] -= nbytes
+        assert held[0] == 0
+        assert most[0] <= AHEAD_BYTES + size
+
+    def test_the_first_failure_in_order_is_raised_and_nothing_new_begun(self) -> None:
+        begun: list[int] = []
+
+        def work(n: int) -> int:
+            begun.append(n)
+            time.sleep(0.002)
+            if n in (5, 7):
+                raise ValueError(n)
+            return n
+
+        with pytest.raises(ValueError, match="5"):
+            list(Helpers().each(work, range(1000)))
+        count = len(begun)
+        time.sleep(0.05)
+        assert len(begun) <= count + AT_ONCE < 1000
