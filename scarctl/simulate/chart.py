@@ -5,6 +5,7 @@ Written by hand: two dozen kinds of marks are not worth a dependency of megabyte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from fractions import Fraction
 from html import escape
@@ -99,23 +100,26 @@ def _panel(title: str, lines: list[Line], rollback: Line | None, low: float, hig
         at = y(rollback.rework.mean)
         parts.append(_line(_LEFT, at, right, at, "#000000", "stroke-dasharray='6 4' stroke-width='1.5'"))
     full = [line for line in lines if line.cell.policy == "full"]
-    policies = list(dict.fromkeys(line.cell.policy for line in lines))
-    for k, policy in enumerate(policies):
-        colour, mark = _STYLES[policy]
-        mine = [line for line in lines if line.cell.policy == policy]
-        # A fraction of 1 is every policy's first point. Side by side, so that intervals do not hide each other.
-        shift = 4.0 * (k - (len(policies) - 1) / 2)
-        points = [
-            (x(line.cell.fraction) + shift, y(line.rework.mean))
-            for line in (mine if policy == "full" else full + mine)
-        ]
-        path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
-        parts.append(f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='1.5'/>")
-        for line in mine:
-            at = x(line.cell.fraction) + shift
-            if line.rework.low is not None and line.rework.high is not None:
-                parts.append(_line(at, y(line.rework.low), at, y(line.rework.high), colour))
-            parts.append(_mark(at, y(line.rework.mean), colour, mark))
+    policies = list(dict.fromkeys(line.cell.policy for line in lines if line not in full))
+    # Side by side, so that intervals do not hide each other; all begin where everything is saved.
+    shifts = {policy: 5.0 * (k - (len(policies) - 1) / 2) for k, policy in enumerate(policies)} | {
+        "full": 0.0
+    }
+
+    def place(line: Line) -> tuple[float, float]:
+        return x(line.cell.fraction) + shifts[line.cell.policy], y(line.rework.mean)
+
+    for policy in policies:
+        points = [place(line) for line in [*full, *lines] if line in full or line.cell.policy == policy]
+        path = " ".join(f"{px:.1f},{py:.1f}" for px, py in dict.fromkeys(points))
+        parts.append(
+            f"<polyline points='{path}' fill='none' stroke='{_STYLES[policy][0]}' stroke-width='1.5'/>"
+        )
+    for line in lines:
+        (at, mean), (colour, mark) = place(line), _STYLES[line.cell.policy]
+        if line.rework.low is not None and line.rework.high is not None:
+            parts.append(_line(at, y(line.rework.low), at, y(line.rework.high), colour))
+        parts.append(_mark(at, mean, colour, mark))
     return parts
 
 
@@ -133,7 +137,7 @@ def _legend(policies: list[str], rollback: bool, summary: Summary) -> list[str]:
 
 def _step(span: float) -> float:
     """A round distance between lines, for about five of them."""
-    power = 10.0 ** (len(str(int(max(span, 1e-9) * 1e9))) - 10)
+    power = 10.0 ** math.floor(math.log10(span / 6))
     return next((k * power for k in (1, 2, 5, 10) if span / (k * power) <= 6), 10 * power)
 
 
