@@ -6,9 +6,10 @@ Under linear convergence three things that a run can see decay by a known power 
     travelled     D - D c^k          for ‖x(k) - x(0)‖ of a run that goes straight: then D is ‖x(0) - x*‖
     increments    D (1 - c^g) c^k    for ‖x(k+g) - x(k)‖
 
-So one fit does for all: y = floor + A ρ^k by least squares, ρ by search and the other two linearly. Its interval is the
-set of all ρ that fit hardly worse (a profile likelihood), with as many independent points as the residuals' own
-correlation leaves. Where that set does not tell ρ from 1, or the curve is not such a curve, the answer is `CannotTell`.
+So one fit does for all: y = floor + A ρ^k by least squares, ρ by search and the other two linearly. Its interval is
+the set of all ρ that fit hardly worse (a profile likelihood), with as many independent points as the residuals' own
+correlation leaves. Where that set does not tell ρ from 1, a power of k explains the history better (SGD at falling
+rates), or the curve is not such a curve, the answer is `CannotTell`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ LEAST_EXPLAINED = 0.5
 """Of the values' variance, what the curve has to explain."""
 WIDEST = 8.0
 """Largest ratio between the two ends of an interval of 1 - c; a wider one tells nothing."""
+_POWERS = np.linspace(0.25, 1.5, 6)
+_BETTER = 0.7  # of the residue: a power of k that leaves less than that explains the history better
 _GRID = 400
 _SLOWEST, _FASTEST = 0.02, 60.0  # decay over the whole history, in units of e
 
@@ -166,6 +169,8 @@ def _fit(steps: ArrayLike, values: ArrayLike, confidence: float, shape: Shape = 
     parameters = 3 if shape == "free" else 2
     independent = max(parameters + 1.0, _independent(rest))
     freedom = independent - parameters
+    if _power_residue(k, y) < _BETTER * residue:
+        return CannotTell("the run converges more slowly than linearly: like a power of the iterations")
     # F quantile of (1, freedom): the square of Student's.
     allowed = residue * (1 + _student(confidence, freedom) ** 2 / freedom) + 1e-24 * spread
     inside = np.flatnonzero(residues <= allowed)
@@ -186,10 +191,7 @@ def _solve(k: Floats, y: Floats, decay: float, shape: Shape) -> tuple[float, flo
     """Amplitude, its error per unit of noise, residual sum of squares and residuals, for a given decay."""
     curve = np.exp(-decay * k)
     if shape == "free":
-        shifted = curve - curve.mean()
-        square = max(float(shifted @ shifted), 1e-300)
-        amplitude = float(shifted @ y) / square
-        rest = (y - y.mean()) - amplitude * shifted
+        amplitude, square, rest = _with_floor(curve, y)
     else:
         if shape == "rise":
             curve = np.expm1(-decay * k)
@@ -197,6 +199,22 @@ def _solve(k: Floats, y: Floats, decay: float, shape: Shape) -> tuple[float, flo
         amplitude = float(curve @ y) / square
         rest = y - amplitude * curve
     return amplitude, 1 / math.sqrt(square), float(rest @ rest), rest
+
+
+def _with_floor(curve: Floats, y: Floats) -> tuple[float, float, Floats]:
+    """Least squares of y = floor + A curve: A, the square of the curve about its mean, and residuals."""
+    shifted = curve - curve.mean()
+    square = max(float(shifted @ shifted), 1e-300)
+    amplitude = float(shifted @ y) / square
+    return amplitude, square, (y - y.mean()) - amplitude * shifted
+
+
+def _power_residue(k: Floats, y: Floats) -> float:
+    """Residual sum of squares of the best y = floor + A (k + k0)^-p, sublinear convergence."""
+    since, span = k - k[0], float(k[-1] - k[0])
+    starts = span * np.array([1 / 256, 1 / 128, 1 / 64, 1 / 32, 1 / 16])
+    rests = (_with_floor((since + start) ** -power, y)[2] for start in starts for power in _POWERS)
+    return min(float(rest @ rest) for rest in rests)
 
 
 def _refine(k: Floats, y: Floats, shape: Shape, low: float, high: float) -> float:

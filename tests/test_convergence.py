@@ -68,6 +68,15 @@ def test_what_shows_no_convergence_is_not_made_up(values: np.ndarray, says: str)
     assert says in found.reason
 
 
+@pytest.mark.parametrize("power", [0.5, 1.0])
+@pytest.mark.parametrize("noise", [0.0, 0.003])
+def test_sublinear_convergence_is_not_taken_for_linear(power: float, noise: float) -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(10):
+        values = (K + 1.0) ** -power + noise * rng.normal(size=len(K))
+        assert isinstance(fit_metric(K, values), CannotTell)
+
+
 def test_a_few_points_tell_nothing() -> None:
     found = fit_metric(range(5), 0.9 ** np.arange(5))
     assert isinstance(found, CannotTell)
