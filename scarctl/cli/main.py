@@ -56,6 +56,9 @@ OPTIONS = frozenset(
     }
 )
 
+_OF_STUDIES = frozenset({"simulate"})
+"""Commands whose options mean something else than a run's of the same name (`interval`): only their table counts."""
+
 EPILOG = """\
 \b
 Examples:
@@ -171,7 +174,9 @@ def default_map(folder: Path) -> dict[str, dict[str, Any]]:
     for key in shared:
         if key not in KNOWN_NAMES and key not in OPTIONS:
             raise UsageError(f"scarctl.toml has {key!r}, which is no setting and no option")
-    return {name: shared | _options(tables.get(name, {})) for name in COMMANDS}
+    return {
+        name: ({} if name in _OF_STUDIES else shared) | _options(tables.get(name, {})) for name in COMMANDS
+    }
 
 
 def _options(table: Mapping[str, Any]) -> dict[str, Any]:

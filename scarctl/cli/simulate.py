@@ -180,7 +180,7 @@ def command(
     )
     if plot is not None:
         _check_plot(plot)
-    with Workers(study, min(trials, jobs or len(os.sched_getaffinity(0)))) as workers:
+    with Workers(study, min(trials, jobs or _cores())) as workers:
         kept = Results(results, {**study.to_json(), "source": workers.source})
         try:
             missing = [trial for trial in range(trials) if trial not in kept.by_trial]
@@ -205,6 +205,13 @@ def command(
     fields = {"study": study.to_json(), **summary.to_json(), "plot": None if plot is None else str(plot)}
     emit(fields, as_json=as_json, text=_text(summary))
     return EXIT_OK
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _items(text: str) -> list[str]:

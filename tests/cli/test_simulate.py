@@ -118,6 +118,15 @@ def test_more_trials_go_on_from_the_same_file(run: Run, tmp_path: Path) -> None:
     assert refused.error["kind"] == "other-study"
 
 
+def test_settings_of_runs_are_not_those_of_a_study(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "scarctl.toml").write_text(
+        'interval = "auto"\nfraction = "1/3"\nmode = "rollback"\n[simulate]\nseed = 4\n'
+    )
+    given = ("--fraction", 1, "--trials", 1, "--jobs", 1, "--json")
+    study = run("simulate", f"{WORKLOADS}:quadratic", *given).document["study"]
+    assert (study["interval"], study["modes"], study["seed"]) == (8, ["partial", "rollback"], 4)
+
+
 def test_data_goes_to_the_factory(run: Run, tmp_path: Path) -> None:
     (tmp_path / "iterations").write_text("30")
     done = simulate(run, "NeedsData", "--data", tmp_path, "--json", "--jobs", 1)
