@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scarctl.errors import UsageError
-from scarctl.version import MAX_STEP
 
 FILE_NAME = "scarctl.toml"
 DEFAULT_FRACTION = 1 / 8
@@ -303,14 +302,3 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "validate": _flag,
     "drain_timeout": float,
 }
-
-
-def check_step(step: int, head: int) -> None:
-    """Raise UsageError unless `step` can be the number of an iteration that comes after iteration `head`."""
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
-        raise UsageError(f"step is {step!r}, not a whole number from 0 to {MAX_STEP}")
-    if step <= head:
-        raise UsageError(
-            f"step {step} does not come after step {head}",
-            hint='steps only grow; to go back, use session.recover("all", mode="rollback")',
-        )

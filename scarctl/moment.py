@@ -13,6 +13,8 @@ import torch
 
 from scarctl.adapter import Adapter
 from scarctl.dtypes import plain
+from scarctl.errors import UsageError
+from scarctl.version import MAX_STEP
 
 # Batch norm's kernels write to running statistics without counting the write in `_version`. Those are small; larger
 # buffers (masks, tables) are seldom written, and always counted.
@@ -61,3 +63,14 @@ class Moments:
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+
+
+def check_step(step: int, head: int) -> None:
+    """Raise UsageError unless `step` can be the number of an iteration that comes after iteration `head`."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
+        raise UsageError(f"step is {step!r}, not a whole number from 0 to {MAX_STEP}")
+    if step <= head:
+        raise UsageError(
+            f"step {step} does not come after step {head}",
+            hint='steps only grow; to go back, use session.recover("all", mode="rollback")',
+        )

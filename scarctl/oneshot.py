@@ -25,7 +25,7 @@ from scarctl.policy import select, squared
 from scarctl.recovery import take_rows
 from scarctl.statefile import StateFile
 from scarctl.store import Collector, ShardState, Store, StoreWriter, create_snapshot, sealed_sets
-from scarctl.store.snapshot import check_snapshot_name, snapshot_names
+from scarctl.store.snapshot import check_new_snapshot, check_snapshot_name
 from scarctl.version import MAX_STEP, pack, step_of
 
 if TYPE_CHECKING:
@@ -139,8 +139,7 @@ def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool 
     states = store.states(store.shards(), layout)
     _check_step(settings.step, states)
     if settings.snapshot is not None:
-        if settings.snapshot in snapshot_names(store):
-            raise UsageError(f"there is a snapshot {settings.snapshot!r} already", kind="snapshot-exists")
+        check_new_snapshot(store, settings.snapshot)
         settings = replace(settings, policy="full")
     if dry_run:
         live, damaged = _load(state, store, layout, states, settings)

@@ -25,17 +25,17 @@ from scarctl.adapter import Adapter
 from scarctl.binding import Binding
 from scarctl.checkpoint import Checkpoints, Stats
 from scarctl.claiming import claim_saver
-from scarctl.config import SessionSettings, check_step
+from scarctl.config import SessionSettings
 from scarctl.daemon.folder import arena_folder, require_room
 from scarctl.engine import Engine
 from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.execution import Report
 from scarctl.gate import Gate
 from scarctl.layout import Layout
-from scarctl.moment import Moment, Moments
+from scarctl.moment import Moment, Moments, check_step
 from scarctl.restore import Resumed, recover_live, resume_live
 from scarctl.store import Store, create_snapshot, read_snapshot, sealed_sets
-from scarctl.store.snapshot import check_snapshot_name, snapshot_names
+from scarctl.store.snapshot import check_new_snapshot
 from scarctl.worker import Worker
 
 log = logging.getLogger("scarctl")
@@ -167,10 +167,8 @@ class Session:
         name that is taken or cannot be one, and before the first step; ScarError (kind "not-sealed") when values are
         not finite; the store's fault.
         """
-        check_snapshot_name(name)
         engine = self._started()
-        if name in snapshot_names(self.store):
-            raise UsageError(f"there is a snapshot {name!r} already", kind="snapshot-exists")
+        check_new_snapshot(self.store, name)
         for last in (False, True):
             self.checkpoint(full=True, wait=True)
             newest = sealed_sets(self.store.states(self.store.shards()).values())[:1]
@@ -312,10 +310,11 @@ class Session:
                     self._begin(moment, full=due.full, skip_if_behind=due.may_skip)
 
     def _due(self, engine: Engine) -> _Due | None:
-        """The checkpoint that is due now."""
+        """The checkpoint that is due now. One that somebody asked for waits while nothing could be taken."""
         regular = engine.due(self.head_step)
-        requested, self._requested = self._requested, None
-        if requested is not None:
+        # A part of what is all on its way would be nothing: whoever asked waits until there is something to take.
+        if self._requested or (self._requested is not None and not engine.arena.pending().all()):
+            requested, self._requested = self._requested, None
             return _Due(requested)
         whole = self.settings.policy == "full"
         return _Due(whole, may_skip=whole) if regular else None

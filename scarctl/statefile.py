@@ -126,9 +126,9 @@ def os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise UsageError(
-            f"there is no {error.filename or path}", hint="check the path", kind="no-file"
-        ) from error
+        absent = Path(error.filename or path)
+        what = str(absent) if absent.parent.is_dir() else f"folder {absent.parent}"
+        raise UsageError(f"there is no {what}", hint="check the path", kind="no-file") from error
     except OSError as error:
         what = f"{error.filename or path}: {error.strerror or error}"
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -126,6 +126,25 @@ def test_rollback_goes_back_to_the_newest_sealed_state_with_its_extras(tmp_path:
     again.session.close()
 
 
+def test_a_part_is_asked_for_while_all_is_on_its_way(tmp_path: Path, both_savers: str) -> None:
+    loop = Loop(tmp_path / "store", interval=1000)
+    loop.session._ask(False)
+    loop.train(1)
+    engine = loop.session._started()
+    engine.saver.stop()
+    loop.session.checkpoint(full=True)
+    loop.session._ask(False)
+    loop.train(3)
+    assert engine.arena.pending().all()
+    before = loop.session.stats.checkpoints
+    engine.saver.resume()
+    drained([loop.session])
+    loop.train(2)
+    loop.session._finish()
+    assert loop.session.stats.checkpoints == before + 1
+    loop.session.close()
+
+
 def test_rollback_waits_for_a_sealed_state_that_is_on_its_way(tmp_path: Path, both_savers: str) -> None:
     """The first one of all, too: nothing in the store is complete while it is written."""
     loop = Loop(tmp_path / "store", interval=100)

@@ -178,16 +178,17 @@ def _refuse(*names: str, why: str) -> None:
 def _live(
     url: str, full: bool, wait: float, arena_dir: str | None, as_json: bool, snapshot: str | None
 ) -> int:
-    from scarctl.cli.live import checkpoint_live, name_live
-    from scarctl.store.snapshot import check_snapshot_name, snapshot_names
+    from scarctl.cli.live import checkpoint_live, snapshot_live
+    from scarctl.store.snapshot import check_new_snapshot
 
     store = open_store(url)
-    if snapshot is not None and check_snapshot_name(snapshot) in snapshot_names(store):
-        raise UsageError(f"there is a snapshot {snapshot!r} already", kind="snapshot-exists")
-    made = checkpoint_live(store, full=full, wait=wait, arena_dir=arena_dir)
+    if snapshot is None:
+        made = checkpoint_live(store, full=full, wait=wait, arena_dir=arena_dir)
+    else:
+        check_new_snapshot(store, snapshot)
+        made = snapshot_live(store, snapshot, wait=wait, arena_dir=arena_dir)
     done = made.to_json()
     if made.exact and snapshot is not None:
-        name_live(store, made, snapshot)
         done["snapshot"] = snapshot
     exact = "; the whole state is of this step" if done["exact"] else ""
     emit(
@@ -197,7 +198,8 @@ def _live(
         f"{done['total_partitions']} partitions, {human_bytes(done['saved_bytes'])}, to {shown_url(url)}{exact}",
     )
     if full and not done["exact"]:
-        note("exit code 3: it saved, but not the whole state; values may not be finite")
+        missing = ", so no snapshot is made" if snapshot else ""
+        note(f"exit code 3: it saved, but not the whole state{missing}; values may not be finite")
         return EXIT_PARTLY
     return EXIT_OK
 

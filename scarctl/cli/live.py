@@ -18,6 +18,7 @@ from scarctl.store import Store, create_snapshot, sealed_sets
 from scarctl.version import NEVER, epoch_of, pack, step_of
 
 _POLL = 0.05
+_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,26 @@ def checkpoint_live(store: Store, *, full: bool, wait: float, arena_dir: str | N
     )
 
 
-def name_live(store: Store, made: LiveCheckpoint, name: str) -> None:
-    """Make what a session has just sealed a snapshot. Raises what `create_snapshot` raises."""
+def snapshot_live(store: Store, name: str, *, wait: float, arena_dir: str | None) -> LiveCheckpoint:
+    """Have the session seal the whole state, and make that snapshot `name`. What is returned is not exact where values
+    are not finite: then there is no snapshot.
+
+    The session may collect what it has sealed before it has its name: then it is asked again. Raises what
+    `checkpoint_live` and `create_snapshot` raise.
+    """
+    for left in reversed(range(_ATTEMPTS)):
+        made = checkpoint_live(store, full=True, wait=wait, arena_dir=arena_dir)
+        try:
+            if made.exact:
+                _name(store, made, name)
+            return made
+        except Unavailable as error:
+            if not left or error.kind != "snapshot-late":
+                raise
+    raise AssertionError("unreachable")
+
+
+def _name(store: Store, made: LiveCheckpoint, name: str) -> None:
     wanted = epoch_of(made.version), step_of(made.version)
     for sealed in sealed_sets(store.states(store.shards()).values()):
         if (sealed.epoch, sealed.step) == wanted:

@@ -34,7 +34,7 @@ COMMANDS = {
 # Options that are no settings of a session and may still stand at the top of scarctl.toml.
 OPTIONS = frozenset(
     {
-        "as_json",
+        "json",
         "debug",
         "limit",
         "mode",
@@ -90,10 +90,16 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"scarctl.cli.{cmd_name}").command
-        known = KNOWN_NAMES | OPTIONS | {parameter.name for parameter in command.params}
-        for key in (ctx.default_map or {}).get(cmd_name, ()):
-            if key not in known:
+        # As they are written on the command line: click knows them by the names of the function's arguments.
+        names = {_key(word): parameter.name for parameter in command.params for word in parameter.opts}
+        defaults = ctx.default_map or {}
+        for key in defaults.get(cmd_name, ()):
+            if key not in KNOWN_NAMES | OPTIONS | names.keys():
                 raise UsageError(f"scarctl.toml: [{cmd_name}] has {key!r}, which is no option of it")
+        ctx.default_map = {
+            **defaults,
+            cmd_name: {names.get(key, key): value for key, value in defaults.get(cmd_name, {}).items()},
+        }
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -180,9 +186,12 @@ def default_map(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _options(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A table's keys as the parser names them: dry-run -> dry_run, json -> as_json."""
-    names = {key: key.replace("-", "_") for key in table}
-    return {"as_json" if names[key] == "json" else names[key]: value for key, value in table.items()}
+    return {_key(name): value for name, value in table.items()}
+
+
+def _key(option: str) -> str:
+    """An option's key in `scarctl.toml`, which may as well have dashes: --dry-run -> dry_run."""
+    return option.lstrip("-").replace("-", "_")
 
 
 def _asked(arguments: Sequence[str], flag: str, variable: str) -> bool:

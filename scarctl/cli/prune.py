@@ -93,7 +93,7 @@ def command(
         text=_text(plan, done, dry_run),
     )
     if plan.writer is not None:
-        note(f"{plan.writer}: it collects old copies by itself")
+        note(f"{plan.writer}; it collects old copies by itself")
     return EXIT_OK
 
 
@@ -107,7 +107,8 @@ def _ask(plan: PrunePlan, as_json: bool) -> None:
 def _lines(plan: PrunePlan, verb: str) -> list[str]:
     lines = [f"snapshot {s.name}, of step {s.step}, {verb} deleted" for s in plan.delete_snapshots]
     lines += [f"snapshot {s.name}, of step {s.step}, is kept" for s in plan.keep_snapshots]
-    for word, sets in (("are kept", plan.keep_sealed), (f"{verb} given up", plan.drop_sealed)):
+    gone = f"{'were' if verb == 'was' else verb} given up"
+    for word, sets in (("are kept", plan.keep_sealed), (gone, plan.drop_sealed)):
         if sets:
             steps = ", ".join(str(s.step) for s in sets[:20]) + (", ..." if len(sets) > 20 else "")
             lines.append(f"sealed states that {word}: of steps {steps}")
@@ -115,7 +116,7 @@ def _lines(plan: PrunePlan, verb: str) -> list[str]:
 
 
 def _text(plan: PrunePlan, done: Pruned, dry_run: bool) -> str:
-    lines = _lines(plan, "would be" if dry_run else "were" if plan.drop_sealed else "was")
+    lines = _lines(plan, "would be" if dry_run else "was")
     if dry_run:
         lines.append(f"would delete {done.files} files, {human_bytes(done.bytes)}; compaction may free more")
     else:

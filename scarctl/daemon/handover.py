@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from scarctl import extras as codec
 from scarctl.daemon.folder import clear_queue, folder_error
 from scarctl.errors import Corruption
-from scarctl.store.blob import os_error
 from scarctl.store.format import canonical, dump_header, encode_header, header_length, parse_header
+from scarctl.store.local import os_error
 from scarctl.version import MAX_EPOCH, pack
 
 log = logging.getLogger("scarctl")

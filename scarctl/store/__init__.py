@@ -1,9 +1,10 @@
 """The store: segments, logs, indexes, and the protocol that commits to them. Format: docs/FORMAT.md."""
 
-from scarctl.store.blob import Blobs, InDoubt, LocalBlobs
+from scarctl.store.blob import Blobs, InDoubt
 from scarctl.store.check import Problem, Report, verify
 from scarctl.store.fetch import Batch
 from scarctl.store.gc import Collector
+from scarctl.store.local import LocalBlobs
 from scarctl.store.record import Record
 from scarctl.store.segment import SegmentRef, Source
 from scarctl.store.settings import Settings

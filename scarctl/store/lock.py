@@ -15,8 +15,8 @@ import weakref
 from pathlib import Path
 
 from scarctl.errors import Contention, MissingGuarantee
-from scarctl.store.blob import os_error
 from scarctl.store.format import corrupt
+from scarctl.store.local import os_error
 
 
 class StoreLock:

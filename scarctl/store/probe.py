@@ -125,8 +125,8 @@ def _one_round(blobs: Blobs, name: str, racers: int) -> tuple[list[bytes], list[
 
     def run(number: int) -> None:
         data = f"racer {number} {uuid.uuid4().hex}".encode()
-        gate.wait()
         try:
+            gate.wait()
             blobs.create_exclusive(name, [data])
             winners.append(data)
         except FileExistsError:
@@ -135,8 +135,16 @@ def _one_round(blobs: Blobs, name: str, racers: int) -> tuple[list[bytes], list[
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(k,), name="scarctl-racer") for k in range(racers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        # Interrupted: those at the gate would wait for the others for ever, and the process for them.
+        gate.abort()
+        for thread in threads:
+            if thread.is_alive():
+                thread.join()
+        raise
     return winners, errors

@@ -110,8 +110,10 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
     gone, kept = [s for s in found if goes(s.name)], [s for s in found if not goes(s.name)]
     states = store.states(store.shards())
     sealed = [s for s in sealed_sets(states.values()) if _is_there(store, s)]
-    keep_sealed = _retained(sealed, retention)
     writer = _live_writer(store)
+    # Beside a live writer none is given up here.
+    keep_sealed = _retained(sealed, retention) if writer is None else sealed
+    stays = {(s.epoch, s.step) for s in keep_sealed} | {(s.epoch, s.step) for s in kept}
     files: dict[str, int] = {}
     for shard, state in states.items():
         if writer is not None:
@@ -128,7 +130,7 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
         tuple(gone),
         tuple(kept),
         tuple(keep_sealed),
-        tuple(s for s in sealed if s not in keep_sealed),
+        tuple(s for s in sealed if (s.epoch, s.step) not in stays),
         tuple(files),
         sum(files.values()),
         writer,
@@ -224,7 +226,7 @@ def _of(state: ShardState) -> list[Any]:
 def _live_writer(store: Store) -> str | None:
     """Who has the store's lock, in words. Where there are no locks somebody always may."""
     if store.address.root is None:
-        return f"{store.where}: a store that is no folder has no lock: there may be a writer"
+        return f"{store.where}: a remote store has no lock, so there may be a writer"
     try:
         store.return_lock(store.take_lock())
     except Contention as error:

@@ -10,7 +10,7 @@ import errno
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import itemgetter
 from typing import Any
@@ -76,7 +76,7 @@ class FsspecBlobs(Client):
             raise self._error(refused, name, "look at") from None
         if found["type"] != "file":
             raise FileNotFoundError(errno.ENOENT, "no such file", self.where(name))
-        return int(found["size"])
+        return _length(found)
 
     def _fetch(self, name: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fills every buffer from its offset: what is adjacent by one request, if that is not too long."""
@@ -141,7 +141,7 @@ class FsspecBlobs(Client):
         return [
             (
                 entry["name"].rstrip("/").rpartition("/")[2],
-                -1 if entry["type"] == "directory" else entry["size"],
+                -1 if entry["type"] == "directory" else _length(entry),
             )
             for entry in found
         ]
@@ -246,6 +246,12 @@ class FsspecBlobs(Client):
 
     def begin(self) -> None:
         self.prepare("")
+
+
+def _length(entry: Mapping[str, Any]) -> int:
+    """Bytes of a file, by what the file system says of it; 0 when it does not know."""
+    size = entry.get("size")
+    return size if isinstance(size, int) and size >= 0 else 0
 
 
 class RemoteReader:

@@ -114,6 +114,22 @@ def check_snapshot_name(name: str) -> str:
     return name
 
 
+def check_new_snapshot(store: Store, name: str) -> None:
+    """Raises UsageError when `name` cannot be the name of a snapshot, or is taken (kind "snapshot-exists"). To be asked
+    before much work is done for it: `create_snapshot` tells for certain.
+    """
+    if check_snapshot_name(name) in snapshot_names(store):
+        raise _taken(name)
+
+
+def _taken(name: str) -> UsageError:
+    return UsageError(
+        f"there is a snapshot {name!r} already",
+        hint="take another name, or delete it: `scarctl prune --delete`",
+        kind="snapshot-exists",
+    )
+
+
 def snapshot_names(store: Store) -> list[str]:
     """Names of the snapshots there are, sorted."""
     found = (name_of_snapshot(file) for file, _ in store.blobs.files(SNAPSHOTS))
@@ -171,11 +187,7 @@ def create_snapshot(store: Store, name: str, sealed: SealedSet) -> Snapshot:
     try:
         store.blobs.create_exclusive(path, [snapshot.data])
     except FileExistsError:
-        raise UsageError(
-            f"there is a snapshot {name!r} already",
-            hint="take another name, or delete it: `scarctl prune --delete`",
-            kind="snapshot-exists",
-        ) from None
+        raise _taken(name) from None
     for shard, seq in sealed.seqs.items():
         newest = store.log(shard).newest()
         if newest is None or newest.boundary > seq or not store.blobs.has(record_path(shard, seq)):

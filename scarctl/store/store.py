@@ -19,7 +19,7 @@ from scarctl import extras
 from scarctl.errors import Corruption, LayoutMismatch, NoStore, SettingsConflict, UsageError
 from scarctl.layout import Layout
 from scarctl.store.address import S3_SCHEMES, Address
-from scarctl.store.blob import Blobs, LocalBlobs
+from scarctl.store.blob import Blobs
 from scarctl.store.fetch import Batch, read_unit, units
 from scarctl.store.format import (
     FORMAT,
@@ -37,6 +37,7 @@ from scarctl.store.format import (
     segment_path,
     shard_of_folder,
 )
+from scarctl.store.local import LocalBlobs
 from scarctl.store.lock import NoLock, StoreLock
 from scarctl.store.log import ShardLog
 from scarctl.store.probe import exclusive_by_probe, is_left_over, probe

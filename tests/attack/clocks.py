@@ -210,7 +210,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="begin with this case")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end when this time is over")
     args = parser.parse_args(argv)
-    logging.getLogger("scarctl").setLevel(logging.ERROR)
     folder = memory_folder()
     started = time.monotonic()
     counts: Counter[str] = Counter()
@@ -239,4 +238,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("scarctl").setLevel(logging.ERROR)
     sys.exit(main())

@@ -408,7 +408,7 @@ def _site(path: Path, is_folder: bool) -> str:
     frame = sys._getframe(2)
     # Beyond another fsync is the process beside which this one works.
     while frame is not None and frame.f_code.co_name != "_fsync":
-        if frame.f_code.co_filename.endswith("scarctl/store/blob.py"):
+        if frame.f_code.co_filename.endswith("scarctl/store/local.py"):
             names.append(frame.f_code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
     names = [name for name in names if name not in ("_temporary", "sync_folder")]

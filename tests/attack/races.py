@@ -258,8 +258,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int, default=1, help="only every so many cases")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end when this time is over")
     args = parser.parse_args(argv)
-    logging.getLogger("scarctl").setLevel(logging.ERROR)
-    scarctl.store.faults.FIRST_PAUSE = 1e-4  # lost answers are asked for again at once
     folder = memory_folder()
     started = time.monotonic()
     counts: Counter[str] = Counter()
@@ -290,4 +288,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("scarctl").setLevel(logging.ERROR)
+    scarctl.store.faults.FIRST_PAUSE = 1e-4  # lost answers are asked for again at once
     sys.exit(main())

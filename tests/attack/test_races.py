@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from scarctl.store import Store, StoreWriter, verify
+from scarctl.store import Store, faults, verify
+from scarctl.store.publish import Publisher
 from tests.attack import races
 
 STOPPED_AT = """
 import os, signal
 from scarctl.cli.main import main
-from scarctl.store.blob import LocalBlobs
+from scarctl.store.local import LocalBlobs
 
 original, done = LocalBlobs.create_exclusive, []
 
@@ -35,6 +36,12 @@ main()
 """A checkpoint that stops itself right before the record of its first commit: it has the lock and its epoch."""
 
 
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lost answers are asked for again at once."""
+    monkeypatch.setattr(faults, "FIRST_PAUSE", 1e-4)
+
+
 def test_races(capsys: pytest.CaptureFixture[str]) -> None:
     assert races.main(["--cases", "4000", "--step", "101", "--seconds", "8"]) == 0
     assert "0 violations" in capsys.readouterr().out
@@ -44,7 +51,7 @@ def test_races_show_what_a_rule_is_good_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a look at the log's ground, zombies go on at numbers that were collected."""
-    monkeypatch.setattr(StoreWriter, "_is_newest", lambda writer, record: True)
+    monkeypatch.setattr(Publisher, "_is_newest", lambda publisher, record: True)
     assert races.main(["--first", "148", "--step", "96", "--cases", "341"]) == 1
     assert "Violated" in capsys.readouterr().err
 

@@ -14,11 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import scarctl
 from scarctl.cli import live
 from scarctl.daemon import protocol
 from scarctl.daemon.folder import host_folder
+from scarctl.errors import Unavailable
+from scarctl.store import Store
+from scarctl.store.snapshot import SealedSet, Snapshot
 from tests.cli.conftest import Run
 from tests.daemon.trainer import Trainer, assert_sound, status, stop, wait_until
 
@@ -239,12 +243,35 @@ class TestLive:
         shards = run("inspect", "--store", "ckpt", "--json").document["shards"]
         assert all(shard["oldest_step"] >= done["step"] for shard in shards)
 
+    def test_a_snapshot_of_a_running_session(
+        self, run: Run, training: Training, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        create, asked = live.create_snapshot, []
+
+        def late_at_first(store: Store, name: str, sealed: SealedSet) -> Snapshot:
+            asked.append(sealed.step)
+            if len(asked) == 1:
+                raise Unavailable("collected", kind="snapshot-late")
+            return create(store, name, sealed)
+
+        monkeypatch.setattr(live, "create_snapshot", late_at_first)
+        arguments = ["checkpoint", "--live", "--store", "ckpt", "--snapshot"]
+        done = run(*arguments, "best", "--json").document
+        assert (done["snapshot"], done["exact"]) == ("best", True)
+        assert asked[0] < asked[1] == done["step"]
+        assert run(*arguments, "best", "--json", code=2).error["kind"] == "snapshot-exists"
+        run("export", "--store", "ckpt", "out", "--snapshot", "best")
+        w = load_file("out/model.safetensors")["w"]
+        assert (w == w[0, 0]).all()
+
     def test_values_that_are_not_finite_cannot_be_whole(self, run: Run, training: Training) -> None:
         training.state["b"][:] = np.nan
         done = run(
             "checkpoint", "--live", "--full", "--store", "ckpt", "--wait", 2, "--json", code=3
         ).document
         assert (done["durable"], done["exact"]) == (True, False)
+        done = run("checkpoint", "--live", "--snapshot", "x", "--store", "ckpt", "--wait", 2, code=3)
+        assert "no snapshot is made" in done.stderr
         training.state["b"][:] = 1
 
     def test_nothing_new(self, run: Run, training: Training) -> None:

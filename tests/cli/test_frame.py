@@ -14,7 +14,7 @@ import click
 import pytest
 
 from scarctl import policy
-from scarctl.cli.main import COMMANDS, cli
+from scarctl.cli.main import COMMANDS, cli, default_map
 from scarctl.cli.output import human_bytes
 from scarctl.config import NORMS, POLICIES, SessionSettings, parse_fraction
 from scarctl.errors import UsageError
@@ -50,6 +50,17 @@ def test_every_option_is_also_an_environment_variable() -> None:
             if isinstance(option, click.Option):
                 flag = max(option.opts, key=len).removeprefix("--").replace("-", "_").upper()
                 assert option.envvar == f"SCARCTL_{flag}", (command.name, option.name)
+
+
+def test_every_option_is_also_a_key_of_scarctl_toml(tmp_path: Path) -> None:
+    for name, command in zip(COMMANDS, commands(), strict=True):
+        options = {max(o.opts, key=len)[2:]: o.name for o in command.params if isinstance(o, click.Option)}
+        lines = [f'{flag} = "strange"\n' for flag in options]
+        (tmp_path / "scarctl.toml").write_text("".join([f"[{name}]\n", *lines]))
+        context = click.Context(cli, default_map=default_map(tmp_path))
+        cli.get_command(context, name)
+        assert context.default_map is not None
+        assert context.default_map[name] == dict.fromkeys(options.values(), "strange")
 
 
 def test_every_command_takes_json_and_debug() -> None:
@@ -134,6 +145,10 @@ class TestWhereValuesComeFrom:
         toml.write_text('store = "elsewhere"\n')
         monkeypatch.setenv("SCARCTL_STORE", "ckpt")
         assert listed() == 4
+
+    def test_options_named_otherwise_inside_are_read_too(self, run, saved, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+        (tmp_path / "scarctl.toml").write_text('json = true\nstore = "ckpt"\n[export]\nformat = "pt"\n')
+        assert run("export", "state.pt").document["format"] == "pt"
 
     @pytest.mark.parametrize(
         ("content", "says"),

@@ -92,17 +92,22 @@ def test_prune_shows_asks_and_deletes(run: Run, grown: Model, tmp_path: Path) ->
     before = sorted(p for p in Path("ckpt").rglob("*") if p.is_file())
     plan = run("prune", "--store", "ckpt", "--dry-run", "--json").document
     assert plan["files"] > 10
-    assert plan["kept_sealed_steps"] == [30]
+    assert (plan["kept_sealed_steps"], plan["dropped_sealed_steps"]) == ([30], [0])
     assert {s["name"] for s in plan["kept_snapshots"]} == {"first", "second"}
     assert run("prune", "--store", "ckpt", "--json", code=2).error["kind"] == "usage"
     assert sorted(p for p in Path("ckpt").rglob("*") if p.is_file()) == before
+    shown = run("prune", "--store", "ckpt", "--keep", "sec*", "--dry-run").stdout
+    assert "snapshot first, of step 10, would be deleted" in shown
+    assert "given up: of steps 10, 0\n" in shown
     done = run("prune", "--store", "ckpt", "--keep", "sec*", "--yes", "--json").document
     assert [s["name"] for s in done["deleted_snapshots"]] == ["first"]
     assert done["freed_bytes"] > 0
     listed = run("inspect", "--store", "ckpt", "--json").document["snapshots"]
     assert [(s["name"], s["step"]) for s in listed] == [("second", 20)]
     assert "snapshots: second (step 20)" in run("inspect", "--store", "ckpt").stdout
-    run("prune", "--store", "ckpt", "--delete", "second", "--yes")
+    shown = run("prune", "--store", "ckpt", "--delete", "second", "--yes").stdout
+    assert "snapshot second, of step 20, was deleted\n" in shown
+    assert "states that were given up: of steps 20\n" in shown
     error = run("prune", "--store", "ckpt", "--delete", "second", "--yes", "--json", code=2).error
     assert error["kind"] == "no-snapshot"
     report = verify(Store.open("ckpt"), read_data=True)
@@ -141,6 +146,7 @@ def test_beside_a_live_writer_only_left_overs_go(run: Run, grown: Model) -> None
         done = run("prune", "--store", "ckpt", "--delete", "first", "--yes", "--json")
         assert "collects old copies by itself" in done.stderr
         assert done.document["live_writer"]
+        assert done.document["dropped_sealed_steps"] == []
         assert {p for p in Path("ckpt/shards").rglob("*") if p.is_file()} == before - {orphan}
         assert not Path("ckpt/snapshots/first.json").exists()
         sets = sealed_sets(writer.states.values())
@@ -174,6 +180,8 @@ def test_export_safetensors_with_an_index(run: Run, grown: Model, tmp_path: Path
     run("export", "--store", "ckpt", "one")
     assert [p.name for p in Path("one").iterdir()] == ["model.safetensors"]
     assert run("export", "--store", "ckpt", "one", "--json", code=2).error["kind"] == "usage"
+    error = run("export", "--store", "ckpt", "nowhere/one", "--json", code=2).error
+    assert error["message"] == f"there is no folder {tmp_path / 'nowhere'}"
     assert not list(tmp_path.glob(".*tmp"))
 
 

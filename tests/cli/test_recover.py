@@ -197,7 +197,8 @@ class TestToAFile:
         assert read(Path("out.safetensors"))["empty"].shape == (0, 4)
 
     def test_where_nothing_can_be_written(self, run: Run, saved: Model, tmp_path: Path) -> None:
-        assert recover(run, "--lost", "all", "--output", "no/such/out.pt", code=2).error["kind"] == "no-file"
+        error = recover(run, "--lost", "all", "--output", "no/such/out.pt", code=2).error
+        assert (error["kind"], Path(error["message"].split()[-1]).name) == ("no-file", "such")
         recover(run, "--lost", "all", "--output", tmp_path, code=2)
         recover(run, "--lost", "all", "--output", "ckpt/scarctl.json", code=2)
         recover(run, "--lost", "all", "--output", "a", "--into", saved.path, code=2)

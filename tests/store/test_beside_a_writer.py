@@ -10,8 +10,8 @@ import pytest
 
 from scarctl.layout import Layout
 from scarctl.store import Collector, Store, StoreWriter, verify
-from scarctl.store.blob import LocalBlobs
 from scarctl.store.format import index_path, record_path
+from scarctl.store.local import LocalBlobs
 from scarctl.store.prune import Retention, plan_prune, prune
 from tests.store.helpers import Data, read_all
 

@@ -290,7 +290,7 @@ def test_an_index_that_cannot_be_written_does_not_fail_the_commit(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from scarctl.store.blob import LocalBlobs
+    from scarctl.store.local import LocalBlobs
 
     original = LocalBlobs.create_exclusive
 

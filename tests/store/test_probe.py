@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from scarctl.errors import MissingGuarantee
 from scarctl.store import Store, client
 from scarctl.store.doctor import diagnose
+from scarctl.store.local import LocalBlobs
+from scarctl.store.probe import race
 
 
 class LooksFirst(MemoryFileSystem):  # type: ignore[misc]
@@ -65,3 +69,20 @@ def test_doctor_says_so(url: str) -> None:
     assert not found.sound
     assert not found.exclusive
     assert found.left_behind == []
+
+
+def test_an_interrupted_race_leaves_no_racer_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        if len(started) == 5:
+            raise KeyboardInterrupt
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        race(LocalBlobs(tmp_path), "", rounds=1)
+    assert len(started) == 5
+    assert not any(thread.is_alive() for thread in started)
+    assert not list(tmp_path.iterdir())

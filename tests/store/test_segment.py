@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from scarctl.errors import Overwritten, UsageError
 from scarctl.layout import DTYPES, Layout, TensorSpec, build_layout
 from scarctl.store import Store, StoreWriter, verify
-from scarctl.store.blob import LocalBlobs, LocalReader
+from scarctl.store.local import LocalBlobs, LocalReader
 from tests.store.helpers import Data, read_all
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scarctl.store import Blobs, InDoubt
-from scarctl.store.blob import BlobReader, BlobWriter, Buffer, os_error
+from scarctl.store.blob import BlobReader, BlobWriter, Buffer
+from scarctl.store.local import os_error
 
 OPERATIONS = ("writer", "write", "commit", "create_exclusive")
 """What a commit does, in this order; `write` several times."""
@@ -118,9 +119,9 @@ class FaultyBlobs:
         self._call("folders", folder)
         return self.inner.folders(folder)
 
-    def prepare(self, folder: str) -> None:
+    def prepare(self, folder: str, *, known: bool = False) -> None:
         self._call("prepare", folder)
-        self.inner.prepare(folder)
+        self.inner.prepare(folder, known=known)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
