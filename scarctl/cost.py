@@ -9,8 +9,9 @@ seconds per hour of undisturbed training.
     background    full checkpoints that are copied in memory and written beside training; everything is rolled back
     scar          partial checkpoints beside training; only the lost shard is restored, from copies of several ages
 
-How far a state moves in an iteration cannot be known here. So rework is the bound (6) of `scarctl.theory`: with
-c = 1, a partial recovery costs √p of the age of what it restores. What a policy adds to that is `gain`, as measured.
+How far a state moves in an iteration cannot be known here. So rework is (6) of `scarctl.theory` for a run that goes
+straight to its optimum: with c = 1, a partial recovery costs √p of the age of what it restores. What a policy adds to
+that is `gain`, as measured.
 """
 
 from __future__ import annotations

@@ -314,7 +314,7 @@ def _verdict(job: Job, advice: Advice) -> list[str]:
     assert scar.fraction is not None
     lines = [
         f"SCAR pays: fraction={_share(scar.fraction)}, interval={_iterations(scar, job)} ({gain}).",
-        "Rework is what the theory bounds; `scarctl simulate` measures it on your model.",
+        "Rework is estimated from the theory; `scarctl simulate` measures it on your model.",
     ]
     if job.gain == 1:
         lines.append(
