@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from scarctl.adapter import Adapter, StateGroup
 from scarctl.daemon.arena import Arena
 from scarctl.dtypes import name_of
@@ -11,6 +13,7 @@ from scarctl.errors import LayoutMismatch
 from scarctl.layout import Group, Layout, TensorSpec, build_layout
 from scarctl.live import LiveState
 from scarctl.store import Store
+from scarctl.store.settings import Settings
 
 
 class Binding:
@@ -23,14 +26,7 @@ class Binding:
 
     def build_layout(self) -> Layout:
         """The layout of the state as it is now, after the first step."""
-        fixed = self._store.settings
-        return build_layout(
-            [(group.name, group.kind, _specs(group)) for group in self._adapter.groups()],
-            partition_bytes=fixed.partition_bytes,
-            rows=dict(fixed.rows),
-            by_layer=fixed.by_layer,
-            optimizer=self._adapter.optimizer,
-        )
+        return layout_of(self._adapter, self._store.settings)
 
     def least_bytes(self) -> int:
         """Bytes of the state: of the stored layout if there is one, else without what the first step will add."""
@@ -61,24 +57,40 @@ class Binding:
 
     def live(self, arena: Arena) -> LiveState:
         """The model's tensors as they are now. Raises LayoutMismatch when they are not those of the arena's layout."""
-        layout, tensors = arena.layout, []
-        by_name = {group.name: group for group in self._adapter.groups()}
-        for group in layout.groups:
-            state = by_name.get(group.name)
-            found = [state.tensors.get(spec.slot) for spec in group.tensors] if state else []
-            if not found or any(
-                t is None or tuple(t.shape) != spec.shape
-                for t, spec in zip(found, group.tensors, strict=True)
-            ):
-                raise LayoutMismatch(
-                    f"group {group.name!r} is no longer what it was when the layout was fixed",
-                    hint="parameters may not be added, removed or resized while a session is open",
-                )
-            tensors.append([t for t in found if t is not None])
+        tensors = tensors_of(self._adapter, arena.layout)
         if self._views is None or self._views.arena is not arena:
-            self._views = LiveState(layout, tensors, arena)
+            self._views = LiveState(arena.layout, tensors, arena)
             return self._views
         return self._views.with_tensors(dict(enumerate(tensors)))
+
+
+def layout_of(adapter: Adapter, fixed: Settings) -> Layout:
+    """The layout of a state as it is now, cut the way that a store fixes."""
+    return build_layout(
+        [(group.name, group.kind, _specs(group)) for group in adapter.groups()],
+        partition_bytes=fixed.partition_bytes,
+        rows=dict(fixed.rows),
+        by_layer=fixed.by_layer,
+        optimizer=adapter.optimizer,
+    )
+
+
+def tensors_of(adapter: Adapter, layout: Layout) -> list[list[torch.Tensor]]:
+    """The state's tensors as they are now, parallel to the layout's. Raises LayoutMismatch when they do not fit it."""
+    tensors = []
+    by_name = {group.name: group for group in adapter.groups()}
+    for group in layout.groups:
+        state = by_name.get(group.name)
+        found = [state.tensors.get(spec.slot) for spec in group.tensors] if state else []
+        if not found or any(
+            t is None or tuple(t.shape) != spec.shape for t, spec in zip(found, group.tensors, strict=True)
+        ):
+            raise LayoutMismatch(
+                f"group {group.name!r} is no longer what it was when the layout was fixed",
+                hint="parameters may not be added, removed or resized while a session is open",
+            )
+        tensors.append([t for t in found if t is not None])
+    return tensors
 
 
 def _specs(group: StateGroup) -> tuple[TensorSpec, ...]:

@@ -29,7 +29,7 @@ from scarctl.daemon.saver import Saver
 from scarctl.errors import ScarError
 from scarctl.layout import Layout
 from scarctl.live import LiveState
-from scarctl.policy import select
+from scarctl.policy import select, squared
 from scarctl.recovery import Plan
 from scarctl.store import Store
 from scarctl.version import NEVER, pack, step_of
@@ -37,7 +37,6 @@ from scarctl.version import NEVER, pack, step_of
 log = logging.getLogger("scarctl")
 Ids = NDArray[np.int64]
 _NONE = np.empty(0, dtype=np.int64)
-_LARGEST = 1e150
 _STUCK = 60
 """Seconds after which copies that wait for the store are worth a warning."""
 
@@ -112,10 +111,7 @@ class Engine:
         self._warn_if_stuck(pending)
         chosen = select(
             self.settings.policy,
-            # Clipped: a square that overflows would look like a value that is not finite.
-            distance_sq=np.square(
-                np.minimum(distance, _LARGEST, where=np.isfinite(distance), out=distance.copy())
-            ),
+            distance_sq=squared(distance),
             nbytes=self.layout.partition_bytes,
             staleness=np.maximum(step - step_of(self.arena.newest()), 0),
             eligible=~pending,

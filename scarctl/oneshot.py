@@ -21,7 +21,7 @@ from scarctl.daemon.arena import Arena
 from scarctl.daemon.peek import open_stopped
 from scarctl.errors import Corruption, NoStore, ScarError, SettingsConflict, UsageError
 from scarctl.layout import Layout, build_layout
-from scarctl.policy import select
+from scarctl.policy import select, squared
 from scarctl.recovery import take_rows
 from scarctl.statefile import StateFile
 from scarctl.store import Collector, ShardState, Store, StoreWriter, create_snapshot, sealed_sets
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("scarctl")
 Ids = NDArray[np.int64]
-
-# Squares of larger distances do not fit in a float64; they all rank highest.
-_LARGEST = 1e150
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,7 +288,7 @@ def _choose(
     memory = _remembered(extras)
     picked = select(
         settings.policy,
-        distance_sq=np.square(np.minimum(distance, _LARGEST, where=finite, out=distance.copy())),
+        distance_sq=squared(distance),
         nbytes=layout.partition_bytes,
         staleness=np.maximum(settings.step - step_of(version), 0),
         eligible=~missing,

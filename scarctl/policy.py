@@ -16,6 +16,8 @@ from scarctl.errors import UsageError
 
 POLICIES = ("priority", "round", "random", "full")
 
+_LARGEST = 1e150
+"""Larger distances have squares that no float64 holds; they all rank highest."""
 _DIGIT_BITS = 16
 _CHUNK = 1 << 17
 """Values per piece of a histogram, so that temporaries stay in the cache."""
@@ -35,6 +37,12 @@ class Selection:
     """Where the policy `round` goes on."""
     nonfinite: NDArray[np.int64]
     """Eligible partitions that were left out because their distance is NaN or infinite, ascending."""
+
+
+def squared(distance: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Squares for `select`, clipped: one that overflows would look like a value that is not finite."""
+    finite = np.isfinite(distance)
+    return np.square(np.minimum(distance, _LARGEST, where=finite, out=distance.copy()))
 
 
 def select(

@@ -25,6 +25,7 @@ WITH_TORCH = {
     "scarctl.moment",
     "scarctl.restore",
     "scarctl.session",
+    "scarctl.simulate.trial",
 }
 
 # Imported where they are used, so that a command on a local store starts fast.

@@ -20,7 +20,14 @@ pytestmark = pytest.mark.usefixtures("usual_saver")
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = ["README.md", "docs/ARCHITECTURE.md", "docs/FORMAT.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+DOCUMENTS = [
+    "README.md",
+    "docs/ARCHITECTURE.md",
+    "docs/FORMAT.md",
+    "docs/theory.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+]
 
 
 def blocks(language: str) -> list[str]:

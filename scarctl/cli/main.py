@@ -23,9 +23,11 @@ COMMANDS = {
     "doctor": "Try out a place for a store: what it guarantees, and how fast it is.",
     "export": "Write a state as safetensors, .pt or DCP, for other tools.",
     "inspect": "Show what a store holds and what losing a shard would change.",
+    "plan": "Recommend how often to save how much, and say whether that pays.",
     "prune": "Delete old copies, sealed states and snapshots that need not be kept.",
     "recover": "Restore only what was lost.",
     "run": "Run a command whose sessions save through the host's daemon.",
+    "simulate": "Fail runs of a workload, and show how many iterations it costs.",
     "verify": "Check every record, segment and checksum of a store.",
 }
 
@@ -53,6 +55,9 @@ OPTIONS = frozenset(
         "max_shard_size",
     }
 )
+
+_OF_STUDIES = frozenset({"simulate"})
+"""Commands whose options mean something else than a run's of the same name (`interval`): only their table counts."""
 
 EPILOG = """\
 \b
@@ -175,7 +180,9 @@ def default_map(folder: Path) -> dict[str, dict[str, Any]]:
     for key in shared:
         if key not in KNOWN_NAMES and key not in OPTIONS:
             raise UsageError(f"scarctl.toml has {key!r}, which is no setting and no option")
-    return {name: shared | _options(tables.get(name, {})) for name in COMMANDS}
+    return {
+        name: ({} if name in _OF_STUDIES else shared) | _options(tables.get(name, {})) for name in COMMANDS
+    }
 
 
 def _options(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def test_every_command_takes_json_and_debug() -> None:
         options = {option.name for option in command.params}
         assert "debug" in options
         assert ("as_json" in options) == (name != "run"), "stdout is that of the command that it runs"
-        assert ("store" in options) == (name != "daemon")
+        assert ("store" in options) == (name not in ("daemon", "plan", "simulate"))
 
 
 class TestErrors:

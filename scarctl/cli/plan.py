@@ -1,0 +1,334 @@
+"""`scarctl plan`: how often to save how much, and whether that pays."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from scarctl.cli.output import EXIT_OK, emit, human_bytes, open_store, output_options
+from scarctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from scarctl.cost import Advice, Job, Way
+    from scarctl.layout import Layout
+    from scarctl.store.pace import Pace
+
+EXAMPLES = """\b
+Examples:
+  scarctl plan --state-bytes 120GB --step-time 0.8 --bandwidth 2GB --mtbf 6h --shards 16
+  scarctl plan --from ckpt --bandwidth 500MB --mtbf 2d
+  scarctl plan --from ckpt --bandwidth 500MB --mtbf 2d --gain 0.25 --json
+"""
+
+_UNITS = {unit: 1000**k for k, unit in enumerate(("", "k", "m", "g", "t", "p"))}
+_BINARY = {unit: 1024**k for k, unit in enumerate(("", "k", "m", "g", "t", "p"))}
+_TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_TITLES = {
+    "nothing": "nothing is saved",
+    "full": "full checkpoints, training waits",
+    "background": "full checkpoints, in the background",
+    "scar": "partial checkpoints and recovery",
+}
+
+
+class _Bytes(click.ParamType[float]):
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        match = re.fullmatch(
+            r"\s*([\d.]+(?:e[+-]?\d+)?)\s*([kmgtp]?)(i?)b?(?:/s)?\s*", str(value), re.IGNORECASE
+        )
+        number = _number(match[1]) if match else math.nan
+        if match is None or not 0 < number < math.inf or (match[3] and not match[2]):
+            self.fail(f"{value!r} is no number of bytes above 0, such as 1.5GB or 800MiB", param, ctx)
+        unit: int = (_BINARY if match[3] else _UNITS)[match[2].lower()]
+        return number * unit
+
+
+class _Time(click.ParamType[float]):
+    name = "time"
+
+    def __init__(self, *, zero: bool = False) -> None:
+        self._zero = zero
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        match = re.fullmatch(r"\s*([\d.]+(?:e[+-]?\d+)?)\s*(ms|min|s|m|h|d|)\s*", str(value), re.IGNORECASE)
+        number = _number(match[1]) if match else math.nan
+        if match is None or not (0 <= number < math.inf if self._zero else 0 < number < math.inf):
+            self.fail(f"{value!r} is no span of time, such as 0.5, 90s, 30m, 6h or 2d", param, ctx)
+        return number * _TIMES[match[2].lower()]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+@click.command(epilog=EXAMPLES)
+@click.option(
+    "--state-bytes", type=_Bytes(), envvar="SCARCTL_STATE_BYTES", help="Of parameters and moments together."
+)
+@click.option("--step-time", type=_Time(), envvar="SCARCTL_STEP_TIME", help="Of an iteration.")
+@click.option(
+    "--bandwidth",
+    type=_Bytes(),
+    required=True,
+    envvar="SCARCTL_BANDWIDTH",
+    help="That the store takes per second, over all shards; `scarctl doctor` measures it.",
+)
+@click.option(
+    "--mtbf",
+    type=_Time(),
+    required=True,
+    envvar="SCARCTL_MTBF",
+    help="Between two failures of the job, on average.",
+)
+@click.option(
+    "--shards",
+    type=click.IntRange(min=1),
+    envvar="SCARCTL_SHARDS",
+    help="Parts of the state; a failure takes one.",
+)
+@click.option(
+    "--from", "source", metavar="STORE", envvar="SCARCTL_FROM", help="A store that knows some of it."
+)
+@click.option(
+    "--restart",
+    type=_Time(zero=True),
+    default="60s",
+    show_default=True,
+    envvar="SCARCTL_RESTART",
+    help="Until what failed is replaced, before anything is restored.",
+)
+@click.option(
+    "--gain",
+    type=float,
+    default=1.0,
+    show_default=True,
+    envvar="SCARCTL_GAIN",
+    help="Squared perturbation of priority at 1/8, relative to round; `scarctl simulate` shows both.",
+)
+@click.option(
+    "--convergence",
+    type=float,
+    default=1.0,
+    show_default=True,
+    envvar="SCARCTL_CONVERGENCE",
+    help="Factor per iteration by which the distance to the optimum shrinks (the paper's c).",
+)
+@click.option(
+    "--memory-bandwidth",
+    type=_Bytes(),
+    default="4GB",
+    show_default=True,
+    envvar="SCARCTL_MEMORY_BANDWIDTH",
+    help="At which one shard's checkpoint is compared and copied, per second.",
+)
+@click.option(
+    "--duration",
+    type=_Time(),
+    default="24h",
+    show_default=True,
+    envvar="SCARCTL_DURATION",
+    help="Of training without failures; it matters where nothing is saved.",
+)
+@output_options
+def command(
+    state_bytes: float | None,
+    step_time: float | None,
+    bandwidth: float,
+    mtbf: float,
+    shards: int | None,
+    source: str | None,
+    restart: float,
+    gain: float,
+    convergence: float,
+    memory_bandwidth: float,
+    duration: float,
+    as_json: bool,
+    debug: bool,
+) -> int:
+    """Recommend how often to save how much of the state, and say whether partial checkpoints pay.
+
+    Four ways are compared, each at its best, by what failures cost in an hour of training: time for saving, for
+    rework and for restarts. Options go before what the store of --from shows. docs/theory.md has the model.
+    """
+    from scarctl.cost import Job, advise
+
+    known, layout, stored_shards = (None, None, None) if source is None else _look(source)
+    if state_bytes is None and layout is not None:
+        state_bytes = float(layout.nbytes)
+    if step_time is None and known is not None:
+        step_time = known.step_seconds
+    missing = [
+        name for name, value in (("--state-bytes", state_bytes), ("--step-time", step_time)) if value is None
+    ]
+    if state_bytes is None or step_time is None:
+        said = f", and {source} does not show it" if source is not None else ", or --from a store"
+        raise UsageError(f"{' and '.join(missing)} must be given{said}", hint="see `scarctl plan --help`")
+    job = Job(
+        state_bytes=state_bytes,
+        step_seconds=step_time,
+        bandwidth=bandwidth,
+        mtbf=mtbf,
+        shards=shards or stored_shards or 1,
+        restart=restart,
+        memory_bandwidth=memory_bandwidth,
+        c=convergence,
+        gain=gain,
+        duration=duration,
+    )
+    advice = advise(job)
+    fields = {
+        "job": _job(job),
+        "ways": {way.name: _way(way, job) for way in advice.ways},
+        "pays": advice.pays,
+        "rival": advice.rival.name,
+        "saves": _finite(_saves(advice)),
+        "history": None if known is None else _history(known, layout),
+    }
+    emit(fields, as_json=as_json, text=_text(job, advice, known, layout))
+    return EXIT_OK
+
+
+def _look(source: str) -> tuple[Pace, Layout, int]:
+    """What a store knows. Raises UsageError when nothing is saved in it yet."""
+    from scarctl.store.pace import pace
+
+    store = open_store(source)
+    layout = store.current_layout()
+    if layout is None:
+        raise UsageError(f"{store.where}: nothing is saved in this store yet", hint="leave --from out")
+    return pace(store), layout, store.settings.shards
+
+
+def _job(job: Job) -> dict[str, Any]:
+    return {
+        "state_bytes": job.state_bytes,
+        "step_seconds": job.step_seconds,
+        "bandwidth": job.bandwidth,
+        "mtbf_seconds": job.mtbf,
+        "shards": job.shards,
+        "restart_seconds": job.restart,
+        "memory_bandwidth": job.memory_bandwidth,
+        "convergence": job.c,
+        "gain": job.gain,
+        "duration_seconds": job.duration,
+    }
+
+
+def _way(way: Way, job: Job) -> dict[str, Any]:
+    return {
+        "fraction": way.fraction,
+        "interval": None if way.fraction is None else _iterations(way, job),
+        "interval_seconds": None if way.fraction is None else way.interval,
+        "seconds_per_hour": {
+            "dump": _finite(way.cost.dump),
+            "rework": _finite(way.cost.rework),
+            "restart": _finite(way.cost.restart),
+            "total": _finite(way.cost.total),
+        },
+    }
+
+
+def _history(known: Pace, layout: Layout | None) -> dict[str, Any]:
+    return {
+        "partitions": None if layout is None else layout.partitions,
+        "step_seconds": known.step_seconds,
+        "interval": known.interval,
+        "fraction": _used_fraction(known, layout),
+    }
+
+
+def _used_fraction(known: Pace, layout: Layout | None) -> float | None:
+    if known.checkpoint_bytes is None or layout is None or not layout.nbytes:
+        return None
+    return known.checkpoint_bytes / layout.nbytes
+
+
+def _iterations(way: Way, job: Job) -> int:
+    return max(1, round(way.interval / job.step_seconds))
+
+
+def _saves(advice: Advice) -> float:
+    """Seconds per hour; infinite where the others never end, NaN where nothing does."""
+    return advice.rival.cost.total - advice.scar.cost.total
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _text(job: Job, advice: Advice, known: Pace | None, layout: Layout | None) -> str:
+    lines = [
+        f"{human_bytes(round(job.state_bytes))} in {job.shards} shard{'s' if job.shards > 1 else ''}, "
+        f"an iteration takes {_time(job.step_seconds)}, the store takes {human_bytes(round(job.bandwidth))}/s, "
+        f"a failure every {_time(job.mtbf)}"
+    ]
+    if known is not None and layout is not None:
+        used = _used_fraction(known, layout)
+        now = "its log does not show how often it is saved"
+        if known.interval is not None and used is not None:
+            now = f"so far {used:.3g} of the state is saved every {known.interval} iterations"
+        lines.append(f"{layout.partitions} partitions; {now}")
+    columns = ("seconds per hour of training", "saves", "every", "dump", "rework", "restart", "total")
+    rows: list[tuple[str, ...]] = [columns]
+    for way in advice.ways:
+        cells = [way.cost.dump, way.cost.rework, way.cost.restart, way.cost.total]
+        rows.append(
+            (
+                _TITLES[way.name],
+                "-" if way.fraction is None else _share(way.fraction),
+                "-" if way.fraction is None else _time(way.interval),
+                *("never ends" if math.isinf(cell) else f"{cell:.1f}" for cell in cells),
+            )
+        )
+    widths = [max(len(row[k]) for row in rows) for k in range(len(columns))]
+    lines += ["", *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
+    return "\n".join([*lines, "", *_verdict(job, advice)])
+
+
+def _verdict(job: Job, advice: Advice) -> list[str]:
+    scar, rival = advice.scar, advice.rival
+    if math.isinf(rival.cost.total) and math.isinf(scar.cost.total):
+        return ["No way ends: failures come faster than anything is restored."]
+    if not advice.pays:
+        lines = [f"SCAR does not pay here. Use this instead: {_TITLES[rival.name]}"]
+        if rival.fraction is not None:
+            lines[0] += f", every {_time(rival.interval)}"
+        lines[0] += f" ({_saves(advice) * -1:.1f} s per hour less)."
+        if job.shards == 1:
+            lines.append("With one shard a failure takes everything: there is nothing to recover partially.")
+        return lines
+    saved = _saves(advice)
+    gain = (
+        "the others never end"
+        if math.isinf(saved)
+        else f"{saved:.1f} s per hour less than: {_TITLES[rival.name]}"
+    )
+    assert scar.fraction is not None
+    lines = [
+        f"SCAR pays: fraction={_share(scar.fraction)}, interval={_iterations(scar, job)} ({gain}).",
+        "Rework is estimated from the theory; `scarctl simulate` measures it on your model.",
+    ]
+    if job.gain == 1:
+        lines.append(
+            "Whether smaller fractions by priority do better still depends on the model: measure --gain."
+        )
+    return lines
+
+
+def _share(fraction: float) -> str:
+    return "1" if fraction == 1 else f"1/{round(1 / fraction)}"
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1000:.3g} ms"

@@ -1,0 +1,311 @@
+"""`scarctl simulate`: what losing a part of a workload's state costs, by every way to be prepared for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import click
+
+from scarctl.cli.output import EXIT_OK, emit, note, output_options, warn
+from scarctl.errors import AccessDenied, UsageError
+
+if TYPE_CHECKING:
+    from scarctl.simulate.summary import Mean, Summary
+
+EXAMPLES = """\b
+Examples:
+  scarctl simulate mypackage.workload:build --interval 16
+  scarctl simulate workload:build --lost 1/4,1/2,3/4 --fraction 1 --trials 100 --results study.jsonl
+  scarctl simulate workload:build --policy priority --fraction 1/8 --failure-rate 0.02 --json
+  scarctl simulate workload:build --data ~/mnist --plot study.svg
+"""
+_PAUSE = 30.0
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("workload")
+@click.option(
+    "--data", metavar="DIR", envvar="SCARCTL_DATA", help="Folder that the workload's factory is given."
+)
+@click.option(
+    "--lost",
+    default="1/2",
+    show_default=True,
+    metavar="SHARES",
+    envvar="SCARCTL_LOST",
+    help="Of the state, by failures.",
+)
+@click.option(
+    "--fraction",
+    default="1,1/2,1/4,1/8",
+    show_default=True,
+    metavar="SHARES",
+    envvar="SCARCTL_FRACTION",
+    help="Of the state, by one checkpoint; 1/8 comes eight times as often as 1.",
+)
+@click.option(
+    "--policy",
+    default="priority,round,random",
+    show_default=True,
+    metavar="NAMES",
+    envvar="SCARCTL_POLICY",
+    help="What a checkpoint smaller than 1 saves.",
+)
+@click.option(
+    "--mode",
+    default="partial,rollback",
+    show_default=True,
+    metavar="NAMES",
+    envvar="SCARCTL_MODE",
+    help="Restore only what was lost, or everything from the newest full checkpoint.",
+)
+@click.option(
+    "--interval",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    metavar="C",
+    envvar="SCARCTL_INTERVAL",
+    help="Iterations between two full checkpoints.",
+)
+@click.option(
+    "--trials",
+    type=click.IntRange(min=1),
+    default=100,
+    show_default=True,
+    envvar="SCARCTL_TRIALS",
+    help="Runs that fail.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    envvar="SCARCTL_SEED",
+    help="Of all chance.",
+)
+@click.option(
+    "--failure-rate",
+    type=float,
+    metavar="P",
+    envvar="SCARCTL_FAILURE_RATE",
+    help="Probability of the failure in each iteration (geometric); without it, each is as likely.",
+)
+@click.option(
+    "--iterations",
+    type=click.IntRange(min=2),
+    envvar="SCARCTL_ITERATIONS",
+    help="Of an undisturbed run, if not the workload's.",
+)
+@click.option(
+    "--target",
+    type=float,
+    metavar="METRIC",
+    envvar="SCARCTL_TARGET",
+    help="To be reached, if not the workload's.",
+)
+@click.option(
+    "--norm",
+    metavar="NAME",
+    envvar="SCARCTL_NORM",
+    help="Distance: l2, rms or relative, if not the workload's.",
+)
+@click.option(
+    "--jobs", type=click.IntRange(min=1), envvar="SCARCTL_JOBS", help="Processes; default: one for each core."
+)
+@click.option(
+    "--results",
+    type=click.Path(path_type=Path, dir_okay=False),
+    envvar="SCARCTL_RESULTS",
+    help="File that keeps every trial: the same call again goes on where it stopped.",
+)
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.svg",
+    envvar="SCARCTL_PLOT",
+    help="Draw the result.",
+)
+@output_options
+def command(
+    workload: str,
+    data: str | None,
+    lost: str,
+    fraction: str,
+    policy: str,
+    mode: str,
+    interval: int,
+    trials: int,
+    seed: int,
+    failure_rate: float | None,
+    iterations: int | None,
+    target: float | None,
+    norm: str | None,
+    jobs: int | None,
+    results: Path | None,
+    plot: Path | None,
+    as_json: bool,
+    debug: bool,
+) -> int:
+    """Fail runs of WORKLOAD, and show how many iterations each failure costs.
+
+    WORKLOAD is module:factory; the object that it makes has reset, state, step, metric and iterations (see
+    scarctl.simulate.Workload). Every trial fails one run at one moment, and goes on once for each combination, so that
+    all of them see the same failure. Rework is iterations more than undisturbed until the metric is as low.
+    """
+    from scarctl.simulate.results import Results
+    from scarctl.simulate.study import Study, parse_share
+    from scarctl.simulate.summary import summarise
+    from scarctl.simulate.workers import Workers
+
+    study = Study(
+        workload=workload,
+        data=None if data is None else str(Path(data).expanduser()),
+        lost=tuple(map(parse_share, _items(lost))),
+        fractions=tuple(map(parse_share, _items(fraction))),
+        policies=tuple(_items(policy)),
+        modes=tuple(_items(mode)),
+        interval=interval,
+        failure_rate=failure_rate,
+        iterations=iterations,
+        target=target,
+        norm=norm,
+        seed=seed,
+    )
+    if plot is not None:
+        _check_plot(plot)
+    with Workers(study, min(trials, jobs or _cores())) as workers:
+        kept = Results(results, {**study.to_json(), "source": workers.source})
+        try:
+            missing = [trial for trial in range(trials) if trial not in kept.by_trial]
+            if results is not None and len(missing) < trials:
+                note(f"{trials - len(missing)} of {trials} trials are in {results}")
+            with _progress(trials, trials - len(missing)) as progress:
+                for result in workers.run(missing):
+                    kept.add(result)
+                    progress.advance()
+        finally:
+            kept.close()
+    summary = summarise(study, [kept.by_trial[trial] for trial in range(trials)])
+    if summary.irreproducible:
+        warn(
+            f"in {summary.irreproducible} of {trials} trials the same seed gave another run: part of what is shown "
+            "comes from that"
+        )
+    if plot is not None:
+        from scarctl.simulate.chart import draw
+
+        _write(plot, draw(study, summary))
+    fields = {"study": study.to_json(), **summary.to_json(), "plot": None if plot is None else str(plot)}
+    emit(fields, as_json=as_json, text=_text(summary))
+    return EXIT_OK
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _items(text: str) -> list[str]:
+    return [item for item in (piece.strip() for piece in text.split(",")) if item]
+
+
+def _check_plot(path: Path) -> None:
+    """Known before hours of trials, not after."""
+    if path.suffix.lower() != ".svg":
+        raise UsageError(
+            f"{path}: a picture is drawn as SVG", hint="give a name that ends in .svg; browsers show it"
+        )
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{path}: there is no such folder")
+
+
+def _write(path: Path, content: str) -> None:
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise AccessDenied(f"{path}: {error.strerror}") from error
+
+
+def _text(summary: Summary) -> str:
+    columns = ("way", "saves", "lost", "rework", "95 % interval", "less than rollback", "perturbation")
+    rows = [columns]
+    for line in summary.lines:
+        cell = line.cell
+        rows.append(
+            (
+                cell.mode,
+                f"{cell.policy} {cell.fraction}" if cell.fraction != 1 else "all",
+                "-" if cell.lost is None else str(cell.lost),
+                f"{line.rework.mean:.2f}{'+' if line.given_up else ''}",
+                _interval(line.rework, 1),
+                "-"
+                if line.reduction is None
+                else f"{line.reduction.mean:.0%} {_interval(line.reduction, 100)}".strip(),
+                f"{line.perturbation:.4g}",
+            )
+        )
+    widths = [max(len(row[k]) for row in rows) for k in range(len(columns))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    lines.append(f"{summary.trials} trials; undisturbed, a run takes {summary.undisturbed:.1f} iterations")
+    lost = sum(line.given_up for line in summary.lines)
+    if lost:
+        lines.append(
+            f"+: {lost} runs did not arrive, and count with the iterations after which they were given up"
+        )
+    return "\n".join(lines)
+
+
+def _interval(mean: Mean, scale: int) -> str:
+    if mean.low is None or mean.high is None:
+        return ""
+    digits = 2 if scale == 1 else 0
+    return f"({scale * mean.low:.{digits}f} to {scale * mean.high:.{digits}f})"
+
+
+class _Progress(Protocol):
+    def advance(self) -> Any: ...
+
+
+@contextmanager
+def _progress(total: int, done: int) -> Iterator[_Progress]:
+    """A bar on stderr where that is a terminal, else a line every 30 s."""
+    if done == total or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield _Lines(total, done)
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("trials", total=total, completed=done)
+        yield _Bar(progress, task)
+
+
+class _Lines:
+    def __init__(self, total: int, done: int) -> None:
+        self._total, self._done = total, done
+        self._next = time.monotonic() + _PAUSE
+
+    def advance(self) -> None:
+        self._done += 1
+        if time.monotonic() >= self._next and self._done < self._total:
+            self._next = time.monotonic() + _PAUSE
+            note(f"{self._done} of {self._total} trials")
+
+
+class _Bar:
+    def __init__(self, progress: Any, task: Any) -> None:
+        self._progress, self._task = progress, task
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)

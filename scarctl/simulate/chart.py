@@ -1,0 +1,157 @@
+"""A study's result as an SVG picture: rework over the fraction, a line per policy, a panel per lost share.
+
+Written by hand: two dozen kinds of marks are not worth a dependency of megabytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+from html import escape
+
+from scarctl.simulate.study import Study
+from scarctl.simulate.summary import Line, Summary
+
+# Told apart without colours too, by their marks.
+_STYLES = {"full": ("#444444", "circle"), "priority": ("#0072b2", "circle"), "round": ("#d55e00", "square"),
+           "random": ("#009e73", "triangle")}  # fmt: skip
+_WIDTH, _HEIGHT = 360.0, 260.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 14.0, 34.0, 44.0
+_LEGEND = 46.0
+
+
+def draw(study: Study, summary: Summary) -> str:
+    """The picture, an SVG document."""
+    rollback = next((line for line in summary.lines if line.cell.mode == "rollback"), None)
+    partial = [line for line in summary.lines if line.cell.mode == "partial"]
+    panels = (
+        [[line for line in partial if line.cell.lost == lost] for lost in study.lost] if partial else [[]]
+    )
+    low, high = _range(summary.lines)
+    parts = []
+    for k, panel in enumerate(panels):
+        title = f"{study.lost[k]} of the state lost" if partial else "rollback"
+        parts += [
+            f'<g transform="translate({k * _WIDTH:g} 0)">',
+            *_panel(title, panel, rollback, low, high),
+            "</g>",
+        ]
+    shown = [policy for policy in _STYLES if any(line.cell.policy == policy for line in partial)]
+    parts += _legend(shown, rollback is not None, summary)
+    width, height = max(1, len(panels)) * _WIDTH, _HEIGHT + _LEGEND
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'height="{height:g}" font-family="sans-serif" font-size="11" fill="#222222">'
+    )
+    name = f"<title>{escape(study.workload)}: rework cost</title>"
+    return "\n".join(
+        [head, name, f'<rect width="{width:g}" height="{height:g}" fill="white"/>', *parts, "</svg>", ""]
+    )
+
+
+def _range(lines: Iterable[Line]) -> tuple[float, float]:
+    ends = [value for line in lines for value in (line.rework.mean, line.rework.low, line.rework.high)]
+    known = [value for value in ends if value is not None]
+    low, high = min(0.0, *known), max(0.0, *known)
+    return (low, high) if high > low else (0.0, 1.0)
+
+
+def _panel(title: str, lines: list[Line], rollback: Line | None, low: float, high: float) -> list[str]:
+    step = _step(high - low)
+    low, high = step * (low // step), step * -(-high // step)
+
+    def y(value: float) -> float:
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (high - value) / (high - low)
+
+    right = _WIDTH - _RIGHT
+    fractions = sorted({line.cell.fraction for line in lines}, reverse=True)
+
+    def x(fraction: Fraction) -> float:
+        return _LEFT + (right - _LEFT) * (fractions.index(fraction) + 0.5) / len(fractions)
+
+    parts = [_text(_WIDTH / 2, _TOP - 14, title, "middle", "font-weight='bold'")]
+    for k in range(round((high - low) / step) + 1):
+        value = low + k * step
+        parts.append(
+            _line(_LEFT, y(value), right, y(value), "#444444" if abs(value) < step / 2 else "#dddddd")
+        )
+        parts.append(_text(_LEFT - 6, y(value) + 4, f"{value:g}", "end"))
+    parts.append(
+        _text(
+            0,
+            0,
+            "rework, iterations",
+            "middle",
+            f"transform='translate(14 {(_TOP + _HEIGHT - _BOTTOM) / 2:g}) rotate(-90)'",
+        )
+    )
+    for fraction in fractions:
+        parts.append(_text(x(fraction), _HEIGHT - _BOTTOM + 16, str(fraction), "middle"))
+    parts.append(
+        _text(
+            (_LEFT + right) / 2,
+            _HEIGHT - _BOTTOM + 32,
+            "saved by one checkpoint (same bytes per time)",
+            "middle",
+        )
+    )
+    if rollback is not None:
+        at = y(rollback.rework.mean)
+        parts.append(_line(_LEFT, at, right, at, "#000000", "stroke-dasharray='6 4' stroke-width='1.5'"))
+    full = [line for line in lines if line.cell.policy == "full"]
+    policies = list(dict.fromkeys(line.cell.policy for line in lines if line not in full))
+    # Side by side, so that intervals do not hide each other; all begin where everything is saved.
+    shifts = {policy: 5.0 * (k - (len(policies) - 1) / 2) for k, policy in enumerate(policies)} | {
+        "full": 0.0
+    }
+
+    def place(line: Line) -> tuple[float, float]:
+        return x(line.cell.fraction) + shifts[line.cell.policy], y(line.rework.mean)
+
+    for policy in policies:
+        points = [place(line) for line in [*full, *lines] if line in full or line.cell.policy == policy]
+        path = " ".join(f"{px:.1f},{py:.1f}" for px, py in dict.fromkeys(points))
+        parts.append(
+            f"<polyline points='{path}' fill='none' stroke='{_STYLES[policy][0]}' stroke-width='1.5'/>"
+        )
+    for line in lines:
+        (at, mean), (colour, mark) = place(line), _STYLES[line.cell.policy]
+        if line.rework.low is not None and line.rework.high is not None:
+            parts.append(_line(at, y(line.rework.low), at, y(line.rework.high), colour))
+        parts.append(_mark(at, mean, colour, mark))
+    return parts
+
+
+def _legend(policies: list[str], rollback: bool, summary: Summary) -> list[str]:
+    parts, at, y = [], _LEFT, _HEIGHT + 12
+    for policy in policies:
+        parts += [_mark(at, y - 4, *_STYLES[policy]), _text(at + 9, y, policy)]
+        at += 74
+    if rollback:
+        parts += [_line(at, y - 4, at + 22, y - 4, "#000000", "stroke-dasharray='6 4' stroke-width='1.5'")]
+        parts += [_text(at + 28, y, "rollback")]
+    note = f"{summary.trials} trials, bars are 95 % intervals of the mean"
+    return [*parts, _text(_LEFT, y + 20, note, extra="fill='#666666'")]
+
+
+def _step(span: float) -> float:
+    """A round distance between lines, for about five of them."""
+    power = 10.0 ** math.floor(math.log10(span / 6))
+    return next((k * power for k in (1, 2, 5, 10) if span / (k * power) <= 6), 10 * power)
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str, extra: str = "") -> str:
+    return f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='{colour}' {extra}/>"
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", extra: str = "") -> str:
+    return f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}' {extra}>{escape(text)}</text>"
+
+
+def _mark(x: float, y: float, colour: str, mark: str) -> str:
+    if mark == "square":
+        return f"<rect x='{x - 3.5:.1f}' y='{y - 3.5:.1f}' width='7' height='7' fill='{colour}'/>"
+    if mark == "triangle":
+        return f"<path d='M{x:.1f} {y - 5:.1f} l4.5 8 h-9 z' fill='{colour}'/>"
+    return f"<circle cx='{x:.1f}' cy='{y:.1f}' r='3.8' fill='{colour}'/>"

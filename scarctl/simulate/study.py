@@ -1,0 +1,151 @@
+"""What is compared: one failure, and every way in which to be prepared for it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from scarctl.config import NORMS
+from scarctl.errors import UsageError
+from scarctl.simulate.workload import check_name
+
+POLICIES = ("priority", "round", "random")
+MODES = ("partial", "rollback")
+_MAX_PARTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One way to be prepared, and what is lost."""
+
+    mode: str
+    """"partial": what was lost, from the running checkpoint. "rollback": everything, from the newest full one."""
+    policy: str
+    """"full" where every checkpoint saves everything."""
+    fraction: Fraction
+    """Of the state, what one checkpoint saves; the interval is as much shorter, so that bytes per time are equal."""
+    lost: Fraction | None
+    """None: a rollback is the same whatever was lost."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "mode": self.mode,
+            "policy": self.policy,
+            "fraction": float(self.fraction),
+            "lost": None if self.lost is None else float(self.lost),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Study:
+    """Everything that the result of a trial depends on. Bad values and combinations are refused at construction."""
+
+    workload: str
+    """`module:factory`."""
+    data: str | None = None
+    """Folder that the factory is given."""
+    lost: tuple[Fraction, ...] = (Fraction(1, 2),)
+    fractions: tuple[Fraction, ...] = (Fraction(1), Fraction(1, 2), Fraction(1, 4), Fraction(1, 8))
+    policies: tuple[str, ...] = POLICIES
+    modes: tuple[str, ...] = MODES
+    interval: int = 8
+    """Iterations between two full checkpoints (the paper's C); a fraction r is saved every rC."""
+    failure_rate: float | None = None
+    """Probability of the failure in each iteration. None: each before convergence is as likely."""
+    iterations: int | None = None
+    """Of an undisturbed run, if not the workload's."""
+    target: float | None = None
+    """Metric to reach, if not the workload's."""
+    norm: str | None = None
+    """If not the workload's."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_name(self.workload)
+        _some("lost", self.lost)
+        _some("fraction", self.fractions)
+        _known("policy", self.policies, POLICIES)
+        _known("mode", self.modes, MODES)
+        if self.interval < 1:
+            raise UsageError(f"the interval is {self.interval} iterations", hint="give 1 or more")
+        for fraction in self.fractions if "partial" in self.modes else ():
+            if (self.interval * fraction).denominator != 1:
+                raise UsageError(
+                    f"a fraction of {fraction} beside full checkpoints every {self.interval} iterations would be saved "
+                    f"every {self.interval * fraction} iterations, which is no whole number",
+                    hint=f"give an --interval that is a multiple of {fraction.denominator}",
+                )
+        if self.failure_rate is not None and not 0 < self.failure_rate < 1:
+            raise UsageError(f"the failure rate is {self.failure_rate}, not between 0 and 1")
+        if self.iterations is not None and self.iterations < 2:
+            raise UsageError(f"iterations is {self.iterations}", hint="give 2 or more")
+        if self.target is not None and not math.isfinite(self.target):
+            raise UsageError(f"the target is {self.target}, not a number to reach")
+        if self.norm is not None and self.norm not in NORMS:
+            raise UsageError(f"unknown norm {self.norm!r}", hint=f"use one of {', '.join(NORMS)}")
+        if not 0 <= self.seed < 1 << 63:
+            raise UsageError(f"the seed is {self.seed}", hint="give a whole number, 0 or more")
+
+    def cells(self) -> list[Cell]:
+        """What each trial goes through, in the order of results."""
+        cells = [Cell("rollback", "full", Fraction(1), None)] if "rollback" in self.modes else []
+        if "partial" not in self.modes:
+            return cells
+        for lost in self.lost:
+            for fraction in self.fractions:
+                policies = ("full",) if fraction == 1 else self.policies
+                cells += [Cell("partial", policy, fraction, lost) for policy in policies]
+        return cells
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values; `from_json` reads them back."""
+        return {
+            "workload": self.workload,
+            "data": self.data,
+            "lost": [str(share) for share in self.lost],
+            "fractions": [str(share) for share in self.fractions],
+            "policies": list(self.policies),
+            "modes": list(self.modes),
+            "interval": self.interval,
+            "failure_rate": self.failure_rate,
+            "iterations": self.iterations,
+            "target": self.target,
+            "norm": self.norm,
+            "seed": self.seed,
+        }
+
+    @staticmethod
+    def from_json(obj: dict[str, Any]) -> Study:
+        """What `to_json` gave."""
+        tuples = {name: tuple(obj[name]) for name in ("policies", "modes")}
+        shares = {name: tuple(Fraction(text) for text in obj[name]) for name in ("lost", "fractions")}
+        return Study(**{**obj, **tuples, **shares})
+
+
+def parse_share(text: str) -> Fraction:
+    """A share written as `1/2` or `0.5`. Raises UsageError when it is not above 0 and up to 1."""
+    try:
+        share = Fraction(text.strip())
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(0)
+    if not (0 < share <= 1 and share.denominator <= _MAX_PARTS):
+        raise UsageError(
+            f"{text!r} is no share of a whole", hint="give a number above 0 and up to 1, such as 1/8"
+        )
+    return share
+
+
+def _some(name: str, values: tuple[Any, ...]) -> None:
+    if not values:
+        raise UsageError(f"no {name} is given")
+    if len(set(values)) < len(values):
+        raise UsageError(f"a {name} is given twice: {', '.join(map(str, values))}")
+
+
+def _known(name: str, values: tuple[str, ...], known: tuple[str, ...]) -> None:
+    _some(name, values)
+    for value in values:
+        if value not in known:
+            raise UsageError(f"unknown {name} {value!r}", hint=f"use some of {', '.join(known)}")

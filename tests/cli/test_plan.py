@@ -1,0 +1,172 @@
+"""`scarctl plan`: what it reads, what it says, and that it says when SCAR does not pay."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scarctl.cost import HOUR, Job, advise
+from scarctl.layout import Layout
+from scarctl.store import Record, Source, Store
+from tests.cli.conftest import Model, Run
+
+LARGE = (
+    "--state-bytes",
+    "100GB",
+    "--step-time",
+    "1",
+    "--bandwidth",
+    "1GB/s",
+    "--mtbf",
+    "3h",
+    "--shards",
+    "16",
+)
+SMALL = ("--state-bytes", "1MB", "--step-time", "100ms", "--bandwidth", "1e9", "--mtbf", "1d")
+
+
+def zeros(layout: Layout) -> Source:
+    """A state of zeros, as a writer reads it."""
+    return lambda g, t, start, stop: bytes(layout.groups[g].tensors[t].row_bytes * (stop - start))
+
+
+def test_the_document_is_what_the_model_says(run: Run) -> None:
+    document = run("plan", *LARGE, "--json").document
+    assert set(document) == {"schema_version", "command", "job", "ways", "pays", "rival", "saves", "history"}
+    assert document["command"] == "plan"
+    job = Job(state_bytes=100e9, step_seconds=1.0, bandwidth=1e9, mtbf=3 * HOUR, shards=16)
+    advice = advise(job)
+    assert list(document["ways"]) == ["nothing", "full", "background", "scar"]
+    for way in advice.ways:
+        found = document["ways"][way.name]
+        assert found["fraction"] == way.fraction
+        assert found["seconds_per_hour"]["total"] == pytest.approx(way.cost.total)
+        assert found["interval_seconds"] == (None if way.fraction is None else way.interval)
+    assert document["pays"] is True
+    assert document["rival"] == "background"
+    assert document["saves"] == pytest.approx(advice.rival.cost.total - advice.scar.cost.total)
+    assert document["history"] is None
+    assert document["ways"]["nothing"]["interval"] is None
+    assert isinstance(document["ways"]["scar"]["interval"], int)
+
+
+def test_it_says_when_it_pays_and_when_not(run: Run) -> None:
+    said = run("plan", *LARGE).stdout
+    assert "SCAR pays: fraction=" in said
+    assert "measure --gain" in said
+    said = run("plan", *SMALL).stdout
+    assert "SCAR does not pay here" in said
+    assert "there is nothing to recover partially" in said
+    assert run("plan", *SMALL, "--json").document["pays"] is False
+
+
+def test_a_policy_that_gains_makes_small_fractions_pay(run: Run) -> None:
+    scar = run("plan", *LARGE, "--gain", "0.05", "--memory-bandwidth", "40GB", "--json").document["ways"][
+        "scar"
+    ]
+    assert scar["fraction"] < 1
+    plain = run("plan", *LARGE, "--memory-bandwidth", "40GB", "--json").document["ways"]["scar"]
+    assert scar["seconds_per_hour"]["total"] < plain["seconds_per_hour"]["total"]
+
+
+def test_a_job_that_never_ends_is_valid_json(run: Run) -> None:
+    arguments = ("--state-bytes", "1TB", "--step-time", "1s", "--bandwidth", "100MB", "--mtbf", "10s")
+    document = run("plan", *arguments, "--json").document
+    assert document["ways"]["full"]["seconds_per_hour"]["total"] is None
+    assert document["saves"] is None
+    assert "never ends" in run("plan", *arguments).stdout
+
+
+class TestFromAStore:
+    def test_it_knows_state_and_shards(self, run: Run, saved: Model) -> None:
+        layout = Store.open("ckpt").current_layout()
+        assert layout is not None
+        given = ("--from", "ckpt", "--bandwidth", "1MB", "--mtbf", "1h")
+        document = run("plan", *given, "--step-time", "0.5", "--json").document
+        assert document["job"]["state_bytes"] == layout.nbytes
+        assert document["job"]["shards"] == 4
+        assert document["history"] == {
+            "partitions": layout.partitions,
+            "step_seconds": None,
+            "interval": None,
+            "fraction": None,
+        }
+        said = run("plan", *given, "--step-time", "0.5").stdout
+        assert f"{layout.partitions} partitions; its log does not show" in said
+        other = run(
+            "plan", *given, "--step-time", "0.5", "--shards", 8, "--state-bytes", "3kB", "--json"
+        ).document
+        assert (other["job"]["shards"], other["job"]["state_bytes"]) == (8, 3000)
+        refused = run("plan", *given, "--json", code=2).error
+        assert "--step-time must be given, and ckpt does not show it" in refused["message"]
+
+    def test_it_knows_the_pace(self, run: Run, saved: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = Store.open("ckpt")
+        layout = store.current_layout()
+        assert layout is not None
+        with store.writer(layout=layout, shard_of=layout.shards(4, 0)) as writer:
+            for minute, step in enumerate((10, 20, 30)):
+                # Written in a moment, as if a minute had passed in between.
+                created = f"2030-01-01T00:{minute:02}:00+00:00"
+                monkeypatch.setattr("scarctl.store.writer.Record", functools.partial(Record, created=created))
+                writer.commit(0, writer.states[0].ids[:2], zeros(layout), step=step)
+        document = run("plan", "--from", "ckpt", "--bandwidth", "1MB", "--mtbf", "1h", "--json").document
+        assert document["job"]["step_seconds"] == pytest.approx(6.0)
+        assert document["history"]["interval"] == 10
+        assert 0 < document["history"]["fraction"] < 0.5
+        said = run("plan", "--from", "ckpt", "--bandwidth", "1MB", "--mtbf", "1h").stdout
+        assert "of the state is saved every 10 iterations" in said
+
+    def test_a_store_that_is_not_there_or_empty(self, run: Run, tmp_path: Path) -> None:
+        given = ("--bandwidth", "1MB", "--mtbf", "1h", "--json")
+        assert run("plan", "--from", "nowhere", *given, code=10).error["kind"] == "no-store"
+        Store.create(tmp_path / "empty").close()
+        assert "nothing is saved" in run("plan", "--from", "empty", *given, code=2).error["message"]
+
+    def test_a_damaged_one(self, run: Run, saved: Model, tmp_path: Path) -> None:
+        for log in tmp_path.glob("ckpt/shards/*/log"):
+            shutil.rmtree(log)
+            log.mkdir()
+            (log / f"{0:020}.json").write_text("{")
+        given = ("--bandwidth", "1MB", "--mtbf", "1h", "--json")
+        assert run("plan", "--from", "ckpt", *given, code=13).error["kind"] == "corruption"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--state-bytes", "none"),
+        ("--state-bytes", "0"),
+        ("--state-bytes", "5iB"),
+        ("--state-bytes", "1..5GB"),
+        ("--step-time", "0"),
+        ("--mtbf", "1 year"),
+        ("--mtbf", "-5"),
+        ("--bandwidth", "1XB"),
+        ("--restart", "nan"),
+        ("--shards", "0"),
+        ("--gain", "0"),
+        ("--convergence", "1.2"),
+        ("--duration", "0h"),
+    ],
+)
+def test_nonsense_is_refused(run: Run, wrong: tuple[str, str]) -> None:
+    assert run("plan", *LARGE, *wrong, "--json", code=2).error["kind"] == "usage"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1.5GB", 1.5e9), ("800MiB", 800 * 1024**2), ("12", 12), ("1e3", 1000), ("2k", 2000), ("3 TB/s", 3e12)],
+)
+def test_sizes_are_read(run: Run, text: str, value: float) -> None:
+    assert run("plan", *LARGE, "--state-bytes", text, "--json").document["job"]["state_bytes"] == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("90", 90), ("90s", 90), ("30m", 1800), ("5min", 300), ("1.5h", 5400), ("2d", 172800)]
+)
+def test_times_are_read(run: Run, text: str, value: float) -> None:
+    assert run("plan", *LARGE, "--mtbf", text, "--json").document["job"]["mtbf_seconds"] == value

@@ -1,0 +1,174 @@
+"""`scarctl simulate` through its processes: results, resumption after a kill, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Done, Run
+
+WORKLOADS = "tests.simulate.workloads"
+ROOT = Path(__file__).parents[2]
+QUICK = ("--interval", 8, "--fraction", "1,1/8", "--policy", "priority", "--trials", 4)
+CELL = {"mode", "policy", "fraction", "lost", "rework", "reduction", "perturbation", "given_up"}
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials run in processes of their own, which import the workloads of these tests."""
+    path = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), path])))
+
+
+def simulate(run: Run, workload: str, *arguments: object, code: int = 0) -> Done:
+    return run("simulate", f"{WORKLOADS}:{workload}", *QUICK, *arguments, code=code)
+
+
+def test_the_document_is_the_same_however_many_processes_run_it(run: Run, tmp_path: Path) -> None:
+    done = simulate(run, "quadratic", "--json", "--jobs", 1, "--plot", "study.svg")
+    document = done.document
+    assert document["command"] == "simulate"
+    assert set(document) == {
+        "schema_version", "command", "study", "trials", "undisturbed", "irreproducible", "cells", "plot"
+    }  # fmt: skip
+    assert document["trials"] == 4
+    assert [(cell["mode"], cell["policy"], cell["fraction"], cell["lost"]) for cell in document["cells"]] == [
+        ("rollback", "full", 1.0, None),
+        ("partial", "full", 1.0, 0.5),
+        ("partial", "priority", 0.125, 0.5),
+    ]
+    for cell in document["cells"]:
+        assert set(cell) == CELL
+        assert cell["rework"]["low"] <= cell["rework"]["mean"] <= cell["rework"]["high"]
+    again = simulate(run, "quadratic", "--json", "--jobs", 3, "--plot", "study.svg").document
+    assert again == document
+    picture = xml.etree.ElementTree.parse(tmp_path / "study.svg")
+    assert picture.getroot().tag.endswith("svg")
+    texts = {element.text for element in picture.iter() if element.tag.endswith("text")}
+    assert {"1", "1/8", "priority", "rollback"} <= texts
+    assert len([e for e in picture.iter() if e.tag.endswith("circle")]) >= 2
+
+
+def test_a_table_for_people(run: Run) -> None:
+    done = simulate(run, "Printing", "--jobs", 1)
+    assert re.search(r"^rollback +all +- +[\d.]+ +\([\d.]+ to [\d.]+\) ", done.stdout, re.MULTILINE)
+    assert "4 trials; undisturbed, a run takes 60.0 iterations" in done.stdout
+
+
+def test_a_killed_study_goes_on_where_it_was(tmp_path: Path) -> None:
+    """kill -9 in the middle: nothing of it goes on alone, and the second call does the rest only."""
+    command = [sys.executable, "-m", "scarctl", "simulate", f"{WORKLOADS}:Slow", *map(str, QUICK[:-1])]
+    command += ["12", "--results", "results.jsonl", "--json"]
+
+    def marks() -> list[str]:
+        path = tmp_path / "marks"
+        return path.read_text().split() if path.exists() else []
+
+    process = subprocess.Popen([*command, "--jobs", "2"], cwd=tmp_path, stdout=subprocess.DEVNULL)
+    results = tmp_path / "results.jsonl"
+    deadline = time.monotonic() + 60
+    while not results.exists() or results.read_bytes().count(b"\n") < 4:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = {json.loads(line)["trial"] for line in results.read_text().splitlines()[1:] if line.endswith("}")}
+    assert 3 <= len(kept) < 12
+    while time.monotonic() < deadline:  # its processes end with it
+        before = marks()
+        time.sleep(0.4)
+        if marks() == before:
+            break
+    (tmp_path / "marks").unlink()
+    done = subprocess.run(
+        [*command, "--jobs", "1"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\d+ of 12 trials are in results.jsonl", done.stderr)
+    assert len(set(marks())) == 12 - len(kept)
+    whole = subprocess.run(
+        [*(a for a in command if a not in ("--results", "results.jsonl")), "--jobs", "2"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert json.loads(whole.stdout) == json.loads(done.stdout)
+
+
+def test_more_trials_go_on_from_the_same_file(run: Run, tmp_path: Path) -> None:
+    simulate(run, "quadratic", "--results", "r.jsonl", "--jobs", 1)
+    before = (tmp_path / "r.jsonl").read_bytes()
+    done = simulate(run, "quadratic", "--results", "r.jsonl", "--trials", 6, "--jobs", 1, "--json")
+    assert done.document["trials"] == 6
+    assert (tmp_path / "r.jsonl").read_bytes().startswith(before)
+    assert (tmp_path / "r.jsonl").read_bytes().count(b"\n") == 7
+    refused = simulate(run, "quadratic", "--results", "r.jsonl", "--seed", 5, "--json", "--jobs", 1, code=2)
+    assert refused.error["kind"] == "other-study"
+
+
+def test_settings_of_runs_are_not_those_of_a_study(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "scarctl.toml").write_text(
+        'interval = "auto"\nfraction = "1/3"\nmode = "rollback"\n[simulate]\nseed = 4\n'
+    )
+    given = ("--fraction", 1, "--trials", 1, "--jobs", 1, "--json")
+    study = run("simulate", f"{WORKLOADS}:quadratic", *given).document["study"]
+    assert (study["interval"], study["modes"], study["seed"]) == (8, ["partial", "rollback"], 4)
+
+
+def test_data_goes_to_the_factory(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "iterations").write_text("30")
+    done = simulate(run, "NeedsData", "--data", tmp_path, "--json", "--jobs", 1)
+    assert done.document["undisturbed"] == 30
+
+
+@pytest.mark.parametrize(
+    ("workload", "arguments", "code", "kind", "says"),
+    [
+        ("quadratic", ["--interval", "4"], 2, "usage", "every 1/2 iterations"),
+        ("quadratic", ["--lost", "2"], 2, "usage", "no share"),
+        ("quadratic", ["--policy", "best"], 2, "usage", "unknown policy"),
+        ("quadratic", ["--trials", "0"], 2, "usage", "--trials"),
+        ("quadratic", ["--failure-rate", "2"], 2, "usage", "failure rate"),
+        ("quadratic", ["--plot", "study.png"], 2, "usage", "SVG"),
+        ("quadratic", ["--plot", "nowhere/study.svg"], 2, "usage", "no such folder"),
+        ("quadratic", ["--target", "-1"], 2, "usage", "does not reach"),
+        ("nothing_there", [], 2, "no-workload", "no function"),
+        ("Raising", [], 1, "workload-failed", "ZeroDivisionError: seven"),
+        ("Dying", [], 1, "worker-died", "by signal 9"),
+    ],
+)
+def test_what_cannot_be_is_said(
+    run: Run, workload: str, arguments: list[str], code: int, kind: str, says: str
+) -> None:
+    error = simulate(run, workload, *arguments, "--jobs", 1, "--json", code=code).error
+    assert (error["kind"], says in error["message"]) == (kind, True), error
+
+
+def test_an_interrupted_study_leaves_no_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "scarctl", "simulate", f"{WORKLOADS}:Slow", *map(str, QUICK[:-1]), "500"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "marks").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in errors
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, 0)
+        pytest.fail("something of it is still there")

@@ -1,0 +1,102 @@
+"""Means, intervals and the picture, on made-up results."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scarctl.simulate.chart import _step, draw
+from scarctl.simulate.study import Study
+from scarctl.simulate.summary import summarise
+
+STUDY = Study(workload="a:b", fractions=(Fraction(1), Fraction(1, 8)), policies=("priority",))
+CELLS = len(STUDY.cells())
+
+
+def results(rework: np.ndarray) -> list[dict[str, Any]]:
+    """rework: of shape (trials, cells)."""
+    return [
+        {
+            "trial": trial,
+            "undisturbed": 50,
+            "same": trial != 0,
+            "rework": row.tolist(),
+            "perturbation": [3.0, 4.0, 0.0],
+            "arrived": [True, True, trial != 1],
+        }
+        for trial, row in enumerate(rework)
+    ]
+
+
+def test_means_and_counts() -> None:
+    summary = summarise(STUDY, results(np.array([[10, 5, -2], [20, 5, 2], [30, 5, 6]])))
+    assert (summary.trials, summary.undisturbed, summary.irreproducible) == (3, 50, 1)
+    assert [line.rework.mean for line in summary.lines] == [20, 5, 2]
+    assert [line.given_up for line in summary.lines] == [0, 0, 1]
+    assert [line.perturbation for line in summary.lines] == [3, 4, 0]
+    assert summary.lines[0].reduction is None
+    reductions = [line.reduction for line in summary.lines[1:]]
+    assert [r.mean for r in reductions if r is not None] == pytest.approx([0.75, 0.9])
+
+
+def test_the_order_of_results_does_not_matter() -> None:
+    made = results(np.random.default_rng(0).integers(-5, 30, (12, CELLS)))
+    assert summarise(STUDY, made).to_json() == summarise(STUDY, made[::-1]).to_json()
+
+
+def test_intervals_cover_the_truth() -> None:
+    """Of the mean and of the reduction, whose sides are correlated."""
+    rng, covered = np.random.default_rng(1), np.zeros(2)
+    for _ in range(120):
+        common = rng.exponential(10, (60, 1))
+        line = summarise(
+            STUDY, results(common * np.array([1.0, 0.5, 0.3]) + rng.normal(0, 1, (60, CELLS)))
+        ).lines[2]
+        assert line.reduction is not None
+        for k, (mean, truth) in enumerate(((line.rework, 3.0), (line.reduction, 0.7))):
+            assert mean.low is not None
+            assert mean.high is not None
+            covered[k] += mean.low <= truth <= mean.high
+    assert (covered >= 105).all(), covered  # of 120, where 114 are promised
+
+
+def test_one_trial_has_no_interval_and_a_free_rollback_no_reduction() -> None:
+    summary = summarise(STUDY, results(np.array([[0, 1, 2]])))
+    assert summary.lines[1].rework.low is None
+    assert summary.lines[1].reduction is None
+
+
+@pytest.mark.parametrize(
+    "rework", [np.zeros((1, 3)), np.full((4, 3), -7.0), np.array([[1e-3, 0, 0], [1e6, 5, -1e5]])]
+)
+@pytest.mark.parametrize("modes", [("partial", "rollback"), ("partial",), ("rollback",)])
+def test_every_picture_is_one(rework: np.ndarray, modes: tuple[str, ...]) -> None:
+    study = Study(workload="a:b", fractions=STUDY.fractions, policies=STUDY.policies, modes=modes)
+    columns = {2: [0, 1, 2], 1: [1, 2] if modes == ("partial",) else [0]}[len(modes)]
+    made = [
+        {**r, **{name: [r[name][k] for k in columns] for name in ("rework", "perturbation", "arrived")}}
+        for r in results(rework)
+    ]
+    root = xml.etree.ElementTree.fromstring(draw(study, summarise(study, made)))
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    for element in root.iter():
+        for name, most in {
+            "x1": width,
+            "x2": width,
+            "cx": width,
+            "y1": height,
+            "y2": height,
+            "cy": height,
+        }.items():
+            assert 0 <= float(element.attrib.get(name, 0)) <= most
+
+
+@pytest.mark.parametrize(
+    ("span", "step"), [(11, 2), (60, 10), (1, 0.2), (0.037, 0.01), (1e6, 200_000), (6, 1)]
+)
+def test_lines_are_at_round_numbers(span: float, step: float) -> None:
+    assert _step(span) == pytest.approx(step)

@@ -1,0 +1,161 @@
+"""Trials on small workloads: what is restored, what it costs, and that chance comes from the seed alone."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scarctl.errors import UsageError
+from scarctl.simulate.study import Study
+from scarctl.simulate.summary import summarise
+from scarctl.simulate.trial import PATIENCE, _failure, run_trial
+from tests.simulate.workloads import Diverging, Dropout, Overshoot, Quadratic, Unseeded
+
+HALF, EIGHTH = Fraction(1, 2), Fraction(1, 8)
+
+
+def study(**settings: Any) -> Study:
+    return Study(**{"workload": "tests.simulate.workloads:quadratic", "interval": 16, **settings})
+
+
+class TestCosts:
+    def test_priority_and_partial_recovery_pay_on_a_quadratic(self) -> None:
+        of = study(fractions=(Fraction(1), EIGHTH))
+        summary = summarise(of, [run_trial(of, Quadratic(), trial) for trial in range(60)])
+        rework = {(line.cell.mode, line.cell.policy): line.rework for line in summary.lines}
+        assert summary.irreproducible == 0
+        assert rework["partial", "full"].high < rework["rollback", "full"].mean  # type: ignore[operator]
+        assert rework["partial", "priority"].high < rework["partial", "round"].mean  # type: ignore[operator]
+        assert rework["partial", "round"].high < rework["partial", "random"].mean  # type: ignore[operator]
+        reduction = next(line.reduction for line in summary.lines if line.cell.policy == "priority")
+        assert reduction is not None
+        assert reduction.low is not None
+        assert reduction.low > 0.4
+
+    def test_half_of_the_state_perturbs_by_half_the_square(self) -> None:
+        """Theorem 4.2, from the same checkpoint."""
+        of = study(fractions=(Fraction(1),))
+        norms = np.array([run_trial(of, Quadratic(), trial)["perturbation"] for trial in range(80)])
+        rollback, partial = np.sum(norms**2, axis=0)
+        assert partial / rollback == pytest.approx(0.5, abs=0.06)
+
+    def test_a_rollback_costs_what_came_after_the_checkpoint(self) -> None:
+        of = study(modes=("rollback",))
+        for trial in range(20):
+            result = run_trial(of, Quadratic(), trial)
+            after = result["failed_after"]
+            newest = max(1, after // 16 * 16)
+            assert result["rework"] == [after - newest]
+
+    def test_what_is_saved_in_every_iteration_is_lost_for_nothing(self) -> None:
+        of = study(fractions=(Fraction(1),), interval=1)
+        for trial in range(5):
+            result = run_trial(of, Quadratic(), trial)
+            assert result["rework"] == [0, 0]
+            assert result["perturbation"] == [0, 0]
+            assert result["arrived"] == [True, True]
+
+    def test_a_loss_may_be_a_gain(self) -> None:
+        of = study(fractions=(Fraction(1),), modes=("partial",), interval=60)
+        costs = [run_trial(of, Overshoot(), trial)["rework"][0] for trial in range(12)]
+        assert min(costs) < 0 < max(costs)
+
+
+def test_everything_comes_back_from_a_full_checkpoint() -> None:
+    """Moments, counts, running statistics and random numbers: else the repeated iterations were not the same ones."""
+    of = study(interval=4, fractions=(Fraction(1), HALF), policies=("priority",))
+    for trial in range(4):
+        result = run_trial(of, Dropout(), trial)
+        assert result["same"]
+        after = result["failed_after"]
+        assert of.cells()[0].mode == "rollback"
+        assert result["rework"][0] == after - max(1, after // 4 * 4)
+
+
+class _Watched(Quadratic):
+    """Remembers the state after every iteration of each run, and what each iteration began with."""
+
+    def reset(self, seed: int) -> None:
+        super().reset(seed)
+        self.history, self.begun = [self._state["x"].copy()], []
+
+    def step(self, iteration: int) -> None:
+        self.begun.append((iteration, self._state["x"].copy()))
+        super().step(iteration)
+        if len(self.history) == iteration:
+            self.history.append(self._state["x"].copy())
+
+
+def test_what_was_lost_is_of_the_checkpoint_and_the_rest_of_the_failure() -> None:
+    of = study(fractions=(Fraction(1),), modes=("partial",), interval=8)
+    for trial in range(8):
+        workload = _Watched()
+        after = run_trial(of, workload, trial)["failed_after"]
+        state = next(x for iteration, x in workload.begun[after:] if iteration == after + 1)
+        newest = max(1, after // 8 * 8)
+        old = (state == workload.history[newest]).all(axis=1)
+        now = (state == workload.history[after]).all(axis=1)
+        assert (old | now).all()
+        if newest != after:
+            assert old.sum() == now.sum() == 32
+
+
+class TestChance:
+    def test_the_seed_and_the_number_decide_all(self) -> None:
+        of, workload = study(fractions=(EIGHTH,)), Quadratic()
+        first = [run_trial(of, workload, trial) for trial in (0, 1, 2)]
+        assert [run_trial(of, Quadratic(), trial) for trial in (2, 0, 1)] == [first[2], first[0], first[1]]
+        assert run_trial(study(fractions=(EIGHTH,), seed=1), workload, 0) != first[0]
+        assert len({str(result) for result in first}) == 3
+
+    def test_a_run_that_the_seed_does_not_decide_is_noticed(self) -> None:
+        assert not run_trial(study(fractions=(Fraction(1),)), Unseeded(), 0)["same"]
+
+    @pytest.mark.parametrize("rate", [None, 0.05, 0.5])
+    def test_failures_are_drawn_from_their_distribution(self, rate: float | None) -> None:
+        last, chances = 30, (np.arange(300_000) + 0.5) / 300_000
+        drawn = np.array([_failure(rate, last + 1, chance) for chance in chances])
+        weights = np.ones(last) if rate is None else (1 - rate) ** np.arange(last)
+        shares = np.bincount(drawn, minlength=last + 1) / len(chances)
+        assert np.allclose(shares[1:], weights / weights.sum(), atol=1e-4)
+        assert _failure(rate, last + 1, 0.0) == 1
+        assert _failure(rate, last + 1, np.nextafter(1.0, 0.0)) == last
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("settings", "says"),
+        [({"target": -1.0}, "does not reach"), ({"target": 1e9}, "after its first iteration")],
+    )
+    def test_targets_that_cannot_be(self, settings: dict[str, float], says: str) -> None:
+        with pytest.raises(UsageError, match=says):
+            run_trial(study(**settings), Quadratic(), 0)
+
+    def test_a_metric_that_is_no_number(self) -> None:
+        with pytest.raises(UsageError, match="nan after iteration 1"):
+            run_trial(study(), Diverging(), 0)
+
+    def test_a_run_that_never_arrives_is_given_up(self) -> None:
+        class Stuck(Quadratic):
+            """Does not move once it has repeated an iteration."""
+
+            def reset(self, seed: int) -> None:
+                super().reset(seed)
+                self.newest = 0
+
+            def step(self, iteration: int) -> None:
+                if iteration > self.newest:
+                    super().step(iteration)
+                    self.newest = iteration
+                else:
+                    self._state["x"][:] = 1e3
+
+        of = study(modes=("rollback",), interval=60)
+        result = run_trial(of, Stuck(), 1)
+        assert result["failed_after"] > 1
+        assert result["arrived"] == [False]
+        assert result["rework"] == [(PATIENCE - 1) * result["undisturbed"]]
+        assert summarise(of, [result]).lines[0].given_up == 1
