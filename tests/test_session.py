@@ -107,25 +107,6 @@ def test_recovered_values_are_those_last_saved_with_their_moments(tmp_path: Path
     loop.session.close()
 
 
-def test_rollback_goes_back_to_the_newest_sealed_state_with_its_extras(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", interval=5, policy="full")
-    loop.train(10, settle=True)
-    sealed = loop.state()
-    loop.train(4, settle=True)
-    drained([loop.session])
-    report = loop.session.recover(lost="all", mode="rollback")
-    assert (report.mode, report.exact, report.step) == ("rollback", True, 10)
-    assert differing(loop.state(), sealed) == []
-    assert loop.session.head_step == 10
-    assert loop.position == {"batches": 10}
-    loop.train(2, settle=True)
-    loop.session.close()
-    # What was saved before going back is never seen again.
-    again = Loop(tmp_path / "store", interval=5, policy="full")
-    assert again.session.resume().step == 12
-    again.session.close()
-
-
 def test_a_part_is_asked_for_while_all_is_on_its_way(tmp_path: Path, both_savers: str) -> None:
     loop = Loop(tmp_path / "store", interval=1000)
     loop.session._ask(False)
@@ -142,32 +123,6 @@ def test_a_part_is_asked_for_while_all_is_on_its_way(tmp_path: Path, both_savers
     loop.train(2)
     loop.session._finish()
     assert loop.session.stats.checkpoints == before + 1
-    loop.session.close()
-
-
-def test_rollback_waits_for_a_sealed_state_that_is_on_its_way(tmp_path: Path, both_savers: str) -> None:
-    """The first one of all, too: nothing in the store is complete while it is written."""
-    loop = Loop(tmp_path / "store", interval=100)
-    loop.train(3)
-    # As a store that takes its time.
-    loop.session._started().saver.stop()
-    loop.session.checkpoint(full=True)
-    sealed = loop.state()
-    loop.train(4)
-    report = loop.session.recover("all", mode="rollback")
-    assert (report.exact, report.step) == (True, 3)
-    assert differing(loop.state(), sealed) == []
-    loop.session.close()
-
-
-def test_rollback_repeats_the_same_training(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", interval=4, policy="full")
-    loop.train(11, settle=True)
-    expected = loop.state()
-    drained([loop.session])
-    loop.session.recover(lost="all", mode="rollback")
-    loop.train(3, settle=True)
-    assert differing(loop.state(), expected) == []
     loop.session.close()
 
 

@@ -24,56 +24,33 @@ import json
 import logging
 import mmap
 import os
-import stat
-import struct
 import weakref
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.daemon.arenafile import (
+    FIELDS,
+    FIELDS_AT,
+    FILE,
+    BeforeBoot,
+    Geometry,
+    not_an_arena,
+    read_header,
+    write_header,
+)
 from scarctl.daemon.folder import arena_folder, check_both, clear_queue, folder_error, lock_folder, reserve
-from scarctl.errors import AccessDenied, Corruption, UsageError
+from scarctl.errors import UsageError
 from scarctl.layout import Layout
-from scarctl.version import MAX_EPOCH, MAX_STEP, NEVER, epoch_of, pack, step_of
+from scarctl.version import NEVER, epoch_of, pack, step_of
 
 __all__ = ["Arena", "arena_folder"]
 
 log = logging.getLogger("scarctl")
 Ids = NDArray[np.int64]
 
-FILE = "arena"
 _TEMPORARY = ".arena-new"
-_MAGIC = b"SCARaren"
-_FORMAT = 1
-_HEADER = 4096
-_FIXED = struct.Struct("<8sIIQQQQQQ32s16s16s")
-# magic, format, header, file, partitions, json at, json, arrays, tensors, layout digest, store, boot
-_FIELDS_AT = 256
-_FIELDS = ("epoch", "head_step", "pid", "sealed", "errors", "base_epoch")
-_PAGE = 4096
-_ALIGNED = 64
-_MAX_LAYOUT_JSON = 64 << 20
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-class _Geometry:
-    """Offsets of everything in the file, from the layout alone."""
-
-    def __init__(self, layout: Layout, layout_json: bytes) -> None:
-        self.json_at = _HEADER
-        self.arrays_at = _round_up(self.json_at + len(layout_json), _ALIGNED)
-        self.tensors_at = _round_up(self.arrays_at + 4 * 8 * layout.partitions, _PAGE)
-        self.tensor_at: list[list[int]] = []
-        at = self.tensors_at
-        for group in layout.groups:
-            offsets = []
-            for spec in group.tensors:
-                offsets.append(at)
-                at = _round_up(at + spec.nbytes, _ALIGNED)
-            self.tensor_at.append(offsets)
-        self.size = _round_up(at, _PAGE)
 
 
 class Arena:
@@ -83,7 +60,7 @@ class Arena:
     """
 
     def __init__(
-        self, memory: mmap.mmap, layout: Layout, geometry: _Geometry, folder: Path | None, lock: int
+        self, memory: mmap.mmap, layout: Layout, geometry: Geometry, folder: Path | None, lock: int
     ) -> None:
         self.layout = layout
         self._folder = folder
@@ -95,7 +72,7 @@ class Arena:
         self.version: Ids = np.frombuffer(memory, np.int64, n, at + 8 * n)
         self.durable: Ids = np.frombuffer(memory, np.int64, n, at + 16 * n)
         self.distance: NDArray[np.float64] = np.frombuffer(memory, np.float64, n, at + 24 * n)
-        self._fields: Ids = np.frombuffer(memory, np.int64, len(_FIELDS), _FIELDS_AT)
+        self._fields: Ids = np.frombuffer(memory, np.int64, len(FIELDS), FIELDS_AT)
         if lock >= 0:
             _open_arenas.add(self)
 
@@ -111,7 +88,7 @@ class Arena:
         UsageError (there is one that nobody uses: open it).
         """
         layout_json = json.dumps(layout.to_json(), separators=(",", ":")).encode()
-        geometry = _Geometry(layout, layout_json)
+        geometry = Geometry(layout, layout_json)
         temporary = folder / _TEMPORARY
         lock = lock_folder(folder)
         try:
@@ -124,7 +101,7 @@ class Arena:
                 memory = _map(fd, geometry.size)
             finally:
                 os.close(fd)
-            _write_header(memory, layout, layout_json, geometry, store_id)
+            write_header(memory, layout, layout_json, geometry, store_id)
             arena = cls(memory, layout, geometry, folder, lock)
             arena.reset()
             arena.epoch = epoch
@@ -154,14 +131,14 @@ class Arena:
         try:
             fd = _open(path)
             try:
-                layout, geometry = _read_header(fd, path, store_id)
+                layout, geometry = read_header(fd, path, store_id)
                 return cls(_map(fd, geometry.size), layout, geometry, folder, lock)
             finally:
                 os.close(fd)
         except FileNotFoundError:
             os.close(lock)
             return None
-        except _BeforeBoot as error:
+        except BeforeBoot as error:
             log.warning("%s: what it had that the store has not is lost", error.message)
             clear_queue(folder)
             path.unlink()
@@ -183,7 +160,7 @@ class Arena:
         except FileNotFoundError:
             return None
         try:
-            layout, geometry = _read_header(fd, folder / FILE, store_id)
+            layout, geometry = read_header(fd, folder / FILE, store_id)
             return cls(_map(fd, geometry.size, populate=False), layout, geometry, folder, -1)
         finally:
             os.close(fd)
@@ -191,7 +168,7 @@ class Arena:
     @classmethod
     def anonymous(cls, layout: Layout, *, epoch: int = 1) -> Arena:
         """An arena without a file, for one process's use."""
-        geometry = _Geometry(layout, b"")
+        geometry = Geometry(layout, b"")
         arena = cls(mmap.mmap(-1, geometry.size), layout, geometry, None, -1)
         arena.reset()
         arena.epoch = epoch
@@ -379,7 +356,7 @@ def _open(path: Path) -> int:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM):
             raise folder_error(error, path) from error
-        raise _not_an_arena(path, error.strerror or "unreadable") from error
+        raise not_an_arena(path, error.strerror or "unreadable") from error
 
 
 def _open_new(path: Path) -> int:
@@ -396,106 +373,6 @@ def _map(fd: int, size: int, *, populate: bool = True) -> mmap.mmap:
     # daemon has time, and somebody may wait for it to open.
     flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
     return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-
-
-def _write_header(
-    memory: mmap.mmap, layout: Layout, layout_json: bytes, geometry: _Geometry, store_id: str
-) -> None:
-    memory[geometry.json_at : geometry.json_at + len(layout_json)] = layout_json
-    fixed = _FIXED.pack(
-        _MAGIC,
-        _FORMAT,
-        _HEADER,
-        geometry.size,
-        layout.partitions,
-        geometry.json_at,
-        len(layout_json),
-        geometry.arrays_at,
-        geometry.tensors_at,
-        bytes.fromhex(layout.digest),
-        bytes.fromhex(store_id),
-        _boot(),
-    )
-    memory[: len(fixed)] = fixed
-
-
-def _read_header(fd: int, path: Path, store_id: str) -> tuple[Layout, _Geometry]:
-    """Layout and offsets of an existing arena. Every number in it is checked against what the layout gives."""
-    status = os.fstat(fd)
-    if (
-        not stat.S_ISREG(status.st_mode)
-        or status.st_uid != os.getuid()
-        or stat.S_IMODE(status.st_mode) & 0o077
-        or status.st_nlink > 1  # somewhere else it has another name, and is another thing
-    ):
-        raise AccessDenied(
-            f"{path} is not a private file of yours", hint="somebody else may have made it: remove it"
-        )
-    head = os.pread(fd, _FIXED.size, 0)
-    if len(head) < _FIXED.size:
-        raise _not_an_arena(path, "it is too short")
-    fields: tuple[Any, ...] = _FIXED.unpack(head)
-    magic, version, header, size, partitions, json_at, json_size, arrays_at, tensors_at, *ids = fields
-    digest, store, boot = ids
-    if magic != _MAGIC or header != _HEADER or json_at != _HEADER:
-        raise _not_an_arena(path, "its header is not one")
-    if version != _FORMAT:
-        raise _not_an_arena(path, f"it has format {version}, this scarctl knows {_FORMAT}")
-    if store.hex() != store_id:
-        raise _not_an_arena(path, "it belongs to another store")
-    if size != status.st_size or json_size > _MAX_LAYOUT_JSON or json_at + json_size > size:
-        raise _not_an_arena(path, "its size is not what the header says")
-    layout_json = os.pread(fd, json_size, json_at)
-    try:
-        layout = Layout.from_json(json.loads(layout_json))
-    except (ValueError, RecursionError, Corruption) as error:
-        raise _not_an_arena(path, f"its layout cannot be read: {error}") from error
-    geometry = _Geometry(layout, layout_json)
-    mine = (geometry.size, layout.partitions, geometry.arrays_at, geometry.tensors_at, layout.digest)
-    if mine != (size, partitions, arrays_at, tensors_at, digest.hex()):
-        raise _not_an_arena(path, "its header does not fit its layout")
-    if not _possible(os.pread(fd, 8 * len(_FIELDS), _FIELDS_AT)):
-        raise _not_an_arena(path, "its numbers are impossible")
-    if boot != _boot():
-        raise _BeforeBoot(f"{path} is from before this machine's last start", hint="it is of no use any more")
-    return layout, geometry
-
-
-def _possible(fields: bytes) -> bool:
-    """Whether the numbers after the header are such as a run writes."""
-    numbers: list[int] = np.frombuffer(fields, np.int64).tolist()
-    epoch, head_step, pid, sealed, errors, base_epoch = numbers
-    return (
-        0 <= epoch <= MAX_EPOCH
-        and 0 <= base_epoch <= MAX_EPOCH
-        and NEVER <= head_step <= MAX_STEP
-        and 0 <= pid < 1 << 31
-        and NEVER <= sealed <= pack(MAX_EPOCH, MAX_STEP)
-        and errors >= 0
-    )
-
-
-class _BeforeBoot(Corruption):
-    """What the arena says about its copies need not be true any more."""
-
-
-def _boot() -> bytes:
-    """Which start of the machine this is: 16 bytes; zeros where the system does not say."""
-    try:
-        return bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))
-    except (OSError, ValueError):
-        return bytes(16)
-
-
-def _not_an_arena(path: Path, reason: str) -> Corruption:
-    return Corruption(
-        f"{path} is not an arena of this run: {reason}",
-        hint="the store is not affected; remove that file to go on without it",
-    )
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
 
 
 _open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()

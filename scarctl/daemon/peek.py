@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.daemon.arena import _FIELDS, _FIELDS_AT, FILE, Arena, _read_header
+from scarctl.daemon.arena import Arena
+from scarctl.daemon.arenafile import FIELDS, FIELDS_AT, FILE, read_header
 from scarctl.daemon.folder import arena_folder, check_both
 from scarctl.errors import AccessDenied, Contention, Corruption, ScarError
 from scarctl.layout import Layout
@@ -71,16 +72,16 @@ def peek(base: str | None, store_id: str) -> ArenaView | None:
         log.warning("%s", error)
         return None
     try:
-        layout, geometry = _read_header(fd, path, store_id)
+        layout, geometry = read_header(fd, path, store_id)
         n = layout.partitions
-        fields = np.frombuffer(_read(fd, path, _FIELDS_AT, 8 * len(_FIELDS)), np.int64)
+        fields = np.frombuffer(_read(fd, path, FIELDS_AT, 8 * len(FIELDS)), np.int64)
         arrays = np.frombuffer(_read(fd, path, geometry.arrays_at, 32 * n), np.int64).reshape(4, n)
     except (AccessDenied, Corruption) as error:
         log.warning("%s", error)
         return None
     finally:
         os.close(fd)
-    named = dict(zip(_FIELDS, fields.tolist(), strict=True))
+    named = dict(zip(FIELDS, fields.tolist(), strict=True))
     return ArenaView(
         layout,
         named["head_step"],

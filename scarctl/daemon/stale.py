@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from scarctl.daemon.arena import FILE
+from scarctl.daemon.arenafile import FILE
 from scarctl.daemon.folder import check_private, lock_folder
 from scarctl.daemon.peek import peek
 from scarctl.errors import Contention, ScarError

@@ -34,7 +34,8 @@ from safetensors.numpy import save_file
 
 from scarctl.cli.main import cli
 from scarctl.daemon import client, protocol
-from scarctl.daemon.arena import FILE, Arena
+from scarctl.daemon.arena import Arena
+from scarctl.daemon.arenafile import FILE
 from scarctl.daemon.folder import arena_folder, host_folder
 from scarctl.daemon.handover import HandOverQueue
 from scarctl.errors import ScarError

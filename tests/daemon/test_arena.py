@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scarctl.daemon import arena as module
+from scarctl.daemon import arenafile
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.folder import arena_folder
 from scarctl.errors import AccessDenied, Contention, Corruption, Unavailable, UsageError
@@ -242,7 +243,7 @@ def interrupted(*_: Any) -> None:
 
 def test_a_half_made_arena_is_never_found(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_write_header", interrupted)
+        patch.setattr(module, "write_header", interrupted)
         with pytest.raises(KeyboardInterrupt):
             create(place)
     assert reopen(place) is None
@@ -428,7 +429,7 @@ def test_an_arena_from_before_the_machines_last_start(
     (place / f"handover-{1:020d}.safetensors").touch()
     boot = tmp_path / "boot"
     boot.write_text("11111111-2222-3333-4444-555555555555\n")
-    monkeypatch.setattr(module, "_BOOT_ID", boot)
+    monkeypatch.setattr(arenafile, "_BOOT_ID", boot)
     assert reopen(place) is None
     assert "last start" in caplog.text
     assert not file.exists()
