@@ -37,7 +37,8 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.dev
-	$(BIN)/mypy
+	@# It was seen to die of an internal error (2) once, with nothing to read from; what it finds is 1.
+	$(BIN)/mypy || { test $$? -eq 2 && $(BIN)/mypy --show-traceback; }
 
 layers: $(VENV)/.dev
 	$(BIN)/lint-imports

@@ -179,7 +179,9 @@ class ShardState:
         found |= (there >= 0) & (fresh.segment[there] >= 0)
         same = (fresh.version[there] == self.version[own]) & (fresh.checksum[there] == self.checksum[own])
         if not self.past:
-            same |= fresh.version[there] > self.version[own]
+            # In a later epoch also older ones: of a roll-back. But not what stands in for a damaged copy.
+            back = (fresh.epoch > self.epoch) & ~fresh.doubt[there]
+            same |= (fresh.version[there] > self.version[own]) | back
         found &= same
         before = np.array([s.name for s in self.segments] + [""])
         after = np.array([s.name for s in fresh.segments] + [""])

@@ -119,3 +119,17 @@ def test_pruning_beside_a_writer_spares_what_the_boundary_names(
         assert verify(store, read_data=True).problems == []
         boundary = store.state(0).boundary
         assert read_all(store, store.state(0, at=boundary)) == (before, {})
+
+
+def test_a_reader_that_began_before_a_roll_back(store: Store, writer: StoreWriter, data: Data) -> None:
+    """What it was about to read is collected: it gets what the roll-back went to."""
+    everything = np.arange(data.layout.partitions)
+    sealed = writer.commit(0, everything, data, step=1, sealed=True)
+    before = data.all(everything.tolist())
+    data.change(everything.tolist(), 1)
+    writer.commit(0, everything, data, step=2)
+    state = store.state(0)
+    writer.roll_back({0: sealed.seq})
+    Collector(writer, floor=0).collect()
+    assert read_all(store, state) == (before, {})
+    assert set(state.version.tolist()) == {sealed.version}
