@@ -186,6 +186,7 @@ def test_copies_newer_than_their_extras_count_as_of_the_extras_step(tmp_path: Pa
     session._engine.saver.close()
     session._engine.arena.close()
     session.store.close()
+    session._unwatch()
     session._closed = True
 
     model, optimizer = stepper.build()

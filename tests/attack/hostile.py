@@ -41,7 +41,7 @@ from scarctl.daemon.handover import HandOverQueue
 from scarctl.errors import ScarError
 from scarctl.version import pack
 from tests.attack.image import LAYOUT, Image, make
-from tests.attack.targets import signed
+from tests.attack.targets_store import signed
 
 SECONDS = 20
 """A command that takes longer hangs."""
