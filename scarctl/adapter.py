@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from scarctl.errors import UsageError
-from scarctl.layout import Layout
+from scarctl.layout import Layout, Place
 
 ENTRY_POINTS = "scarctl.adapters"
 
@@ -32,6 +32,8 @@ class StateGroup:
     kind: str
     """"parameter", or "buffer" for what a forward pass may change."""
     tensors: Mapping[str, torch.Tensor]
+    place: Place | None = None
+    """Where this process's part lies within the whole tensor; None: it has all of it."""
 
 
 class Adapter(Protocol):

@@ -47,7 +47,8 @@ class Binding:
             specs = _specs(state)
             if known is not None and len(specs) == 1:
                 specs += tuple(replace(slot, shape=specs[0].shape) for slot in known.tensors[1:])
-            groups.append(Group(state.name, state.kind, known.rows_per_partition if known else 1, specs))
+            rows = known.rows_per_partition if known else 1
+            groups.append(Group(state.name, state.kind, rows, specs, state.place))
         differences = layout.differences(Layout(groups, self._adapter.optimizer))
         if differences:
             raise LayoutMismatch(
@@ -67,7 +68,7 @@ class Binding:
 def layout_of(adapter: Adapter, fixed: Settings) -> Layout:
     """The layout of a state as it is now, cut the way that a store fixes."""
     return build_layout(
-        [(group.name, group.kind, _specs(group)) for group in adapter.groups()],
+        [(group.name, group.kind, _specs(group), group.place) for group in adapter.groups()],
         partition_bytes=fixed.partition_bytes,
         rows=dict(fixed.rows),
         by_layer=fixed.by_layer,

@@ -50,6 +50,16 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Which part of a whole tensor a group has: the box that begins at `offset` and is as large as the group's own."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offset: tuple[int, ...]
+    """Of the box's first value, one index per dimension."""
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """A parameter or buffer with its optimizer slots. All tensors have the same number of rows."""
 
@@ -59,6 +69,8 @@ class Group:
     rows_per_partition: int
     tensors: tuple[TensorSpec, ...]
     """The first is the parameter or buffer itself."""
+    place: Place | None = None
+    """Where this is within a tensor that several processes hold parts of; None: this is the whole tensor."""
 
     @property
     def rows(self) -> int:
@@ -105,7 +117,16 @@ def group_fault(group: Group) -> str:
             return f"tensor {key!r} has {tensor.rows} rows, {name!r} has {group.tensors[0].rows}"
     if not 1 <= group.rows_per_partition <= MAX_BYTES:
         return f"tensor {name!r} has {group.rows_per_partition} rows per partition"
+    if group.place is not None and not _lies_within(group.place, group.tensors[0].shape):
+        return f"tensor {name!r} does not lie within the tensor that it is a part of"
     return ""
+
+
+def _lies_within(place: Place, shape: tuple[int, ...]) -> bool:
+    return len(place.shape) == len(place.offset) == len(shape) > 0 and all(
+        first >= 0 and first + size <= whole <= MAX_BYTES
+        for first, size, whole in zip(place.offset, shape, place.shape, strict=True)
+    )
 
 
 def is_text(text: str) -> bool:
@@ -125,10 +146,35 @@ def json_fields(obj: object, what: str, **types: type) -> list[Any]:
 
 def group_from_json(obj: object) -> Group:
     """A group as `Layout.to_json` writes it. Takes hostile input: raises Corruption with the reason."""
+    place = None
+    if isinstance(obj, dict) and "place" in obj:
+        obj = dict(obj)
+        place = _place(obj.pop("place"))
     name, kind, rows, tensors = json_fields(
         obj, "a group", name=str, kind=str, rows_per_partition=int, tensors=list
     )
-    return Group(name, kind, rows, tuple(_tensor(entry) for entry in tensors))
+    return Group(name, kind, rows, tuple(_tensor(entry) for entry in tensors), place)
+
+
+def group_to_json(group: Group) -> dict[str, Any]:
+    """The group as JSON values; a group that is a whole tensor has no place."""
+    tensors = [{"slot": t.slot, "dtype": t.dtype, "shape": list(t.shape)} for t in group.tensors]
+    obj: dict[str, Any] = {
+        "name": group.name,
+        "kind": group.kind,
+        "rows_per_partition": group.rows_per_partition,
+        "tensors": tensors,
+    }
+    if group.place is not None:
+        obj["place"] = {"shape": list(group.place.shape), "offset": list(group.place.offset)}
+    return obj
+
+
+def _place(obj: object) -> Place:
+    shape, offset = json_fields(obj, "a place", shape=list, offset=list)
+    if not all(type(size) is int for size in (*shape, *offset)):
+        raise Corruption("not a layout: a place is not of integers")
+    return Place(tuple(shape), tuple(offset))
 
 
 def _tensor(obj: object) -> TensorSpec:

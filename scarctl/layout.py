@@ -26,14 +26,26 @@ from scarctl.group import (
     KINDS,
     MAX_BYTES,
     Group,
+    Place,
     TensorSpec,
     group_fault,
     group_from_json,
+    group_to_json,
     is_text,
     json_fields,
 )
 
-__all__ = ["DTYPES", "KINDS", "Group", "Layout", "TensorSpec", "build_layout", "close_to", "members_by_shard"]
+__all__ = [
+    "DTYPES",
+    "KINDS",
+    "Group",
+    "Layout",
+    "Place",
+    "TensorSpec",
+    "build_layout",
+    "close_to",
+    "members_by_shard",
+]
 
 Ids: TypeAlias = NDArray[np.int64]
 
@@ -237,17 +249,7 @@ class Layout:
         """The layout as JSON values; `from_json` reads it back."""
         return {
             "optimizer": self._optimizer,
-            "groups": [
-                {
-                    "name": group.name,
-                    "kind": group.kind,
-                    "rows_per_partition": group.rows_per_partition,
-                    "tensors": [
-                        {"slot": t.slot, "dtype": t.dtype, "shape": list(t.shape)} for t in group.tensors
-                    ],
-                }
-                for group in self._groups
-            ],
+            "groups": [group_to_json(group) for group in self._groups],
         }
 
     @classmethod
@@ -284,14 +286,16 @@ class Layout:
 
 
 def build_layout(
-    groups: Iterable[tuple[str, str, tuple[TensorSpec, ...]]],
+    groups: Iterable[
+        tuple[str, str, tuple[TensorSpec, ...]] | tuple[str, str, tuple[TensorSpec, ...], Place | None]
+    ],
     *,
     partition_bytes: int | None = None,
     rows: Mapping[str, int] | None = None,
     by_layer: bool = False,
     optimizer: str = "",
 ) -> Layout:
-    """Cut (name, kind, tensors) into partitions of about `partition_bytes`.
+    """Cut (name, kind, tensors[, place]) into partitions of about `partition_bytes`.
 
     partition_bytes: default is a 1024th of the state, at least 4 KiB and at most 1 MiB. A smaller group is
         one partition, and so is a larger row.
@@ -302,7 +306,7 @@ def build_layout(
     Raises UsageError for duplicate names, tensors of a group with different numbers of rows, sizes that are
     not positive, and patterns of `rows` that match nothing.
     """
-    whole = [Group(name, kind, 1, tuple(tensors)) for name, kind, tensors in groups]
+    whole = [Group(name, kind, 1, tuple(tensors), *place) for name, kind, tensors, *place in groups]
     # Checked first, with the coarsest cut: the sizes below are computed from what is sound.
     coarse = Layout([_cut(group, max(1, group.rows) if group.tensors else 1) for group in whole], optimizer)
     if partition_bytes is None:
@@ -340,7 +344,7 @@ def close_to(name: str, names: Iterable[str]) -> str:
 
 def _cut(group: Group, rows_per_partition: int) -> Group:
     rows = min(max(1, rows_per_partition), max(1, group.rows) if group.tensors else 1)
-    return Group(group.name, group.kind, rows, group.tensors)
+    return Group(group.name, group.kind, rows, group.tensors, group.place)
 
 
 def _changes(old: Group, new: Group | None) -> list[str]:
@@ -363,10 +367,16 @@ def _changes(old: Group, new: Group | None) -> list[str]:
         lines.append(f"tensor {old.name!r} has its slots in another order")
     if old.kind != new.kind:
         lines.append(f"tensor {old.name!r} was a {old.kind}, is a {new.kind}")
+    if old.place != new.place:
+        lines.append(f"tensor {old.name!r} is another part of its whole: {_where(old)} -> {_where(new)}")
     if old.rows_per_partition != new.rows_per_partition and old.rows == new.rows:
         per = f"{old.rows_per_partition} -> {new.rows_per_partition}"
         lines.append(f"tensor {old.name!r} rows per partition {per}")
     return lines
+
+
+def _where(group: Group) -> str:
+    return "all of it" if group.place is None else f"from {group.place.offset} of {group.place.shape}"
 
 
 # --- soundness ----------------------------------------------------------------------------------------------
