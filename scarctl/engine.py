@@ -81,7 +81,7 @@ class Engine:
         self.layout = layout
         self.settings = settings
         self.saver = saver
-        self.shard_of = layout.shards(store.settings.shards, store.settings.seed)
+        self.shard_of = store.shard_of(layout)
         self.budget = max(1, int(settings.fraction * layout.nbytes))
         self.credit = 0
         self.cursor = 0
@@ -91,7 +91,7 @@ class Engine:
             max_bandwidth=settings.max_bandwidth,
             divisible=settings.policy != "full",
         )
-        self.arena = _open_arena(folder, layout, store.id)
+        self.arena = _open_arena(folder, layout, store.run_id)
         self.queue = HandOverQueue(self.arena.folder)
         self._orphaned = False
         """Copies could not be queued: to be tried again."""
@@ -267,9 +267,9 @@ class Engine:
         return durable
 
 
-def _open_arena(folder: Path, layout: Layout, store_id: str) -> Arena:
+def _open_arena(folder: Path, layout: Layout, run_id: str) -> Arena:
     """The run's arena: the one that a process left when it died, or a new one."""
-    arena = Arena.open_existing(folder, store_id=store_id)
+    arena = Arena.open_existing(folder, run_id=run_id)
     if arena is not None and arena.layout == layout:
         arena.pid = os.getpid()
         return arena
@@ -277,4 +277,4 @@ def _open_arena(folder: Path, layout: Layout, store_id: str) -> Arena:
         log.warning("the arena in %s is of another layout: replaced", folder)
         HandOverQueue(folder).clear()
         arena.remove()
-    return Arena.create(folder, layout, store_id=store_id, epoch=1)
+    return Arena.create(folder, layout, run_id=run_id, epoch=1)

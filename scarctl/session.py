@@ -19,6 +19,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
+
+import numpy as np
 
 from scarctl import signals
 from scarctl.adapter import Adapter
@@ -27,6 +30,7 @@ from scarctl.checkpoint import Checkpoints, Stats
 from scarctl.claiming import claim_saver
 from scarctl.config import SessionSettings
 from scarctl.daemon.folder import arena_folder, require_room
+from scarctl.daemon.saver import Saver
 from scarctl.engine import Engine
 from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.execution import Report
@@ -34,8 +38,9 @@ from scarctl.gate import Gate
 from scarctl.layout import Layout
 from scarctl.moment import Moment, Moments, check_step
 from scarctl.restore import Resumed, recover_live, resume_live
-from scarctl.store import Store, create_snapshot, read_snapshot, sealed_sets
+from scarctl.store import create_snapshot, read_snapshot, sealed_sets
 from scarctl.store.snapshot import check_new_snapshot
+from scarctl.together import Alone, Elsewhere, Together
 from scarctl.worker import Worker
 
 log = logging.getLogger("scarctl")
@@ -59,8 +64,12 @@ class _Due:
 class Session:
     """One training process's checkpoints. Made by `attach`; `close` it, or use it in a `with` statement."""
 
-    def __init__(self, adapter: Adapter, settings: SessionSettings, *, auto: bool) -> None:
+    def __init__(
+        self, adapter: Adapter, settings: SessionSettings, *, auto: bool, together: Together | None = None
+    ) -> None:
+        """together: the other ranks that train with this process, if there are any."""
         self.settings = settings
+        self._together = together or Alone()
         self.stats = Stats()
         self.head_step = 0
         """Iterations finished so far, counted over restarts."""
@@ -79,12 +88,10 @@ class Session:
         """The newest step that a flush has sealed."""
         self._doomed = False
         """A signal ends this process any moment: what was flushed has to stay as it is."""
-        self.store = Store.create(settings.store, **settings.fixed(), **settings.place())
+        self.store = self._together.open_store(settings)
         self._binding = Binding(adapter, self.store)
         try:
-            # Better now than at the first step.
-            require_room(arena_folder(settings.arena_dir, self.store.id), self._binding.least_bytes())
-            self._saver = claim_saver(self.store, settings, self._ask)
+            self._saver = self._together.agree(self._claim)
         except BaseException:
             self.store.close()
             raise
@@ -105,6 +112,12 @@ class Session:
         self._unwatch: Callable[[], None] = lambda: None
         if settings.flush_on_signal:
             self._unwatch = signals.watch(self._before_signal)
+
+    def _claim(self) -> Saver:
+        # Better now than at the first step.
+        folder = arena_folder(self.settings.arena_dir, self.store.run_id)
+        require_room(folder, self._binding.least_bytes())
+        return claim_saver(self.store, self.settings, self._ask)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -198,13 +211,42 @@ class Session:
             raise UsageError(
                 "resume() comes before the first step", hint="use session.recover() in a running loop"
             )
-        layout = self.store.current_layout()
-        if layout is None:
+        if not self._together.holds_earlier_run(self.store):
             return Resumed(step=0, exact=True, report=None)
         with self._gate.held():
-            return self._resume(layout, mode, snapshot)
+            return self._resume(mode, snapshot)
 
-    def _resume(self, layout: Layout, mode: str, name: str | None) -> Resumed:
+    def _resume(self, mode: str, name: str | None) -> Resumed:
+        if not self._together.moved:
+            resumed = self._resume_in_place(mode, name)
+            if resumed.report is not None:
+                return resumed
+        elsewhere = self._together.elsewhere(self.store, mode, name)
+        return Resumed(0, True, None) if elsewhere is None else self._resume_from(elsewhere)
+
+    def _resume_from(self, elsewhere: Elsewhere) -> Resumed:
+        """Take over a state that was saved in other parts, and save it in these."""
+        remove_slots = self._adapter.create_slots(elsewhere.layout)
+        engine = self._opened or self._open(elsewhere.layout, stopped=True)
+        try:
+            agreed = self._together.agree(lambda: elsewhere.fill(engine.arena))
+        except BaseException:
+            remove_slots()
+            raise
+        live = self._binding.live(engine.arena)
+        live.load(np.arange(engine.layout.partitions))
+        self._together.spread()
+        engine.start_over()
+        resumed = Resumed(agreed.step, agreed.exact, None, agreed.summary)
+        self._go_on(engine, resumed, agreed.extras)
+        engine.saver.resume()
+        # Until this is durable it is where it came from.
+        self._seal(self._take())
+        return resumed
+
+    def _resume_in_place(self, mode: str, name: str | None) -> Resumed:
+        layout = self._together.agree(self.store.current_layout)
+        assert layout is not None
         snapshot = None if name is None else read_snapshot(self.store, name)
         self._binding.check(layout)
         remove_slots = self._adapter.create_slots(layout)
@@ -212,20 +254,27 @@ class Session:
         engine = self._opened or self._open(layout, stopped=True)
         try:
             resumed, extras = resume_live(
-                engine, self._binding.live(engine.arena), mode if snapshot is None else "rollback", snapshot
+                engine,
+                self._binding.live(engine.arena),
+                mode if snapshot is None else "rollback",
+                self._together,
+                snapshot,
             )
         except BaseException:
             remove_slots()
             raise
         if extras is None:
             remove_slots()
-        else:
+        self._go_on(engine, resumed, extras)
+        return resumed
+
+    def _go_on(self, engine: Engine, resumed: Resumed, extras: Any) -> None:
+        if extras is not None:
             self._adapter.restore(extras["early"], extras["late"])
             engine.credit, engine.cursor = extras["policy"]["credit"], extras["policy"]["cursor"]
         self._engine = engine
         self.head_step = resumed.step
         engine.arena.head_step = resumed.step
-        return resumed
 
     def recover(self, lost: str | int | Iterable[str | int], mode: str = "partial") -> Report:
         """Restore lost partitions in the running process, in place; the others keep their progress.
@@ -239,7 +288,7 @@ class Session:
         with self._gate.held():
             self._finish()
             live = self._binding.live(engine.arena)
-            report, extras = recover_live(engine, live, lost, mode, self.head_step)
+            report, extras = recover_live(engine, live, lost, mode, self.head_step, self._together)
             # Whatever was flushed or taken before is not what the state is now.
             self._flushed = self._moment = None
             if extras is not None:
@@ -394,8 +443,11 @@ class Session:
         self._requested = full or bool(self._requested)
 
     def _open(self, layout: Layout, *, stopped: bool = False) -> Engine:
-        folder = arena_folder(self.settings.arena_dir, self.store.id)
-        self._opened = Engine(self.store, layout, self.settings, folder, self._saver, stopped=stopped)
+        folder = arena_folder(self.settings.arena_dir, self.store.run_id)
+        self._together.begin(self.store)
+        self._opened = self._together.agree(
+            lambda: Engine(self.store, layout, self.settings, folder, self._saver, stopped=stopped)
+        )
         return self._opened
 
     def _start(self, layout: Layout) -> None:
@@ -421,8 +473,7 @@ class Session:
             )
 
     def _refuse_unread_store(self) -> None:
-        layout = self.store.current_layout()
-        if layout is not None:
+        if self._together.holds_earlier_run(self.store):
             raise UsageError(
                 f"{self.store.url} holds an earlier run, and this one did not resume it",
                 hint="call session.resume() before the loop, or use a new store; nothing was changed",
@@ -459,6 +510,7 @@ class Session:
         with contextlib.ExitStack() as last:
             # Not before: a training thread that goes on meanwhile has to pass the gate.
             last.callback(self._remove_hooks)
+            last.callback(self._together.close)
             last.callback(self.store.close)
             last.callback(self._worker.close)
             last.callback(self._let_go, failed)
