@@ -23,6 +23,7 @@ WITH_TORCH = {
     "scarctl.engine",
     "scarctl.live",
     "scarctl.moment",
+    "scarctl.ranks.owned",
     "scarctl.restore",
     "scarctl.session",
     "scarctl.simulate.trial",
