@@ -23,6 +23,8 @@ WITH_TORCH = {
     "scarctl.engine",
     "scarctl.live",
     "scarctl.moment",
+    "scarctl.ranks.exchange",
+    "scarctl.ranks.selector",
     "scarctl.restore",
     "scarctl.session",
     "scarctl.simulate.trial",
