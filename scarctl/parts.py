@@ -234,9 +234,10 @@ def _copy(layout: Layout, theirs: Group, batch: Batch, ours: Group, targets: lis
     target_columns = _columns(box, _place(ours))
     copied = 0
     for t, (data, target) in enumerate(zip(batch.tensors, targets, strict=True)):
-        piece = _values(data, theirs.tensors[t])[(good, *source_columns)]
-        whole = _values(target, ours.tensors[t])
-        whole[(at, *target_columns)] = piece
+        source: tuple[Any, ...] = (good, *source_columns)
+        goal: tuple[Any, ...] = (at, *target_columns)
+        piece = _values(data, theirs.tensors[t])[source]
+        _values(target, ours.tensors[t])[goal] = piece
         copied += piece.nbytes
     return copied
 

@@ -362,11 +362,13 @@ class Session:
     def _due(self, engine: Engine) -> _Due | None:
         """The checkpoint that is due now. One that somebody asked for waits while nothing could be taken."""
         regular = engine.due(self.head_step)
+        whole = self.settings.policy == "full"
+        if regular and not whole:
+            engine.selector.expect(self.head_step, engine.budget_now)
         # A part of what is all on its way would be nothing: whoever asked waits until there is something to take.
         if self._requested or (self._requested is not None and not engine.arena.pending().all()):
             requested, self._requested = self._requested, None
             return _Due(requested)
-        whole = self.settings.policy == "full"
         return _Due(whole, may_skip=whole) if regular else None
 
     def _inert(self) -> bool:
@@ -413,7 +415,9 @@ class Session:
         """Second half, if one is under way; returns whether it has sealed the state."""
         if self._engine is None:
             return False
+        self._engine.selector.hurry()
         copied = self._checkpoints.finish(self._engine)
+        self._engine.selector.settle()
         return copied is not None and copied.sealed
 
     def _seal(self, moment: Moment | None) -> bool:
@@ -446,7 +450,15 @@ class Session:
         folder = arena_folder(self.settings.arena_dir, self.store.run_id)
         self._together.begin(self.store)
         self._opened = self._together.agree(
-            lambda: Engine(self.store, layout, self.settings, folder, self._saver, stopped=stopped)
+            lambda: Engine(
+                self.store,
+                layout,
+                self.settings,
+                folder,
+                self._saver,
+                stopped=stopped,
+                selector=self._together.selector(),
+            )
         )
         return self._opened
 

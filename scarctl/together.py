@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from scarctl.config import SessionSettings
 from scarctl.daemon.arena import Arena
+from scarctl.engine import Selector
 from scarctl.layout import Layout
 from scarctl.recovery import Lost, lost_ids
 from scarctl.store import Store
@@ -70,6 +71,9 @@ class Together(Protocol):
     def agree(self, call: Callable[[], T]) -> T:
         """Make the call everywhere; when it fails in one process it has failed in all."""
 
+    def selector(self) -> Selector | None:
+        """What chooses for all of them what a checkpoint saves; None: each for itself."""
+
     def begin(self, store: Store) -> None:
         """The session is about to write: say with whom."""
 
@@ -107,6 +111,10 @@ class Alone:
     def agree(self, call: Callable[[], T]) -> T:
         """See `Together`."""
         return call()
+
+    def selector(self) -> Selector | None:
+        """See `Together`."""
+        return None
 
     def begin(self, store: Store) -> None:
         """See `Together`."""

@@ -24,6 +24,8 @@ WITH_TORCH = {
     "scarctl.live",
     "scarctl.moment",
     "scarctl.ranks.owned",
+    "scarctl.ranks.exchange",
+    "scarctl.ranks.selector",
     "scarctl.restore",
     "scarctl.session",
     "scarctl.simulate.trial",

@@ -18,14 +18,17 @@ from numpy.typing import NDArray
 from scarctl.adapter import Adapter
 from scarctl.config import SessionSettings
 from scarctl.dtypes import plain, torched
+from scarctl.engine import Selector
 from scarctl.errors import UsageError
 from scarctl.layout import Layout
 from scarctl.parts import find_parts
 from scarctl.ranks.agreement import Agreement, Standing, agree_on_step
+from scarctl.ranks.exchange import Exchange
 from scarctl.ranks.holdings import Division, Holding, divide
 from scarctl.ranks.leftovers import save_leftovers
 from scarctl.ranks.moved import Moved
-from scarctl.ranks.owned import OwnedAdapter, holdings_of
+from scarctl.ranks.owned import OwnedAdapter, broadcast_over, holdings_of, spread
+from scarctl.ranks.selector import GlobalSelector
 from scarctl.ranks.team import Team
 from scarctl.recovery import Lost, lost_ids
 from scarctl.store import (
@@ -61,7 +64,9 @@ class Crew:
         """Shard of every rank, once the store is open."""
         self._digest = _digest_of(division)
         self._epoch = 0
+        self._exchange_group = team.subgroup()
         self._earlier = self._begun = False
+        self._whole = adapter
         self.moved = False
         """The store has this state in other parts."""
 
@@ -71,13 +76,17 @@ class Crew:
 
         Raises UsageError on every rank when settings, versions or models of the ranks do not fit together.
         """
+        if settings.interval == "auto":
+            raise UsageError(
+                'interval="auto": each rank would find its own', hint="give a number of iterations"
+            )
         if settings.shards not in (None, 1):
             raise UsageError(
                 f"shards={settings.shards}: with several ranks each of them is one shard",
                 hint="leave shards out",
             )
         _check_alike(team.gather(_settings_of(settings)))
-        mine = team.agree(lambda: [holding.to_json() for holding in holdings_of(adapter)])
+        mine = team.agree(lambda: [holding.to_json() for holding in holdings_of(adapter.groups())])
         everyone = team.gather(mine)
         division = team.agree(lambda: divide([[Holding.from_json(h) for h in held] for held in everyone]))
         return cls(adapter, division, team)
@@ -103,6 +112,8 @@ class Crew:
         decided = self.agree(lambda: self._decide(store) if self.team.rank == 0 else None)
         self._epoch, shards, self._earlier = self.team.from_rank(0, decided)
         self.shards = tuple(shards)
+        if self._earlier and not self.moved and self.division.copies:
+            self.adapter.learn_slots(slots_of(self._layouts(store)))
         return store.of_shard(self.shards[self.team.rank], self._epoch)
 
     def _is_divided_otherwise(self, store: Store) -> bool:
@@ -119,6 +130,15 @@ class Crew:
             return epoch, list(newest.shards), earlier
         first = 1 + max([*used, *(newest.shards if newest else ())], default=-1)
         return epoch, list(range(first, first + self.team.world)), earlier
+
+    def _layouts(self, store: Store) -> list[Layout]:
+        newest = [store.log(shard).newest() for shard in self.shards]
+        return [store.layout(record.layout) for record in newest if record is not None]
+
+    def selector(self) -> Selector:
+        """See `Together`."""
+        rank, world = self.team.rank, self.team.world
+        return GlobalSelector(Exchange(self._exchange_group, rank, world), self.shards[rank])
 
     def begin(self, store: Store) -> None:
         """See `Together`. The topology is written before the first record of the new epoch."""
@@ -219,7 +239,7 @@ class Crew:
 
     def spread(self) -> None:
         """See `Together`."""
-        self.adapter.spread(self.team.broadcast)
+        spread(self.division, self.team.rank, self._whole.groups(), broadcast_over(self.team.group))
 
     def close(self) -> None:
         """See `Together`."""

@@ -35,6 +35,7 @@ class Moved:
         groups = adapter.groups()
         names = {part.name for rank in division.owned for part in rank}
         check_fits(parts, [_group(group) for group in groups], names, adapter.optimizer)
+        adapter.learn_slots({name: group.tensors[1:] for name, group in parts.groups().items()})
         fixed = parts.store.settings
         self.layout: Layout = build_layout(
             [(g.name, g.kind, with_slots(parts, g.name, _spec(g)), g.place) for g in groups],

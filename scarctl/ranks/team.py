@@ -47,9 +47,9 @@ class Team:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._patience = timedelta(seconds=patience)
         try:
-            self._group = dist.new_group(backend="gloo", timeout=self._patience)
+            self.group = dist.new_group(backend="gloo", timeout=self._patience)
             # Names those that are missing, which an ordinary collective does not.
-            dist.monitored_barrier(self._group, timeout=self._patience, wait_all_ranks=True)
+            dist.monitored_barrier(self.group, timeout=self._patience, wait_all_ranks=True)
         except (RuntimeError, ValueError) as error:
             raise Unavailable(
                 f"not all {self.world} ranks have come within {patience:g} s: {error}",
@@ -67,11 +67,11 @@ class Team:
         mine = torch.from_numpy(_pack(value))
         sizes = torch.zeros(self.world, dtype=torch.int64)
         sizes[self.rank] = len(mine)
-        self._told(lambda: dist.all_reduce(sizes, group=self._group))
+        self._told(lambda: dist.all_reduce(sizes, group=self.group))
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded[: len(mine)] = mine
         found = torch.empty(self.world * len(padded), dtype=torch.uint8)
-        self._told(lambda: dist.all_gather_into_tensor(found, padded, group=self._group))
+        self._told(lambda: dist.all_gather_into_tensor(found, padded, group=self.group))
         rows = found.view(self.world, -1)
         return [_unpack(rows[r, : int(size)].numpy()) for r, size in enumerate(sizes.tolist())]
 
@@ -79,15 +79,11 @@ class Team:
         """The value that `rank` has, on all of them; what the others give counts for nothing."""
         mine = torch.from_numpy(_pack(value)) if self.rank == rank else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([len(mine)], dtype=torch.int64)
-        self._told(lambda: dist.broadcast(size, src=rank, group=self._group))
+        self._told(lambda: dist.broadcast(size, src=rank, group=self.group))
         if self.rank != rank:
             mine = torch.empty(int(size), dtype=torch.uint8)
-        self._told(lambda: dist.broadcast(mine, src=rank, group=self._group))
+        self._told(lambda: dist.broadcast(mine, src=rank, group=self.group))
         return _unpack(mine.numpy())
-
-    def broadcast(self, data: torch.Tensor, src: int) -> None:
-        """`data` (uint8, on the host) of rank `src` into that of all others, which is as long."""
-        self._told(lambda: dist.broadcast(data, src=src, group=self._group))
 
     def agree(self, call: Callable[[], T]) -> T:
         """Make the call on every rank; when it fails on one it has failed on all.
@@ -110,7 +106,7 @@ class Team:
 
     def close(self) -> None:
         """Leave. Waits for nobody."""
-        dist.destroy_process_group(self._group)
+        dist.destroy_process_group(self.group)
 
     def _told(self, call: Callable[[], T]) -> T:
         """Make a call of the group; what it raises is that another rank is gone, or does not come."""

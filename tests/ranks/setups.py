@@ -89,7 +89,11 @@ def fsdp() -> Job:
 
 def fsdp_offload() -> Job:
     model = Net()
-    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(
+        model,
+        offload_policy=CPUOffloadPolicy(pin_memory=False),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    )
     return Job(model, adam(model))
 
 
