@@ -6,6 +6,7 @@ where they overlap.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -65,7 +66,8 @@ class Parts:
 
         Raises NoIntactCopy when a copy is damaged or missing; then some rows were written and others were not.
         """
-        wanted = {group.name: (g, group) for g, group in enumerate(layout.groups)}
+        there = self.groups()
+        wanted = {_source(group, there): (g, group) for g, group in enumerate(layout.groups)}
         copied = 0
         for state in self.states.values():
             theirs = state.layout
@@ -129,19 +131,20 @@ def check_fits(parts: Parts, groups: Iterable[Group], names: Iterable[str], opti
 
     groups: those that somebody wants, with their place; names: those of all of them together.
     """
-    there = parts.groups()
+    there, names = parts.groups(), set(names)
     lines = []
     if optimizer != parts.optimizer:
         lines.append(f"optimizer {parts.optimizer or 'none'} -> {optimizer or 'none'}")
-    lines += [f"tensor {name!r} new" for name in sorted(set(names) - there.keys())]
-    lines += [f"tensor {name!r} missing" for name in sorted(there.keys() - set(names))]
+    buffers = {_base(name) for name, group in there.items() if group.kind == "buffer"}
+    lines += [f"tensor {name!r} new" for name in sorted(names - there.keys()) if _base(name) not in buffers]
+    known = names | {name for name in there if _base(name) in buffers & set(map(_base, names))}
+    lines += [f"tensor {name!r} missing" for name in sorted(there.keys() - known)]
     for group in groups:
-        if group.name in there:
-            old, new = _place(there[group.name]).shape, _place(group).shape
-            if old != new:
-                lines.append(f"tensor {group.name!r} resized {old} -> {new}")
-            if there[group.name].tensors[0].dtype != group.tensors[0].dtype:
-                lines.append(f"tensor {group.name!r} has another dtype")
+        source = there.get(_source(group, there))
+        if source is not None and _place(source).shape != _place(group).shape:
+            lines.append(f"tensor {group.name!r} resized {_place(source).shape} -> {_place(group).shape}")
+        if source is not None and source.tensors[0].dtype != group.tensors[0].dtype:
+            lines.append(f"tensor {group.name!r} has another dtype")
     if lines:
         raise LayoutMismatch(
             f"the model is not the one in {parts.store.url}: " + "; ".join(lines[:10]),
@@ -149,9 +152,10 @@ def check_fits(parts: Parts, groups: Iterable[Group], names: Iterable[str], opti
         )
 
 
-def with_slots(parts: Parts, name: str, parameter: TensorSpec) -> tuple[TensorSpec, ...]:
-    """The tensors of a box of group `name`: the parameter's, and the slots that the store has of it."""
-    slots = parts.groups()[name].tensors[1:]
+def with_slots(parts: Parts, group: Group) -> tuple[TensorSpec, ...]:
+    """The tensors of a group that so far is a parameter without slots: with those that the store has of it."""
+    there, parameter = parts.groups(), group.tensors[0]
+    slots = there[_source(group, there)].tensors[1:]
     return (parameter, *(replace(slot, shape=parameter.shape) for slot in slots))
 
 
@@ -173,6 +177,29 @@ def _whole(store: Store, shards: Iterable[int], epochs: list[int], *, sealed: bo
             return Parts(store, states, bool(epochs))
         return None
     return Parts(store, states, bool(epochs))
+
+
+# -- names -------------------------------------------------------------------------------------------------------
+
+_OF_RANK = re.compile(r"(.+)@[0-9]+", re.DOTALL)
+
+
+def _base(name: str) -> str:
+    """The name that a tensor of one rank alone has in the model."""
+    match = _OF_RANK.fullmatch(name)
+    return match[1] if match else name
+
+
+def _source(group: Group, there: Mapping[str, Group]) -> str:
+    """The stored group that a group takes its values from.
+
+    Buffers, such as a batch norm's statistics, are kept by every rank for itself or by all together, as the model is
+    wrapped: where the same one is not there, another rank's does.
+    """
+    if group.name in there or group.kind != "buffer":
+        return group.name
+    base = _base(group.name)
+    return min((name for name in there if _base(name) == base), default=group.name, key=lambda n: (len(n), n))
 
 
 # -- boxes -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import platform
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,7 +28,7 @@ from scarctl.ranks.exchange import Exchange
 from scarctl.ranks.holdings import Division, Holding, divide
 from scarctl.ranks.leftovers import save_leftovers
 from scarctl.ranks.moved import Moved
-from scarctl.ranks.owned import OwnedAdapter, broadcast_over, holdings_of, spread
+from scarctl.ranks.owned import OwnedAdapter, broadcast_over, holdings_of, slots_of, spread
 from scarctl.ranks.selector import GlobalSelector
 from scarctl.ranks.team import Team
 from scarctl.recovery import Lost, lost_ids
@@ -271,12 +272,10 @@ def _digest_of(division: Division) -> str:
 
 def _settings_of(settings: SessionSettings) -> dict[str, str]:
     """What has to be the same on all ranks, as text."""
-    from scarctl import __version__
-
     found = {name: repr(getattr(settings, name)) for name in _ALIKE}
     norm = settings.norm
     found["norm"] = norm if isinstance(norm, str) else getattr(norm, "__qualname__", "a function")
-    return found | {"version of scarctl": __version__, "byte order": platform.machine()}
+    return found | {"version of scarctl": version("scarctl"), "byte order": platform.machine()}
 
 
 def _check_alike(everyone: list[dict[str, str]]) -> None:

@@ -38,7 +38,7 @@ class Moved:
         adapter.learn_slots({name: group.tensors[1:] for name, group in parts.groups().items()})
         fixed = parts.store.settings
         self.layout: Layout = build_layout(
-            [(g.name, g.kind, with_slots(parts, g.name, _spec(g)), g.place) for g in groups],
+            [(g.name, g.kind, with_slots(parts, _group(g)), g.place) for g in groups],
             partition_bytes=fixed.partition_bytes,
             rows=dict(fixed.rows) or None,
             by_layer=fixed.by_layer,

@@ -70,10 +70,9 @@ class Team:
         self._told(lambda: dist.all_reduce(sizes, group=self.group))
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded[: len(mine)] = mine
-        found = torch.empty(self.world * len(padded), dtype=torch.uint8)
-        self._told(lambda: dist.all_gather_into_tensor(found, padded, group=self.group))
-        rows = found.view(self.world, -1)
-        return [_unpack(rows[r, : int(size)].numpy()) for r, size in enumerate(sizes.tolist())]
+        found = [torch.empty_like(padded) for _ in range(self.world)]
+        self._told(lambda: dist.all_gather(found, padded, group=self.group))
+        return [_unpack(data[:size].numpy()) for data, size in zip(found, sizes.tolist(), strict=True)]
 
     def from_rank(self, rank: int, value: object = None) -> Any:
         """The value that `rank` has, on all of them; what the others give counts for nothing."""
