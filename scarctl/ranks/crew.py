@@ -113,7 +113,7 @@ class Crew:
         decided = self.agree(lambda: self._decide(store) if self.team.rank == 0 else None)
         self._epoch, shards, self._earlier = self.team.from_rank(0, decided)
         self.shards = tuple(shards)
-        if self._earlier and not self.moved and self.division.copies:
+        if self._earlier and not self.moved:
             self.adapter.learn_slots(slots_of(self._layouts(store)))
         return store.of_shard(self.shards[self.team.rank], self._epoch)
 
