@@ -503,6 +503,8 @@ class Session:
                 log.warning("a signal came, and the last copy does not end: the state is not flushed")
             elif self._moment is not None and self._seal(self._moment):
                 log.info("a signal came: step %d is in this host's memory", self.head_step)
+                if fatal:
+                    self._rescue(engine, self._moment)
             self._doomed = fatal
             if fatal and not self._saver.outlives:
                 engine.saver.drain(min(self.settings.drain_timeout, _LAST_DRAIN))
@@ -532,7 +534,14 @@ class Session:
                 self._finish()
                 # A step that raised has left parameters half changed: what was saved before is better.
                 if seal and quiet and self.head_step > 0 and (as_it_is or self._flushed != self.head_step):
-                    self._seal(self._take() if as_it_is else self._moment or self._take())
+                    moment = self._take() if as_it_is else self._moment or self._take()
+                    self._seal(moment)
+                    if failed and self._engine is not None and moment is not None:
+                        self._rescue(self._engine, moment)
+
+    def _rescue(self, engine: Engine, moment: Moment) -> None:
+        """The state of `moment` is saved, and this process ends because something failed, perhaps elsewhere."""
+        self._together.rescue(self.store, moment.step, lambda: self._checkpoints.extras(engine, moment))
 
     def _stop(self) -> None:
         self._closed = True

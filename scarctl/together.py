@@ -95,6 +95,12 @@ class Together(Protocol):
     def spread(self) -> None:
         """The live values of this process are restored: give them to the others that hold them as well."""
 
+    def rescue(self, store: Store, step: int, extras: Callable[[], Any]) -> None:
+        """Something has gone wrong, and this process has saved its state of `step`: do what can be done for others.
+
+        extras: of the step. Called when nothing changes the live values. Never raises.
+        """
+
     def close(self) -> None:
         """The session ends. Waits for nobody."""
 
@@ -136,6 +142,9 @@ class Alone:
         return lost_ids(lost, layout, store.shard_of(layout), store.settings.shards)
 
     def spread(self) -> None:
+        """See `Together`."""
+
+    def rescue(self, store: Store, step: int, extras: Callable[[], Any]) -> None:
         """See `Together`."""
 
     def close(self) -> None:

@@ -40,7 +40,15 @@ from scarctl.daemon.arenafile import (
     read_header,
     write_header,
 )
-from scarctl.daemon.folder import arena_folder, check_both, clear_queue, folder_error, lock_folder, reserve
+from scarctl.daemon.folder import (
+    LOCK_SECONDS,
+    arena_folder,
+    check_both,
+    clear_queue,
+    folder_error,
+    lock_folder,
+    reserve,
+)
 from scarctl.errors import UsageError
 from scarctl.layout import Layout
 from scarctl.version import NEVER, epoch_of, pack, step_of
@@ -115,8 +123,10 @@ class Arena:
         return arena
 
     @classmethod
-    def open_existing(cls, folder: Path, *, run_id: str) -> Arena | None:
+    def open_existing(cls, folder: Path, *, run_id: str, patience: float = LOCK_SECONDS) -> Arena | None:
         """The arena that a run of this store left in `folder`, None when there is none.
+
+        patience: seconds to wait for a live process to let go of it.
 
         One from before the machine's last start, which on a disk survives, is deleted: its pages were written back in
         any order, so generations say nothing about them.
@@ -127,7 +137,7 @@ class Arena:
         path = folder / FILE
         if not os.path.isdir(folder):
             return None
-        lock = lock_folder(folder)
+        lock = lock_folder(folder, patience=patience)
         try:
             fd = _open(path)
             try:

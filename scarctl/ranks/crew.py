@@ -29,6 +29,7 @@ from scarctl.ranks.holdings import Division, Holding, divide
 from scarctl.ranks.leftovers import save_leftovers
 from scarctl.ranks.moved import Moved
 from scarctl.ranks.owned import OwnedAdapter, broadcast_over, holdings_of, slots_of, spread
+from scarctl.ranks.rescue import Rescue
 from scarctl.ranks.selector import GlobalSelector
 from scarctl.ranks.team import Team
 from scarctl.recovery import Lost, lost_ids
@@ -56,7 +57,8 @@ _RANK = "rank:"
 class Crew:
     """See the module. Made by `join`, on all ranks."""
 
-    def __init__(self, adapter: Adapter, division: Division, team: Team) -> None:
+    def __init__(self, adapter: Adapter, division: Division, team: Team, settings: SessionSettings) -> None:
+        self._settings = settings
         self.team = team
         self.division = division
         self.adapter = OwnedAdapter(adapter, division, team.rank)
@@ -90,7 +92,7 @@ class Crew:
         mine = team.agree(lambda: [holding.to_json() for holding in holdings_of(adapter.groups())])
         everyone = team.gather(mine)
         division = team.agree(lambda: divide([[Holding.from_json(h) for h in held] for held in everyone]))
-        return cls(adapter, division, team)
+        return cls(adapter, division, team, settings)
 
     # -- the store ----------------------------------------------------------------------------------------------
 
@@ -168,6 +170,8 @@ class Crew:
         agreement = agree_on_step([Standing(*other) for other in everyone])
         theirs = self.team.from_rank(agreement.reference, plain(found.extras))
         extras = found.extras if found.step == agreement.step else self._mixed(torched(theirs), found.extras)
+        if extras["early"]["rng"] is None:  # another rank has saved it for this one
+            extras["early"]["rng"] = self.adapter.capture_early()["rng"]
         summary = self._summary(agreement, everyone, store)
         return GoOn(agreement.step, extras, agreement.exact, summary)
 
@@ -241,6 +245,12 @@ class Crew:
     def spread(self) -> None:
         """See `Together`."""
         spread(self.division, self.team.rank, self._whole.groups(), broadcast_over(self.team.group))
+
+    def rescue(self, store: Store, step: int, extras: Callable[[], Any]) -> None:
+        """See `Together`."""
+        rescue = Rescue(self.division, self.team.rank, self.shards)
+        if rescue.possible:
+            rescue.run(store, self._settings, self._whole.groups(), step, extras())
 
     def close(self) -> None:
         """See `Together`."""

@@ -56,7 +56,9 @@ class Moved:
         mine = extras if rank == agreement.reference else None
         if mine is None and rank < len(shards):
             mine = self._extras(shards[rank])
-        early = self._adapter.capture_early() if mine is None else mine["early"]
+        if mine is None or mine["early"]["rng"] is None:  # in the store by another rank's hand
+            mine = {"early": self._adapter.capture_early()}
+        early = mine["early"]
         mixed = {**extras, "early": {**extras["early"], "rng": early["rng"]}}
         exact = agreement.exact and len(self._parts.steps()) == 1
         summary = {
