@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from scarctl import signals
 from scarctl.adapter import Adapter
 from scarctl.binding import Binding
@@ -37,10 +35,10 @@ from scarctl.execution import Report
 from scarctl.gate import Gate
 from scarctl.layout import Layout
 from scarctl.moment import Moment, Moments, check_step
-from scarctl.restore import Resumed, recover_live, resume_live
-from scarctl.store import create_snapshot, read_snapshot, sealed_sets
+from scarctl.restore import Resumed, recover_live
+from scarctl.store import create_snapshot
 from scarctl.store.snapshot import check_new_snapshot
-from scarctl.together import Alone, Elsewhere, Together
+from scarctl.together import Alone, Together
 from scarctl.worker import Worker
 
 log = logging.getLogger("scarctl")
@@ -181,22 +179,28 @@ class Session:
         not finite; the store's fault.
         """
         engine = self._started()
-        check_new_snapshot(self.store, name)
+        agree = self._together.agree
+        agree(lambda: check_new_snapshot(self.store, name))
         for last in (False, True):
             epoch = engine.arena.epoch  # a later one when the daemon is replaced meanwhile
-            self.checkpoint(full=True, wait=True)
-            newest = sealed_sets(self.store.states(self.store.shards()).values())[:1]
-            if not newest or newest[0].epoch < epoch or newest[0].step != self.head_step:
-                raise ScarError(
-                    f"the state of step {self.head_step} could not be sealed: it has values that are not finite",
-                    kind="not-sealed",
-                )
+            agree(lambda: self.checkpoint(full=True, wait=True))
             try:
-                return create_snapshot(self.store, name, newest[0]).step
+                agree(lambda: self._name(name, epoch) if self._together.leads else None)
+                break
             except Unavailable as error:
                 if last or error.kind != "snapshot-late":
                     raise
-        raise AssertionError("unreachable")
+        return self.head_step
+
+    def _name(self, name: str, epoch: int) -> None:
+        """Make the state that was just saved a snapshot."""
+        newest = complete_sets(self.store.again())[:1]
+        if not newest or newest[0].epoch < epoch or newest[0].step != self.head_step:
+            raise ScarError(
+                f"the state of step {self.head_step} could not be sealed: it has values that are not finite",
+                kind="not-sealed",
+            )
+        create_snapshot(self.store, name, newest[0])
 
     def resume(self, mode: str = "partial", snapshot: str | None = None) -> Resumed:
         """Restore what the store and this host's memory have, in place; an empty store changes nothing.
@@ -214,59 +218,14 @@ class Session:
         if not self._together.holds_earlier_run(self.store):
             return Resumed(step=0, exact=True, report=None)
         with self._gate.held():
-            return self._resume(mode, snapshot)
-
-    def _resume(self, mode: str, name: str | None) -> Resumed:
-        if not self._together.moved:
-            resumed = self._resume_in_place(mode, name)
-            if resumed.report is not None:
-                return resumed
-        elsewhere = self._together.elsewhere(self.store, mode, name)
-        return Resumed(0, True, None) if elsewhere is None else self._resume_from(elsewhere)
-
-    def _resume_from(self, elsewhere: Elsewhere) -> Resumed:
-        """Take over a state that was saved in other parts, and save it in these."""
-        remove_slots = self._adapter.create_slots(elsewhere.layout)
-        engine = self._opened or self._open(elsewhere.layout, stopped=True)
-        try:
-            agreed = self._together.agree(lambda: elsewhere.fill(engine.arena))
-        except BaseException:
-            remove_slots()
-            raise
-        live = self._binding.live(engine.arena)
-        live.load(np.arange(engine.layout.partitions))
-        self._together.spread()
-        engine.start_over()
-        resumed = Resumed(agreed.step, agreed.exact, None, agreed.summary)
-        self._go_on(engine, resumed, agreed.extras)
-        engine.saver.resume()
-        # Until this is durable it is where it came from.
-        self._seal(self._take())
-        return resumed
-
-    def _resume_in_place(self, mode: str, name: str | None) -> Resumed:
-        layout = self._together.agree(self.store.current_layout)
-        assert layout is not None
-        snapshot = None if name is None else read_snapshot(self.store, name)
-        self._binding.check(layout)
-        remove_slots = self._adapter.create_slots(layout)
-        # What a dead process left becomes durable only when it is clear from which step this one goes on.
-        engine = self._opened or self._open(layout, stopped=True)
-        try:
-            resumed, extras = resume_live(
-                engine,
-                self._binding.live(engine.arena),
-                mode if snapshot is None else "rollback",
-                self._together,
-                snapshot,
+            resumption = Resumption(
+                self._adapter, self._binding, self.store, self._together, self._open, self._go_on
             )
-        except BaseException:
-            remove_slots()
-            raise
-        if extras is None:
-            remove_slots()
-        self._go_on(engine, resumed, extras)
-        return resumed
+            resumed, moved = resumption.run(mode, snapshot)
+            if moved:
+                # Until this is durable the state is where it came from.
+                self._seal(self._take())
+            return resumed
 
     def _go_on(self, engine: Engine, resumed: Resumed, extras: Any) -> None:
         if extras is not None:
@@ -447,6 +406,9 @@ class Session:
         self._requested = full or bool(self._requested)
 
     def _open(self, layout: Layout, *, stopped: bool = False) -> Engine:
+        """Open the arena, and start saving, unless that is done already: by a resume that failed."""
+        if self._opened is not None:
+            return self._opened
         folder = arena_folder(self.settings.arena_dir, self.store.run_id)
         self._together.begin(self.store)
         self._opened = self._together.agree(

@@ -83,6 +83,12 @@ class Together(Protocol):
     def go_on(self, found: Found | None, store: Store) -> GoOn | None:
         """Agree from where all go on. None: there is no complete state, as one process at least has none."""
 
+    leads: bool
+    """This process is the one that does what is to be done once."""
+
+    def agree_all(self, here: bool) -> bool:
+        """Whether it is so in all processes."""
+
     moved: bool
     """The state was saved in other parts than those that these processes have."""
 
@@ -109,6 +115,11 @@ class Alone:
     """A process that trains on its own."""
 
     moved = False
+    leads = True
+
+    def agree_all(self, here: bool) -> bool:
+        """See `Together`."""
+        return here
 
     def open_store(self, settings: SessionSettings) -> Store:
         """See `Together`."""

@@ -27,6 +27,7 @@ WITH_TORCH = {
     "scarctl.ranks.exchange",
     "scarctl.ranks.selector",
     "scarctl.restore",
+    "scarctl.resuming",
     "scarctl.session",
     "scarctl.simulate.trial",
 }

@@ -161,6 +161,15 @@ class Crew:
         """See `Together`."""
         return self.team.agree(call)
 
+    @property
+    def leads(self) -> bool:
+        """See `Together`."""
+        return self.team.rank == 0
+
+    def agree_all(self, here: bool) -> bool:
+        """See `Together`."""
+        return all(self.team.gather(here))
+
     def go_on(self, found: Found | None, store: Store) -> GoOn | None:
         """See `Together`."""
         standing = None if found is None else Standing(found.step, found.exact, found.survived).to_list()
