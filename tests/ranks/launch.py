@@ -79,7 +79,10 @@ def launch(function: str, world: int, *arguments: Any, timeout: float = 60.0) ->
                 process.wait()
         codes = [process.returncode for process in processes]
         if any(codes):
-            text = [f"rank {r} ended with {codes[r]}\n{(Path(folder) / f'{r}.err').read_text()[-4000:]}" for r in range(world)]
+            text = [
+                f"rank {r} ended with {codes[r]}\n{(Path(folder) / f'{r}.err').read_text()[-4000:]}"
+                for r in range(world)
+            ]
             raise AssertionError("\n".join(text))
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
 

@@ -21,7 +21,9 @@ def results(world: int) -> list[dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in SETUPS.items() for name in names])
+@pytest.mark.parametrize(
+    ("world", "name"), [(world, name) for world, names in SETUPS.items() for name in names]
+)
 def test_every_byte_is_owned_once_and_comes_back(world: int, name: str) -> None:
     for rank, found in enumerate(results(world)):
         assert name in found, "a setup before this one failed"
