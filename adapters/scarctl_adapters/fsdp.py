@@ -117,6 +117,12 @@ def is_elsewhere(tensor: torch.Tensor) -> bool:
     return is_dtensor(tensor) and tensor.device_mesh.get_coordinate() is None
 
 
+def is_gathered(tensor: torch.Tensor, sharded: torch.Tensor) -> bool:
+    """Whether `tensor` is what FSDP2 makes from the DTensor `sharded` for a forward pass: on fewer mesh dimensions."""
+    assert is_dtensor(sharded)
+    return not is_dtensor(tensor) or tensor.device_mesh.ndim < sharded.device_mesh.ndim
+
+
 def scope_of_ranks(ranks: Sequence[int]) -> str:
     """A short text for a set of ranks, "" for all of them."""
     if len(ranks) == world():

@@ -26,6 +26,7 @@ from scarctl_adapters.fsdp import (
     Wrapping,
     is_dtensor,
     is_elsewhere,
+    is_gathered,
     is_part_like,
     local_part,
     params_of,
@@ -68,7 +69,7 @@ class TorchAdapter:
         self._late = dict(late)
         self._early = dict(early)
         self._wrapping = Wrapping(model, replicated)
-        self._sharded: dict[str, nn.Parameter] = {}
+        self._sharded: dict[str, Any] = {}
         # Going through all modules takes longer than all else that is done after every step.
         self._places: list[tuple[str, nn.Module, str]] = []
 
@@ -244,10 +245,12 @@ class TorchAdapter:
             numbered = ((f"optimizer{i}.param{j}", p) for j, p in enumerate(params_of(optimizer)))
             named += [(name, name, p) for name, p in numbered]
         for name, wrapped, parameter in named:
-            # From a forward to the next backward pass FSDP2 has whole parameters in the place of its own.
-            if isinstance(parameter, nn.Parameter) and is_dtensor(parameter):
+            # From a forward to the next backward pass FSDP2 has gathered parameters in the place of its own.
+            known = self._sharded.get(name)
+            if known is not None and is_gathered(parameter, known):
+                parameter = known
+            elif is_dtensor(parameter):
                 self._sharded[name] = parameter
-            parameter = self._sharded.get(name, parameter)
             # Tied parameters may be two Parameter objects over one storage: memory is what makes them one.
             part = local_part(parameter)
             where = (part.data_ptr(), part.shape, part.stride(), part.dtype)

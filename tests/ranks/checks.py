@@ -43,15 +43,9 @@ def check(rank: int, name: str) -> None:
     adapter = build(job)
     before = divided(adapter)
     job.step(1)
-    versions = {g.name: g.tensors[""]._version for g in adapter.groups() if g.kind == "parameter"}
     job.step(2)
     division = divided(adapter)
     assert division == before, "ownership changed with the first step"
-    for group in adapter.groups():
-        counted = group.tensors[""]._version > versions.get(group.name, -1)
-        assert (
-            counted or "frozen" in group.name or not group.tensors[""].numel() or group.role == "replica"
-        ), group.name
 
     owned = OwnedAdapter(adapter, division, rank)
     assert same(rebuilt(owned), job, adapter, division, rank)

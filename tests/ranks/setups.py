@@ -88,12 +88,9 @@ def fsdp() -> Job:
 
 
 def fsdp_offload() -> Job:
-    model = Net()
-    fully_shard(
-        model,
-        offload_policy=CPUOffloadPolicy(pin_memory=False),
-        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-    )
+    model = Even()
+    offload = CPUOffloadPolicy(pin_memory=False)
+    fully_shard(model, offload_policy=offload, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     return Job(model, adam(model))
 
 
