@@ -241,23 +241,22 @@ def test_closing_with_an_open_round_hangs_nobody(tmp_path: Path) -> None:
 
     def leaves(member: Member) -> Any:
         member.checkpoint(0)
-        late = member.checkpoint(1).nbytes
+        member.checkpoint(1)
+        late = member.selector.late
         started = time.monotonic()
         member.selector.close()
         member.selector.close()
         assert member.checkpoint(2).nbytes > 0
-        return late, time.monotonic() - started, member.records != []
+        return late, time.monotonic() - started, [r.getMessage() for r in member.records]
 
     with ranks(tmp_path, [leaves, stopped, leaves], patience=0.1, linger=0.3) as processes:
         processes[1].expect("stopped")
         assert [processes[0].wait(20), processes[2].wait(20)] == [0, 0]
     for rank in (0, 2):
         late, seconds, logged = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert late == 1
         assert seconds < 5
-        if rank == 0:
-            continue
-        assert logged in (False, True)
+        # Who leaves is not told that it left; the other may have seen it go before its own patience ended.
+        assert late > 0 or len(logged) == 1
 
 
 def test_a_rank_that_never_comes_counts_as_gone_after_a_while(tmp_path: Path) -> None:
