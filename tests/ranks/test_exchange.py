@@ -52,9 +52,10 @@ class Member:
     def expect(self, step: int) -> None:
         self.selector.expect(step, BUDGET)
 
-    def select(self, step: int, policy: str = "priority", **more: Any) -> Selection:
-        """The worker's part, with a training thread that waits from the beginning."""
-        self.selector.hurry()
+    def select(self, step: int, policy: str = "priority", *, hurried: bool = True, **more: Any) -> Selection:
+        """The worker's part. hurried: a training thread waits for it from the beginning."""
+        if hurried:
+            self.selector.hurry()
         return self.selector.select(
             policy,
             distance_sq=more.pop("distance_sq", values(self.rank, step)),
@@ -170,6 +171,16 @@ def test_a_slow_rank_holds_nobody_up(tmp_path: Path) -> None:
         assert sorted(waited)[-2] < 0.5  # the machine may be busy once
         assert picked <= 4 * 3 * BUDGET
         assert failure is None
+
+
+def test_a_copy_that_nobody_waits_for_has_time(tmp_path: Path) -> None:
+    def body(member: Member) -> Any:
+        time.sleep(0.5 * member.rank)
+        return member.checkpoint(0, hurried=False).ids.tolist(), member.selector.late
+
+    got = results(tmp_path, [body] * 2, patience=0.001)
+    assert [late for _, late in got] == [0, 0]
+    assert [len(ids) for ids, _ in got] == [len(ids) for ids in at_once(2, 0, 2 * BUDGET)]
 
 
 def test_a_killed_rank_leaves_the_others_to_themselves(tmp_path: Path) -> None:
