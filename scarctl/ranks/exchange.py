@@ -62,6 +62,8 @@ class Round:
         self.turn = turn
         self.done = False
         self.failed = False
+        self.given_up = False
+        """Nobody waits for it any more."""
 
 
 class Exchange:
@@ -115,12 +117,13 @@ class Exchange:
     def wait(self, joined: Round, patience: float) -> bool:
         """Wait for a round until it is done, or `patience` seconds after `hurry`; returns whether there is a result.
 
-        When it has not even begun by then, because a round before it is still open, patience ends with `hurry`.
+        When a round before it was given up like that and is still open, patience ends with `hurry`.
         """
         with self._changed:
             self._changed.wait_for(lambda: joined.done or self._hurried)
-            if not joined.done and self._rounds[0] is joined:
+            if not any(earlier.given_up for earlier in self._rounds):
                 self._changed.wait_for(lambda: joined.done, patience)
+            joined.given_up = not joined.done
             return joined.done and not joined.failed
 
     def replace(self, joined: Round, turn: Callable[[], Turn]) -> bool:
@@ -224,13 +227,15 @@ class Exchange:
         """Close the group's connections: what waits for one ends with an error, here and in the peers.
 
         Gloo has no call for that: its `abort` leaves a collective waiting, and its destructor waits for it. But a
-        receive that times out closes all connections of the group at once.
+        receive that times out closes all connections of the group at once. One from a peer that is gone ends without
+        that, so all are tried.
         """
         group = self._group
-        if group is None or self.world == 1:
+        if group is None:
             return
-        try:
-            peer = (self.rank + 1) % self.world
-            group.recv([torch.zeros(1)], peer, _SWITCH).wait(timedelta(milliseconds=1))
-        except RuntimeError as error:
-            log.debug("rank %d left the exchange: %s", self.rank, error)
+        for away in range(1, self.world):
+            try:
+                peer = (self.rank + away) % self.world
+                group.recv([torch.zeros(1)], peer, _SWITCH).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                log.debug("rank %d closed its connection to rank %d: %s", self.rank, peer, error)

@@ -119,7 +119,7 @@ class GlobalSelector:
             left = max(0, books.credit)
             self._credit = left * budget // max(1, books.budget)
             return ids, left
-        if self._exchange.failure is not None:
+        if joined.failed:
             return self._alone(offer, budget)
         # The others still count on what this rank said of its budget, unless it has not been sent.
         self.late += 1
