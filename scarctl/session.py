@@ -35,9 +35,9 @@ from scarctl.execution import Report
 from scarctl.gate import Gate
 from scarctl.layout import Layout
 from scarctl.moment import Moment, Moments, check_step
+from scarctl.naming import take_snapshot
 from scarctl.restore import Resumed, recover_live
-from scarctl.store import create_snapshot
-from scarctl.store.snapshot import check_new_snapshot
+from scarctl.resuming import Resumption
 from scarctl.together import Alone, Together
 from scarctl.worker import Worker
 
@@ -179,28 +179,15 @@ class Session:
         not finite; the store's fault.
         """
         engine = self._started()
-        agree = self._together.agree
-        agree(lambda: check_new_snapshot(self.store, name))
-        for last in (False, True):
-            epoch = engine.arena.epoch  # a later one when the daemon is replaced meanwhile
-            agree(lambda: self.checkpoint(full=True, wait=True))
-            try:
-                agree(lambda: self._name(name, epoch) if self._together.leads else None)
-                break
-            except Unavailable as error:
-                if last or error.kind != "snapshot-late":
-                    raise
+        take_snapshot(
+            name,
+            self.store,
+            self._together,
+            lambda: engine.arena.epoch,
+            lambda: self.head_step,
+            self.checkpoint,
+        )
         return self.head_step
-
-    def _name(self, name: str, epoch: int) -> None:
-        """Make the state that was just saved a snapshot."""
-        newest = complete_sets(self.store.again())[:1]
-        if not newest or newest[0].epoch < epoch or newest[0].step != self.head_step:
-            raise ScarError(
-                f"the state of step {self.head_step} could not be sealed: it has values that are not finite",
-                kind="not-sealed",
-            )
-        create_snapshot(self.store, name, newest[0])
 
     def resume(self, mode: str = "partial", snapshot: str | None = None) -> Resumed:
         """Restore what the store and this host's memory have, in place; an empty store changes nothing.
@@ -461,7 +448,7 @@ class Session:
                 return
             if not quiet:
                 log.warning("a signal came in a step that did not end: the state is not flushed")
-            elif not self._checkpoints.ready(FLUSH_SECONDS):
+            elif not self._ready():
                 log.warning("a signal came, and the last copy does not end: the state is not flushed")
             elif self._moment is not None and self._seal(self._moment):
                 log.info("a signal came: step %d is in this host's memory", self.head_step)
@@ -500,6 +487,12 @@ class Session:
                     self._seal(moment)
                     if failed and self._engine is not None and moment is not None:
                         self._rescue(self._engine, moment)
+
+    def _ready(self) -> bool:
+        """Wait a while for the copy under way; returns whether there is none any more."""
+        if self._engine is not None:
+            self._engine.selector.hurry()
+        return self._checkpoints.ready(FLUSH_SECONDS)
 
     def _rescue(self, engine: Engine, moment: Moment) -> None:
         """The state of `moment` is saved, and this process ends because something failed, perhaps elsewhere."""

@@ -83,14 +83,16 @@ class Together(Protocol):
     def go_on(self, found: Found | None, store: Store) -> GoOn | None:
         """Agree from where all go on. None: there is no complete state, as one process at least has none."""
 
-    leads: bool
-    """This process is the one that does what is to be done once."""
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that does what is to be done once."""
 
     def agree_all(self, here: bool) -> bool:
         """Whether it is so in all processes."""
 
-    moved: bool
-    """The state was saved in other parts than those that these processes have."""
+    @property
+    def moved(self) -> bool:
+        """Whether the state was saved in other parts than those that these processes have."""
 
     def elsewhere(self, store: Store, mode: str, snapshot: str | None) -> Elsewhere | None:
         """The state as others than these processes have saved it; None when there is none."""

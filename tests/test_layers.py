@@ -23,13 +23,20 @@ WITH_TORCH = {
     "scarctl.engine",
     "scarctl.live",
     "scarctl.moment",
-    "scarctl.ranks.owned",
+    "scarctl.naming",
+    "scarctl.ranks.crew",
     "scarctl.ranks.exchange",
+    "scarctl.ranks.moved",
+    "scarctl.ranks.leftovers",
+    "scarctl.ranks.owned",
+    "scarctl.ranks.rescue",
     "scarctl.ranks.selector",
+    "scarctl.ranks.team",
     "scarctl.restore",
     "scarctl.resuming",
     "scarctl.session",
     "scarctl.simulate.trial",
+    "scarctl.together",
 }
 
 # Imported where they are used, so that a command on a local store starts fast.

@@ -20,7 +20,7 @@ from scarctl.adapter import Adapter
 from scarctl.config import SessionSettings
 from scarctl.dtypes import plain, torched
 from scarctl.engine import Selector
-from scarctl.errors import UsageError
+from scarctl.errors import NoStore, UsageError
 from scarctl.layout import Layout
 from scarctl.parts import find_parts
 from scarctl.ranks.agreement import Agreement, Standing, agree_on_step
@@ -67,7 +67,7 @@ class Crew:
         """Shard of every rank, once the store is open."""
         self._digest = _digest_of(division)
         self._epoch = 0
-        self._exchange_group = team.subgroup()
+        self._exchange_group = team.subgroup() if team.world > 1 else None
         self._earlier = self._begun = False
         self._whole = adapter
         self.moved = False
@@ -138,9 +138,11 @@ class Crew:
         newest = [store.log(shard).newest() for shard in self.shards]
         return [store.layout(record.layout) for record in newest if record is not None]
 
-    def selector(self) -> Selector:
+    def selector(self) -> Selector | None:
         """See `Together`."""
         rank, world = self.team.rank, self.team.world
+        if self._exchange_group is None:
+            return None
         return GlobalSelector(Exchange(self._exchange_group, rank, world), self.shards[rank])
 
     def begin(self, store: Store) -> None:
@@ -253,7 +255,8 @@ class Crew:
 
     def spread(self) -> None:
         """See `Together`."""
-        spread(self.division, self.team.rank, self._whole.groups(), broadcast_over(self.team.group))
+        if self.division.copies:
+            spread(self.division, self.team.rank, self._whole.groups(), broadcast_over(self.team.group))
 
     def rescue(self, store: Store, step: int, extras: Callable[[], Any]) -> None:
         """See `Together`."""
@@ -264,6 +267,18 @@ class Crew:
     def close(self) -> None:
         """See `Together`."""
         self.team.close()
+
+
+def written_by_ranks(settings: SessionSettings) -> bool:
+    """Whether the store is there, and several ranks have written to it. Raises what `Store.open` raises."""
+    try:
+        store = Store.open(settings.store, storage_options=settings.storage_options)
+    except NoStore:
+        return False
+    try:
+        return bool(topology_epochs(store))
+    finally:
+        store.close()
 
 
 def _rank_of(item: str | int) -> int | None:

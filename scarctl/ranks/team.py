@@ -117,6 +117,28 @@ class Team:
             ) from error
 
 
+class Solo(Team):
+    """A team of one, without a process group."""
+
+    def __init__(self) -> None:
+        self.rank, self.world = 0, 1
+
+    def gather(self, value: object) -> list[Any]:
+        """See `Team`."""
+        return [value]
+
+    def from_rank(self, rank: int, value: object = None) -> Any:
+        """See `Team`."""
+        return value
+
+    def agree(self, call: Callable[[], T]) -> T:
+        """See `Team`."""
+        return call()
+
+    def close(self) -> None:
+        """See `Team`."""
+
+
 def _fields(error: Exception) -> dict[str, str]:
     if isinstance(error, ScarError):
         return error_fields(error)
