@@ -57,7 +57,15 @@ _RANK = "rank:"
 class Crew:
     """See the module. Made by `join`, on all ranks."""
 
-    def __init__(self, adapter: Adapter, division: Division, team: Team, settings: SessionSettings) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        division: Division,
+        team: Team,
+        settings: SessionSettings,
+        rank_extras: frozenset[str],
+    ) -> None:
+        self._rank_extras = rank_extras
         self._settings = settings
         self.team = team
         self.division = division
@@ -74,8 +82,14 @@ class Crew:
         """The store has this state in other parts."""
 
     @classmethod
-    def join(cls, adapter: Adapter, settings: SessionSettings, team: Team) -> Crew:
-        """Find out together who owns what.
+    def join(
+        cls,
+        adapter: Adapter,
+        settings: SessionSettings,
+        team: Team,
+        rank_extras: frozenset[str] = frozenset(),
+    ) -> Crew:
+        """Find out together who owns what. rank_extras: names of extras that are each rank's own.
 
         Raises UsageError on every rank when settings, versions or models of the ranks do not fit together.
         """
@@ -92,7 +106,7 @@ class Crew:
         mine = team.agree(lambda: [holding.to_json() for holding in holdings_of(adapter.groups())])
         everyone = team.gather(mine)
         division = team.agree(lambda: divide([[Holding.from_json(h) for h in held] for held in everyone]))
-        return cls(adapter, division, team, settings)
+        return cls(adapter, division, team, settings, rank_extras)
 
     # -- the store ----------------------------------------------------------------------------------------------
 
@@ -188,7 +202,9 @@ class Crew:
 
     def _mixed(self, theirs: Any, own: Any) -> Any:
         """Extras of another rank, of the step that all go on from, with what is each rank's own."""
-        mixed = {**theirs, "early": {**theirs["early"], "rng": own["early"]["rng"]}}
+        mine = {name: own["early"]["extras"][name] for name in self._rank_extras}
+        early = {"rng": own["early"]["rng"], "extras": {**theirs["early"]["extras"], **mine}}
+        mixed = {**theirs, "early": {**theirs["early"], **early}}
         if self.adapter.late_per_rank:
             mixed["late"] = own["late"]
         return mixed
