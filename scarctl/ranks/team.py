@@ -39,20 +39,20 @@ def world_size() -> int:
 class Team:
     """All ranks of the default process group. Made and closed by all of them."""
 
-    def __init__(self, patience: float = PATIENCE) -> None:
-        """patience: seconds after which a rank that does not come is an error.
+    def __init__(self) -> None:
+        """Waits for the others, `PATIENCE` seconds at most.
 
         Raises Unavailable (kind "rank-missing") when not all ranks come.
         """
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._patience = timedelta(seconds=patience)
+        self._patience = timedelta(seconds=PATIENCE)
         try:
             self.group = dist.new_group(backend="gloo", timeout=self._patience)
             # Names those that are missing, which an ordinary collective does not.
             dist.monitored_barrier(self.group, timeout=self._patience, wait_all_ranks=True)
         except (RuntimeError, ValueError) as error:
             raise Unavailable(
-                f"not all {self.world} ranks have come within {patience:g} s: {error}",
+                f"not all {self.world} ranks have come within {PATIENCE:g} s: {error}",
                 hint="every rank has to call scarctl.attach; nothing was changed",
                 kind="rank-missing",
             ) from error

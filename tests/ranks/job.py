@@ -13,13 +13,14 @@ from tests.ranks.jobs import train
 
 
 def main(kind: str, folder: str, steps: str, text: str) -> None:
-    """Options count for the first start only, but those under "again" for all."""
+    """`text`: a list of options as JSON, for the first start, the second one, and so on; the last for all others."""
     dist.init_process_group("gloo")
-    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     options = json.loads(text)
-    chosen = {**options, **options.get("again", {})} if first else options.get("again", {})
+    start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     rank = dist.get_rank()
-    report = train(rank, dist.get_world_size(), kind, folder, int(steps), chosen)
+    report = train(
+        rank, dist.get_world_size(), kind, folder, int(steps), options[min(start, len(options) - 1)]
+    )
     with Path(folder, f"report-{rank}.jsonl").open("a") as file:
         file.write(json.dumps(report) + "\n")
     dist.barrier()

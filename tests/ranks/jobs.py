@@ -14,6 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import scarctl
+from scarctl.live import LiveState
+from scarctl.ranks import team
+from scarctl.ranks.crew import Crew
 
 ROWS = 512
 
@@ -21,22 +24,31 @@ ROWS = 512
 class Recommender(nn.Module):
     """A table of which every batch touches some rows, and a small dense part. Batch norm has buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.table = nn.Embedding(ROWS, 64)
-        self.dense = nn.Linear(64, 37)
-        self.norm = nn.BatchNorm1d(37)
-        self.out = nn.Linear(37, 1, bias=False)
+        self.dense = nn.Linear(64, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.out = nn.Linear(width, 1, bias=False)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.out(torch.relu(self.norm(self.dense(self.table(rows)))))
         return found
 
 
-def build(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+PLACES = {
+    "checkpoint": (LiveState, "save", 3),
+    "resume": (Crew, "go_on", 1),
+    "spread": (Crew, "spread", 1),
+    "begin": (Crew, "begin", 1),
+}
+"""Owner and name of what is called there, and which call of it is the last one."""
+
+
+def build(kind: str, width: int = 37) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same values on all ranks, sharded or copied."""
     torch.manual_seed(0)
-    model: nn.Module = Recommender()
+    model: nn.Module = Recommender(width)
     if kind == "ddp":
         model = DistributedDataParallel(model)
     elif kind == "fsdp":
@@ -71,8 +83,15 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
 def train(
     rank: int, world: int, kind: str, folder: str, steps: int, options: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Resume and train up to iteration `steps`. Options: die_at + die (rank), gone (its arena too), keep (a file)."""
+    """Resume and train up to iteration `steps`.
+
+    Options: `die` (a rank) at the end of iteration `die_at`, or `die_in` a place of `PLACES`; files to keep the state
+    in that was `resumed`, and that of the end (`keep`); arguments of `attach` (`settings`), `mode` and `snapshot` of
+    `resume`, a `snapshot_at` iteration, `recover` (what is lost) at the end.
+    """
     options = options or {}
+    if rank == options.get("die") and "die_in" in options:
+        die_in(options["die_in"])
     model, optimizer = build(kind)
     Path(folder, "arena").mkdir(exist_ok=True)
     session = scarctl.attach(
@@ -82,18 +101,24 @@ def train(
         arena_dir=options.get("arena", f"{folder}/arena"),
         fraction=0.25,
         interval=5,
-        daemon=options.get("daemon", False),
         partition_bytes=2048,
+        **{"daemon": False, **options.get("settings", {})},
     )
     with session:
-        resumed = session.resume(mode=options.get("mode", "partial"))
+        resumed = session.resume(mode=options.get("mode", "partial"), snapshot=options.get("snapshot"))
         found = values(model, optimizer) if options.get("resumed") else {}
         if rank == 0 and found:
             torch.save(found, options["resumed"])
         for number in range(resumed.step + 1, steps + 1):
             step(model, optimizer, number)
-            if options.get("die_at") == number and rank == options["die"]:
+            if options.get("die_at") == number and options["die"] in (rank, "all"):
                 os.kill(os.getpid(), signal.SIGKILL)
+            if options.get("snapshot_at") == number:
+                session.snapshot("kept")
+        recovered = None
+        if "recover" in options:
+            report = session.recover(options["recover"], mode=options.get("recover_mode", "partial"))
+            recovered = report.to_json()["restored_partitions"]
         end = values(model, optimizer)
         if rank == 0 and options.get("keep"):
             torch.save(end, options["keep"])
@@ -101,9 +126,44 @@ def train(
         "step": resumed.step,
         "exact": resumed.exact,
         "ranks": None if resumed.ranks is None else dict(resumed.ranks),
+        "recovered": recovered,
+        "head": session.head_step,
         "errors": session.stats.errors,
         "last_error": session.stats.last_error,
     }
+
+
+def die_in(place: str) -> None:
+    """From now on this process ends by SIGKILL when it comes to `place`, one of `PLACES`."""
+    owner, name, calls = PLACES[place]
+    real, left = getattr(owner, name), [calls]
+
+    def deadly(*arguments: Any, **named: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **named)
+
+    setattr(owner, name, deadly)
+
+
+def refused(rank: int, world: int, kind: str, folder: str, changes: dict[str, Any]) -> str:
+    """The error that `attach` or `resume` raises when rank 1 differs in `changes`."""
+    mine = changes if rank == 1 else {}
+    team.PATIENCE = 3.0
+    if mine.get("absent"):
+        return ""
+    if mine.get("store"):
+        folder = mine["store"]
+    Path(folder, "arena").mkdir(exist_ok=True)
+    model, optimizer = build(kind, **mine.get("model", {}))
+    settings = {"store": f"{folder}/store", "arena_dir": f"{folder}/arena", "daemon": False}
+    try:
+        session = scarctl.attach(model, optimizer, **{**settings, **mine.get("settings", {})})
+    except scarctl.ScarError as error:
+        return f"{error.kind}: {error}"
+    session.close()
+    return "not refused"
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
