@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from scarctl.adapter import find_adapter
 from scarctl.config import SessionSettings
+from scarctl.ranks.crew import Crew
+from scarctl.ranks.team import Team, world_size
 from scarctl.session import Session
 
 
@@ -98,7 +100,11 @@ def attach(
     adapter = find_adapter(
         model, _as_list(optimizer), schedulers=_as_list(schedulers), scaler=scaler, extras=extras
     )
-    return Session(adapter, settings, auto=auto and adapter.automatic)
+    auto = auto and adapter.automatic
+    if world_size() == 1:
+        return Session(adapter, settings, auto=auto)
+    crew = Crew.join(adapter, settings, Team())
+    return Session(crew.adapter, settings, auto=auto, together=crew)
 
 
 def _as_list(value: Any) -> Sequence[Any]:

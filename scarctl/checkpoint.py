@@ -122,12 +122,7 @@ class Checkpoints:
             self._count(copied, engine)
             if not copied.ids.size and not copied.sealed:
                 return None
-            extras: dict[str, Any] = {
-                "early": under_way.moment.early,
-                "late": plain(self._adapter.capture_late()),
-                "policy": {"credit": engine.credit, "cursor": engine.cursor},
-            }
-            engine.hand_over(copied, extras)
+            engine.hand_over(copied, self.extras(engine, under_way.moment))
         except Exception as error:
             engine.adopt_orphans()
             self._fault(error)
@@ -138,6 +133,14 @@ class Checkpoints:
             engine.adopt_orphans()
             raise
         return copied
+
+    def extras(self, engine: Engine, moment: Moment) -> dict[str, Any]:
+        """The extras of the step of `moment`, right before the next one."""
+        return {
+            "early": moment.early,
+            "late": plain(self._adapter.capture_late()),
+            "policy": {"credit": engine.credit, "cursor": engine.cursor},
+        }
 
     def _copy_again(self, under_way: _UnderWay, copied: Copied, engine: Engine) -> Copied:
         """Repeat the copy of groups that somebody wrote to meanwhile.

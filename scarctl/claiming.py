@@ -24,9 +24,9 @@ def claim_saver(store: Store, settings: SessionSettings, on_request: Callable[[b
     Raises Contention, AccessDenied, Unavailable; and what keeps the daemon from starting, if settings insist on it.
     """
     if settings.daemon is not False and store.address.scheme != IN_THIS_PROCESS:
-        folder = arena_folder(settings.arena_dir, store.id).parent
+        folder = arena_folder(settings.arena_dir, store.run_id).parent
         options = portable_options(store.address, settings.storage_options, os.environ)
-        saver: Saver = DaemonSaver(store.address.url, store.id, folder, on_request, options)
+        saver: Saver = DaemonSaver(store.address.url, store.run_id, folder, on_request, options, store.part)
         try:
             saver.claim()
             return saver

@@ -125,7 +125,7 @@ def export(settings: ExportSettings) -> Exported:
 
 
 def _plan(store: Store, layout: Layout, snapshot: str | None) -> Plan:
-    shard_of = layout.shards(store.settings.shards, store.settings.seed)
+    shard_of = store.shard_of(layout)
     if snapshot is not None:
         return plan_rollback(store, layout, shard_of, snapshot=read_snapshot(store, snapshot))
     everything = np.arange(layout.partitions, dtype=np.int64)

@@ -135,7 +135,7 @@ def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool 
     store, layout = _open(state, settings, dry_run=dry_run)
     if store is None:
         return _result(layout, settings, _everything(layout), {}, durable=False)
-    shard_of = layout.shards(store.settings.shards, store.settings.seed)
+    shard_of = store.shard_of(layout)
     states = store.states(store.shards(), layout)
     _check_step(settings.step, states)
     if settings.snapshot is not None:
@@ -237,7 +237,7 @@ def _load(
     for shard_state in states.values():
         known = shard_state.saved & ~shard_state.doubt
         newest[shard_state.ids[known]] = shard_state.version[known]
-    run = open_stopped(settings.arena_dir, store.id)
+    run = open_stopped(settings.arena_dir, store.run_id)
     if run is not None:
         try:
             if run.layout == layout:

@@ -102,7 +102,7 @@ def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
             hint="save a checkpoint first",
             kind="nothing-saved",
         )
-    shard_of = layout.shards(store.settings.shards, store.settings.seed)
+    shard_of = store.shard_of(layout)
     ids = lost_ids(settings.lost, layout, shard_of, store.settings.shards)
     for path in (settings.into, settings.output):
         if path is None or store.address.root is None:
@@ -114,7 +114,7 @@ def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
     changes_store = settings.mode == "rollback" and settings.output is None and not dry_run
     changes_arena = settings.into is None and settings.output is None
     if changes_store or changes_arena:
-        wait_until_released(host_folder(settings.arena_dir), store.id)
+        wait_until_released(host_folder(settings.arena_dir), store.run_id)
     with ExitStack() as stack:
         arena = stack.enter_context(_stopped_arena(store, layout, settings))
         writer: StoreWriter | None = None
@@ -234,9 +234,9 @@ def _stopped_arena(store: Store, layout: Layout, settings: RecoverSettings) -> I
     """The arena that a run of this store left on this host, if it is of the store's layout."""
     if settings.into is None and settings.output is None:
         # It is what will be written: here a live run is an error, and so is a damaged arena.
-        arena = Arena.open_existing(arena_folder(settings.arena_dir, store.id), store_id=store.id)
+        arena = Arena.open_existing(arena_folder(settings.arena_dir, store.run_id), run_id=store.run_id)
     else:
-        arena = open_stopped(settings.arena_dir, store.id)
+        arena = open_stopped(settings.arena_dir, store.run_id)
     if arena is None:
         yield None
         return

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 from scarctl import signals
 from scarctl.adapter import Adapter
@@ -27,15 +28,17 @@ from scarctl.checkpoint import Checkpoints, Stats
 from scarctl.claiming import claim_saver
 from scarctl.config import SessionSettings
 from scarctl.daemon.folder import arena_folder, require_room
+from scarctl.daemon.saver import Saver
 from scarctl.engine import Engine
 from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.execution import Report
 from scarctl.gate import Gate
 from scarctl.layout import Layout
 from scarctl.moment import Moment, Moments, check_step
-from scarctl.restore import Resumed, recover_live, resume_live
-from scarctl.store import Store, create_snapshot, read_snapshot, sealed_sets
+from scarctl.restore import Resumed, recover_live
+from scarctl.store import create_snapshot
 from scarctl.store.snapshot import check_new_snapshot
+from scarctl.together import Alone, Together
 from scarctl.worker import Worker
 
 log = logging.getLogger("scarctl")
@@ -59,8 +62,12 @@ class _Due:
 class Session:
     """One training process's checkpoints. Made by `attach`; `close` it, or use it in a `with` statement."""
 
-    def __init__(self, adapter: Adapter, settings: SessionSettings, *, auto: bool) -> None:
+    def __init__(
+        self, adapter: Adapter, settings: SessionSettings, *, auto: bool, together: Together | None = None
+    ) -> None:
+        """together: the other ranks that train with this process, if there are any."""
         self.settings = settings
+        self._together = together or Alone()
         self.stats = Stats()
         self.head_step = 0
         """Iterations finished so far, counted over restarts."""
@@ -79,12 +86,10 @@ class Session:
         """The newest step that a flush has sealed."""
         self._doomed = False
         """A signal ends this process any moment: what was flushed has to stay as it is."""
-        self.store = Store.create(settings.store, **settings.fixed(), **settings.place())
+        self.store = self._together.open_store(settings)
         self._binding = Binding(adapter, self.store)
         try:
-            # Better now than at the first step.
-            require_room(arena_folder(settings.arena_dir, self.store.id), self._binding.least_bytes())
-            self._saver = claim_saver(self.store, settings, self._ask)
+            self._saver = self._together.agree(self._claim)
         except BaseException:
             self.store.close()
             raise
@@ -105,6 +110,12 @@ class Session:
         self._unwatch: Callable[[], None] = lambda: None
         if settings.flush_on_signal:
             self._unwatch = signals.watch(self._before_signal)
+
+    def _claim(self) -> Saver:
+        # Better now than at the first step.
+        folder = arena_folder(self.settings.arena_dir, self.store.run_id)
+        require_room(folder, self._binding.least_bytes())
+        return claim_saver(self.store, self.settings, self._ask)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -168,22 +179,28 @@ class Session:
         not finite; the store's fault.
         """
         engine = self._started()
-        check_new_snapshot(self.store, name)
+        agree = self._together.agree
+        agree(lambda: check_new_snapshot(self.store, name))
         for last in (False, True):
             epoch = engine.arena.epoch  # a later one when the daemon is replaced meanwhile
-            self.checkpoint(full=True, wait=True)
-            newest = sealed_sets(self.store.states(self.store.shards()).values())[:1]
-            if not newest or newest[0].epoch < epoch or newest[0].step != self.head_step:
-                raise ScarError(
-                    f"the state of step {self.head_step} could not be sealed: it has values that are not finite",
-                    kind="not-sealed",
-                )
+            agree(lambda: self.checkpoint(full=True, wait=True))
             try:
-                return create_snapshot(self.store, name, newest[0]).step
+                agree(lambda: self._name(name, epoch) if self._together.leads else None)
+                break
             except Unavailable as error:
                 if last or error.kind != "snapshot-late":
                     raise
-        raise AssertionError("unreachable")
+        return self.head_step
+
+    def _name(self, name: str, epoch: int) -> None:
+        """Make the state that was just saved a snapshot."""
+        newest = complete_sets(self.store.again())[:1]
+        if not newest or newest[0].epoch < epoch or newest[0].step != self.head_step:
+            raise ScarError(
+                f"the state of step {self.head_step} could not be sealed: it has values that are not finite",
+                kind="not-sealed",
+            )
+        create_snapshot(self.store, name, newest[0])
 
     def resume(self, mode: str = "partial", snapshot: str | None = None) -> Resumed:
         """Restore what the store and this host's memory have, in place; an empty store changes nothing.
@@ -198,34 +215,25 @@ class Session:
             raise UsageError(
                 "resume() comes before the first step", hint="use session.recover() in a running loop"
             )
-        layout = self.store.current_layout()
-        if layout is None:
+        if not self._together.holds_earlier_run(self.store):
             return Resumed(step=0, exact=True, report=None)
         with self._gate.held():
-            return self._resume(layout, mode, snapshot)
-
-    def _resume(self, layout: Layout, mode: str, name: str | None) -> Resumed:
-        snapshot = None if name is None else read_snapshot(self.store, name)
-        self._binding.check(layout)
-        remove_slots = self._adapter.create_slots(layout)
-        # What a dead process left becomes durable only when it is clear from which step this one goes on.
-        engine = self._opened or self._open(layout, stopped=True)
-        try:
-            resumed, extras = resume_live(
-                engine, self._binding.live(engine.arena), mode if snapshot is None else "rollback", snapshot
+            resumption = Resumption(
+                self._adapter, self._binding, self.store, self._together, self._open, self._go_on
             )
-        except BaseException:
-            remove_slots()
-            raise
-        if extras is None:
-            remove_slots()
-        else:
+            resumed, moved = resumption.run(mode, snapshot)
+            if moved:
+                # Until this is durable the state is where it came from.
+                self._seal(self._take())
+            return resumed
+
+    def _go_on(self, engine: Engine, resumed: Resumed, extras: Any) -> None:
+        if extras is not None:
             self._adapter.restore(extras["early"], extras["late"])
             engine.credit, engine.cursor = extras["policy"]["credit"], extras["policy"]["cursor"]
         self._engine = engine
         self.head_step = resumed.step
         engine.arena.head_step = resumed.step
-        return resumed
 
     def recover(self, lost: str | int | Iterable[str | int], mode: str = "partial") -> Report:
         """Restore lost partitions in the running process, in place; the others keep their progress.
@@ -239,7 +247,7 @@ class Session:
         with self._gate.held():
             self._finish()
             live = self._binding.live(engine.arena)
-            report, extras = recover_live(engine, live, lost, mode, self.head_step)
+            report, extras = recover_live(engine, live, lost, mode, self.head_step, self._together)
             # Whatever was flushed or taken before is not what the state is now.
             self._flushed = self._moment = None
             if extras is not None:
@@ -313,11 +321,13 @@ class Session:
     def _due(self, engine: Engine) -> _Due | None:
         """The checkpoint that is due now. One that somebody asked for waits while nothing could be taken."""
         regular = engine.due(self.head_step)
+        whole = self.settings.policy == "full"
+        if regular and not whole:
+            engine.selector.expect(self.head_step, engine.budget_now)
         # A part of what is all on its way would be nothing: whoever asked waits until there is something to take.
         if self._requested or (self._requested is not None and not engine.arena.pending().all()):
             requested, self._requested = self._requested, None
             return _Due(requested)
-        whole = self.settings.policy == "full"
         return _Due(whole, may_skip=whole) if regular else None
 
     def _inert(self) -> bool:
@@ -364,7 +374,9 @@ class Session:
         """Second half, if one is under way; returns whether it has sealed the state."""
         if self._engine is None:
             return False
+        self._engine.selector.hurry()
         copied = self._checkpoints.finish(self._engine)
+        self._engine.selector.settle()
         return copied is not None and copied.sealed
 
     def _seal(self, moment: Moment | None) -> bool:
@@ -394,8 +406,22 @@ class Session:
         self._requested = full or bool(self._requested)
 
     def _open(self, layout: Layout, *, stopped: bool = False) -> Engine:
-        folder = arena_folder(self.settings.arena_dir, self.store.id)
-        self._opened = Engine(self.store, layout, self.settings, folder, self._saver, stopped=stopped)
+        """Open the arena, and start saving, unless that is done already: by a resume that failed."""
+        if self._opened is not None:
+            return self._opened
+        folder = arena_folder(self.settings.arena_dir, self.store.run_id)
+        self._together.begin(self.store)
+        self._opened = self._together.agree(
+            lambda: Engine(
+                self.store,
+                layout,
+                self.settings,
+                folder,
+                self._saver,
+                stopped=stopped,
+                selector=self._together.selector(),
+            )
+        )
         return self._opened
 
     def _start(self, layout: Layout) -> None:
@@ -421,8 +447,7 @@ class Session:
             )
 
     def _refuse_unread_store(self) -> None:
-        layout = self.store.current_layout()
-        if layout is not None:
+        if self._together.holds_earlier_run(self.store):
             raise UsageError(
                 f"{self.store.url} holds an earlier run, and this one did not resume it",
                 hint="call session.resume() before the loop, or use a new store; nothing was changed",
@@ -440,6 +465,8 @@ class Session:
                 log.warning("a signal came, and the last copy does not end: the state is not flushed")
             elif self._moment is not None and self._seal(self._moment):
                 log.info("a signal came: step %d is in this host's memory", self.head_step)
+                if fatal:
+                    self._rescue(engine, self._moment)
             self._doomed = fatal
             if fatal and not self._saver.outlives:
                 engine.saver.drain(min(self.settings.drain_timeout, _LAST_DRAIN))
@@ -459,6 +486,7 @@ class Session:
         with contextlib.ExitStack() as last:
             # Not before: a training thread that goes on meanwhile has to pass the gate.
             last.callback(self._remove_hooks)
+            last.callback(self._together.close)
             last.callback(self.store.close)
             last.callback(self._worker.close)
             last.callback(self._let_go, failed)
@@ -468,7 +496,14 @@ class Session:
                 self._finish()
                 # A step that raised has left parameters half changed: what was saved before is better.
                 if seal and quiet and self.head_step > 0 and (as_it_is or self._flushed != self.head_step):
-                    self._seal(self._take() if as_it_is else self._moment or self._take())
+                    moment = self._take() if as_it_is else self._moment or self._take()
+                    self._seal(moment)
+                    if failed and self._engine is not None and moment is not None:
+                        self._rescue(self._engine, moment)
+
+    def _rescue(self, engine: Engine, moment: Moment) -> None:
+        """The state of `moment` is saved, and this process ends because something failed, perhaps elsewhere."""
+        self._together.rescue(self.store, moment.step, lambda: self._checkpoints.extras(engine, moment))
 
     def _stop(self) -> None:
         self._closed = True

@@ -24,7 +24,10 @@ WITH_TORCH = {
     "scarctl.live",
     "scarctl.moment",
     "scarctl.ranks.owned",
+    "scarctl.ranks.exchange",
+    "scarctl.ranks.selector",
     "scarctl.restore",
+    "scarctl.resuming",
     "scarctl.session",
     "scarctl.simulate.trial",
 }

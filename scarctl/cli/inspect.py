@@ -252,7 +252,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     step = max((state.step for state in states.values()), default=-1)
     distance = np.full(layout.partitions, np.nan)
     run: dict[str, Any] | None = None
-    arena = peek(arena_dir, store.id)
+    arena = peek(arena_dir, store.run_id)
     if arena is not None and arena.layout == layout:
         distance, step = arena.distance, max(step, arena.head_step)
         run = {
@@ -263,7 +263,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
             "lag_steps": _lag(arena),
             "errors": arena.errors,
         }
-    shard_of = layout.shards(store.settings.shards, store.settings.seed)
+    shard_of = store.shard_of(layout)
     named = [snapshot.to_json() for snapshot in snapshots(store)]
     return Survey(
         store.url,

@@ -54,9 +54,9 @@ def checkpoint_live(store: Store, *, full: bool, wait: float, arena_dir: str | N
 
     Raises UsageError (`kind` "no-session"); Unavailable when nothing new is durable after `wait` seconds.
     """
-    before = peek(arena_dir, store.id)
+    before = peek(arena_dir, store.run_id)
     try:
-        pid = int(ask(host_folder(arena_dir), "ask", store=store.id, full=full)["pid"])
+        pid = int(ask(host_folder(arena_dir), "ask", store=store.run_id, full=full)["pid"])
     except Unavailable as error:
         if error.kind != "no-daemon":
             raise
@@ -120,7 +120,7 @@ def _name(store: Store, made: LiveCheckpoint, name: str) -> None:
 
 def _look(store: Store, arena_dir: str | None, asked_at: int, pid: int) -> LiveCheckpoint | None:
     """The durable checkpoint that is newer than version `asked_at`, None while there is none."""
-    view = peek(arena_dir, store.id)
+    view = peek(arena_dir, store.run_id)
     if view is None:
         return _closed(store, asked_at, pid)
     if view.sealed > asked_at:

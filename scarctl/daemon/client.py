@@ -161,7 +161,7 @@ def go_on(folder: Path, store: str, options: Mapping[str, Any]) -> None:
     insist(attempt)
 
 
-def wait_until_released(folder: Path, store_id: str, seconds: float = RELEASE_SECONDS) -> None:
+def wait_until_released(folder: Path, run_id: str, seconds: float = RELEASE_SECONDS) -> None:
     """Wait while the daemon, if there is one, still saves what a dead training process left.
 
     Returns when it has let go of the store, or has nothing to do with it. Raises Contention when a live process saves
@@ -170,7 +170,7 @@ def wait_until_released(folder: Path, store_id: str, seconds: float = RELEASE_SE
     deadline = time.monotonic() + seconds
     while True:
         answer = question(folder, "status", patience=_ANSWER_SECONDS)
-        run = next((run for run in answer["runs"] if run["id"] == store_id), None) if answer else None
+        run = next((run for run in answer["runs"] if run["id"] == run_id), None) if answer else None
         if run is None:
             return
         if run["phase"] == "attached":

@@ -17,6 +17,7 @@ from scarctl.daemon import protocol
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.client import REPLY_SECONDS, connect, gone, insist, request
 from scarctl.errors import Corruption, Fenced, ScarError, Unavailable
+from scarctl.store import Part
 
 log = logging.getLogger("scarctl")
 
@@ -40,18 +41,21 @@ class DaemonSaver:
     def __init__(
         self,
         store: str,
-        store_id: str,
+        run_id: str,
         folder: Path,
         on_request: Callable[[bool], None],
         options: Mapping[str, Any] | None = None,
+        part: Part | None = None,
     ) -> None:
         """`on_request(full)` is called, from another thread, when somebody asks for a checkpoint now.
 
         options: for the file system of a remote store. They are in this process's memory and the daemon's only.
+        part: the one shard that this process saves to, if it is one rank of several.
         """
         self._store = store
         self._options = dict(options or {})
-        self._id = store_id
+        self._part_of = None if part is None else {"shard": part.shard, "epoch": part.epoch}
+        self._id = run_id
         self._folder = folder
         self._on_request = on_request
         self._arena: Arena | None = None
@@ -173,7 +177,7 @@ class DaemonSaver:
         with self._lock:
             self._disconnect()
             self._control = connect(self._folder)
-            self._ask("claim", store=self._store, options=self._options)
+            self._ask("claim", store=self._store, options=self._options, part=self._part_of)
             self._watch = connect(self._folder)
             request(self._watch, "watch", run=self._id)
             self._watch.settimeout(None)

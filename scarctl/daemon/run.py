@@ -35,7 +35,7 @@ class Run:
     """
 
     def __init__(self, store: Store, folder: Path, pid: int, owner: object) -> None:
-        self.id = store.id
+        self.id = store.run_id
         self.store = store
         self.pid = pid
         """The training process, 0 when the system does not say."""
@@ -57,7 +57,7 @@ class Run:
         with self._lock:
             if self._released or self._arena is not None:
                 raise UsageError("this run is open already, or let go", kind="not-claimed")
-            arena = Arena.share(self._folder, store_id=self.id)
+            arena = Arena.share(self._folder, run_id=self.id)
             if arena is None:
                 raise Corruption(
                     f"there is no arena in {self._folder}", hint="the session makes it before it opens a run"
@@ -120,7 +120,7 @@ class Run:
         with self._lock:
             try:
                 if self._arena is None and not self._released:
-                    arena = Arena.share(self._folder, store_id=self.id)
+                    arena = Arena.share(self._folder, run_id=self.id)
                     if arena is not None:
                         self._saver.open(arena)
                         self._arena = arena
@@ -200,13 +200,13 @@ class Run:
 
     def _shards(self, durable: NDArray[np.int64]) -> list[dict[str, int]] | None:
         """Newest and oldest durable step of every shard; None when there are too many to list."""
-        count = self.store.settings.shards
-        if count > MAX_SHARDS_SHOWN:
+        shards, index = np.unique(self._saver.shard_of, return_inverse=True)
+        if len(shards) > MAX_SHARDS_SHOWN:
             return None
-        newest = np.full(count, NEVER, dtype=np.int64)
-        oldest = np.full(count, np.iinfo(np.int64).max, dtype=np.int64)
-        np.maximum.at(newest, self._saver.shard_of, durable)
-        np.minimum.at(oldest, self._saver.shard_of, durable)
+        newest = np.full(len(shards), NEVER, dtype=np.int64)
+        oldest = np.full(len(shards), np.iinfo(np.int64).max, dtype=np.int64)
+        np.maximum.at(newest, index, durable)
+        np.minimum.at(oldest, index, durable)
         oldest = np.minimum(oldest, newest)  # a shard without a partition
         return [
             {"shard": shard, "durable_step": new, "oldest_durable_step": old}

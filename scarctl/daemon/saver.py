@@ -97,9 +97,8 @@ class LocalSaver:
         again: the training process is the one that made the copies in the arena; it goes on making them.
         stopped: write nothing to the store until `resume`.
         """
-        settings = self._store.settings
         known = arena.epoch
-        self.shard_of = arena.layout.shards(settings.shards, settings.seed)
+        self.shard_of = self._store.shard_of(arena.layout)
         self._arena = arena
         self._writer = self._store.writer(layout=arena.layout, shard_of=self.shard_of)
         stored = np.full(arena.layout.partitions, NEVER, dtype=np.int64)

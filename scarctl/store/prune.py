@@ -165,7 +165,7 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
         if layout is None or (plan.empty and _is_small(store, states)):
             _delete_names(store, plan)
         else:
-            shard_of = layout.shards(store.settings.shards, store.settings.seed)
+            shard_of = store.shard_of(layout)
             with store.writer(layout=layout, shard_of=shard_of) as writer:
                 _delete_names(store, plan)
                 collector = Collector(writer, floor=0)

@@ -366,6 +366,8 @@ class StoreWriter:
 
     def _begin(self, tips: Mapping[int, ShardState], bases: Mapping[int, int]) -> None:
         epoch = max((tip.epoch for tip in tips.values()), default=0) + 1
+        if self.store.part is not None:
+            epoch = max(epoch, self.store.part.epoch)
         if epoch > MAX_EPOCH:
             raise UsageError(f"{self.store.where}: no epochs are left", hint="use another folder")
         self.epoch = epoch

@@ -207,7 +207,7 @@ class Targets(StoreTargets):
         self.base = self.folder / "arenas"
         self.base.mkdir()
         self.place = arena_folder(str(self.base), self.store_id)
-        arena = Arena.create(self.place, LAYOUT, store_id=self.store_id, epoch=1)
+        arena = Arena.create(self.place, LAYOUT, run_id=self.store_id, epoch=1)
         everything = np.arange(LAYOUT.partitions)
         arena.begin(everything)
         arena.end(everything, pack(1, 3))
@@ -257,7 +257,7 @@ class Targets(StoreTargets):
             _plain(view)
             for one in stale_arenas(self.place.parent):
                 json.dumps([one.id, one.pid, one.head_step, one.durable_step, one.pending], allow_nan=False)
-            arena = Arena.open_existing(self.place, store_id=self.store_id)
+            arena = Arena.open_existing(self.place, run_id=self.store_id)
             if arena is not None:
                 for array in (arena.newest(), arena.lifted(arena.version), arena.pending(), arena.intact()):
                     array.sum()

@@ -49,8 +49,8 @@ class Trainer:
         self.everything = np.arange(self.layout.partitions)
         try:
             self.saver.claim()
-            found = Arena.open_existing(place, store_id=self.store.id)
-            self.arena = found or Arena.create(place, self.layout, store_id=self.store.id, epoch=1)
+            found = Arena.open_existing(place, run_id=self.store.id)
+            self.arena = found or Arena.create(place, self.layout, run_id=self.store.id, epoch=1)
             self.arena.pid = os.getpid()
             self.queue = HandOverQueue(self.arena.folder)
             self.saver.open(self.arena)

@@ -1,0 +1,60 @@
+"""From which step all ranks go on, when they have come back with states of different steps. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAX_APART = 1
+"""Survivors of one failure have finished the same iteration, or one of them one more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What one rank found of its own part."""
+
+    step: int
+    """Of its newest extras."""
+    exact: bool
+    """All its copies are of that step."""
+    survived: bool
+    """Its memory has the last iteration that it finished."""
+
+    def to_list(self) -> list[Any]:
+        """For `Team.gather`."""
+        return [self.step, self.exact, self.survived]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks do."""
+
+    step: int
+    """Iterations finished: all go on with the next one."""
+    reference: int
+    """The rank whose extras of `step` are good for those that have none."""
+    lost: tuple[int, ...]
+    """Ranks whose state is older than that of the survivors; () when all are alike."""
+    exact: bool
+    """The whole state is of `step`."""
+
+
+def agree_on_step(ranks: Sequence[Standing]) -> Agreement:
+    """The step to go on after: the smallest of the survivors', or of all when nobody has survived.
+
+    Survivors that are more than one iteration behind the others (an arena that an earlier run left) count as lost. What
+    a survivor has beyond the step is kept, and makes the state inexact.
+    """
+    survivors = [rank for rank, standing in enumerate(ranks) if standing.survived]
+    newest = max((ranks[rank].step for rank in survivors), default=0)
+    survivors = [rank for rank in survivors if ranks[rank].step >= newest - MAX_APART]
+    # Whoever comes back exactly where the survivors are has lost nothing, whatever its memory says.
+    at_head = {ranks[rank].step for rank in survivors}
+    survivors += [r for r, s in enumerate(ranks) if r not in survivors and s.exact and s.step in at_head]
+    chosen = sorted(survivors) or list(range(len(ranks)))
+    step = min(ranks[rank].step for rank in chosen)
+    reference = next(rank for rank in chosen if ranks[rank].step == step)
+    lost = tuple(rank for rank in range(len(ranks)) if rank not in chosen)
+    exact = all(standing.exact and standing.step == step for standing in ranks)
+    return Agreement(step, reference, lost, exact)

@@ -1,0 +1,121 @@
+"""Training jobs of several ranks that save with scarctl, for tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import scarctl
+
+ROWS = 512
+
+
+class Recommender(nn.Module):
+    """A table of which every batch touches some rows, and a small dense part. Batch norm has buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, 64)
+        self.dense = nn.Linear(64, 37)
+        self.norm = nn.BatchNorm1d(37)
+        self.out = nn.Linear(37, 1, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(torch.relu(self.norm(self.dense(self.table(rows)))))
+        return found
+
+
+def build(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same values on all ranks, sharded or copied."""
+    torch.manual_seed(0)
+    model: nn.Module = Recommender()
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    elif kind == "fsdp":
+        fully_shard(model.dense)
+        fully_shard(model)
+    torch.manual_seed(1000 + _rank())
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """One iteration; its batch depends on its number and the rank alone."""
+    generator = torch.Generator().manual_seed(number * 100 + _rank())
+    rows = torch.randint(ROWS, (16,), generator=generator)
+    optimizer.zero_grad()
+    loss = (model(rows) - torch.rand(16, 1, generator=generator)).square().mean()
+    loss.backward()
+    optimizer.step()
+
+
+def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Whole tensors of parameters and Adam's moments, under names without wrappers. A collective."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        plain = name.removeprefix("module.")
+        found[plain] = _full(parameter)
+        for slot in ("exp_avg", "exp_avg_sq"):
+            if slot in optimizer.state[parameter]:
+                found[f"{plain}/{slot}"] = _full(optimizer.state[parameter][slot])
+    return found
+
+
+def train(
+    rank: int, world: int, kind: str, folder: str, steps: int, options: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Resume and train up to iteration `steps`. Options: die_at + die (rank), gone (its arena too), keep (a file)."""
+    options = options or {}
+    model, optimizer = build(kind)
+    Path(folder, "arena").mkdir(exist_ok=True)
+    session = scarctl.attach(
+        model,
+        optimizer,
+        store=f"{folder}/store",
+        arena_dir=options.get("arena", f"{folder}/arena"),
+        fraction=0.25,
+        interval=5,
+        daemon=options.get("daemon", False),
+        partition_bytes=2048,
+    )
+    with session:
+        resumed = session.resume(mode=options.get("mode", "partial"))
+        found = values(model, optimizer) if options.get("resumed") else {}
+        if rank == 0 and found:
+            torch.save(found, options["resumed"])
+        for number in range(resumed.step + 1, steps + 1):
+            step(model, optimizer, number)
+            if options.get("die_at") == number and rank == options["die"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+        end = values(model, optimizer)
+        if rank == 0 and options.get("keep"):
+            torch.save(end, options["keep"])
+    return {
+        "step": resumed.step,
+        "exact": resumed.exact,
+        "ranks": None if resumed.ranks is None else dict(resumed.ranks),
+        "errors": session.stats.errors,
+        "last_error": session.stats.last_error,
+    }
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def load(path: Path) -> dict[str, torch.Tensor]:
+    """What `train` kept."""
+    found: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+    return found
