@@ -42,8 +42,10 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this process has of it: the same storage and version counter, without autograd."""
     if is_dtensor(tensor):
+        if not torch.is_grad_enabled():
+            return tensor.to_local().detach()
         with torch.no_grad():  # with gradients on it would be a view that autograd knows
-            tensor = tensor.to_local()
+            return tensor.to_local().detach()
     return tensor.detach()
 
 
@@ -79,10 +81,10 @@ def place_of(tensor: torch.Tensor, name: str) -> Place | None:
             first = min(shape[dim], step * coordinate[mesh_dim])
             offset[dim] += first
             shape[dim] = min(step, shape[dim] - first)
-    if tuple(shape) != tuple(local_part(tensor).shape):
+    found = list(local_part(tensor).shape)
+    if shape != found:
         raise UsageError(
-            f"tensor {name!r}: this rank has {list(local_part(tensor).shape)} of it, and {tensor.placements} should "
-            f"make that {shape}",
+            f"tensor {name!r}: this rank has {found} of it, and {tensor.placements} should make that {shape}",
             hint="only tensors that are cut the way torch.chunk does it are supported",
         )
     return None if shape == list(tensor.shape) else Place(tuple(tensor.shape), tuple(offset))
@@ -156,7 +158,9 @@ class Wrapping:
             if isinstance(module, module_of_fsdp2):
                 # After a forward pass it may have whole parameters, which are freed again.
                 module.reshard()
+        self._alone = world() == 1
         self._scopes = {id(ddp): scope_of_group(ddp.process_group) for _, ddp in self._ddp}
+        self._meshes: dict[Any, str] = {}
 
     def clean(self, name: str) -> str:
         """The name as it is without wrappers."""
@@ -169,12 +173,15 @@ class Wrapping:
 
     def role(self, name: str, wrapped: str, tensor: torch.Tensor, *, buffer: bool = False) -> tuple[str, str]:
         """(Role, scope) of a tensor; `wrapped` is its name with the wrappers'."""
-        if world() == 1:
+        if self._alone:
             return "own", ""
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._replicated):
             return "shared", ""
         if is_dtensor(tensor):
-            return "shared", scope_of_ranks(tensor.device_mesh.mesh.flatten().tolist())
+            mesh = tensor.device_mesh
+            if mesh not in self._meshes:
+                self._meshes[mesh] = scope_of_ranks(mesh.mesh.flatten().tolist())
+            return "shared", self._meshes[mesh]
         for prefix, ddp in self._ddp:
             inner = wrapped[len(prefix) + len("module.") :]
             if wrapped.startswith(f"{prefix}module.") and inner not in ddp.parameters_to_ignore:

@@ -120,6 +120,7 @@ class TorchAdapter:
             or any(True for _ in self._modules_with_extra_state())
         )
 
+    @torch.no_grad()
     def groups(self) -> list[StateGroup]:
         """Parameters with their slots, then buffers. Of a DTensor, this rank's part."""
         owners = {id(p): o for o in map(with_state, self._optimizers) for p in params_of(o)}

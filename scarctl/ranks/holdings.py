@@ -6,14 +6,18 @@ the same values. Every rank computes the same division from the holdings of all,
 
 from __future__ import annotations
 
+import gc
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scarctl.errors import Corruption, UsageError
 from scarctl.group import DTYPES, Group, Place, TensorSpec, group_fault, is_text, json_fields
@@ -160,6 +164,19 @@ class _Part(NamedTuple):
         return self.shape[0] if self.shape else 1
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Thousands of ranks make millions of objects that all stay: looking for garbage among them doubles the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_without_collection()
 def divide(holdings: Sequence[Sequence[Holding]]) -> Division:
     """Divide the state that `holdings[rank]` describe among the ranks.
 
@@ -177,9 +194,16 @@ def divide(holdings: Sequence[Sequence[Holding]]) -> Division:
     for stored, holders in _tensors(holdings):
         for rank, group, _ in holders:
             names[rank][group] = stored
-        for part in _parts(stored, holders):
+        whole, buffer = holders[0].holding.whole, holders[0].holding.kind == "buffer"
+        for (offset, shape), same in _boxes(holders):
+            if len(same) == 1 and same[0].holding.role != "replica":
+                rank, group, holding = same[0]
+                place = None if shape == whole else holding.place
+                owned[rank].append(Owned(group, stored, 0, shape[0] if shape else 1, place))
+                continue
+            part = _part(stored, whole, offset, shape, same)
             sharing = part.holders.sharing
-            if len(sharing) > 1 and holders[0].holding.kind == "parameter":
+            if len(sharing) > 1 and not buffer:
                 shared.setdefault(sharing, []).append(part)
             else:
                 _give(part, sharing[0], 0, part.rows, owned, copies)
@@ -187,7 +211,11 @@ def divide(holdings: Sequence[Sequence[Holding]]) -> Division:
         for part, i, start, stop in _cut(parts, len(ranks)):
             _give(part, ranks[i], start, stop, owned, copies)
     copies.sort(key=lambda copy: (copy.owner, copy.holders.name, copy.start))
-    return Division(tuple(tuple(sorted(own)) for own in owned), tuple(map(tuple, names)), tuple(copies))
+    return Division(
+        tuple(tuple(sorted(own, key=itemgetter(0))) for own in owned),
+        tuple(map(tuple, names)),
+        tuple(copies),
+    )
 
 
 def _tensors(holdings: Sequence[Sequence[Holding]]) -> list[tuple[str, list[_Held]]]:
@@ -210,71 +238,94 @@ def _tensors(holdings: Sequence[Sequence[Holding]]) -> list[tuple[str, list[_Hel
     return list(found.items())
 
 
-def _parts(name: str, holders: list[_Held]) -> Iterable[_Part]:
-    """Distinct boxes of one tensor, in the order of their offsets. Raises UsageError as `divide` does."""
+def _boxes(holders: list[_Held]) -> list[tuple[_Box, list[_Held]]]:
+    """Distinct boxes of one tensor and who holds them, in the order of their offsets. Raises as `divide` does."""
     first = holders[0].holding
-    whole, zero = first.whole, (0,) * len(first.whole)
+    name, kind, dtype, whole = first.name, first.kind, first.dtype, first.whole
+    zero = (0,) * len(whole)
     boxes: dict[_Box, list[_Held]] = {}
     last = -1
     for held in holders:
-        holding = held.holding
-        if held.rank == last:
-            raise UsageError(f"rank {last} has two tensors of the name {first.name!r}")
-        last = held.rank
-        if (holding.kind, holding.dtype, holding.whole) != (first.kind, first.dtype, whole):
+        rank, _, holding = held
+        if rank == last:
+            raise UsageError(f"rank {last} has two tensors of the name {name!r}")
+        last = rank
+        shape, place = holding.shape, holding.place
+        if place is None:
+            extent, offset = shape, zero
+        else:
+            extent, offset = place.shape, place.offset
+        if extent != whole or holding.dtype != dtype or holding.kind != kind:
             raise UsageError(
-                f"tensor {first.name!r} is a {_what(first)} on rank {holders[0].rank} and a {_what(holding)} on rank "
-                f"{held.rank}: ranks with different models",
+                f"tensor {name!r} is a {_what(first)} on rank {holders[0].rank} and a {_what(holding)} on rank {rank}: "
+                "ranks with different models",
                 hint=_HINT,
             )
-        if 0 not in holding.shape:
-            offset = holding.place.offset if holding.place is not None else zero
-            boxes.setdefault((offset, holding.shape), []).append(held)
+        if 0 not in shape:
+            same = boxes.get((offset, shape))
+            if same is None:
+                boxes[offset, shape] = [held]
+            else:
+                same.append(held)
     if 0 not in whole and not _make_up(whole, boxes):
-        raise UsageError(_fault(first.name, boxes), hint=_HINT)
-    parts = []
-    for (offset, shape), same in sorted(boxes.items()):
-        sharing = tuple(held.rank for held in same if held.holding.role != "replica")
-        if not sharing:
-            ranks = _listed(held.rank for held in same)
-            raise UsageError(f"tensor {first.name!r}: {ranks} have replicas, but nobody owns it", hint=_HINT)
-        row_bytes = same[0].holding.row_bytes
-        groups = {held.rank: held.group for held in same}
-        parts.append(_Part(offset, shape, whole, row_bytes, Holders(name, groups, sharing)))
-    return parts
+        raise UsageError(_fault(name, boxes), hint=_HINT)
+    return sorted(boxes.items(), key=itemgetter(0))
+
+
+def _part(
+    name: str, whole: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...], same: list[_Held]
+) -> _Part:
+    """A box that several ranks hold. Raises UsageError when all of them are replicas."""
+    sharing = tuple(held.rank for held in same if held.holding.role != "replica")
+    if not sharing:
+        ranks = _listed(held.rank for held in same)
+        raise UsageError(
+            f"tensor {same[0].holding.name!r}: {ranks} have replicas, but nobody owns it", hint=_HINT
+        )
+    groups = {held.rank: held.group for held in same}
+    return _Part(offset, shape, whole, same[0].holding.row_bytes, Holders(name, groups, sharing))
 
 
 def _make_up(whole: tuple[int, ...], boxes: Iterable[_Box]) -> bool:
-    """Whether every element of the whole lies in exactly one box.
+    """Whether every element of the whole lies in exactly one box."""
+    every = [*boxes, ((0,) * len(whole), whole)]
+    shapes = {shape for _, shape in every}
+    dims = [d for d in range(len(whole)) if any(shape[d] != whole[d] for shape in shapes)]
+    if not dims:
+        return len(every) == 2
+    if len(dims) == 1:
+        d, end = dims[0], 0
+        for first, size in sorted((offset[d], shape[d]) for offset, shape in every[:-1]):
+            if first != end:
+                return False
+            end += size
+        return end == whole[d]
+    if len(dims) > _MAX_CUT_DIMS:
+        return False
+    return _corners_cancel(
+        np.array([[offset[d] for d in dims] for offset, _ in every], dtype=np.int64),
+        np.array([[shape[d] for d in dims] for _, shape in every], dtype=np.int64),
+    )
+
+
+def _corners_cancel(low: NDArray[np.int64], size: NDArray[np.int64]) -> bool:
+    """Whether all boxes but the last make up the last. Both arrays: shape (boxes, dimensions).
 
     The boxes' indicator functions add up to the whole's if and only if their mixed differences do, and those are
     nothing but the corners with alternating signs: they have to cancel out.
     """
-    every = [*boxes, ((0,) * len(whole), whole)]
-    dims = [d for d in range(len(whole)) if any(shape[d] != whole[d] for _, shape in every)]
-    if not dims:
-        return len(every) == 2
-    if len(dims) > _MAX_CUT_DIMS:
-        return False
-    low = np.array([[offset[d] for d in dims] for offset, _ in every], dtype=np.int64)
-    size = np.array([[shape[d] for d in dims] for _, shape in every], dtype=np.int64)
-    signs = np.ones(len(every), dtype=np.int64)
+    signs = np.ones(len(low), dtype=np.int64)
     signs[-1] = -1
     corners, weights = [], []
-    for side in np.ndindex(*[2] * len(dims)):
+    for side in np.ndindex(*[2] * low.shape[1]):
         corners.append(low + size * np.array(side))
         weights.append(signs * (-1) ** sum(side))
-    table = np.concatenate(corners)
-    if len(dims) == 1:
-        points = table[:, 0]
-    else:
-        # One number per corner: numpy sorts numbers many times faster than rows.
-        ranks = [np.unique(column, return_inverse=True)[1] for column in table.T]
-        sizes = [int(column.max()) + 1 for column in ranks]
-        if math.prod(sizes) >= 1 << 62:
-            return False
-        points = np.ravel_multi_index(ranks, sizes)
-    where = np.unique(points, return_inverse=True)[1]
+    # One number per corner: numpy sorts numbers many times faster than rows.
+    table = [np.unique(column, return_inverse=True)[1] for column in np.concatenate(corners).T]
+    sizes = [int(column.max()) + 1 for column in table]
+    if math.prod(sizes) >= 1 << 62:
+        return False
+    where = np.unique(np.ravel_multi_index(tuple(table), sizes), return_inverse=True)[1]
     return not np.bincount(where, weights=np.concatenate(weights)).any()
 
 
