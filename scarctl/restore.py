@@ -92,12 +92,14 @@ def _fetch(engine: Engine) -> tuple[Found | None, Report | None]:
     if newest is None:
         return None, None
     _believe_newest_seal(engine)
+    known = estimate(arena.distance).value  # before the arena is filled up
     everything = np.arange(engine.layout.partitions)
     plan = plan_partial(everything, engine.layout, engine.shard_of, states, arena)
     report = execute(plan, engine.store, arena, ArenaSink(arena))
     version, extras = newest
     exact = report.exact and report.step == step_of(version)
-    return Found(version, extras, exact, survived=exact and arena.head_step == step_of(version)), report
+    survived = exact and arena.head_step == step_of(version)
+    return Found(version, extras, exact, survived, known), report
 
 
 def _believe_newest_seal(engine: Engine) -> None:

@@ -34,6 +34,8 @@ class Found:
     """All its copies are of the step of `version`."""
     survived: bool
     """Its arena has the state as it was at the last iteration that it finished."""
+    distance: float | None
+    """Norm of the last known distances of what was live from the copies; None when they are not known."""
 
     @property
     def step(self) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from scarctl.recovery import Perturbation
 
 MAX_APART = 1
 """Survivors of one failure have finished the same iteration, or one of them one more."""
@@ -20,10 +23,12 @@ class Standing:
     """All its copies are of that step."""
     survived: bool
     """Its memory has the last iteration that it finished."""
+    distance: float | None = None
+    """Norm of how far its values were from these copies when that was last known; None when it never was."""
 
     def to_list(self) -> list[Any]:
         """For `Team.gather`."""
-        return [self.step, self.exact, self.survived]
+        return [self.step, self.exact, self.survived, self.distance]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +63,12 @@ def agree_on_step(ranks: Sequence[Standing]) -> Agreement:
     lost = tuple(rank for rank in range(len(ranks)) if rank not in chosen)
     exact = all(standing.exact and standing.step == step for standing in ranks)
     return Agreement(step, reference, lost, exact)
+
+
+def perturbation_of(ranks: Sequence[Standing], agreement: Agreement) -> Perturbation:
+    """What going on changes in the state, estimated: the values of lost ranks are gone."""
+    distances = [ranks[rank].distance for rank in agreement.lost]
+    known = [distance for distance in distances if distance is not None]
+    if len(known) < len(distances):
+        return Perturbation(None, "unknown")
+    return Perturbation(math.hypot(*known), "estimated" if known else "measured")

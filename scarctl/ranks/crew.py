@@ -23,7 +23,7 @@ from scarctl.engine import Selector
 from scarctl.errors import NoStore, UsageError
 from scarctl.layout import Layout
 from scarctl.parts import find_parts
-from scarctl.ranks.agreement import Agreement, Standing, agree_on_step
+from scarctl.ranks.agreement import Agreement, Standing, agree_on_step, perturbation_of
 from scarctl.ranks.exchange import Exchange
 from scarctl.ranks.holdings import Division, Holding, divide
 from scarctl.ranks.leftovers import save_leftovers
@@ -93,6 +93,7 @@ class Crew:
 
         Raises UsageError on every rank when settings, versions or models of the ranks do not fit together.
         """
+        _check_alike(team.gather(_settings_of(settings)))
         if settings.interval == "auto":
             raise UsageError(
                 'interval="auto": each rank would find its own', hint="give a number of iterations"
@@ -102,7 +103,6 @@ class Crew:
                 f"shards={settings.shards}: with several ranks each of them is one shard",
                 hint="leave shards out",
             )
-        _check_alike(team.gather(_settings_of(settings)))
         mine = team.agree(lambda: [holding.to_json() for holding in holdings_of(adapter.groups())])
         everyone = team.gather(mine)
         division = team.agree(lambda: divide([[Holding.from_json(h) for h in held] for held in everyone]))
@@ -188,11 +188,14 @@ class Crew:
 
     def go_on(self, found: Found | None, store: Store) -> GoOn | None:
         """See `Together`."""
-        standing = None if found is None else Standing(found.step, found.exact, found.survived).to_list()
-        everyone = self.team.gather(standing)
-        if found is None or any(other is None for other in everyone):
+        mine = None
+        if found is not None:
+            mine = Standing(found.step, found.exact, found.survived, found.distance).to_list()
+        gathered = self.team.gather(mine)
+        if found is None or any(other is None for other in gathered):
             return None
-        agreement = agree_on_step([Standing(*other) for other in everyone])
+        everyone = [Standing(*other) for other in gathered]
+        agreement = agree_on_step(everyone)
         theirs = self.team.from_rank(agreement.reference, plain(found.extras))
         extras = found.extras if found.step == agreement.step else self._mixed(torched(theirs), found.extras)
         if extras["early"]["rng"] is None:  # another rank has saved it for this one
@@ -209,7 +212,7 @@ class Crew:
             mixed["late"] = own["late"]
         return mixed
 
-    def _summary(self, agreement: Agreement, everyone: list[Any], store: Store) -> dict[str, Any]:
+    def _summary(self, agreement: Agreement, everyone: list[Standing], store: Store) -> dict[str, Any]:
         summary = None
         if self.team.rank == 0:
             sealed = next(iter(complete_sets(store.again())), None)
@@ -217,9 +220,10 @@ class Crew:
             summary = {
                 "world": self.team.world,
                 "lost": list(agreement.lost),
-                "steps": [step for step, _, _ in everyone],
+                "steps": [standing.step for standing in everyone],
                 "step": agreement.step,
                 "exact": agreement.exact,
+                "perturbation": perturbation_of(everyone, agreement).to_json(),
                 "rollback_steps": back,
             }
             if agreement.lost:

@@ -11,7 +11,7 @@ from scarctl.errors import NoIntactCopy, UsageError
 from scarctl.group import Group, TensorSpec
 from scarctl.layout import Layout, build_layout
 from scarctl.parts import Parts, check_fits, with_slots
-from scarctl.ranks.agreement import Standing, agree_on_step
+from scarctl.ranks.agreement import Standing, agree_on_step, perturbation_of
 from scarctl.ranks.holdings import Division
 from scarctl.ranks.owned import OwnedAdapter
 from scarctl.ranks.team import Team
@@ -67,6 +67,7 @@ class Moved:
             "steps": [standing.step for standing in standings],
             "step": agreement.step,
             "exact": exact,
+            "perturbation": perturbation_of(standings, agreement).to_json(),
             "rollback_steps": None,
         }
         return GoOn(agreement.step, mixed, exact, summary)

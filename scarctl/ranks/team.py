@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -52,7 +53,7 @@ class Team:
             dist.monitored_barrier(self.group, timeout=self._patience, wait_all_ranks=True)
         except (RuntimeError, ValueError) as error:
             raise Unavailable(
-                f"not all {self.world} ranks have come within {PATIENCE:g} s: {error}",
+                f"not all {self.world} ranks have come within {PATIENCE:g} s{_who(str(error))}",
                 hint="every rank has to call scarctl.attach; nothing was changed",
                 kind="rank-missing",
             ) from error
@@ -137,6 +138,12 @@ class Solo(Team):
 
     def close(self) -> None:
         """See `Team`."""
+
+
+def _who(text: str) -> str:
+    """Who is missing, from what torch says: it waits for a key of the rank's, or tells."""
+    key = re.search(r"keys: \S*/(\d+)$", text)
+    return f": rank {key[1]} is missing" if key else f": {text}"
 
 
 def _fields(error: Exception) -> dict[str, str]:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import scarctl
+from scarctl.errors import ScarError
 from scarctl.live import LiveState
 from scarctl.ranks import team
 from scarctl.ranks.crew import Crew
@@ -160,7 +161,7 @@ def refused(rank: int, world: int, kind: str, folder: str, changes: dict[str, An
     settings = {"store": f"{folder}/store", "arena_dir": f"{folder}/arena", "daemon": False}
     try:
         session = scarctl.attach(model, optimizer, **{**settings, **mine.get("settings", {})})
-    except scarctl.ScarError as error:
+    except ScarError as error:
         return f"{error.kind}: {error}"
     session.close()
     return "not refused"

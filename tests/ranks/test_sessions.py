@@ -85,6 +85,8 @@ def test_losing_a_rank_loses_only_what_it_owned(tmp_path: Path) -> None:
     assert found[0]["ranks"]["lost"] == [1]
     assert found[0]["ranks"]["steps"] == [13, 10, 13, 13]
     assert found[0]["ranks"]["rollback_steps"] == 12, "the only sealed state is that of the first step"
+    assert found[0]["ranks"]["perturbation"]["kind"] == "estimated"
+    assert found[0]["ranks"]["perturbation"]["value"] > 0
 
 
 def test_what_others_hold_too_is_not_lost_with_its_owner(tmp_path: Path, uninterrupted: Any) -> None:
@@ -115,7 +117,8 @@ def test_all_ranks_dead_and_one_host_gone(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
     shutil.rmtree(next((tmp_path / "arena").iterdir()) / f"{store.id}-1")
     found = launch(TRAIN, 2, "fsdp", str(tmp_path), 20)
-    assert {report["step"] for report in found} == {10}, "nobody has what came after the last checkpoint"
+    steps = {report["step"] for report in found}
+    assert steps in ({5}, {10}), "nobody has what came after the last checkpoint that rank 1 got durable"
     assert not found[0]["exact"]
 
 
@@ -156,7 +159,7 @@ def test_recovering_a_rank_of_a_running_job_changes_that_rank_alone(tmp_path: Pa
         ({"model": {"width": 41}}, "usage: "),
         ({"settings": {"interval": "auto"}}, "usage: "),
         ({"store": "elsewhere"}, "usage: rank 1 has another store"),
-        ({"absent": True}, "rank-missing: not all 2 ranks have come within 3 s"),
+        ({"absent": True}, "rank-missing: not all 2 ranks have come within 3 s: rank 1 is missing"),
     ],
 )
 def test_ranks_that_do_not_fit_together_are_refused_on_all_of_them(
