@@ -90,7 +90,9 @@ class RankStore:
 
         return read
 
-    def save(self, step: int, ranks: Iterable[int] | None = None, *, sealed: bool = True, every: int = 1) -> None:
+    def save(
+        self, step: int, ranks: Iterable[int] | None = None, *, sealed: bool = True, every: int = 1
+    ) -> None:
         """Save what ranks own, or of every rank only each `every`-th partition, as of `step`."""
         for rank in range(self.world) if ranks is None else ranks:
             ids = np.arange(0, self.layouts[rank].partitions, every)
