@@ -25,6 +25,7 @@ EXAMPLES = """\b
 Examples:
   scarctl recover --store ckpt --lost 2,5 --into survivors.safetensors
   scarctl recover --store ckpt --lost 'layers.3.*' --output lost.safetensors
+  scarctl recover --store ckpt --lost rank:2 --output lost.safetensors
   scarctl recover --store ckpt --lost all --mode rollback --output whole.pt
   scarctl recover --store ckpt --lost all --mode rollback --snapshot best --output best.safetensors
   scarctl recover --store ckpt --lost all --dry-run --json
@@ -38,7 +39,8 @@ Examples:
     multiple=True,
     metavar="SPEC",
     envvar="SCARCTL_LOST",
-    help="Shards (2,5), patterns of names ('layers.3.*', 'emb.weight[0:512]'), or all. May be repeated.",
+    help="Shards (2,5) or ranks (rank:1,3), patterns of names ('layers.3.*', 'emb.weight[0:512]'), or all. May be "
+    "repeated.",
 )
 @click.option(
     "--into",
@@ -118,8 +120,8 @@ def command(
 
 
 def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
-    plan = done.plan
-    tiers = ", ".join(f"{count} from {tier}" for tier, count in plan.to_json()["tiers"].items()) or "none"
+    plan, fields = done.plan, done.plan.to_json()
+    tiers = ", ".join(f"{count} from {tier}" for tier, count in fields["tiers"].items()) or "none"
     if plan.exact:
         label = f"the state is exact, of step {plan.step}"
     elif plan.step is not None:
@@ -127,7 +129,7 @@ def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
     else:
         label = "what was restored is of several steps: the state is perturbed"
     lines = [
-        f"{'would restore' if dry_run else 'restored'} {len(plan.ids)} partitions ({tiers}), "
+        f"{'would restore' if dry_run else 'restored'} {fields['restored_partitions']} partitions ({tiers}), "
         f"{human_bytes(plan.nbytes)}, to {done.output or 'the arena'}",
         label,
     ]
@@ -136,9 +138,17 @@ def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
         lines.append(f"perturbation: {value:.6g} ({kind})")
     elif not new_file:
         lines.append("perturbation: unknown, for the lost values are gone")
-    for shard in plan.to_json()["shards"]:
+    ranks = fields.get("ranks")
+    if ranks is not None and plan.mode == "partial":
+        lost = f" ({', '.join(map(str, ranks['lost']))})" if ranks["lost"] else ""
+        lines.append(f"lost {len(ranks['lost'])} of {ranks['world']} ranks{lost}")
+    for shard in fields["shards"]:
+        who = (
+            f"rank {shard['rank']}, shard {shard['shard']}" if "rank" in shard else f"shard {shard['shard']}"
+        )
+        age = f", {shard['age']} steps behind the newest" if "age" in shard else ""
         lines.append(
-            f"  shard {shard['shard']}: {shard['partitions']} partitions, {human_bytes(shard['bytes'])}, "
-            f"steps {shard['oldest_step']} to {shard['newest_step']}"
+            f"  {who}: {shard['partitions']} partitions, {human_bytes(shard['bytes'])}, "
+            f"steps {shard['oldest_step']} to {shard['newest_step']}{age}"
         )
     return "\n".join(lines)
