@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from scarctl.daemon.client import ask, question
 from scarctl.daemon.folder import host_folder
-from scarctl.daemon.peek import peek
+from scarctl.daemon.peek import ArenaView, peek
 from scarctl.errors import Unavailable, UsageError
 from scarctl.layout import Layout
 from scarctl.store import Store, Topology, complete_sets, create_snapshot, newest_topology
 from scarctl.version import NEVER, epoch_of, pack, step_of
+from scarctl.wishes import Wish
 
 _POLL = 0.05
 _ATTEMPTS = 3
@@ -130,6 +131,12 @@ def _ask_ranks(
     asked: dict[int, tuple[Store, int, int]] = {}
     for rank, shard in enumerate(topology.shards):
         view = store.of_shard(shard)
+        if full and asked:
+            # One hears of it, and tells the others: all save after the same step.
+            there = peek(arena_dir, view.run_id)
+            if there is not None and there.alive:
+                asked[rank] = (view, there.pid, _newest(there))
+            continue
         try:
             asked[rank] = (view, *_ask(view, full=full, arena_dir=arena_dir))
         except UsageError as error:
@@ -151,9 +158,10 @@ def _ask_ranks(
 
 def _ask(store: Store, *, full: bool, arena_dir: str | None) -> tuple[int, int]:
     """Ask a session; returns its process, and the version of what was under way before."""
+    wish = Wish("full" if full else "partial")
     before = peek(arena_dir, store.run_id)
     try:
-        pid = int(ask(host_folder(arena_dir), "ask", store=store.run_id, full=full)["pid"])
+        pid = int(ask(host_folder(arena_dir), "ask", store=store.run_id, wish=wish.to_json())["pid"])
     except Unavailable as error:
         if error.kind != "no-daemon":
             raise
@@ -163,8 +171,13 @@ def _ask(store: Store, *, full: bool, arena_dir: str | None) -> tuple[int, int]:
             kind="no-session",
         ) from None
     # The session saves after its next step: what is of an earlier one was under way before.
-    newest = int(before.version.max(initial=NEVER)) if before is not None else NEVER
-    return pid, pack(epoch_of(newest), before.head_step) if before is not None and newest >= 0 else NEVER
+    return pid, NEVER if before is None else _newest(before)
+
+
+def _newest(view: ArenaView) -> int:
+    """What a session saves from now on is newer."""
+    newest = int(view.version.max(initial=NEVER))
+    return pack(epoch_of(newest), view.head_step) if newest >= 0 else NEVER
 
 
 def _wait(

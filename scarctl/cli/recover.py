@@ -15,8 +15,11 @@ from scarctl.cli.output import (
     human_bytes,
     note,
     options_for,
+    wait_option,
     warn,
 )
+from scarctl.errors import UsageError
+from scarctl.store import Store
 
 if TYPE_CHECKING:
     from scarctl.repair import Recovery
@@ -29,6 +32,7 @@ Examples:
   scarctl recover --store ckpt --lost all --mode rollback --output whole.pt
   scarctl recover --store ckpt --lost all --mode rollback --snapshot best --output best.safetensors
   scarctl recover --store ckpt --lost all --dry-run --json
+  scarctl recover --store ckpt --lost rank:2 --live
 """
 
 
@@ -71,6 +75,13 @@ Examples:
 @click.option(
     "--arena-dir", metavar="DIR", envvar="SCARCTL_ARENA_DIR", help="Where arenas are, if not the default."
 )
+@click.option(
+    "--live",
+    is_flag=True,
+    envvar="SCARCTL_LIVE",
+    help="In the session that runs on this host, after its next step.",
+)
+@wait_option("With --live: how long to wait for its answer.")
 @click.option("--dry-run", is_flag=True, envvar="SCARCTL_DRY_RUN", help="Print the plan; change nothing.")
 @common_options
 def command(
@@ -81,6 +92,8 @@ def command(
     mode: str,
     snapshot: str | None,
     arena_dir: str | None,
+    live: bool,
+    wait: float,
     dry_run: bool,
     as_json: bool,
     debug: bool,
@@ -90,6 +103,10 @@ def command(
     Every copy is verified. Without --into and --output the partitions go into the arena of the stopped run on this
     host. Exit code 3: something could only be restored from an older copy than the newest one.
     """
+    if live:
+        if into is not None or output is not None or snapshot is not None or dry_run or mode != "partial":
+            raise UsageError("--live restores in place what is named as lost: leave the other options out")
+        return _live(store, lost, wait, arena_dir, as_json)
     from scarctl.repair import RecoverSettings, recover
 
     settings = RecoverSettings(
@@ -117,6 +134,18 @@ def command(
     if done.plan.degraded:
         note("exit code 3: the newest copy of something is damaged, an older one was taken")
     return EXIT_PARTLY if done.plan.degraded else EXIT_OK
+
+
+def _live(store: str, lost: tuple[str, ...], wait: float, arena_dir: str | None, as_json: bool) -> int:
+    from scarctl.cli.recovering import recover_live
+
+    done = recover_live(
+        Store.open(store, storage_options=options_for(store)), lost, wait=wait, arena_dir=arena_dir
+    )
+    report = done["report"]
+    text = f"process {done['pid']} has restored {report['restored_partitions']} partitions after step {done['step']}"
+    emit({"live": True, "pid": done["pid"], "step": done["step"], **report}, as_json=as_json, text=text)
+    return EXIT_PARTLY if report["degraded"] else EXIT_OK
 
 
 def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:

@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from scarctl.daemon.saver import LocalSaver
 from scarctl.errors import Corruption, ScarError, UsageError
 from scarctl.store import Store, newest_topology
 from scarctl.version import NEVER, step_of
+from scarctl.wishes import Wish
 
 log = logging.getLogger("scarctl")
 
 MAX_SHARDS_SHOWN = 1024
+_ANSWERS = 16
 
 
 class Run:
@@ -43,6 +46,9 @@ class Run:
         """The connection of the training process."""
         self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         """What the training process is to be told."""
+        self.answers: dict[int, dict[str, Any]] = {}
+        """What the training process has said to the newest wishes, by their number."""
+        self._wishes = 0
         self._folder = folder
         self._saver = LocalSaver(store)
         self._arena: Arena | None = None
@@ -67,6 +73,18 @@ class Run:
             self._arena = arena
             self._rank = _rank_in(self.store)
             return arena.epoch
+
+    def ask(self, wish: Wish) -> int:
+        """Pass a wish on to the training process; returns its number."""
+        self._wishes += 1
+        self.events.put({"wish": replace(wish, number=self._wishes).to_json()})
+        return self._wishes
+
+    def answer(self, number: int, answer: dict[str, Any]) -> None:
+        """Keep what the training process says to a wish."""
+        self.answers[number] = answer
+        for old in sorted(self.answers)[:-_ANSWERS]:
+            del self.answers[old]
 
     def notify(self) -> None:
         """Something was handed over."""
