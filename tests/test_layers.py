@@ -25,6 +25,7 @@ WITH_TORCH = {
     "scarctl.moment",
     "scarctl.restore",
     "scarctl.session",
+    "scarctl.simulate.extrapolate",
     "scarctl.simulate.trial",
 }
 
