@@ -64,7 +64,9 @@ class Factorisation:
 class _Sparse:
     """Ratings by the rows of one side."""
 
-    def __init__(self, rows: NDArray[np.int64], columns: NDArray[np.int64], ratings: Floats, count: int) -> None:
+    def __init__(
+        self, rows: NDArray[np.int64], columns: NDArray[np.int64], ratings: Floats, count: int
+    ) -> None:
         order = np.argsort(rows, kind="stable")
         self.count = count
         self._starts = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=count))))

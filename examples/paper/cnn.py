@@ -7,6 +7,7 @@ scarctl simulate examples.paper.cnn:by_layer --data DIR
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from examples.paper.data import mnist
 BATCH = 64
 CRITERION = 0.08
 """Of the mean cross-entropy."""
-WATCHED = 400
+WATCHED = 200
 """Images that the metric looks at, none of which is trained on."""
 EPSILON = 1e-8
 """Adam's."""
@@ -38,9 +39,7 @@ class Network:
     target = CRITERION
 
     def __init__(self, folder: str) -> None:
-        images, labels = mnist(folder)
-        self._images = torch.from_numpy(images / np.float32(255)).view(-1, 1, 28, 28)
-        self._labels = torch.from_numpy(labels)
+        self._images, self._labels = _tensors(folder)
 
     def reset(self, seed: int) -> None:
         """Start with new weights and another order of the images."""
@@ -50,8 +49,12 @@ class Network:
             nn.Conv2d(8, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
             nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
         )  # fmt: skip
-        self._optimizer = torch.optim.Adam(self._model.parameters(), lr=0.001, betas=(0.9, 0.999), eps=EPSILON)
-        self._order = torch.randperm(len(self._labels) - WATCHED, generator=torch.Generator().manual_seed(seed))
+        self._optimizer = torch.optim.Adam(
+            self._model.parameters(), lr=0.001, betas=(0.9, 0.999), eps=EPSILON
+        )
+        self._order = torch.randperm(
+            len(self._labels) - WATCHED, generator=torch.Generator().manual_seed(seed)
+        )
 
     def state(self) -> Any:
         """Parameters and both moments."""
@@ -72,15 +75,52 @@ class Network:
         return float(functional.cross_entropy(scores, self._labels[-WATCHED:]))
 
 
-def by_shard(folder: str = "../shared/data") -> Network:
+@cache
+def _tensors(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images of one channel from 0 to 1, and labels; read once for all networks."""
+    images, labels = mnist(folder)
+    return torch.from_numpy(images / np.float32(255)).view(-1, 1, 28, 28), torch.from_numpy(labels)
+
+
+class ByShard(Network):
     """Every parameter is cut along its first dimension."""
-    network = Network(folder)
-    network.rows = {"*": 1}  # type: ignore[attr-defined]
-    return network
+
+    rows = {"*": 1}  # noqa: RUF012
+
+
+class ByLayer(Network):
+    """Every weight and every bias is one partition."""
+
+    by_layer = True
+
+
+class ByShardCurved(ByShard):
+    """Priority by curvature."""
+
+    norm = staticmethod(curvature)
+
+
+class ByLayerCurved(ByLayer):
+    """Priority by curvature."""
+
+    norm = staticmethod(curvature)
+
+
+def by_shard(folder: str = "../shared/data") -> Network:
+    """Partitions are rows of parameters, priority is by the l2 norm."""
+    return ByShard(folder)
 
 
 def by_layer(folder: str = "../shared/data") -> Network:
-    """Every weight and every bias is one partition."""
-    network = Network(folder)
-    network.by_layer = True  # type: ignore[attr-defined]
-    return network
+    """Partitions are parameters, priority is by the l2 norm."""
+    return ByLayer(folder)
+
+
+def by_shard_curved(folder: str = "../shared/data") -> Network:
+    """Partitions are rows of parameters, priority is by curvature."""
+    return ByShardCurved(folder)
+
+
+def by_layer_curved(folder: str = "../shared/data") -> Network:
+    """Partitions are parameters, priority is by curvature."""
+    return ByLayerCurved(folder)

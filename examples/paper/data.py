@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import struct
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from scarctl.errors import UsageError
 IMAGES = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
 
 
+@cache
 def mnist(folder: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Training images of shape (images, 784) with values from 0 to 255, and their labels."""
     images, labels = (_idx(_find(folder, "mnist", name)) for name in IMAGES)
@@ -24,7 +26,10 @@ def mnist(folder: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
 def movielens(folder: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], int, int]:
     """Row and column of every rating, the ratings, and how many users and rated movies there are."""
     with gzip.open(_find(folder, "movielens-small", "ratings.csv.gz"), "rt", newline="") as file:
-        lines = [(int(line["userId"]), int(line["movieId"]), float(line["rating"])) for line in csv.DictReader(file)]
+        lines = [
+            (int(line["userId"]), int(line["movieId"]), float(line["rating"]))
+            for line in csv.DictReader(file)
+        ]
     users, movies, ratings = zip(*lines, strict=True)
     names, rows = np.unique(users, return_inverse=True)
     titles, columns = np.unique(movies, return_inverse=True)
@@ -49,7 +54,8 @@ def _find(folder: str, name: str, file: str) -> Path:
         if (place / file).is_file():
             return place / file
     raise UsageError(
-        f"there is no {name}/{file} in {folder}", hint="--data names the folder that has the folders of the data sets"
+        f"there is no {name}/{file} in {folder}",
+        hint="--data names the folder that has the folders of the data sets",
     )
 
 

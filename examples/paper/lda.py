@@ -48,7 +48,9 @@ class TopicModel:
         """Start with a random topic for every token."""
         self._seed = seed
         lengths = np.diff(self._starts)
-        topics = np.random.default_rng(seed).integers(0, TOPICS, (len(lengths), lengths.max()), dtype=np.int16)
+        topics = np.random.default_rng(seed).integers(
+            0, TOPICS, (len(lengths), lengths.max()), dtype=np.int16
+        )
         topics[np.arange(lengths.max()) >= lengths[:, None]] = -1
         self._state = {"topics": topics}
         self.recompute()
@@ -98,7 +100,11 @@ def _sweep(starts, tokens, topics, by_document, by_word, totals, chance):  # typ
             totals[topic] -= 1
             total = 0.0
             for t in range(TOPICS):
-                weight = (by_document[document, t] + ALPHA) * (by_word[word, t] + BETA) / (totals[t] + BETA * words)
+                weight = (
+                    (by_document[document, t] + ALPHA)
+                    * (by_word[word, t] + BETA)
+                    / (totals[t] + BETA * words)
+                )
                 total += weight
                 weights[t] = total
             topic, mark = 0, chance[at] * total

@@ -54,7 +54,11 @@ class LogisticRegression:
         scores = self._images[WATCHED] @ self._state["w"]
         scores -= scores.max(axis=1, keepdims=True)
         right = np.einsum("ij,ij->i", scores, labels)
-        return len(self._images) / len(labels) * float(np.sum(np.log(np.exp(scores).sum(axis=1)) - right, dtype=np.float64))
+        return (
+            len(self._images)
+            / len(labels)
+            * float(np.sum(np.log(np.exp(scores).sum(axis=1)) - right, dtype=np.float64))
+        )
 
 
 def build(folder: str = "../shared/data") -> LogisticRegression:

@@ -83,7 +83,9 @@ class Extrapolator:
             # Only where there is a guess: elsewhere there is nothing to learn about it.
             moved = moved.double() * (guess != 0).any(dim=1, keepdim=True)
             guess = guess.double()
-            self.fits[g].learn(*(float((a * b).sum()) for a, b in ((guess, moved), (guess, guess), (moved, moved))))
+            self.fits[g].learn(
+                *(float((a * b).sum()) for a, b in ((guess, moved), (guess, guess), (moved, moved)))
+            )
             rows = self._rows(g, np.isin(np.arange(self._arena.layout.partitions), ids)).bool()
             self._before[g][rows] = saved[rows]
         self._gap[ids] = iteration - steps[ids]
@@ -95,7 +97,9 @@ class Extrapolator:
         with torch.no_grad():
             for g, saved in self._saved.items():
                 target = live.tensors[g][0]
-                target.add_((self.fits[g].factor * self._guess(g, factors)).to(saved.dtype).view(target.shape))
+                target.add_(
+                    (self.fits[g].factor * self._guess(g, factors)).to(saved.dtype).view(target.shape)
+                )
 
     def _factors(self, iteration: int) -> NDArray[np.float64]:
         """min(1, elapsed / gap) of every partition; 0 where it was saved only once."""

@@ -85,7 +85,8 @@ class Study:
             raise UsageError(f"the failure rate is {self.failure_rate}, not between 0 and 1")
         if self.fail_after is not None and (self.fail_after < 1 or self.failure_rate is not None):
             raise UsageError(
-                f"a failure after iteration {self.fail_after}", hint="give 1 or more, and no failure rate beside it"
+                f"a failure after iteration {self.fail_after}",
+                hint="give 1 or more, and no failure rate beside it",
             )
         if self.iterations is not None and self.iterations < 2:
             raise UsageError(f"iterations is {self.iterations}", hint="give 2 or more")

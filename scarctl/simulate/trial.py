@@ -51,11 +51,11 @@ def run_trial(study: Study, workload: Workload, trial: int) -> dict[str, Any]:
     words = np.random.SeedSequence([study.seed, trial]).generate_state(4, np.uint64).tolist()
     seed, shard_seed = words[0] >> 32, words[1] >> 2
     undisturbed = _undisturbed(study, workload, seed)
-    failed_after = study.fail_after or _failure(
-        study.failure_rate, undisturbed.iterations, words[2] / 2**64
-    )
+    failed_after = study.fail_after or _failure(study.failure_rate, undisturbed.iterations, words[2] / 2**64)
     if failed_after >= undisturbed.iterations:
-        raise UsageError(f"the run is done after {undisturbed.iterations} iterations: it cannot fail after {failed_after}")
+        raise UsageError(
+            f"the run is done after {undisturbed.iterations} iterations: it cannot fail after {failed_after}"
+        )
     run = _Run(study, workload, seed)
     reached = run.train(failed_after)
     same = math.isclose(reached, undisturbed.metrics[failed_after - 1], rel_tol=_SAME, abs_tol=1e-300)

@@ -1,0 +1,178 @@
+"""The tables of docs/paper.md, from what studies show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+
+from examples.paper.studies import EIGHTH, HALF, INTERVALS, ONE, PAIRS, QUARTER, RATES, Runs
+from scarctl.simulate.summary import Line, Mean, Summary
+
+Summaries = dict[str, dict[str, Summary]]
+PAPER_LOST = {1 - QUARTER: "12 to 42 %", HALF: "31 to 62 %", QUARTER: "59 to 89 %"}
+PAPER_BEST = "78 to 95 %"
+AIM = 0.78
+
+
+def trials(found: Summaries) -> str:
+    """How many of each pair."""
+    return ", ".join(f"{_title(name)} {of['priority'].trials}" for name, of in found.items())
+
+
+def lost(found: Summaries) -> str:
+    """Figure 7's numbers: how much less partial recovery costs."""
+    rows = [["", *(f"lost {share}" for share in PAPER_LOST)], ["paper", *PAPER_LOST.values()]]
+    for name, of in found.items():
+        rows.append(
+            [_title(name), *(_less(_line(of["lost"], "partial", ONE, lost=share)) for share in PAPER_LOST)]
+        )
+    return _table(rows)
+
+
+def priority(found: Summaries) -> str:
+    """Figure 8's numbers: policies at an eighth, half lost."""
+    rows = [
+        [
+            "",
+            "undisturbed",
+            "rollback",
+            "partial, all",
+            "priority 1/8",
+            "round 1/8",
+            "random 1/8",
+            "priority 1/8 costs less by",
+        ]
+    ]
+    rows.append(["paper", "about 60", "", "", "", "", "", PAPER_BEST])
+    for name, of in found.items():
+        summary = of["priority"]
+        best = _line(summary, "partial", EIGHTH)
+        lines = [
+            _line(summary, "rollback", ONE, lost=None), _line(summary, "partial", ONE), best,
+            _line(summary, "partial", EIGHTH, policy="round"), _line(summary, "partial", EIGHTH, policy="random"),
+        ]  # fmt: skip
+        costs = [f"{line.rework.mean:.1f}{'+' if line.given_up else ''}" for line in lines]
+        rows.append([_title(name), f"{summary.undisturbed:.0f}", *costs, _less(best)])
+    return _table(rows)
+
+
+def chance(found: Summaries) -> str:
+    """Priority 1/8 at half lost, by C and p."""
+    names = {f"interval-{c}": f"C = {c}" for c in INTERVALS} | {f"rate-{p}": f"C = 8, p = {p}" for p in RATES}
+    rows = [["", *names.values()]]
+    for name, of in found.items():
+        rows.append(
+            [_title(name), *(_less(_line(of[key], "partial", EIGHTH)) if key in of else "" for key in names)]
+        )
+    return _table(rows)
+
+
+def extrapolated(found: Summaries) -> str:
+    """Extrapolating recovery beside plain: how much less than rollback, and its squared perturbation."""
+    rows = [
+        [
+            "",
+            "C",
+            "all",
+            "all, extrapolated",
+            "priority 1/8",
+            "priority 1/8, extrapolated",
+            "δ² all",
+            "δ² 1/8",
+        ]
+    ]
+    for name, of in found.items():
+        for c in INTERVALS:
+            if f"interval-{c}" not in of:
+                continue
+            pick = {
+                (mode, fraction): _line(of[f"interval-{c}"], mode, fraction)
+                for fraction in (ONE, EIGHTH)
+                for mode in ("partial", "extrapolate")
+            }
+            rows.append([_title(name), str(c), *map(_less, pick.values())])
+            for fraction in (ONE, EIGHTH):
+                plain, moved = (pick[mode, fraction].perturbation for mode in ("partial", "extrapolate"))
+                rows[-1].append(f"{(moved / plain) ** 2:.2f}x" if plain else "")
+    return _table(rows)
+
+
+def other(found: Summaries, runs: Runs) -> str:
+    """Other norms, and saving only what the rest follows from."""
+    rows = [["", "bytes per time", "priority 1/8, lost 1/2: costs less by"]]
+    for name, of in found.items():
+        plain = _line(of["interval-8"], "partial", EIGHTH)
+        rows.append([f"{_title(name)}: plain SCAR", "1", _less(plain)])
+        if "curved" in of:
+            rows.append(
+                ["the same, norm weighed by √exp_avg_sq", "1", _less(_line(of["curved"], "partial", EIGHTH))]
+            )
+        if "only-r" in of:
+            rows.append(
+                [
+                    "the same, only R saved: L is found again",
+                    "0.93",
+                    _less(_line(of["only-r"], "partial", EIGHTH)),
+                ]
+            )
+            found_again = runs.beside(name, "only-l", "interval-8")
+            rows.append(
+                [
+                    "the same, only L saved, all in every iteration: R is found again",
+                    "0.55",
+                    _percent(found_again),
+                ]
+            )
+    return _table(rows)
+
+
+def reached(found: Summaries) -> str:
+    """Which pairs come to the paper's 78 %, by what."""
+    sentences = []
+    for name, of in found.items():
+        ways = {}
+        for c in INTERVALS:
+            for mode, what in (("partial", "plain"), ("extrapolate", "extrapolated")):
+                if f"interval-{c}" in of:
+                    reduction = _line(of[f"interval-{c}"], mode, EIGHTH).reduction
+                    ways[f"{what} at C = {c}"] = reduction.mean if reduction else 0.0
+        good = [f"{way} ({mean:.0%})" for way, mean in ways.items() if mean >= AIM]
+        best = max(ways, key=lambda way: ways[way])
+        sentences.append(
+            f"- {_title(name)}: "
+            + (f"yes, {', '.join(good)}" if good else f"no; best is {best} with {ways[best]:.0%}")
+        )
+    return "\n".join(sentences)
+
+
+def _title(name: str) -> str:
+    return next(pair.title for pair in PAIRS if pair.name == name)
+
+
+def _line(
+    summary: Summary, mode: str, fraction: Fraction, policy: str = "priority", lost: Fraction | None = HALF
+) -> Line:
+    policy = "full" if fraction == ONE else policy
+    wanted = (mode, policy, fraction, lost)
+    return next(
+        line
+        for line in summary.lines
+        if (line.cell.mode, line.cell.policy, line.cell.fraction, line.cell.lost) == wanted
+    )
+
+
+def _less(line: Line) -> str:
+    return _percent(line.reduction)
+
+
+def _percent(mean: Mean | None) -> str:
+    if mean is None:
+        return "-"
+    if mean.low is None or mean.high is None:
+        return f"{100 * mean.mean:.0f} %"
+    return f"{100 * mean.mean:.0f} % ({100 * mean.low:.0f} to {100 * mean.high:.0f})"
+
+
+def _table(rows: Iterable[list[str]]) -> str:
+    head, *rest = ("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join([head, "|" + " --- |" * (head.count("|") - 1), *rest])
