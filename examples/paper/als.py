@@ -2,8 +2,9 @@
 
 scarctl simulate examples.paper.als:build --data DIR
 
-One iteration finds L for R and then R for that L. So after an iteration R follows from L alone, and L matters to nothing
-that comes: `build_only_r` saves R, as L is found again anyway; `build_only_l` saves L, 14 times smaller, and finds R again.
+One iteration finds L for R and then R for that L. So after an iteration R follows from L alone, and L matters to
+nothing that comes: `build_only_r` saves R, as L is found again anyway; `build_only_l` saves L, which is 14 times
+smaller, and finds R again.
 """
 
 from __future__ import annotations

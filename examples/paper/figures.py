@@ -1,4 +1,4 @@
-"""Pictures of the paper's kinds that `scarctl.simulate.chart` does not draw: points beside a bound, shares, timelines."""
+"""Pictures of the paper's kinds that `scarctl.simulate.chart` does not draw: points and bounds, shares, timelines."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ RATE = 1e-5
 CRITERION = 2.5e4
 """Of the cross-entropy, summed over all images."""
 WATCHED = slice(20_000, 30_000)
-"""Images that the metric looks at, and counts six times: all would take longer than training. These are as hard as all."""
+"""Images that the metric looks at, and counts six times: all would take longer than training. These are as hard."""
 
 
 class LogisticRegression:

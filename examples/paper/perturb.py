@@ -1,7 +1,7 @@
 """What one perturbation costs, beside the bound of Theorem 3.2: the paper's figures 3, 5 and 6.
 
-A run is perturbed once (or, in figure 3c, now and then), and goes on until it is as good as the undisturbed one was at its
-end. The cost is how many iterations more that takes.
+A run is perturbed once (or, in figure 3c, now and then), and goes on until it is as good as the undisturbed one was at
+its end. The cost is how many iterations more that takes.
 """
 
 from __future__ import annotations

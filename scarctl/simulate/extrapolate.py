@@ -1,9 +1,9 @@
 """Extrapolating recovery: where a lost partition probably was, by how it moved before it was saved.
 
-A partition with the saved values s, saved again `gap` iterations after the values b before, and lost `elapsed` iterations
+A partition with the saved values s, saved `gap` iterations after the values b before, and lost `elapsed` iterations
 after s, comes back as s + a * min(1, elapsed / gap) * (s - b). The factor a is one number per group, fitted as the run
-goes: before every checkpoint the live values y say what the best a would have been, by least squares over all partitions
-of the group. A guess that would not have helped so far, measured each time before it learnt from it, is not used.
+goes: before every checkpoint the live values say what the best a would have been, by least squares over all partitions
+of the group. It is 0 while its guesses, each judged before it was learnt from, would have done harm so far.
 
 Only parameters of floating point are extrapolated, never the optimizer's slots.
 """
