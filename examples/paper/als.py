@@ -9,11 +9,15 @@ smaller, and finds R again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numba
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from examples.paper.data import movielens
+from scarctl.distance import Norm
 
 FACTORS = 20
 PENALTY = 0.1
@@ -26,6 +30,7 @@ class Factorisation:
     """A row of L (a user), a column of R (a movie): a partition each. R is kept transposed."""
 
     iterations = 60
+    norm: Norm = "l2"
 
     def __init__(self, folder: str, saved: tuple[str, ...]) -> None:
         rows, columns, ratings, users, movies = movielens(folder)
@@ -41,6 +46,11 @@ class Factorisation:
             "L": random.uniform(size=(self._by_user.count, FACTORS)),
             "R": random.uniform(size=(self._by_movie.count, FACTORS)),
         }
+
+    def curvature(self, live: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Distance where a row counts by its ratings, of which the curvature is a sum. It is given all rows at once."""
+        side = self._by_user if len(live[""]) == self._by_user.count else self._by_movie
+        return (live[""] - saved[""]).norm(dim=1) * side.ratings_by_row.sqrt()
 
     def state(self) -> dict[str, Floats]:
         """What is saved and lost."""
@@ -72,6 +82,7 @@ class _Sparse:
         self.count = count
         self._starts = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=count))))
         self._columns, self._ratings = columns[order], ratings[order]
+        self.ratings_by_row = torch.from_numpy(np.diff(self._starts).astype(np.float64))
 
     def solve(self, given: Floats, found: Floats) -> None:
         _solve(self._starts, self._columns, self._ratings, given, found)
@@ -143,6 +154,13 @@ def _error(
 def build(folder: str = "../shared/data") -> Factorisation:
     """Both factors are saved, as in the paper."""
     return Factorisation(folder, ("L", "R"))
+
+
+def build_curved(folder: str = "../shared/data") -> Factorisation:
+    """Both are saved, with priority by curvature."""
+    found = build(folder)
+    found.norm = found.curvature
+    return found
 
 
 def build_only_r(folder: str = "../shared/data") -> Factorisation:

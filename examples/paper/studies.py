@@ -37,10 +37,10 @@ class Pair:
 
 PAIRS = (
     Pair("mlr", "MLR on MNIST", "examples.paper.mlr:build", 1),
-    Pair("als", "MF on MovieLens", "examples.paper.als:build", 1),
-    Pair("lda", "LDA on Reuters", "examples.paper.lda:build", 2),
-    Pair("cnn-shard", "CNN by shard on MNIST", "examples.paper.cnn:by_shard", 0.5, 0.4),
-    Pair("cnn-layer", "CNN by layer on MNIST", "examples.paper.cnn:by_layer", 0.5, 0.4),
+    Pair("als", "MF on MovieLens", "examples.paper.als:build", 0.6),
+    Pair("lda", "LDA on Reuters", "examples.paper.lda:build", 1.2),
+    Pair("cnn-shard", "CNN by shard on MNIST", "examples.paper.cnn:by_shard", 0.4, 0.4),
+    Pair("cnn-layer", "CNN by layer on MNIST", "examples.paper.cnn:by_layer", 0.4, 0.4),
 )
 
 
@@ -70,9 +70,9 @@ def studies(pair: Pair, data: str, *, quick: bool) -> dict[str, Study]:
     }
     result["lost"] = Study(**common, lost=(QUARTER, HALF, 1 - QUARTER), fractions=(ONE,))
     result["priority"] = Study(**common, **({"fractions": (ONE, EIGHTH)} if quick else {}))
-    if pair.name.startswith("cnn"):
+    if pair.name == "als" or pair.name.startswith("cnn"):
         result["curved"] = Study(**{**best, "workload": f"{pair.workload}_curved", "fractions": (EIGHTH,)})
-    elif not quick:
+    if not quick and not pair.name.startswith("cnn"):
         result |= {f"rate-{rate}": Study(**best, failure_rate=rate) for rate in RATES}
     if pair.name == "als":
         result["only-r"] = Study(**{**best, "workload": "examples.paper.als:build_only_r"})

@@ -104,9 +104,9 @@ def other(found: Summaries, runs: Runs) -> str:
         plain = _line(of["interval-8"], "partial", EIGHTH)
         rows.append([f"{_title(name)}: plain SCAR", "1", _less(plain)])
         if "curved" in of:
-            rows.append(
-                ["the same, norm weighed by √exp_avg_sq", "1", _less(_line(of["curved"], "partial", EIGHTH))]
-            )
+            weight = "ratings" if name == "als" else "√exp_avg_sq"
+            best = _line(of["curved"], "partial", EIGHTH)
+            rows.append([f"the same, squares weighed by {weight}", "1", _less(best)])
         if "only-r" in of:
             rows.append(
                 [
