@@ -21,8 +21,11 @@ from examples.paper import figures, perturb, tables
 from examples.paper.studies import PAIRS, Runs, pairs, studies
 from examples.paper.timeline import FAILS_AFTER, Timeline, timeline
 from scarctl.simulate.chart import draw as draw_priority
+from scarctl.simulate.study import Study
 from scarctl.simulate.summary import Summary
 
+PERTURBED = 12
+"""Perturbations of every kind in figures 5 and 6."""
 HERE = Path(__file__).parent
 GREY = figures.COLOURS[-1]
 
@@ -34,25 +37,28 @@ def main() -> None:
     out = arguments.out
     pictures = out / "paper"
     pictures.mkdir(parents=True, exist_ok=True)
-    runs = Runs(arguments.results, arguments.trials)
-    found = {
-        pair.name: {
-            name: (study, runs.measure(pair, name, study))
-            for name, study in studies(pair, arguments.data, quick=arguments.quick).items()
-        }
-        for pair in pairs(quick=arguments.quick)
-    }
+    runs = Runs(arguments.results, None if arguments.kept else arguments.trials)
+    found: dict[str, dict[str, tuple[Study, Summary]]] = {}
+    for pair in pairs(quick=arguments.quick):
+        found[pair.name] = {}
+        for name, study in studies(pair, arguments.data, quick=arguments.quick).items():
+            if summary := runs.measure(pair, name, study):
+                found[pair.name][name] = study, summary
     points = 20 if arguments.quick else 1000
-    costs = _perturbed(arguments.data, arguments.results, 3 if arguments.quick else 20, quick=arguments.quick)
+    costs = _perturbed(
+        arguments.data, arguments.results, 3 if arguments.quick else PERTURBED, quick=arguments.quick
+    )
     for name, picture in {
         "figure3": _scatter("Figure 3", perturb.quadratic(points)),
         "figure5": _scatter("Figure 5", costs[:2]),
         "figure6": _scatter("Figure 6", costs[2:]),
-        "figure7": _lost({name: summaries["lost"][1] for name, summaries in found.items()}),
+        "figure7": _lost({name: of["lost"][1] for name, of in found.items() if "lost" in of}),
         "figure9": _timeline(timeline(arguments.data, arguments.data)),
     }.items():
         (pictures / f"{name}.svg").write_text(picture, encoding="utf-8")
     for name, summaries in found.items():
+        if "priority" not in summaries:
+            continue
         (pictures / f"figure8-{name}.svg").write_text(draw_priority(*summaries["priority"]), encoding="utf-8")
     summaries = {name: {key: summary for key, (_, summary) in of.items()} for name, of in found.items()}
     text = (
@@ -67,8 +73,10 @@ def main() -> None:
             chance=tables.chance(summaries),
             extrapolated=tables.extrapolated(summaries),
             other=tables.other(summaries, runs),
-            reached=tables.reached(summaries),
-            pictures="\n\n".join(f"![{name}](paper/figure8-{name}.svg)" for name in found),
+            reached=tables.reached(summaries, runs),
+            pictures="\n\n".join(
+                f"![{name}](paper/figure8-{name}.svg)" for name in found if "priority" in found[name]
+            ),
             bounds="; ".join(_bound(cost) for cost in costs),
         )
     )
@@ -92,7 +100,7 @@ def _perturbed(data: str, folder: Path, trials: int, *, quick: bool) -> list[per
 def _bound(cost: perturb.Costs) -> str:
     if not cost.bound:
         return f"{cost.title}: no bound, as the history does not say how fast the run converges"
-    return f"{cost.title}: {cost.above:.0%} above the bound"
+    return f"{cost.title}: {100 * cost.above:.0f} % above the bound"
 
 
 def _scatter(title: str, panels: list[perturb.Costs]) -> str:
@@ -161,7 +169,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--data", default="../shared/data", help="folder with the folders of the data sets")
     parser.add_argument(
-        "--trials", type=int, default=10, help="of MLR and MF; twice of LDA, half of the CNNs"
+        "--trials", type=int, default=10, help="of MLR; see examples/paper/studies.py for the others"
     )
     parser.add_argument(
         "--results", type=Path, default=Path("build/paper"), help="folder that keeps every trial"

@@ -130,8 +130,8 @@ def regression(
     return result
 
 
-def topics(workload: TopicModel, trials: int, at: int = 12, end: int = 25, far: int = 100) -> Costs:
-    """Figure 6b: LDA, a share of the documents reset at iteration 12 of 25. The optimum is where it is after 100."""
+def topics(workload: TopicModel, trials: int, at: int = 6, end: int = 12, far: int = 100) -> Costs:
+    """Figure 6b: LDA, a share of the documents reset at iteration 6 of 12. The optimum is where it is after 100."""
     random = np.random.default_rng(0)
     metrics: list[float] = []
     states, target = _history(workload, end, far, "topics", metrics)

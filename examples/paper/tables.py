@@ -16,13 +16,19 @@ AIM = 0.78
 
 def trials(found: Summaries) -> str:
     """How many of each pair."""
-    return ", ".join(f"{_title(name)} {of['priority'].trials}" for name, of in found.items())
+    counts = {name: sorted({summary.trials for summary in of.values()}) for name, of in found.items()}
+    return ", ".join(
+        f"{_title(name)} {' to '.join(map(str, [*ends[:1], *ends[1:][-1:]]))}"
+        for name, ends in counts.items()
+    )
 
 
 def lost(found: Summaries) -> str:
     """Figure 7's numbers: how much less partial recovery costs."""
     rows = [["", *(f"lost {share}" for share in PAPER_LOST)], ["paper", *PAPER_LOST.values()]]
     for name, of in found.items():
+        if "lost" not in of:
+            continue
         rows.append(
             [_title(name), *(_less(_line(of["lost"], "partial", ONE, lost=share)) for share in PAPER_LOST)]
         )
@@ -45,6 +51,8 @@ def priority(found: Summaries) -> str:
     ]
     rows.append(["paper", "about 60", "", "", "", "", "", PAPER_BEST])
     for name, of in found.items():
+        if "priority" not in of:
+            continue
         summary = of["priority"]
         best = _line(summary, "partial", EIGHTH)
         lines = [
@@ -101,6 +109,8 @@ def other(found: Summaries, runs: Runs) -> str:
     """Other norms, and saving only what the rest follows from."""
     rows = [["", "bytes per time", "priority 1/8, lost 1/2: costs less by"]]
     for name, of in found.items():
+        if "interval-8" not in of:
+            continue
         plain = _line(of["interval-8"], "partial", EIGHTH)
         rows.append([f"{_title(name)}: plain SCAR", "1", _less(plain)])
         if "curved" in of:
@@ -115,6 +125,7 @@ def other(found: Summaries, runs: Runs) -> str:
                     _less(_line(of["only-r"], "partial", EIGHTH)),
                 ]
             )
+        if "only-l" in of:
             found_again = runs.beside(name, "only-l", "interval-8")
             rows.append(
                 [
@@ -126,7 +137,7 @@ def other(found: Summaries, runs: Runs) -> str:
     return _table(rows)
 
 
-def reached(found: Summaries) -> str:
+def reached(found: Summaries, runs: Runs) -> str:
     """Which pairs come to the paper's 78 %, by what."""
     sentences = []
     for name, of in found.items():
@@ -136,11 +147,18 @@ def reached(found: Summaries) -> str:
                 if f"interval-{c}" in of:
                     reduction = _line(of[f"interval-{c}"], mode, EIGHTH).reduction
                     ways[f"{what} at C = {c}"] = reduction.mean if reduction else 0.0
-        good = [f"{way} ({mean:.0%})" for way, mean in ways.items() if mean >= AIM]
+        for key, what in (("curved", "norm by curvature"), ("only-r", "only R saved")):
+            if key in of and (reduction := _line(of[key], "partial", EIGHTH).reduction):
+                ways[f"{what} at C = 8"] = reduction.mean
+        if "only-l" in of and (found_again := runs.beside(name, "only-l", "interval-8")):
+            ways["only L saved"] = found_again.mean
+        if not ways:
+            continue
+        good = [f"{way} ({100 * mean:.0f} %)" for way, mean in ways.items() if mean >= AIM]
         best = max(ways, key=lambda way: ways[way])
         sentences.append(
             f"- {_title(name)}: "
-            + (f"yes, {', '.join(good)}" if good else f"no; best is {best} with {ways[best]:.0%}")
+            + (f"yes, {', '.join(good)}" if good else f"no; best is {best} with {100 * ways[best]:.0f} %")
         )
     return "\n".join(sentences)
 
