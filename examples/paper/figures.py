@@ -40,24 +40,26 @@ class Panel:
 
 def draw(title: str, panels: Sequence[Panel]) -> str:
     """The panels side by side, an SVG document. The legend is that of the first."""
-    width, height = len(panels) * WIDTH, HEIGHT + 22
+    width = len(panels) * WIDTH
+    legend, at, row = [], LEFT, 0
+    for series in panels[0].series:
+        needs = 40 + 6.2 * len(series.name)
+        if at > LEFT and at + needs > width:
+            at, row = LEFT, row + 1
+        y = HEIGHT + 8 + 16 * row
+        legend.append(_shape([(at, y), (at + 18, y)] if series.line else [(at + 9, y)], series))
+        legend.append(_text(at + 24, y + 4, series.name))
+        at += needs
+    height = HEIGHT + 22 + 16 * row
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" font-family="sans-serif" font-size="11" fill="#222222">',
         f"<title>{escape(title)}</title>",
         f'<rect width="{width:g}" height="{height:g}" fill="white"/>',
+        *legend,
     ]
     for k, panel in enumerate(panels):
         parts += [f'<g transform="translate({k * WIDTH:g} 0)">', *_panel(panel), "</g>"]
-    at = LEFT
-    for series in panels[0].series:
-        parts.append(
-            _shape(
-                [(at, HEIGHT + 8), (at + 18, HEIGHT + 8)] if series.line else [(at + 9, HEIGHT + 8)], series
-            )
-        )
-        parts.append(_text(at + 24, HEIGHT + 12, series.name))
-        at += 40 + 6.2 * len(series.name)
     return "\n".join([*parts, "</svg>", ""])
 
 
