@@ -119,7 +119,12 @@ def attach(
     several = world_size() > 1
     if not several and not written_by_ranks(settings):
         return Session(adapter, settings, auto=auto)
-    crew = Crew.join(adapter, settings, Team() if several else Solo(), frozenset(rank_extras or ()))
+    team = Team() if several else Solo()
+    try:
+        crew = Crew.join(adapter, settings, team, frozenset(rank_extras or ()))
+    except BaseException:
+        team.close()
+        raise
     return Session(crew.adapter, settings, auto=auto, together=crew)
 
 

@@ -7,7 +7,9 @@ reads what the loop has changed since the step, and queues the result.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +47,18 @@ class Stats:
     """Groups copied again because they changed while they were copied."""
     errors: int = 0
     last_error: str = ""
+
+    @contextmanager
+    def stalled(self, *, first: bool = False, part: bool = False) -> Iterator[None]:
+        """Time of the training thread; `part` of the newest checkpoint's, its `first`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self.stall_seconds += seconds
+            if part:
+                self.last_stall_seconds = seconds + (0.0 if first else self.last_stall_seconds)
 
 
 @dataclass(slots=True)

@@ -15,10 +15,7 @@ import contextlib
 import logging
 import os
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +26,6 @@ from scarctl.checkpoint import Checkpoints, Stats
 from scarctl.claiming import claim_saver
 from scarctl.config import SessionSettings
 from scarctl.daemon.folder import arena_folder, require_room
-from scarctl.daemon.protocol import error_fields
 from scarctl.daemon.saver import Saver
 from scarctl.engine import Engine
 from scarctl.errors import ScarError, Unavailable, UsageError
@@ -38,10 +34,10 @@ from scarctl.gate import Gate
 from scarctl.layout import Layout
 from scarctl.moment import Moment, Moments, check_step
 from scarctl.naming import take_snapshot
+from scarctl.requests import Due, Requests
 from scarctl.restore import Resumed, recover_live
 from scarctl.resuming import Resumption
 from scarctl.together import Alone, Together
-from scarctl.wishes import Wish
 from scarctl.worker import Worker
 
 log = logging.getLogger("scarctl")
@@ -52,14 +48,6 @@ _LAST_DRAIN = 10.0
 """How long a process that a signal ends waits for the store, at most; it could be killed any time."""
 _PATIENCE = 120.0
 """How long closing waits for a flush or a step in another thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Due:
-    """A checkpoint that is due."""
-
-    full: bool
-    may_skip: bool = False
 
 
 class Session:
@@ -80,9 +68,7 @@ class Session:
         """The same, also while it is not known from which step to go on."""
         self._closed = False
         self._pid = os.getpid()
-        self._requested: bool | None = None
-        self._wishes: deque[Wish] = deque()
-        """What others ask for, and all ranks have to do after the same step."""
+        self._requests = Requests(self._together, self.recover, self._fault)
         self._gate = Gate(stepping=not auto)
         self._moments = Moments(adapter)
         self._moment: Moment | None = None
@@ -91,21 +77,17 @@ class Session:
         """The newest step that a flush has sealed."""
         self._doomed = False
         """A signal ends this process any moment: what was flushed has to stay as it is."""
-        self.store = self._together.open_store(settings)
-        self._binding = Binding(adapter, self.store)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._together.close)
+            self.store = self._together.open_store(settings)
+            undo.callback(self.store.close)
+            self._binding = Binding(adapter, self.store)
             self._saver = self._together.agree(self._claim)
-        except BaseException:
-            self.store.close()
-            raise
-        try:
+            undo.callback(self._saver.close)
             self._remove_hooks = (
                 adapter.install(self._before_step, self._after_step) if auto else lambda: None
             )
-        except BaseException:
-            self._saver.close()
-            self.store.close()
-            raise
+            undo.pop_all()
         self._worker = Worker("scarctl-copy")
         self._checkpoints = Checkpoints(
             adapter, self._worker, self.stats, self._fault, validate=settings.validate
@@ -120,7 +102,7 @@ class Session:
         # Better now than at the first step.
         folder = arena_folder(self.settings.arena_dir, self.store.run_id)
         require_room(folder, self._binding.least_bytes())
-        return claim_saver(self.store, self.settings, self._ask)
+        return claim_saver(self.store, self.settings, self._requests.add)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -280,13 +262,13 @@ class Session:
         if self._inert():
             return
         self._between_steps()
-        with self._stalled():
+        with self.stats.stalled():
             self._gate.enter()
 
     def _between_steps(self) -> None:
         if self._engine is None and self.head_step == 0:
             self._refuse_unread_store()
-        with self._gate.held(), self._stalled(part=self._checkpoints.under_way):
+        with self._gate.held(), self.stats.stalled(part=self._checkpoints.under_way):
             self._finish()
 
     def _after_step(self) -> None:
@@ -300,44 +282,19 @@ class Session:
             self._gate.leave()
             if self._engine is None:
                 self._start(self._binding.build_layout())
-                due: _Due | None = _Due(full=True)
+                due: Due | None = Due(full=True)
             else:
                 self._engine.arena.head_step = self.head_step
-                due = self._due(self._engine)
-            with self._stalled(first=due is not None, part=due is not None):
+                due = self._requests.due(self._engine, self.head_step)
+            with self.stats.stalled(first=due is not None, part=due is not None):
                 if due is not None or self.settings.flush_on_signal:
                     moment = self._take()
                 if due is not None:
                     self._begin(moment, full=due.full, skip_if_behind=due.may_skip)
 
-    def _due(self, engine: Engine) -> _Due | None:
-        """The checkpoint that is due now. One that somebody asked for waits while nothing could be taken."""
-        regular = engine.due(self.head_step)
-        self._fulfil(engine, regular=regular)
-        whole = self.settings.policy == "full"
-        if regular:
-            engine.selector.expect(self.head_step, engine.budget_now)
-        # A part of what is all on its way would be nothing: whoever asked waits until there is something to take.
-        if self._requested or (self._requested is not None and not engine.arena.pending().all()):
-            requested, self._requested = self._requested, None
-            return _Due(requested)
-        return _Due(whole, may_skip=whole) if regular else None
-
     def _inert(self) -> bool:
         """A closed session, or a forked child's copy of one (a data loader's worker) does nothing."""
         return self._closed or self._doomed or os.getpid() != self._pid
-
-    @contextlib.contextmanager
-    def _stalled(self, *, first: bool = False, part: bool = False) -> Iterator[None]:
-        """Time of the training thread; `part` of the newest checkpoint's, its `first`."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - started
-            self.stats.stall_seconds += seconds
-            if part:
-                self.stats.last_stall_seconds = seconds + (0.0 if first else self.stats.last_stall_seconds)
 
     # -- one checkpoint, with the gate held -----------------------------------------------------------------------
 
@@ -393,35 +350,6 @@ class Session:
             raise error
 
     # -- start and end ------------------------------------------------------------------------------------------
-
-    def _ask(self, wish: Wish) -> None:
-        """Somebody wants something after the next step. Called from another thread."""
-        if wish.kind == "recover" or (wish.kind == "full" and self._together.several):
-            self._wishes.append(wish)
-        else:
-            self._requested = wish.kind == "full" or bool(self._requested)
-
-    def _fulfil(self, engine: Engine, *, regular: bool) -> None:
-        """Do what somebody asked for. What fails is theirs to know, and ends no training."""
-        try:
-            wish = self._together.grant(self._wishes, engine.selector, regular=regular)
-        except ScarError as error:
-            self._fault(error)
-            return
-        if wish is None:
-            return
-        if wish.kind == "full":
-            self._requested = True
-            return
-        try:
-            report = self.recover(wish.lost).to_json()
-            counts = self._together.gather([report["restored_partitions"], report["bytes"]])
-            answer: dict[str, Any] = {"step": self.head_step, "report": report, "ranks": counts}
-        except ScarError as error:
-            log.error("what was asked for cannot be recovered: %s", error)
-            answer = {"error": error_fields(error)}
-        if wish.number:
-            engine.saver.answer(wish.number, answer)
 
     def _open(self, layout: Layout, *, stopped: bool = False) -> Engine:
         """Open the arena, and start saving, unless that is done already: by a resume that failed."""

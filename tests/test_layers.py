@@ -32,6 +32,7 @@ WITH_TORCH = {
     "scarctl.ranks.rescue",
     "scarctl.ranks.selector",
     "scarctl.ranks.team",
+    "scarctl.requests",
     "scarctl.restore",
     "scarctl.resuming",
     "scarctl.session",
