@@ -53,13 +53,11 @@ class Observer(Protocol):
 
 
 class StoreWriter:
-    """The one writer of a store. Opening starts a new epoch in every shard's log, which fences all older
-    writers.
+    """The one writer of a store. Opening starts a new epoch in every shard's log, which fences all older writers.
 
-    `states` is kept up to date with every commit: treat its arrays as read-only. Not for several threads at
-    once. In a forked child it refuses to work. Raises Contention if another live process writes;
-    LayoutMismatch if the store holds another layout; UsageError (also for a store of several ranks, unless it is
-    the view of one of them), Corruption, AccessDenied, Unavailable.
+    `states` is kept up to date with every commit: treat its arrays as read-only. Not for several threads at once. In a
+    forked child it refuses to work. Raises Contention if another live process writes; LayoutMismatch if the store holds
+    another layout; UsageError (also for a whole store of several ranks), Corruption, AccessDenied, Unavailable.
     """
 
     epoch: int
@@ -79,9 +77,9 @@ class StoreWriter:
         self.store = store
         self.layout = layout
         self._blobs = store.blobs
-        self._members = members_by_shard(shard_of)
-        if store.part is not None:  # also a rank that owns nothing has a log
-            self._members.setdefault(store.part.shard, np.empty(0, np.int64))
+        # A rank that owns nothing has a log all the same.
+        nothing = {} if store.part is None else {store.part.shard: np.empty(0, np.int64)}
+        self._members = nothing | members_by_shard(shard_of)
         self._pid = os.getpid()
         self._dead: ScarError | None = None  # why nothing can be committed any more
         self._publisher = Publisher(store, self._advance, lambda shard: self.states[shard].boundary)
