@@ -108,9 +108,7 @@ class StoreWriter:
         self.close()
 
     def close(self) -> None:
-        """Writes the indexes that save time at the next opening and frees the lock. The second time does
-        nothing.
-        """
+        """Writes the indexes that save time at the next opening and frees the lock. The second time does nothing."""
         if os.getpid() != self._pid or self._closed:
             return
         try:
