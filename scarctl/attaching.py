@@ -37,6 +37,7 @@ def attach(
     extras: Mapping[str, Any] | None = None,
     rank_extras: Mapping[str, Any] | None = None,
     replicated: Sequence[str] = (),
+    ranks: bool | None = None,
     auto: bool = True,
     flush_on_signal: bool | None = None,
     on_error: str | None = None,
@@ -68,6 +69,8 @@ def attach(
     rank_extras: such objects that are each rank's own.
     replicated: patterns of names ("router.*") of parameters that all ranks keep equal by other means than
         DistributedDataParallel or DTensor: each byte of them is saved once. All others count as each rank's own.
+    ranks: save together with all ranks of `torch.distributed`, which all have to attach: by default where there are
+        several. False: this process on its own, such as rank 0 of a data-parallel job.
     auto: hook into the optimizers' steps; otherwise call `session.step()` at the end of every iteration.
     flush_on_signal: on SIGTERM and SIGINT bring the newest step into this host's memory first (see `Session.flush`).
         For that, extras are read and small buffers copied after every step. Only from the main thread.
@@ -116,7 +119,11 @@ def attach(
         replicated=_as_list(replicated),
     )
     auto = auto and adapter.automatic
-    several = world_size() > 1
+    several = world_size() > 1 and ranks is not False
+    if ranks is False and any(group.place is not None for group in adapter.groups()):
+        raise UsageError(
+            "the model is sharded: one rank alone has only a part of it", hint="leave out ranks=False"
+        )
     if not several and not written_by_ranks(settings):
         return Session(adapter, settings, auto=auto)
     team = Team() if several else Solo()
