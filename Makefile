@@ -14,10 +14,11 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types layers unit format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks test lint types layers unit format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
+	@echo "make demo-ranks  four ranks train, one is killed, all go on: FSDP2, and a mixture of experts"
 	@echo "make test     lint, types, layers and unit, in this order"
 	@echo "make format   rewrite the sources the way that lint wants them"
 	@echo "make bench    every benchmark, one after the other"
@@ -29,6 +30,10 @@ help:
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/quickstart/quickstart.py
+
+demo-ranks: $(VENV)/.examples
+	$(BIN)/python examples/lost_rank.py fsdp_transformer --kill
+	$(BIN)/python examples/lost_rank.py moe --kill
 
 test: lint types layers unit
 
