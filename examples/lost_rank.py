@@ -1,4 +1,4 @@
-"""Four ranks train under torchrun, one of them is killed with -9, and all go on: what did that cost?
+"""Several ranks train under torchrun, one of them is killed with -9, and all go on: what did that cost?
 
 python examples/lost_rank.py fsdp_transformer --kill
 python examples/lost_rank.py moe --kill --host      the rank's memory and daemon die with it, as with its host
@@ -27,8 +27,6 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-RANKS = 4
-VICTIM = 2
 INTERVAL = 2
 PARTS = 8
 """A checkpoint writes 1 / PARTS of the state, so every PARTS of them are as many bytes as a full one."""
@@ -61,15 +59,15 @@ class Rank:
 
 
 class Job:
-    """A training of RANKS ranks by torchrun, in a folder of its own."""
+    """A training of several ranks by torchrun, in a folder of its own."""
 
-    def __init__(self, script: Path, folder: Path, steps: int) -> None:
+    def __init__(self, script: Path, folder: Path, steps: int, ranks: int) -> None:
         self.folder = folder
-        self._steps = steps
-        for rank in range(RANKS):
+        self.count, self.victim = ranks, ranks // 2
+        for rank in range(ranks):
             # One rank's memory for each, as if they were on hosts of their own.
             (folder / "arena" / str(rank)).mkdir(parents=True)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         command += ["--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
         command += ["--local-addr", "127.0.0.1", "--redirects", "3", "--log-dir", str(folder / "log")]
         command += [str(script), "--store", str(folder / "store"), "--arena", str(folder / "arena")]
@@ -81,7 +79,7 @@ class Job:
 
     def ranks(self, attempt: int) -> list[Rank]:
         """All ranks of the first start (0), or the second."""
-        return [self._rank(attempt, rank) for rank in range(RANKS)]
+        return [self._rank(attempt, rank) for rank in range(self.count)]
 
     def _rank(self, attempt: int, number: int) -> Rank:
         rank = Rank()
@@ -104,7 +102,7 @@ class Job:
 
     def wait_for(self, step: int) -> Rank:
         """The victim, when it has done so many steps."""
-        while not (rank := self._rank(0, VICTIM)).times.get(step):
+        while not (rank := self._rank(0, self.victim)).times.get(step):
             if self.torchrun.poll() is not None:
                 self.fail("the training ended before a rank could be killed")
             time.sleep(0.005)
@@ -127,7 +125,7 @@ class Job:
             self.torchrun.terminate()
             self.torchrun.wait()
         deadline = time.monotonic() + 10
-        for rank in range(RANKS):
+        for rank in range(self.count):
             # They end by themselves when all is in the store.
             while list(self.folder.glob(f"arena/{rank}/*/daemon.sock")):
                 if time.monotonic() > deadline:
@@ -142,9 +140,9 @@ def main() -> None:
     script, steps, base = HERE / arguments.example / "train.py", arguments.steps, None
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="scarctl-ranks-")))
-        print(f"{RANKS} ranks under torchrun: {script}, {steps} steps.\n", flush=True)
+        print(f"{arguments.ranks} ranks under torchrun: {script}, {steps} steps.\n", flush=True)
         if not arguments.quick:
-            undisturbed = _train(script, folder / "undisturbed", steps, stack)
+            undisturbed = _train(script, folder / "undisturbed", steps, arguments.ranks, stack)
             undisturbed.wait()
             base = undisturbed.ranks(0)
             end = _loss(base, range(steps - LAST + 1, steps + 1))
@@ -153,14 +151,14 @@ def main() -> None:
                 flush=True,
             )
         if arguments.kill:
-            job = _train(script, folder / "killed", steps, stack)
+            job = _train(script, folder / "killed", steps, arguments.ranks, stack)
             killed_at = _kill(job, steps * 5 // 8, host=arguments.host)
             job.wait()
             _report(base, job.ranks(0), job.ranks(1), killed_at)
 
 
-def _train(script: Path, folder: Path, steps: int, stack: ExitStack) -> Job:
-    job = Job(script, folder, steps)
+def _train(script: Path, folder: Path, steps: int, ranks: int, stack: ExitStack) -> Job:
+    job = Job(script, folder, steps, ranks)
     stack.callback(job.stop)
     return job
 
@@ -168,7 +166,7 @@ def _train(script: Path, folder: Path, steps: int, stack: ExitStack) -> Job:
 def _kill(job: Job, after: int, *, host: bool) -> float:
     """Kill the victim in the step after this one; returns when."""
     daemon = 0
-    arena = job.folder / "arena" / str(VICTIM)
+    arena = job.folder / "arena" / str(job.victim)
     if host:
         job.wait_for(1)
         daemon = json.loads(_daemon(arena, "status"))["pid"]
@@ -180,7 +178,8 @@ def _kill(job: Job, after: int, *, host: bool) -> float:
         shutil.rmtree(arena)
         arena.mkdir()
     print(
-        f"\nkill -9 {pid}: rank {VICTIM}{', and its host' if host else ''}, in step {after + 1}", flush=True
+        f"\nkill -9 {pid}: rank {job.victim}{', and its host' if host else ''}, in step {after + 1}",
+        flush=True,
     )
     return at
 
@@ -194,16 +193,21 @@ def _daemon(arena: Path, action: str) -> str:
 def _report(base: list[Rank] | None, before: list[Rank], after: list[Rank], killed_at: float) -> None:
     ranks, step = after[0].resumed["ranks"], after[0].resumed["step"]
     if ranks is None:
-        sys.exit(f"nothing of rank {VICTIM} had come into the store: all have begun again with step 1")
+        sys.exit(
+            f"nothing of rank {len(after) // 2} had come into the store: all have begun again with step 1"
+        )
     lost = ", ".join(map(str, ranks["lost"]))
     print(f"lost {len(ranks['lost'])} of {ranks['world']} ranks ({lost}); all go on after step {step}\n")
     _print_origins(after, step, ranks["lost"])
-    _print_work(before)
+    _print_work(before, ranks["lost"])
     _print_losses(base, before, after, step)
     every = INTERVAL * PARTS
     back = step - max(1, step // every * every)
     print("going back instead, to the last state that is whole and of one step")
-    print(f"  {ranks['rollback_steps']:>2} steps  to the first step: this training asks for no later one")
+    if ranks["rollback_steps"] is None:
+        print(f"  {step:>2} steps  to the start: not even the first one has come into the store yet")
+    else:
+        print(f"  {ranks['rollback_steps']:>2} steps  to the first: this training asks for no later one")
     print(f"  {back:>2} steps  with full checkpoints every {every} steps, as many bytes as these")
     print(f"  {every // 2:>2} steps  the same, on average\n")
     ready, there = max(rank.ready for rank in after), max(rank.resumed_at for rank in after)
@@ -229,12 +233,12 @@ def _print_origins(after: list[Rank], step: int, lost: list[int]) -> None:
     print("(partitions; the newest copy that there is of each)\n")
 
 
-def _print_work(before: list[Rank]) -> None:
+def _print_work(before: list[Rank], lost: list[int]) -> None:
     work = {int(expert): count for rank in before for expert, count in rank.work.items()}
     if work:
-        total, per = sum(work.values()), len(work) // RANKS
+        total = sum(work.values())
         shares = ", ".join(f"{number}: {count / total:.0%}" for number, count in sorted(work.items()))
-        its = sum(work[number] for number in range(VICTIM * per, (VICTIM + 1) * per)) / total
+        its = sum(sum(before[rank].work.values()) for rank in lost) / total
         print(f"experts' shares of the work before: {shares}; those of the lost rank did {its:.0%}\n")
 
 
@@ -272,8 +276,11 @@ def _parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("example", choices=["fsdp_transformer", "moe"])
-    parser.add_argument("--kill", action="store_true", help=f"kill rank {VICTIM} after 5/8 of the steps")
+    parser.add_argument(
+        "--kill", action="store_true", help="kill the rank in the middle after 5/8 of the steps"
+    )
     parser.add_argument("--host", action="store_true", help="and its daemon and memory with it")
+    parser.add_argument("--ranks", type=int, default=4, choices=[2, 4, 8])
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument(
         "--quick", action="store_true", help="not undisturbed: nothing to compare losses with"
