@@ -64,6 +64,12 @@ class Selector(Protocol):
     Of a regular checkpoint other ranks may wait for word: it is expected, and settled when it has ended.
     """
 
+    wish: int
+    """What this process wants all others to know."""
+
+    def agreed(self) -> int:
+        """What some process wanted them all to know, a while ago; to be asked before each `expect`."""
+
     def expect(self, step: int, budget: int) -> None:
         """A regular checkpoint of `step` is due; budget: bytes."""
 
@@ -96,6 +102,11 @@ class Selector(Protocol):
 
 class _OneSession:
     """Nobody else to ask."""
+
+    wish = 0
+
+    def agreed(self) -> int:
+        return 0
 
     def expect(self, step: int, budget: int) -> None: ...
 

@@ -26,6 +26,7 @@ from scarctl.recovery import take_rows
 from scarctl.statefile import StateFile
 from scarctl.store import Collector, ShardState, Store, StoreWriter, create_snapshot, sealed_sets
 from scarctl.store.snapshot import check_new_snapshot, check_snapshot_name
+from scarctl.store.topology import refuse_ranks
 from scarctl.version import MAX_STEP, pack, step_of
 
 if TYPE_CHECKING:
@@ -186,6 +187,7 @@ def _open(state: StateFile, settings: CheckpointSettings, *, dry_run: bool) -> t
             storage_options=settings.storage_options,
             assume_single_writer=settings.assume_single_writer,
         )
+    refuse_ranks(store)
     fixed = store.settings
     for name in ("shards", "partition_bytes"):
         given, own = getattr(settings, name), getattr(fixed, name)

@@ -20,7 +20,7 @@ from scarctl.layout import Layout
 from scarctl.recovery import take_rows
 from scarctl.store import ShardState, Snapshot, Store, sealed_sets
 from scarctl.store.fetch import Batch
-from scarctl.store.topology import read_topology, sealed_by_all, topology_epochs
+from scarctl.store.topology import Topology, read_topology, sealed_by_all, topology_epochs
 from scarctl.version import NEVER, step_of
 
 Ids: TypeAlias = NDArray[np.int64]
@@ -36,6 +36,10 @@ class Parts:
     states: Mapping[int, ShardState]
     """By shard; by rank, in their order, where ranks saved them."""
     of_ranks: bool
+    topology: Topology | None = None
+    """Of these ranks; None where one process saved all of it."""
+    passed_over: tuple[int, ...] = ()
+    """Epochs of newer topologies, of other shards, which have no complete state."""
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -111,19 +115,35 @@ def find_parts(
     excluded, seen, ranked = set(but), set[tuple[int, ...]](), set[int]()
     epochs = topology_epochs(store)
     if snapshot is not None:
-        return Parts(store, store.states(snapshot.seqs, at=snapshot.seqs), bool(epochs))
+        states = store.states(snapshot.seqs, at=snapshot.seqs)
+        topology = topology_of(store, snapshot.seqs, epochs)
+        return Parts(store, states, topology is not None, topology)
+    passed_over: list[int] = []
     for epoch in reversed(epochs):
-        shards = read_topology(store, epoch).shards
+        topology = read_topology(store, epoch)
+        shards = topology.shards
         ranked |= set(shards)
         if shards in seen or excluded & set(shards):
             continue
         seen.add(shards)
         found = _whole(store, shards, epochs, sealed=sealed)
         if found is not None:
-            return found
+            return replace(found, topology=topology, passed_over=tuple(passed_over))
+        passed_over.append(epoch)
     # From before there were ranks.
     others = [shard for shard in store.shards() if shard not in ranked | excluded]
-    return _whole(store, others, [], sealed=sealed) if others else None
+    found = _whole(store, others, [], sealed=sealed) if others else None
+    return None if found is None else replace(found, passed_over=tuple(passed_over))
+
+
+def topology_of(store: Store, shards: Iterable[int], epochs: Iterable[int] | None = None) -> Topology | None:
+    """The newest topology that has all these shards; None when they are those of one process alone."""
+    wanted = set(shards)
+    for epoch in sorted(topology_epochs(store) if epochs is None else epochs, reverse=True):
+        topology = read_topology(store, epoch)
+        if wanted <= set(topology.shards):
+            return topology
+    return None
 
 
 def check_fits(parts: Parts, groups: Iterable[Group], names: Iterable[str], optimizer: str) -> None:
@@ -165,7 +185,7 @@ def with_slots(parts: Parts, group: Group) -> tuple[TensorSpec, ...]:
 def _whole(store: Store, shards: Iterable[int], epochs: list[int], *, sealed: bool) -> Parts | None:
     states = store.states(shards)
     complete = all(state.layout is not None and (state.version != NEVER).all() for state in states.values())
-    if not complete or not any(len(state.ids) for state in states.values()):
+    if not complete or not any(len(state.ids) for state in states.values()) or _retired(states, bool(epochs)):
         return None
     if sealed:
         sets = sealed_by_all(states, epochs) if epochs else sealed_sets(states.values())
@@ -177,6 +197,16 @@ def _whole(store: Store, shards: Iterable[int], epochs: list[int], *, sealed: bo
             return Parts(store, states, bool(epochs))
         return None
     return Parts(store, states, bool(epochs))
+
+
+def _retired(states: Mapping[int, ShardState], of_ranks: bool) -> bool:
+    """Whether members of some shards were given up: the state is not whole any more."""
+    counts = [
+        (len(state.ids), state.layout.partitions) for state in states.values() if state.layout is not None
+    ]
+    if of_ranks:
+        return any(members != partitions for members, partitions in counts)
+    return sum(members for members, _ in counts) != max((partitions for _, partitions in counts), default=0)
 
 
 # -- names -------------------------------------------------------------------------------------------------------

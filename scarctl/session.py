@@ -16,6 +16,7 @@ import logging
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -28,6 +29,7 @@ from scarctl.checkpoint import Checkpoints, Stats
 from scarctl.claiming import claim_saver
 from scarctl.config import SessionSettings
 from scarctl.daemon.folder import arena_folder, require_room
+from scarctl.daemon.protocol import error_fields
 from scarctl.daemon.saver import Saver
 from scarctl.engine import Engine
 from scarctl.errors import ScarError, Unavailable, UsageError
@@ -39,6 +41,7 @@ from scarctl.naming import take_snapshot
 from scarctl.restore import Resumed, recover_live
 from scarctl.resuming import Resumption
 from scarctl.together import Alone, Together
+from scarctl.wishes import Wish
 from scarctl.worker import Worker
 
 log = logging.getLogger("scarctl")
@@ -78,6 +81,8 @@ class Session:
         self._closed = False
         self._pid = os.getpid()
         self._requested: bool | None = None
+        self._wishes: deque[Wish] = deque()
+        """What others ask for, and all ranks have to do after the same step."""
         self._gate = Gate(stepping=not auto)
         self._moments = Moments(adapter)
         self._moment: Moment | None = None
@@ -308,8 +313,9 @@ class Session:
     def _due(self, engine: Engine) -> _Due | None:
         """The checkpoint that is due now. One that somebody asked for waits while nothing could be taken."""
         regular = engine.due(self.head_step)
+        self._fulfil(engine, regular=regular)
         whole = self.settings.policy == "full"
-        if regular and not whole:
+        if regular:
             engine.selector.expect(self.head_step, engine.budget_now)
         # A part of what is all on its way would be nothing: whoever asked waits until there is something to take.
         if self._requested or (self._requested is not None and not engine.arena.pending().all()):
@@ -388,9 +394,32 @@ class Session:
 
     # -- start and end ------------------------------------------------------------------------------------------
 
-    def _ask(self, full: bool) -> None:
-        """Somebody wants a checkpoint after the next step. Called from another thread."""
-        self._requested = full or bool(self._requested)
+    def _ask(self, wish: Wish) -> None:
+        """Somebody wants something after the next step. Called from another thread."""
+        if wish.kind == "recover" or (wish.kind == "full" and self._together.several):
+            self._wishes.append(wish)
+        else:
+            self._requested = wish.kind == "full" or bool(self._requested)
+
+    def _fulfil(self, engine: Engine, *, regular: bool) -> None:
+        """Do what somebody asked for. What fails is theirs to know, and ends no training."""
+        try:
+            wish = self._together.grant(self._wishes, engine.selector, regular=regular)
+        except ScarError as error:
+            self._fault(error)
+            return
+        if wish is None:
+            return
+        if wish.kind == "full":
+            self._requested = True
+            return
+        try:
+            report = self.recover(wish.lost).to_json()
+            answer: dict[str, Any] = {"step": self.head_step, "report": report}
+        except ScarError as error:
+            log.error("what was asked for cannot be recovered: %s", error)
+            answer = {"error": error_fields(error)}
+        engine.saver.answer(wish.number, answer)
 
     def _open(self, layout: Layout, *, stopped: bool = False) -> Engine:
         """Open the arena, and start saving, unless that is done already: by a resume that failed."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -19,6 +20,7 @@ from scarctl.layout import Layout
 from scarctl.recovery import Lost, lost_ids
 from scarctl.store import Store
 from scarctl.version import step_of
+from scarctl.wishes import Wish
 
 T = TypeVar("T")
 
@@ -93,6 +95,10 @@ class Together(Protocol):
         """Whether it is so in all processes."""
 
     @property
+    def several(self) -> bool:
+        """Whether there are others."""
+
+    @property
     def moved(self) -> bool:
         """Whether the state was saved in other parts than those that these processes have."""
 
@@ -104,6 +110,9 @@ class Together(Protocol):
 
     def spread(self) -> None:
         """The live values of this process are restored: give them to the others that hold them as well."""
+
+    def grant(self, wishes: deque[Wish], selector: Selector, *, regular: bool) -> Wish | None:
+        """The wish that all processes fulfil now, after the same step. regular: a regular checkpoint is due."""
 
     def rescue(self, store: Store, step: int, extras: Callable[[], Any]) -> None:
         """Something has gone wrong, and this process has saved its state of `step`: do what can be done for others.
@@ -118,7 +127,7 @@ class Together(Protocol):
 class Alone:
     """A process that trains on its own."""
 
-    moved = False
+    moved = several = False
     leads = True
 
     def agree_all(self, here: bool) -> bool:
@@ -158,6 +167,10 @@ class Alone:
 
     def spread(self) -> None:
         """See `Together`."""
+
+    def grant(self, wishes: deque[Wish], selector: Selector, *, regular: bool) -> Wish | None:
+        """See `Together`."""
+        return wishes.popleft() if wishes else None
 
     def rescue(self, store: Store, step: int, extras: Callable[[], Any]) -> None:
         """See `Together`."""

@@ -191,10 +191,13 @@ def _live(
     if made.exact and snapshot is not None:
         done["snapshot"] = snapshot
     exact = "; the whole state is of this step" if done["exact"] else ""
+    who = f"process {done['pid']}"
+    if "ranks" in done:
+        who = f"{len(done['ranks'])} of {done['world']} ranks"
     emit(
         {**done, "live": True, "full": full},
         as_json=as_json,
-        text=f"step {done['step']}: process {done['pid']} saved {done['saved_partitions']} of "
+        text=f"step {done['step']}: {who} saved {done['saved_partitions']} of "
         f"{done['total_partitions']} partitions, {human_bytes(done['saved_bytes'])}, to {shown_url(url)}{exact}",
     )
     if full and not done["exact"]:

@@ -9,16 +9,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.daemon.client import ask
+from scarctl.daemon.client import ask, question
 from scarctl.daemon.folder import host_folder
-from scarctl.daemon.peek import peek
+from scarctl.daemon.peek import ArenaView, peek
 from scarctl.errors import Unavailable, UsageError
 from scarctl.layout import Layout
-from scarctl.store import Store, create_snapshot, sealed_sets
+from scarctl.store import Store, Topology, complete_sets, create_snapshot, newest_topology
 from scarctl.version import NEVER, epoch_of, pack, step_of
+from scarctl.wishes import Wish
 
 _POLL = 0.05
 _ATTEMPTS = 3
+_ANSWER_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +49,119 @@ class LiveCheckpoint:
         }
 
 
-def checkpoint_live(store: Store, *, full: bool, wait: float, arena_dir: str | None) -> LiveCheckpoint:
-    """Ask the session that saves to `store` on this host for a checkpoint, and wait until it is durable.
+@dataclass(frozen=True, slots=True)
+class LiveRanks:
+    """What several ranks have made durable after they were asked."""
+
+    world: int
+    ranks: dict[int, LiveCheckpoint]
+    """Those that have a session on this host, by rank."""
+
+    @property
+    def step(self) -> int:
+        """The oldest of their steps: they are asked at one moment, and may be a step apart."""
+        return min(step_of(made.version) for made in self.ranks.values())
+
+    @property
+    def exact(self) -> bool:
+        """The whole state in the store, of all ranks, is of one step."""
+        steps = {step_of(made.version) for made in self.ranks.values()}
+        return len(self.ranks) == self.world and len(steps) == 1 and all(m.exact for m in self.ranks.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The same fields as for one process, over all ranks, and each of them."""
+        lines = {rank: made.to_json() for rank, made in self.ranks.items()}
+        names = ("total_partitions", "saved_partitions", "total_bytes", "saved_bytes")
+        return {
+            "step": self.step,
+            **{name: sum(line[name] for line in lines.values()) for name in names},
+            "durable": True,
+            "exact": self.exact,
+            "pid": next(iter(self.ranks.values())).pid,
+            "world": self.world,
+            "ranks": [{"rank": rank, **line} for rank, line in lines.items()],
+        }
+
+
+def checkpoint_live(
+    store: Store, *, full: bool, wait: float, arena_dir: str | None, every: bool = False
+) -> LiveCheckpoint | LiveRanks:
+    """Ask the session that saves to `store` on this host for a checkpoint, and wait until it is durable; where several
+    ranks save to it, those that are on this host.
 
     full: of the whole state. Where values are not finite it cannot be: then what is returned is not exact.
+    every: of all ranks, or none.
 
     Raises UsageError (`kind` "no-session"); Unavailable when nothing new is durable after `wait` seconds.
     """
+    topology = newest_topology(store)
+    deadline = time.monotonic() + wait
+    if topology is None:
+        pid, asked_at = _ask(store, full=full, arena_dir=arena_dir)
+        return _wait(store, pid, asked_at, full=full, wait=wait, deadline=deadline, arena_dir=arena_dir)
+    for left in reversed(range(_ATTEMPTS)):
+        if every:
+            _require_all(store, topology, arena_dir)
+        made = _ask_ranks(store, topology, full=full, wait=wait, deadline=deadline, arena_dir=arena_dir)
+        apart = len({step_of(made_by.version) for made_by in made.ranks.values()}) > 1
+        # Some heard of it a step later than others: ask all again.
+        if not (full and apart and left and all(made_by.exact for made_by in made.ranks.values())):
+            return made
+    raise AssertionError("unreachable")
+
+
+def _require_all(store: Store, topology: Topology, arena_dir: str | None) -> None:
+    """Raise UsageError unless all ranks have a session on this host."""
+    answer = question(host_folder(arena_dir), "status", patience=_ANSWER_SECONDS) or {"runs": []}
+    here = {run["id"] for run in answer["runs"] if run["phase"] == "attached"}
+    missing = [
+        str(rank) for rank, shard in enumerate(topology.shards) if store.of_shard(shard).run_id not in here
+    ]
+    if missing:
+        raise UsageError(
+            f"no running session of rank {', '.join(missing)} saves through this host's daemon",
+            hint="let the job itself take the snapshot: session.snapshot(name)",
+            kind="no-session",
+        )
+
+
+def _ask_ranks(
+    store: Store, topology: Topology, *, full: bool, wait: float, deadline: float, arena_dir: str | None
+) -> LiveRanks:
+    asked: dict[int, tuple[Store, int, int]] = {}
+    for rank, shard in enumerate(topology.shards):
+        view = store.of_shard(shard)
+        if full and asked:
+            # One hears of it, and tells the others: all save after the same step.
+            there = peek(arena_dir, view.run_id)
+            if there is not None and there.alive:
+                asked[rank] = (view, there.pid, _newest(there))
+            continue
+        try:
+            asked[rank] = (view, *_ask(view, full=full, arena_dir=arena_dir))
+        except UsageError as error:
+            if error.kind != "no-session" or (not asked and rank + 1 == topology.world):
+                raise
+    made: dict[int, LiveCheckpoint] = {}
+    problem: Unavailable | None = None
+    for rank, (view, pid, asked_at) in asked.items():
+        try:
+            made[rank] = _wait(
+                view, pid, asked_at, full=full, wait=wait, deadline=deadline, arena_dir=arena_dir
+            )
+        except Unavailable as error:
+            problem = error  # perhaps nothing of what it owns has changed
+    if problem is not None and (full or not made):
+        raise problem
+    return LiveRanks(topology.world, made)
+
+
+def _ask(store: Store, *, full: bool, arena_dir: str | None) -> tuple[int, int]:
+    """Ask a session; returns its process, and the version of what was under way before."""
+    wish = Wish("full" if full else "partial")
     before = peek(arena_dir, store.run_id)
     try:
-        pid = int(ask(host_folder(arena_dir), "ask", store=store.run_id, full=full)["pid"])
+        pid = int(ask(host_folder(arena_dir), "ask", store=store.run_id, wish=wish.to_json())["pid"])
     except Unavailable as error:
         if error.kind != "no-daemon":
             raise
@@ -66,9 +171,19 @@ def checkpoint_live(store: Store, *, full: bool, wait: float, arena_dir: str | N
             kind="no-session",
         ) from None
     # The session saves after its next step: what is of an earlier one was under way before.
-    newest = int(before.version.max(initial=NEVER)) if before is not None else NEVER
-    asked_at = pack(epoch_of(newest), before.head_step) if before is not None and newest >= 0 else NEVER
-    deadline = time.monotonic() + wait
+    return pid, NEVER if before is None else _newest(before)
+
+
+def _newest(view: ArenaView) -> int:
+    """What a session saves from now on is newer."""
+    newest = int(view.version.max(initial=NEVER))
+    return pack(epoch_of(newest), view.head_step) if newest >= 0 else NEVER
+
+
+def _wait(
+    store: Store, pid: int, asked_at: int, *, full: bool, wait: float, deadline: float, arena_dir: str | None
+) -> LiveCheckpoint:
+    """Wait until something newer than version `asked_at` is durable."""
     while True:
         started = time.monotonic()
         found = _look(store, arena_dir, asked_at, pid)
@@ -86,7 +201,9 @@ def checkpoint_live(store: Store, *, full: bool, wait: float, arena_dir: str | N
     )
 
 
-def snapshot_live(store: Store, name: str, *, wait: float, arena_dir: str | None) -> LiveCheckpoint:
+def snapshot_live(
+    store: Store, name: str, *, wait: float, arena_dir: str | None
+) -> LiveCheckpoint | LiveRanks:
     """Have the session seal the whole state, and make that snapshot `name`. What is returned is not exact where values
     are not finite: then there is no snapshot.
 
@@ -94,7 +211,7 @@ def snapshot_live(store: Store, name: str, *, wait: float, arena_dir: str | None
     `checkpoint_live` and `create_snapshot` raise.
     """
     for left in reversed(range(_ATTEMPTS)):
-        made = checkpoint_live(store, full=True, wait=wait, arena_dir=arena_dir)
+        made = checkpoint_live(store, full=True, wait=wait, arena_dir=arena_dir, every=True)
         try:
             if made.exact:
                 _name(store, made, name)
@@ -105,14 +222,17 @@ def snapshot_live(store: Store, name: str, *, wait: float, arena_dir: str | None
     raise AssertionError("unreachable")
 
 
-def _name(store: Store, made: LiveCheckpoint, name: str) -> None:
-    wanted = epoch_of(made.version), step_of(made.version)
-    for sealed in sealed_sets(store.states(store.shards()).values()):
-        if (sealed.epoch, sealed.step) == wanted:
+def _name(store: Store, made: LiveCheckpoint | LiveRanks, name: str) -> None:
+    if isinstance(made, LiveRanks):
+        step, epoch = made.step, max(epoch_of(one.version) for one in made.ranks.values())
+    else:
+        step, epoch = step_of(made.version), epoch_of(made.version)
+    for sealed in complete_sets(store):
+        if (sealed.epoch, sealed.step) == (epoch, step):
             create_snapshot(store, name, sealed)
             return
     raise Unavailable(
-        f"the state of step {wanted[1]} was collected before it became snapshot {name!r}",
+        f"the state of step {step} was collected before it became snapshot {name!r}",
         hint="ask again",
         kind="snapshot-late",
     )

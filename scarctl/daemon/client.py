@@ -147,8 +147,10 @@ def hold(folder: Path, seconds: int) -> int:
     return insist(attempt)
 
 
-def go_on(folder: Path, store: str, options: Mapping[str, Any]) -> None:
+def go_on(folder: Path, store: str, options: Mapping[str, Any], part: tuple[int, int] | None = None) -> None:
     """Have a daemon, started if need be, save what a dead training process left in its arena. Does not wait for that.
+
+    part: shard and least epoch, where it was one rank of several.
 
     Raises Contention when a process saves to the store, NoStore, AccessDenied, Unavailable.
     """
@@ -156,7 +158,8 @@ def go_on(folder: Path, store: str, options: Mapping[str, Any]) -> None:
     def attempt() -> None:
         with contextlib.closing(connect(folder)) as connection:
             # And with the connection ends what to the daemon is a training process.
-            request(connection, "claim", store=store, options=dict(options))
+            named = None if part is None else {"shard": part[0], "epoch": part[1]}
+            request(connection, "claim", store=store, options=dict(options), part=named)
 
     insist(attempt)
 

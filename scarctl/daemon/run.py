@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from scarctl.daemon.persister import adopt_orphans
 from scarctl.daemon.runner import PersisterStats
 from scarctl.daemon.saver import LocalSaver
 from scarctl.errors import Corruption, ScarError, UsageError
-from scarctl.store import Store
+from scarctl.store import Store, newest_topology
 from scarctl.version import NEVER, step_of
+from scarctl.wishes import Wish
 
 log = logging.getLogger("scarctl")
 
 MAX_SHARDS_SHOWN = 1024
+_ANSWERS = 16
 
 
 class Run:
@@ -43,11 +46,15 @@ class Run:
         """The connection of the training process."""
         self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         """What the training process is to be told."""
+        self.answers: dict[int, dict[str, Any]] = {}
+        """What the training process has said to the newest wishes, by their number."""
+        self._wishes = 0
         self._folder = folder
         self._saver = LocalSaver(store)
         self._arena: Arena | None = None
         self._lock = threading.Lock()
         self._released = self._adopted = self._looked = self._put_off = False
+        self._rank: int | None = None
 
     def open(self, *, again: bool, stopped: bool) -> int:
         """Map the arena and start saving; returns the epoch. Flags as for `LocalSaver.open`.
@@ -64,7 +71,20 @@ class Run:
                 )
             self._saver.open(arena, again=again, stopped=stopped)
             self._arena = arena
+            self._rank = _rank_in(self.store)
             return arena.epoch
+
+    def ask(self, wish: Wish) -> int:
+        """Pass a wish on to the training process; returns its number."""
+        self._wishes += 1
+        self.events.put({"wish": replace(wish, number=self._wishes).to_json()})
+        return self._wishes
+
+    def answer(self, number: int, answer: dict[str, Any]) -> None:
+        """Keep what the training process says to a wish."""
+        self.answers[number] = answer
+        for old in sorted(self.answers)[:-_ANSWERS]:
+            del self.answers[old]
 
     def notify(self) -> None:
         """Something was handed over."""
@@ -169,7 +189,14 @@ class Run:
 
     def status(self, phase: Phase) -> dict[str, Any]:
         """Figures for `scarctl daemon status`. Steps are -1 where nothing is durable yet."""
-        known = {"store": self.store.url, "id": self.id, "pid": self.pid, "phase": phase.value}
+        known: dict[str, Any] = {
+            "store": self.store.url,
+            "id": self.id,
+            "pid": self.pid,
+            "phase": phase.value,
+        }
+        if self.store.part is not None:
+            known |= {"shard": self.store.part.shard, "rank": self._rank}
         arena = self._arena
         if arena is None:
             return {**known, "open": False, "peers": []}
@@ -214,3 +241,16 @@ class Run:
                 zip(step_of(newest).tolist(), step_of(oldest).tolist(), strict=True)
             )
         ]
+
+
+def _rank_in(store: Store) -> int | None:
+    """The rank that saves to this part of a store, for people; None where that is not known."""
+    if store.part is None:
+        return None
+    try:
+        topology = newest_topology(store)
+    except ScarError as error:
+        log.warning("%s: %s", store.url, error)
+        return None
+    known = topology is not None and store.part.shard in topology.shards
+    return topology.shards.index(store.part.shard) if topology is not None and known else None

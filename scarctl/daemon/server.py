@@ -39,6 +39,7 @@ from scarctl.daemon.stale import DAY, reap
 from scarctl.errors import Contention, ScarError, UsageError
 from scarctl.store import Store
 from scarctl.store.format import shard_of_folder
+from scarctl.wishes import Wish
 
 log = logging.getLogger("scarctl")
 
@@ -351,14 +352,30 @@ class Daemon:
             raise UsageError("there is no such run", kind="not-claimed")
 
     def ask(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """Somebody wants a running session to save now."""
-        store, full = protocol.text(message, "store"), message.get("full") is True
+        """Somebody wants something of a running session."""
+        wish = Wish.from_json(message.get("wish"))
         with self._changed:
-            run = self._runs.get(store)
-            if run is None or self._life.runs[store] is not Phase.ATTACHED:
-                raise UsageError("no running session saves to this store on this host", kind="no-session")
-            run.events.put({"checkpoint": "full" if full else "partial"})
-            return {"pid": run.pid}
+            run = self._attached(message)
+            return {"pid": run.pid, "number": run.ask(wish)}
+
+    def answer(self, peer: _Peer, message: dict[str, Any]) -> None:
+        """The session has fulfilled a wish, or cannot."""
+        answer = message.get("answer")
+        if not isinstance(answer, dict):
+            raise UsageError("an answer is an object")
+        self._run(peer).answer(protocol.number(message, "number"), answer)
+
+    def answered(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
+        """Whether a session has said something to a wish."""
+        with self._changed:
+            return {"answer": self._attached(message).answers.get(protocol.number(message, "number"))}
+
+    def _attached(self, message: dict[str, Any]) -> Run:
+        name = protocol.text(message, "store")
+        run = self._runs.get(name)
+        if run is None or self._life.runs[name] is not Phase.ATTACHED:
+            raise UsageError("no running session saves to this store on this host", kind="no-session")
+        return run
 
     def hold(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """A training process is about to start: stay that many seconds, though there is no run yet."""
@@ -430,6 +447,8 @@ _OPERATIONS: dict[str, _Operation] = {
     "leave": Daemon.leave,
     "watch": Daemon.watch,
     "ask": Daemon.ask,
+    "answer": Daemon.answer,
+    "answered": Daemon.answered,
     "hold": Daemon.hold,
     "status": Daemon.status,
     "stop": Daemon.stop,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import platform
+from collections import deque
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -44,6 +45,7 @@ from scarctl.store import (
 )
 from scarctl.store.format import canonical
 from scarctl.together import Found, GoOn
+from scarctl.wishes import Wish
 
 T = TypeVar("T")
 log = logging.getLogger("scarctl")
@@ -178,6 +180,11 @@ class Crew:
         return self.team.agree(call)
 
     @property
+    def several(self) -> bool:
+        """See `Together`."""
+        return self.team.world > 1
+
+    @property
     def leads(self) -> bool:
         """See `Together`."""
         return self.team.rank == 0
@@ -277,6 +284,17 @@ class Crew:
         """See `Together`."""
         if self.division.copies:
             spread(self.division, self.team.rank, self._whole.groups(), broadcast_over(self.team.group))
+
+    def grant(self, wishes: deque[Wish], selector: Selector, *, regular: bool) -> Wish | None:
+        """See `Together`. Ranks hear of a wish with the rounds of their regular checkpoints."""
+        selector.wish = self.team.rank + 1 if wishes else 0
+        agreed = selector.agreed() if regular else 0
+        if not agreed:
+            return None
+        # The same wish may have been told more than once.
+        mine = wishes.popleft().to_json() if wishes and self.team.rank == agreed - 1 else None
+        wish = self.team.from_rank(agreed - 1, mine)
+        return None if wish is None else Wish.from_json(wish)
 
     def rescue(self, store: Store, step: int, extras: Callable[[], Any]) -> None:
         """See `Together`."""

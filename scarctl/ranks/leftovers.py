@@ -40,7 +40,7 @@ def _save(store: Store, settings: SessionSettings) -> None:
 
 def _save_one(view: Store, settings: SessionSettings) -> None:
     folder = arena_folder(settings.arena_dir, view.run_id)
-    saver = claim_saver(view, settings, lambda full: None)
+    saver = claim_saver(view, settings, lambda wish: None)
     try:
         arena = Arena.open_existing(folder, run_id=view.run_id)
         if arena is None:

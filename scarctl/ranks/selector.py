@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.policy import Selection, select
-from scarctl.ranks.exchange import Exchange
+from scarctl.ranks.exchange import Exchange, Round
 from scarctl.ranks.selection import Books, Offer, Turn, no_offer, pick, pick_alone
 
 Ids = NDArray[np.int64]
 
+LAG = 2
+"""Rounds between a wish and what comes of it."""
 PATIENCE = 0.05
 """Seconds that a training thread may wait for other ranks at a checkpoint."""
 
@@ -25,6 +29,9 @@ class GlobalSelector:
 
     def __init__(self, exchange: Exchange, shard: int, *, patience: float = PATIENCE) -> None:
         """shard: of this rank, which no other rank has. patience: seconds, see `Exchange.wait`."""
+        self.wish = 0
+        """What this rank wants all to know; the largest wins. See `agreed`."""
+        self._rounds: deque[Round] = deque()
         self.late = 0
         """Rounds that this rank did not wait for."""
         self._exchange = exchange
@@ -52,7 +59,14 @@ class GlobalSelector:
         expected, self._expected = self._expected, None
         if expected is not None:
             step, budget = expected
-            self._exchange.join(step, self._turn(no_offer(), budget))
+            self._join(step, self._turn(no_offer(), budget))
+
+    def agreed(self) -> int:
+        """The largest wish that ranks had `LAG` rounds ago. To be asked once before each `expect`, on all ranks.
+
+        So long ago, because by then every rank knows: nobody waits, unless a rank is that far behind.
+        """
+        return self._exchange.result(self._rounds.popleft()) if len(self._rounds) >= LAG else 0
 
     def close(self) -> None:
         """Leave. Never hangs; see `Exchange.close`."""
@@ -109,10 +123,15 @@ class GlobalSelector:
             ids, left = self._with_others(offer, expected[0], budget)
         return Selection(ids, int(nbytes[ids].sum()), left, cursor, offer.nonfinite)
 
+    def _join(self, step: int, turn: Turn) -> Round:
+        joined = self._exchange.join(step, turn, self.wish)
+        self._rounds.append(joined)
+        return joined
+
     def _with_others(self, offer: Offer, step: int, budget: int) -> tuple[Ids, int]:
         """Picks, and the credit that they leave."""
         books, turn = self._books, self._turn(offer, budget)
-        joined = self._exchange.join(step, turn)
+        joined = self._join(step, turn)
         if self._exchange.wait(joined, self._patience):
             ids = pick(offer, turn.threshold)
             self._spent = int(offer.nbytes[ids].sum())

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from scarctl.errors import Contention
+from scarctl.errors import Contention, Corruption, UsageError
 from scarctl.store.format import (
     FORMAT,
     MAX_SHARD,
@@ -32,6 +32,11 @@ from scarctl.version import MAX_EPOCH
 if TYPE_CHECKING:
     from scarctl.store.state import ShardState
     from scarctl.store.store import Store
+
+_HEAL = (
+    "data are not affected; put the file back from a copy. If the job had the same ranks at its start before that one, "
+    "this file may be deleted: the topology before it names the same shards"
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,19 @@ def read_topology(store: Store, epoch: int) -> Topology:
         return Topology.parse(store.blobs.read(path, MAX_TOPOLOGY), what, epoch=epoch)
     except FileNotFoundError:
         raise corrupt(what, "this topology is missing") from None
+    except Corruption as error:
+        raise Corruption(error.message, hint=_HEAL) from error
+
+
+def refuse_ranks(store: Store) -> None:
+    """Raises UsageError (kind "store-of-ranks") when several ranks save to the store, each to its own shard."""
+    newest = newest_topology(store) if store.part is None else None
+    if newest is not None:
+        raise UsageError(
+            f"{store.where}: this store is written by {newest.world} ranks",
+            hint="one process cannot save to it: start the job with its ranks, or use another store",
+            kind="store-of-ranks",
+        )
 
 
 def newest_topology(store: Store) -> Topology | None:

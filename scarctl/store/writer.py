@@ -25,6 +25,7 @@ from scarctl.store.segment import Pieces, SegmentRef, Source, Tail, ascending, w
 from scarctl.store.snapshot import is_kept
 from scarctl.store.spans import Ids
 from scarctl.store.state import ShardState, dump_index
+from scarctl.store.topology import refuse_ranks
 from scarctl.version import MAX_EPOCH, MAX_STEP
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ class StoreWriter:
 
     `states` is kept up to date with every commit: treat its arrays as read-only. Not for several threads at
     once. In a forked child it refuses to work. Raises Contention if another live process writes;
-    LayoutMismatch if the store holds another layout; UsageError, Corruption, AccessDenied, Unavailable.
+    LayoutMismatch if the store holds another layout; UsageError (also for a store of several ranks, unless it is
+    the view of one of them), Corruption, AccessDenied, Unavailable.
     """
 
     epoch: int
@@ -78,6 +80,8 @@ class StoreWriter:
         self.layout = layout
         self._blobs = store.blobs
         self._members = members_by_shard(shard_of)
+        if store.part is not None:  # also a rank that owns nothing has a log
+            self._members.setdefault(store.part.shard, np.empty(0, np.int64))
         self._pid = os.getpid()
         self._dead: ScarError | None = None  # why nothing can be committed any more
         self._publisher = Publisher(store, self._advance, lambda shard: self.states[shard].boundary)
@@ -87,6 +91,7 @@ class StoreWriter:
         self.states = {}
         self._lock = store.take_lock()
         try:
+            refuse_ranks(store)
             current = store.current_layout()
             if current is not None and current != layout:
                 raise store.mismatch(current, layout)

@@ -138,20 +138,20 @@ class Targets(StoreTargets):
         self.daemon = Daemon(base)
         self.near, self.far = socket.socketpair()
         self.messages = [
-            {"v": 1, "op": "status"},
+            {"v": 2, "op": "status"},
             {
-                "v": 1,
+                "v": 2,
                 "op": "claim",
                 "store": str(self.folder / "nowhere"),
                 "options": {"key": "a", "b": {"c": 1}},
             },
-            {"v": 1, "op": "open", "again": True, "stopped": False},
-            {"v": 1, "op": "drain", "milliseconds": 0},
-            {"v": 1, "op": "roll_back", "seqs": {"0": 3, "1": 4}},
-            {"v": 1, "op": "watch", "run": "0" * 32},
-            {"v": 1, "op": "ask", "store": "0" * 32, "full": True},
-            {"v": 1, "op": "hold", "seconds": 1},
-            *({"v": 1, "op": op} for op in ("pause", "resume", "close", "leave", "notify")),
+            {"v": 2, "op": "open", "again": True, "stopped": False},
+            {"v": 2, "op": "drain", "milliseconds": 0},
+            {"v": 2, "op": "roll_back", "seqs": {"0": 3, "1": 4}},
+            {"v": 2, "op": "watch", "run": "0" * 32},
+            {"v": 2, "op": "ask", "store": "0" * 32, "wish": {"kind": "recover", "lost": ["x"]}},
+            {"v": 2, "op": "hold", "seconds": 1},
+            *({"v": 2, "op": op} for op in ("pause", "resume", "close", "leave", "notify")),
         ]
 
     def message(self, rng: random.Random) -> None:

@@ -41,10 +41,13 @@ class Trainer:
 
     def __init__(self, store: Path, base: Path, *, shards: int = 3, layout: Layout | None = None) -> None:
         self.store = Store.create(str(store), shards=shards)
-        self.requests: list[bool] = []
+        self.requests: list[str] = []
         place = arena_folder(str(base), self.store.id)
         self.folder = place.parent
-        self.saver = DaemonSaver(str(self.store.root), self.store.id, self.folder, self.requests.append)
+        requests = self.requests  # nothing that holds on to this object, or its arena would stay
+        self.saver = DaemonSaver(
+            str(self.store.root), self.store.id, self.folder, lambda wish: requests.append(wish.kind)
+        )
         self.layout = layout or small_layout()
         self.everything = np.arange(self.layout.partitions)
         try:
