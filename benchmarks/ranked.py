@@ -37,6 +37,8 @@ def torchrun(script: str, options: Sequence[str], ranks: int, restarts: int = 0)
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
+    # An installed package has its byte code; a checkout has it after the first start.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if subprocess.run(command, env=environment, check=False).returncode:
         sys.exit("the ranks failed")
 
