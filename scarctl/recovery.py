@@ -213,8 +213,9 @@ def plan_rollback(
         ids = np.arange(layout.partitions, dtype=np.int64)
         version = _stored(layout, states)
         top = int(version.max(initial=NEVER))
-        # Differing versions mean that a record's segment was damaged and its partitions fell back.
-        if (version != top).any():
+        # Differing versions mean that a record's segment was damaged and its partitions fell back; none at all that
+        # the record has other members.
+        if (version != top).any() or (top == NEVER and len(ids)):
             passed_over = True
             continue
         if before is not None and top >= before:

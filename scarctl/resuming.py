@@ -49,7 +49,7 @@ class Resumption:
         """
         if not self._together.moved:
             layout = self._together.agree(self._store.current_layout)
-            if self._together.agree_all(layout is not None) and layout is not None:
+            if all(self._together.gather(layout is not None)) and layout is not None:
                 resumed = self._in_place(layout, mode, snapshot)
                 if resumed.report is not None:
                     return resumed, False

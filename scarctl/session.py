@@ -415,11 +415,13 @@ class Session:
             return
         try:
             report = self.recover(wish.lost).to_json()
-            answer: dict[str, Any] = {"step": self.head_step, "report": report}
+            counts = self._together.gather([report["restored_partitions"], report["bytes"]])
+            answer: dict[str, Any] = {"step": self.head_step, "report": report, "ranks": counts}
         except ScarError as error:
             log.error("what was asked for cannot be recovered: %s", error)
             answer = {"error": error_fields(error)}
-        engine.saver.answer(wish.number, answer)
+        if wish.number:
+            engine.saver.answer(wish.number, answer)
 
     def _open(self, layout: Layout, *, stopped: bool = False) -> Engine:
         """Open the arena, and start saving, unless that is done already: by a resume that failed."""

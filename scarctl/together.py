@@ -91,8 +91,8 @@ class Together(Protocol):
     def leads(self) -> bool:
         """Whether this process is the one that does what is to be done once."""
 
-    def agree_all(self, here: bool) -> bool:
-        """Whether it is so in all processes."""
+    def gather(self, value: object) -> list[Any]:
+        """Every process's value, a plain one (`scarctl.extras`)."""
 
     @property
     def several(self) -> bool:
@@ -130,9 +130,9 @@ class Alone:
     moved = several = False
     leads = True
 
-    def agree_all(self, here: bool) -> bool:
+    def gather(self, value: object) -> list[Any]:
         """See `Together`."""
-        return here
+        return [value]
 
     def open_store(self, settings: SessionSettings) -> Store:
         """See `Together`."""

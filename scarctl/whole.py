@@ -241,7 +241,7 @@ def _runs(layout: Layout, ids: Ids) -> Iterable[tuple[int, int, int]]:
 def _targets(whole: Group, boxes: Sequence[tuple[Shape, Shape]]) -> list[Target]:
     """The tensor of a file that each box goes to: all of it, or pieces that are as large as can be."""
     shape = whole.tensors[0].shape
-    if sum(math.prod(size) for _, size in boxes) == math.prod(shape):
+    if not shape or sum(math.prod(size) for _, size in boxes) == math.prod(shape):
         return [_all_of(whole)] * len(boxes)
     if any(size[1:] != shape[1:] for _, size in boxes):
         return [_piece(whole, offset, size) for offset, size in boxes]

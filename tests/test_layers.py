@@ -35,6 +35,7 @@ WITH_TORCH = {
     "scarctl.restore",
     "scarctl.resuming",
     "scarctl.session",
+    "scarctl.simulate.extrapolate",
     "scarctl.simulate.trial",
     "scarctl.together",
 }

@@ -202,7 +202,12 @@ def _live(
     )
     if full and not done["exact"]:
         missing = ", so no snapshot is made" if snapshot else ""
-        note(f"exit code 3: it saved, but not the whole state{missing}; values may not be finite")
+        why = "values may not be finite"
+        if "ranks" in done and len(done["ranks"]) < done["world"]:
+            why = "the other ranks have no session on this host"
+        elif "ranks" in done and len({line["step"] for line in done["ranks"]}) > 1:
+            why = "the ranks did it at different steps; ask again"
+        note(f"exit code 3: it saved, but not the whole state of one step{missing}; {why}")
         return EXIT_PARTLY
     return EXIT_OK
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from scarctl.daemon.client import ask, question
 from scarctl.daemon.folder import host_folder
-from scarctl.daemon.peek import ArenaView, peek
+from scarctl.daemon.peek import peek
 from scarctl.errors import Unavailable, UsageError
 from scarctl.layout import Layout
 from scarctl.store import Store, Topology, complete_sets, create_snapshot, newest_topology
@@ -20,6 +20,8 @@ from scarctl.wishes import Wish
 
 _POLL = 0.05
 _ATTEMPTS = 3
+_TOGETHER = 10
+"""How often several ranks are asked until all hear of it in the same step."""
 _ANSWER_SECONDS = 5.0
 
 
@@ -63,10 +65,16 @@ class LiveRanks:
         return min(step_of(made.version) for made in self.ranks.values())
 
     @property
+    def apart(self) -> bool:
+        """Each of them has saved all of its state, but not of the same step."""
+        steps = {step_of(made.version) for made in self.ranks.values()}
+        return len(steps) > 1 and all(made.exact for made in self.ranks.values())
+
+    @property
     def exact(self) -> bool:
         """The whole state in the store, of all ranks, is of one step."""
-        steps = {step_of(made.version) for made in self.ranks.values()}
-        return len(self.ranks) == self.world and len(steps) == 1 and all(m.exact for m in self.ranks.values())
+        whole = len(self.ranks) == self.world and all(made.exact for made in self.ranks.values())
+        return whole and not self.apart
 
     def to_json(self) -> dict[str, Any]:
         """The same fields as for one process, over all ranks, and each of them."""
@@ -97,15 +105,15 @@ def checkpoint_live(
     topology = newest_topology(store)
     deadline = time.monotonic() + wait
     if topology is None:
-        pid, asked_at = _ask(store, full=full, arena_dir=arena_dir)
+        asked_at = _under_way(store, arena_dir)
+        pid = _ask(store, full=full, arena_dir=arena_dir)
         return _wait(store, pid, asked_at, full=full, wait=wait, deadline=deadline, arena_dir=arena_dir)
-    for left in reversed(range(_ATTEMPTS)):
+    for left in reversed(range(_TOGETHER)):
         if every:
             _require_all(store, topology, arena_dir)
         made = _ask_ranks(store, topology, full=full, wait=wait, deadline=deadline, arena_dir=arena_dir)
-        apart = len({step_of(made_by.version) for made_by in made.ranks.values()}) > 1
         # Some heard of it a step later than others: ask all again.
-        if not (full and apart and left and all(made_by.exact for made_by in made.ranks.values())):
+        if not (full and made.apart and left and time.monotonic() < deadline):
             return made
     raise AssertionError("unreachable")
 
@@ -129,16 +137,19 @@ def _ask_ranks(
     store: Store, topology: Topology, *, full: bool, wait: float, deadline: float, arena_dir: str | None
 ) -> LiveRanks:
     asked: dict[int, tuple[Store, int, int]] = {}
-    for rank, shard in enumerate(topology.shards):
-        view = store.of_shard(shard)
+    views = [store.of_shard(shard) for shard in topology.shards]
+    before = [
+        _under_way(view, arena_dir) for view in views
+    ]  # all first: they are to hear of it at one moment
+    for rank, (view, asked_at) in enumerate(zip(views, before, strict=True)):
         if full and asked:
             # One hears of it, and tells the others: all save after the same step.
             there = peek(arena_dir, view.run_id)
             if there is not None and there.alive:
-                asked[rank] = (view, there.pid, _newest(there))
+                asked[rank] = (view, there.pid, asked_at)
             continue
         try:
-            asked[rank] = (view, *_ask(view, full=full, arena_dir=arena_dir))
+            asked[rank] = (view, _ask(view, full=full, arena_dir=arena_dir), asked_at)
         except UsageError as error:
             if error.kind != "no-session" or (not asked and rank + 1 == topology.world):
                 raise
@@ -156,12 +167,18 @@ def _ask_ranks(
     return LiveRanks(topology.world, made)
 
 
-def _ask(store: Store, *, full: bool, arena_dir: str | None) -> tuple[int, int]:
-    """Ask a session; returns its process, and the version of what was under way before."""
-    wish = Wish("full" if full else "partial")
+def _under_way(store: Store, arena_dir: str | None) -> int:
+    """Version of what is under way now. The session saves after its next step: what it is asked for is newer."""
     before = peek(arena_dir, store.run_id)
+    newest = int(before.version.max(initial=NEVER)) if before is not None else NEVER
+    return pack(epoch_of(newest), before.head_step) if before is not None and newest >= 0 else NEVER
+
+
+def _ask(store: Store, *, full: bool, arena_dir: str | None) -> int:
+    """Ask a session; returns its process."""
     try:
-        pid = int(ask(host_folder(arena_dir), "ask", store=store.run_id, wish=wish.to_json())["pid"])
+        wish = Wish("full" if full else "partial")
+        return int(ask(host_folder(arena_dir), "ask", store=store.run_id, wish=wish.to_json())["pid"])
     except Unavailable as error:
         if error.kind != "no-daemon":
             raise
@@ -170,14 +187,6 @@ def _ask(store: Store, *, full: bool, arena_dir: str | None) -> tuple[int, int]:
             hint="a session does with daemon=True, or SCARCTL_DAEMON=1",
             kind="no-session",
         ) from None
-    # The session saves after its next step: what is of an earlier one was under way before.
-    return pid, NEVER if before is None else _newest(before)
-
-
-def _newest(view: ArenaView) -> int:
-    """What a session saves from now on is newer."""
-    newest = int(view.version.max(initial=NEVER))
-    return pack(epoch_of(newest), view.head_step) if newest >= 0 else NEVER
 
 
 def _wait(

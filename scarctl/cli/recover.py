@@ -142,9 +142,24 @@ def _live(store: str, lost: tuple[str, ...], wait: float, arena_dir: str | None,
     done = recover_live(
         Store.open(store, storage_options=options_for(store)), lost, wait=wait, arena_dir=arena_dir
     )
-    report = done["report"]
-    text = f"process {done['pid']} has restored {report['restored_partitions']} partitions after step {done['step']}"
-    emit({"live": True, "pid": done["pid"], "step": done["step"], **report}, as_json=as_json, text=text)
+    report, ranks = done["report"], done["ranks"]
+    partitions, nbytes = (sum(rank[i] for rank in ranks) for i in range(2))
+    lines = [f"restored {partitions} partitions, {human_bytes(nbytes)}, in place, after step {done['step']}"]
+    if len(ranks) > 1:
+        lines += [
+            f"  rank {r}: {count} partitions, {human_bytes(n)}" for r, (count, n) in enumerate(ranks) if count
+        ]
+    fields = {
+        **report,
+        "live": True,
+        "pid": done["pid"],
+        "head_step": done["step"],
+        "restored_partitions": partitions,
+        "lost_partitions": partitions,
+        "bytes": nbytes,
+        "by_rank": [{"restored_partitions": count, "bytes": n} for count, n in ranks],
+    }
+    emit(fields, as_json=as_json, text="\n".join(lines))
     return EXIT_PARTLY if report["degraded"] else EXIT_OK
 
 

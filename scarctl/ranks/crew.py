@@ -189,9 +189,9 @@ class Crew:
         """See `Together`."""
         return self.team.rank == 0
 
-    def agree_all(self, here: bool) -> bool:
+    def gather(self, value: object) -> list[Any]:
         """See `Together`."""
-        return all(self.team.gather(here))
+        return self.team.gather(value)
 
     def go_on(self, found: Found | None, store: Store) -> GoOn | None:
         """See `Together`."""
@@ -294,7 +294,10 @@ class Crew:
         # The same wish may have been told more than once.
         mine = wishes.popleft().to_json() if wishes and self.team.rank == agreed - 1 else None
         wish = self.team.from_rank(agreed - 1, mine)
-        return None if wish is None else Wish.from_json(wish)
+        if wish is None:
+            return None
+        # Whose wish it was answers it.
+        return Wish.from_json(wish if mine else {**wish, "number": 0})
 
     def rescue(self, store: Store, step: int, extras: Callable[[], Any]) -> None:
         """See `Together`."""

@@ -249,11 +249,25 @@ def _nothing(group: int, tensor: int, start: int, stop: int) -> memoryview:
 
 def _of_retired(store: Store, state: ShardState) -> dict[str, int]:
     """Files of a shard that go when it is retired; {} when it is."""
-    if state.layout is None or (not len(state.ids) and len(store.log(state.shard).numbers()) <= _USUAL):
+    if state.layout is None or _is_retired(store, state):
         return {}
     folder = shard_folder(state.shard)
     folders = [f"{folder}/{name}" for name in ("seg", "index", "log")]
     return {f"{path}/{name}": size for path in folders for name, size in store.blobs.files(path)}
+
+
+def _is_retired(store: Store, state: ShardState) -> bool:
+    """Whether `_retire` has come to its end."""
+    if len(state.ids) or not state.sealed:
+        return False
+    log = store.log(state.shard)
+    try:
+        last = log.record(state.sealed[-1][0])
+    except FileNotFoundError:
+        return False
+    own = {last.segment.name} if last.segment is not None and last.extras and not last.partitions else set()
+    there = {name for name in store.blobs.names(f"{shard_folder(state.shard)}/seg") if is_segment_name(name)}
+    return there == own and len(log.numbers()) <= _USUAL
 
 
 def _is_small(store: Store, states: Mapping[int, ShardState]) -> bool:

@@ -287,7 +287,7 @@ class TestLive:
         assert done["live"]
         assert done["pid"] == os.getpid()
         assert done["lost_partitions"] == done["restored_partitions"] > 0
-        assert 0 < done["step"] <= training.session.head_step
+        assert 0 < done["head_step"] <= training.session.head_step
         error = run("recover", "--lost", "nowhere", "--live", "--store", "ckpt", "--json", code=2).error
         assert "nowhere" in error["message"]
         for more in (("--dry-run",), ("--mode", "rollback"), ("--output", "x.pt")):

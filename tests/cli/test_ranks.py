@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -492,3 +493,36 @@ def test_a_job_of_two_ranks(run: Run, tmp_path: Path) -> None:
     run("verify", "--store", "store")
     run("prune", "--store", "store", "--yes")
     assert Store.open(tmp_path / "store").shards() == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_running_job_is_asked(run: Run, tmp_path: Path) -> None:
+    from threading import Thread
+
+    from tests.ranks.launch import launch
+
+    folder = str(tmp_path)
+    job = Thread(
+        target=launch, args=("tests.cli.rank_job:until", 2, "ddp", folder, 90.0), kwargs={"timeout": 120}
+    )
+    job.start()
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        place = ("--store", "store", "--arena-dir", tmp_path / "arena")
+        status = run("daemon", "status", "--arena-dir", tmp_path / "arena", "--json").document
+        assert sorted((line["rank"], line["shard"]) for line in status["runs"]) == [(0, 0), (1, 1)]
+        done = run("checkpoint", "--live", *place, "--json").document
+        assert (done["world"], [line["rank"] for line in done["ranks"]]) == (2, [0, 1])
+        done = run("checkpoint", "--live", "--snapshot", "best", *place, "--json").document
+        assert done["exact"]
+        lines = run("inspect", *place, "--json").document["ranks"]
+        assert [line["alive"] for line in lines] == [True, True]
+        run("recover", *place, "--lost", "rank:1", code=11)
+    finally:
+        (tmp_path / "stop").touch()
+        job.join()
+    exported = run("export", "--store", "store", "out", "--snapshot", "best", "--json").document
+    assert (exported["exact"], exported["step"]) == (True, done["step"])

@@ -86,9 +86,9 @@ def train(
 ) -> dict[str, Any]:
     """Resume and train up to iteration `steps`.
 
-    Options: `die` (a rank) at the end of iteration `die_at`, or `die_in` a place of `PLACES`; files to keep the state
-    in that was `resumed`, and that of the end (`keep`); arguments of `attach` (`settings`), `mode` and `snapshot` of
-    `resume`, a `snapshot_at` iteration, `recover` (what is lost) at the end.
+    Options: `die` (a rank, or "all") at the end of iteration `die_at`, or `die_in` a place of `PLACES`; a file to keep
+    the state in that was `resumed`, and that of the end (`keep`); a file to train `until`; arguments of `attach`
+    (`settings`); `mode` and `snapshot` of `resume`; a `snapshot_at` iteration; what to `recover` at the end.
     """
     options = options or {}
     if rank == options.get("die") and "die_in" in options:
@@ -114,6 +114,9 @@ def train(
             step(model, optimizer, number)
             if options.get("die_at") == number and options["die"] in (rank, "all"):
                 os.kill(os.getpid(), signal.SIGKILL)
+            # The file may appear between two ranks' looks: they agree on what they saw.
+            if "until" in options and all_have(Path(options["until"]).exists()):
+                break
             if options.get("snapshot_at") == number:
                 session.snapshot("kept")
         recovered = None
@@ -165,6 +168,13 @@ def refused(rank: int, world: int, kind: str, folder: str, changes: dict[str, An
         return f"{error.kind}: {error}"
     session.close()
     return "not refused"
+
+
+def all_have(seen: bool) -> bool:
+    """Whether all ranks have seen something."""
+    told = torch.tensor([int(seen)])
+    dist.all_reduce(told, dist.ReduceOp.MIN)
+    return bool(told)
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

@@ -190,8 +190,9 @@ def test_a_retirement_that_was_killed_goes_on(tmp_path: Path) -> None:
     view.writer(layout=layout, shard_of=np.full(layout.partitions, -1, np.int32)).close()
     assert find_parts(four.store, but=three.topology.shards) is None
     plan = plan_prune(four.store, Retention())
-    assert plan.retire == (0, 2, 3)
+    assert plan.retire == (0, 1, 2, 3)
     prune(four.store, plan)
+    assert plan_prune(four.store, Retention()).retire == ()
     assert verify(Store.open(tmp_path / "s"), read_data=True).intact
 
 
