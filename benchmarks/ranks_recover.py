@@ -85,16 +85,20 @@ def worker(args: Any) -> None:
         if start and not start % 2:
             load()
         if start == 0:
+            began = time.perf_counter()
             dcp.save(dict(tensors(model, optimizer)), checkpoint_id=folder / "dcp")
+            found["saved"] = latest(time.perf_counter() - began)
             wait_durable(session)
         note(folder, rank, found)
         if start < args.kills:
+            began = time.perf_counter()
             # Not always as many steps after a checkpoint.
             for _ in range(args.steps + start):
                 time.sleep(args.seconds)
                 step(optimizer)
             if rank == args.ranks // 2:
-                note(folder, rank, {"killed": time.time(), "head": session.head_step})
+                pace = (time.perf_counter() - began) / (args.steps + start)
+                note(folder, rank, {"killed": time.time(), "head": session.head_step, "pace": pace})
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(args.seconds)
             step(optimizer)
