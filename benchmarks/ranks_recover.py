@@ -169,8 +169,14 @@ def report(folder: Path, args: Any) -> None:
             (f"full checkpoint every {every} steps", spread(back, digits=0), f"{args.ranks}"),
         ],
     )
+    pace, saved = statistics.median(kill["pace"] for kill in kills), lines[0][0]["saved"]
     print(
-        f"lost: {[s['lost'] for s in starts[0]]}; killed rank's copies from {[s['tiers'] for s in starts[victim]]}"
+        f"A step took {pace:.2f} s, DCP's save {saved:.2f} s, as long as {saved / pace:.0f} steps: until then the full"
+    )
+    print("checkpoint before it is the last one, which the table does not count.")
+    tiers = [s["tiers"] for s in starts[victim]]
+    print(
+        f"lost, as every resume said: {[s['lost'] for s in starts[0]]}; the killed rank's copies from {tiers}"
     )
 
 
