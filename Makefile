@@ -16,10 +16,11 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo paper paper-quick test lint types layers unit format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks paper paper-quick test lint types layers unit format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
+	@echo "make demo-ranks  four ranks train, one is killed, all go on: FSDP2, and a mixture of experts"
 	@echo "make paper    the paper's figures, into docs: long, goes on where it was stopped: DATA=$(DATA) TRIALS=$(TRIALS)"
 	@echo "make paper-quick  the same with a few iterations, into build: shows that it runs"
 	@echo "make test     lint, types, layers and unit, in this order"
@@ -33,6 +34,10 @@ help:
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/quickstart/quickstart.py
+
+demo-ranks: $(VENV)/.examples
+	$(BIN)/python examples/lost_rank.py fsdp_transformer --kill
+	$(BIN)/python examples/lost_rank.py moe --kill
 
 # One thread: sums in one order are the same on every machine.
 paper paper-quick: export OMP_NUM_THREADS = 1
