@@ -9,9 +9,10 @@ from typing import Any, Literal
 from scarctl.adapter import find_adapter
 from scarctl.config import SessionSettings
 from scarctl.errors import UsageError
-from scarctl.ranks.crew import Crew, written_by_ranks
+from scarctl.ranks.crew import Crew
 from scarctl.ranks.team import Solo, Team, world_size
 from scarctl.session import Session
+from scarctl.together import WrittenByRanks
 
 
 def attach(
@@ -124,8 +125,12 @@ def attach(
         raise UsageError(
             "the model is sharded: one rank alone has only a part of it", hint="leave out ranks=False"
         )
-    if not several and not written_by_ranks(settings):
-        return Session(adapter, settings, auto=auto)
+    if not several:
+        try:
+            return Session(adapter, settings, auto=auto)
+        except WrittenByRanks:
+            if ranks is False:
+                raise
     team = Team() if several else Solo()
     try:
         crew = Crew.join(adapter, settings, team, frozenset(rank_extras or ()))

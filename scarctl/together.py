@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from scarctl.config import SessionSettings
 from scarctl.daemon.arena import Arena
 from scarctl.engine import Selector
+from scarctl.errors import UsageError
 from scarctl.layout import Layout
 from scarctl.recovery import Lost, lost_ids
-from scarctl.store import Store
+from scarctl.store import Store, topology_epochs
 from scarctl.version import step_of
 from scarctl.wishes import Wish
 
@@ -124,6 +125,10 @@ class Together(Protocol):
         """The session ends. Waits for nobody."""
 
 
+class WrittenByRanks(UsageError):
+    """The store is of several ranks: one of them at least has to go on with it."""
+
+
 class Alone:
     """A process that trains on its own."""
 
@@ -135,8 +140,16 @@ class Alone:
         return [value]
 
     def open_store(self, settings: SessionSettings) -> Store:
-        """See `Together`."""
-        return Store.create(settings.store, **settings.fixed(), **settings.place())
+        """See `Together`. Raises WrittenByRanks."""
+        store = Store.create(settings.store, **settings.fixed(), **settings.place())
+        if topology_epochs(store):
+            store.close()
+            raise WrittenByRanks(
+                f"{store.url} is written by several ranks",
+                hint="leave out ranks=False, or use another store",
+                kind="store-of-ranks",
+            )
+        return store
 
     def agree(self, call: Callable[[], T]) -> T:
         """See `Together`."""

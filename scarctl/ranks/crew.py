@@ -21,7 +21,7 @@ from scarctl.adapter import Adapter
 from scarctl.config import SessionSettings
 from scarctl.dtypes import plain, torched
 from scarctl.engine import Selector
-from scarctl.errors import NoStore, UsageError
+from scarctl.errors import UsageError
 from scarctl.layout import Layout
 from scarctl.parts import find_parts
 from scarctl.ranks.agreement import Agreement, Standing, agree_on_step, perturbation_of
@@ -308,18 +308,6 @@ class Crew:
     def close(self) -> None:
         """See `Together`."""
         self.team.close()
-
-
-def written_by_ranks(settings: SessionSettings) -> bool:
-    """Whether the store is there, and several ranks have written to it. Raises what `Store.open` raises."""
-    try:
-        store = Store.open(settings.store, storage_options=settings.storage_options)
-    except NoStore:
-        return False
-    try:
-        return bool(topology_epochs(store))
-    finally:
-        store.close()
 
 
 def _rank_of(item: str | int) -> int | None:
