@@ -178,7 +178,7 @@ def _kill(job: Job, after: int, *, host: bool) -> float:
         shutil.rmtree(arena)
         arena.mkdir()
     print(
-        f"\nkill -9 {pid}: rank {job.victim}{', and its host' if host else ''}, in step {after + 1}",
+        f"kill -9 {pid}: rank {job.victim}{', and its host' if host else ''}, in step {after + 1}",
         flush=True,
     )
     return at
