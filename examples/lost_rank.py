@@ -32,6 +32,7 @@ PARTS = 8
 """A checkpoint writes 1 / PARTS of the state, so every PARTS of them are as many bytes as a full one."""
 LAST = 8
 """Steps at the end whose losses are averaged."""
+STEPS = {"fsdp_transformer": 40, "moe": 64}
 LEAST = 32
 """Steps of a training, so that some are left after the kill."""
 ENVIRONMENT = {
@@ -275,17 +276,18 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("example", choices=["fsdp_transformer", "moe"])
+    parser.add_argument("example", choices=list(STEPS))
     parser.add_argument(
         "--kill", action="store_true", help="kill the rank in the middle after 5/8 of the steps"
     )
     parser.add_argument("--host", action="store_true", help="and its daemon and memory with it")
     parser.add_argument("--ranks", type=int, default=4, choices=[2, 4, 8])
-    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--steps", type=int, help=f"default: {STEPS}")
     parser.add_argument(
         "--quick", action="store_true", help="not undisturbed: nothing to compare losses with"
     )
     arguments = parser.parse_args()
+    arguments.steps = STEPS[arguments.example] if arguments.steps is None else arguments.steps
     if arguments.steps < LEAST:
         parser.error(f"--steps is {arguments.steps}: give {LEAST} or more")
     return arguments
