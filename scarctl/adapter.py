@@ -58,6 +58,9 @@ class Adapter(Protocol):
     def late_per_rank(self) -> bool:
         """Whether `capture_late` has values that are of this rank only, which no other rank can restore."""
 
+    def mix_late(self, theirs: Any, own: Any) -> Any:
+        """Late extras of another rank, of the step that all go on from, with what of `own` only this rank has."""
+
     @property
     def optimizer(self) -> str:
         """Names of the optimizers' classes, part of the layout's identity; "" when there is none."""

@@ -66,6 +66,8 @@ class Session:
         self._engine: Engine | None = None
         self._opened: Engine | None = None
         """The same, also while it is not known from which step to go on."""
+        self._looked = False
+        """What the store has was read; it may be nothing that is whole."""
         self._closed = False
         self._pid = os.getpid()
         self._requests = Requests(self._together, self.recover, self._fault)
@@ -196,6 +198,7 @@ class Session:
                 self._adapter, self._binding, self.store, self._together, self._open, self._go_on
             )
             resumed, moved = resumption.run(mode, snapshot)
+            self._looked = True
             if moved:
                 # Until this is durable the state is where it came from.
                 self._seal(self._take())
@@ -266,7 +269,7 @@ class Session:
             self._gate.enter()
 
     def _between_steps(self) -> None:
-        if self._engine is None and self.head_step == 0:
+        if self._engine is None and self.head_step == 0 and not self._looked:
             self._refuse_unread_store()
         with self._gate.held(), self.stats.stalled(part=self._checkpoints.under_way):
             self._finish()

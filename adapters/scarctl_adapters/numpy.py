@@ -59,6 +59,10 @@ class NumpyAdapter:
         adapter.groups()
         return adapter
 
+    def mix_late(self, theirs: Any, own: Any) -> Any:
+        """See `Adapter`."""
+        return theirs
+
     @property
     def optimizer(self) -> str:
         """Always "": arrays of an optimizer are groups like any other."""

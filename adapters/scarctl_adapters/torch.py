@@ -36,6 +36,7 @@ from scarctl_adapters.fsdp import (
     world,
     zero_of,
 )
+from scarctl_adapters.mixing import mix_late
 
 # Adam's step counts are 0-dim tensors, like the moments of a 0-dim parameter: only the name tells them apart.
 _NEVER_SLOTS = frozenset({"step"})
@@ -175,10 +176,30 @@ class TorchAdapter:
     def capture_late(self) -> dict[str, Any]:
         """Optimizers' param_groups and scalars, schedulers, gradient scaler, modules' extra state."""
         return {
-            "optimizers": [_optimizer_extras(o) for o in self._optimizers],
+            "optimizers": [{**_optimizer_extras(o), **self._names(o)} for o in self._optimizers],
             "objects": {name: state_of(item) for name, item in self._late.items()},
             "modules": {name: module.get_extra_state() for name, module in self._modules_with_extra_state()},
         }
+
+    def _names(self, optimizer: Optimizer) -> dict[str, list[str]]:
+        """Names of the optimizer's parameters by number, where another rank's numbers may be others."""
+        if world() == 1:
+            return {}
+        names = {id(parameter): name for name, _, parameter in self._parameters()}
+        return {"names": [names.get(id(parameter), "") for parameter in params_of(optimizer)]}
+
+    def mix_late(self, theirs: Any, own: Any) -> Any:
+        """See `Adapter`."""
+        if not self.late_per_rank:
+            return theirs
+        zeros = {id(p) for o in self._optimizers if zero_of(o) is not None for p in params_of(o)}
+        roles = {group.name: group.role for group in self.groups()}
+        shared = {
+            name
+            for name, _, parameter in self._parameters()
+            if roles.get(name) == "shared" and id(parameter) not in zeros
+        }
+        return mix_late(theirs, own, shared)
 
     def restore(self, early: Any, late: Any) -> None:
         """Put everything back, the random number generators last."""

@@ -48,10 +48,16 @@ class Agreement:
 def agree_on_step(ranks: Sequence[Standing]) -> Agreement:
     """The step to go on after: the smallest of the survivors', or of all when nobody has survived.
 
+    Without memory, those count as survivors that have all of the newest step.
+
     Survivors that are more than one iteration behind the others (an arena that an earlier run left) count as lost. What
     a survivor has beyond the step is kept, and makes the state inexact.
     """
     survivors = [rank for rank, standing in enumerate(ranks) if standing.survived]
+    if not survivors:
+        # What survived may have come to the store before its memory was given up.
+        head = max(standing.step for standing in ranks)
+        survivors = [rank for rank, standing in enumerate(ranks) if standing.exact and standing.step == head]
     newest = max((ranks[rank].step for rank in survivors), default=0)
     survivors = [rank for rank in survivors if ranks[rank].step >= newest - MAX_APART]
     # Whoever comes back exactly where the survivors are has lost nothing, whatever its memory says.

@@ -144,7 +144,8 @@ class Crew:
         newest, epochs, used = newest_topology(store), topology_epochs(store), store.shards()
         records = [store.log(shard).newest() for shard in used]
         epoch = 1 + max([*epochs, *(record.epoch for record in records if record)], default=0)
-        earlier = newest is not None or any(records)
+        # A topology alone says that a job was about to begin.
+        earlier = any(records)
         if newest is not None and newest.division == self._digest:
             return epoch, list(newest.shards), earlier
         first = 1 + max([*used, *(newest.shards if newest else ())], default=-1)
@@ -214,10 +215,8 @@ class Crew:
         """Extras of another rank, of the step that all go on from, with what is each rank's own."""
         mine = {name: own["early"]["extras"][name] for name in self._rank_extras}
         early = {"rng": own["early"]["rng"], "extras": {**theirs["early"]["extras"], **mine}}
-        mixed = {**theirs, "early": {**theirs["early"], **early}}
-        if self.adapter.late_per_rank:
-            mixed["late"] = own["late"]
-        return mixed
+        late = self.adapter.mix_late(theirs["late"], own["late"])
+        return {**theirs, "early": {**theirs["early"], **early}, "late": late}
 
     def _summary(self, agreement: Agreement, everyone: list[Standing], store: Store) -> dict[str, Any]:
         summary = None

@@ -161,7 +161,7 @@ class Exchange:
             try:
                 reason = self._carry_out(joined)
             except Exception as error:
-                reason = str(error).partition("\n")[0]
+                reason = str(error).partition("\n")[0].partition(". This is typically")[0]
             with self._changed:
                 if reason is None:
                     joined.done = True

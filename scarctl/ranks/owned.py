@@ -74,6 +74,9 @@ class OwnedAdapter:
     def late_per_rank(self) -> bool:
         return self._adapter.late_per_rank
 
+    def mix_late(self, theirs: Any, own: Any) -> Any:
+        return self._adapter.mix_late(theirs, own)
+
     @property
     def optimizer(self) -> str:
         return self._adapter.optimizer

@@ -21,8 +21,8 @@ from scarctl.daemon.arena import Arena
 from scarctl.daemon.arenafile import FILE
 from scarctl.daemon.folder import arena_folder
 from scarctl.daemon.handover import HandOverQueue
+from scarctl.dtypes import torch_of
 from scarctl.errors import Contention, ScarError
-from scarctl.layout import Layout
 from scarctl.live import LiveState
 from scarctl.ranks.holdings import Division
 from scarctl.store import Store
@@ -45,7 +45,7 @@ class Rescue:
 
     @property
     def possible(self) -> bool:
-        """Whether this rank holds all that some other one owns."""
+        """Whether this rank holds something that another one owns."""
         return bool(self._held)
 
     def run(
@@ -85,20 +85,13 @@ _Held: TypeAlias = dict[str, tuple[int, int, int]]
 
 
 def _held_for_others(division: Division, rank: int) -> dict[int, _Held]:
-    """By owner; only those of whom I hold all."""
+    """By owner. It may own more, which nobody else has."""
     held: dict[int, _Held] = {}
     for copy in division.copies:
         if rank in copy.holders.sharing and copy.owner != rank:
             mine = (copy.holders.groups[rank], copy.start, copy.stop)
             held.setdefault(copy.owner, {})[copy.holders.name] = mine
-    return {
-        owner: parts
-        for owner, parts in held.items()
-        if all(
-            part.name in parts and parts[part.name][1:] == (part.start, part.stop)
-            for part in division.owned[owner]
-        )
-    }
+    return held
 
 
 def _bring_up(
@@ -122,23 +115,35 @@ def _bring_up(
         # It has done so itself, or one more iteration.
         if step_of(arena.sealed) >= step or any(h.sealed and step_of(h.version) >= step for h in last):
             return False
-        live = LiveState(arena.layout, _tensors(arena.layout, held, groups), arena)
-        changed = live.changed() | ~arena.intact()
+        mine = np.zeros(arena.layout.partitions, dtype=bool)
+        for g, group in enumerate(arena.layout.groups):
+            mine[arena.layout.base[g] : arena.layout.base[g + 1]] = group.name in held
+        live = LiveState(arena.layout, _tensors(arena, held, groups), arena)
+        changed = mine & (live.changed() | ~arena.intact())
         finite = np.isfinite(live.distances())
         version = pack(arena.epoch, step)
         ids = np.flatnonzero(changed & finite)
         live.save(ids, version)
-        queue.put(version=version, ids=ids, sealed=bool(finite[changed].all()), extras=extras)
-        arena.head_step = step
+        if mine.all() and finite[changed].all():
+            queue.put(version=version, ids=ids, sealed=True, extras=extras)
+            arena.head_step = step
+        elif ids.size:  # the rest is as old as it was, and so are the extras
+            queue.put(version=version, ids=ids, sealed=False, extras=None)
     finally:
         arena.close()
     return True
 
 
-def _tensors(layout: Layout, held: _Held, groups: Sequence[StateGroup]) -> list[list[torch.Tensor]]:
-    """My tensors, parallel to the owner's layout."""
+def _tensors(arena: Arena, held: _Held, groups: Sequence[StateGroup]) -> list[list[torch.Tensor]]:
+    """My tensors, parallel to the owner's layout. Where I have none, its copies stand for themselves."""
     found = []
-    for group in layout.groups:
+    for g, group in enumerate(arena.layout.groups):
+        if group.name not in held:
+            copies = [torch.from_numpy(arena.rows(g, t)).view(-1) for t in range(len(group.tensors))]
+            found.append(
+                [c.view(torch_of(s.dtype)).view(s.shape) for c, s in zip(copies, group.tensors, strict=True)]
+            )
+            continue
         number, start, stop = held[group.name]
         tensors = groups[number].tensors
         row = [tensors[spec.slot] for spec in group.tensors]

@@ -46,12 +46,30 @@ PLACES = {
 """Owner and name of what is called there, and which call of it is the last one."""
 
 
+class Experts(nn.Module):
+    """A part that all ranks keep equal by themselves, and one expert that only this rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(64, 64)
+        torch.manual_seed(_rank())
+        self.experts = nn.ModuleDict({str(_rank()): nn.Linear(64, 1)})
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.experts[str(_rank())](
+            torch.relu(self.shared((rows[:, None] / ROWS).expand(-1, 64)))
+        )
+        return found
+
+
 def build(kind: str, width: int = 37) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same values on all ranks, sharded or copied."""
     torch.manual_seed(0)
     model: nn.Module = Recommender(width)
     if kind == "ddp":
         model = DistributedDataParallel(model)
+    elif kind == "experts":
+        model = Experts()
     elif kind == "fsdp":
         fully_shard(model.dense)
         fully_shard(model)
@@ -66,6 +84,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
     optimizer.zero_grad()
     loss = (model(rows) - torch.rand(16, 1, generator=generator)).square().mean()
     loss.backward()
+    if isinstance(model, Experts):
+        for parameter in model.shared.parameters():
+            dist.all_reduce(parameter.grad)
     optimizer.step()
 
 
@@ -94,16 +115,18 @@ def train(
     if rank == options.get("die") and "die_in" in options:
         die_in(options["die_in"])
     model, optimizer = build(kind)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
     Path(folder, "arena").mkdir(exist_ok=True)
     session = scarctl.attach(
         model,
         optimizer,
         store=f"{folder}/store",
-        arena_dir=options.get("arena", f"{folder}/arena"),
         fraction=0.25,
         interval=5,
         partition_bytes=2048,
-        **{"daemon": False, **options.get("settings", {})},
+        schedulers=scheduler,
+        replicated=["shared.*"] if kind == "experts" else (),
+        **{"daemon": False, "arena_dir": f"{folder}/arena", **options.get("settings", {})},
     )
     with session:
         resumed = session.resume(mode=options.get("mode", "partial"), snapshot=options.get("snapshot"))
@@ -112,6 +135,7 @@ def train(
             torch.save(found, options["resumed"])
         for number in range(resumed.step + 1, steps + 1):
             step(model, optimizer, number)
+            scheduler.step()
             if options.get("die_at") == number and options["die"] in (rank, "all"):
                 os.kill(os.getpid(), signal.SIGKILL)
             # The file may appear between two ranks' looks: they agree on what they saw.
@@ -131,6 +155,8 @@ def train(
         "exact": resumed.exact,
         "ranks": None if resumed.ranks is None else dict(resumed.ranks),
         "recovered": recovered,
+        "shared": [p.double().sum().item() for n, p in model.named_parameters() if n.startswith("shared")],
+        "rate": optimizer.param_groups[0]["lr"],
         "head": session.head_step,
         "errors": session.stats.errors,
         "last_error": session.stats.last_error,

@@ -36,6 +36,11 @@ def test_an_arena_of_an_earlier_run_does_not_pull_the_others_back() -> None:
     assert (found.step, found.reference, found.lost) == (47, 1, (0,))
 
 
+def test_what_survived_may_be_in_the_store_instead_of_memory() -> None:
+    found = agree_on_step([Standing(17, True, False), dead(15)])
+    assert (found.step, found.reference, found.lost) == (17, 0, (1,))
+
+
 def test_without_survivors_nobody_is_ahead() -> None:
     found = agree_on_step([dead(50), dead(40), dead(50)])
     assert (found.step, found.reference, found.lost, found.exact) == (40, 1, (), False)
@@ -65,5 +70,7 @@ def test_the_step_is_that_of_a_rank_which_has_extras_for_it(ranks: list[Standing
     survivors = [rank.step for rank in ranks if rank.survived]
     if survivors:
         assert max(survivors) - MAX_APART <= found.step <= max(survivors)
+    elif any(rank.exact and rank.step == max(r.step for r in ranks) for rank in ranks):
+        assert found.step == max(rank.step for rank in ranks)
     else:
         assert found.step == min(rank.step for rank in ranks)

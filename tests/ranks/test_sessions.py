@@ -99,6 +99,21 @@ def test_what_others_hold_too_is_not_lost_with_its_owner(tmp_path: Path, uninter
     assert same(tmp_path / "end.pt", uninterrupted("ddp", 17))
 
 
+def test_copies_go_on_alike_when_a_rank_loses_what_only_it_has(tmp_path: Path) -> None:
+    found = torchrun("experts", 2, tmp_path, 20, [{"die": 1, "die_at": 13}, {}])
+    assert found[0]["ranks"]["lost"] == [1]
+    assert {report["step"] for report in found} == {13}
+    assert found[0]["shared"] == found[1]["shared"]
+    assert found[0]["rate"] == found[1]["rate"]
+
+
+def test_a_job_that_could_not_begin_can_be_started_again(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="No such file or directory"):
+        launch(TRAIN, 2, "fsdp", str(tmp_path), 5, {"settings": {"arena_dir": f"{tmp_path}/none/x"}})
+    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 5)
+    assert {report["head"] for report in found} == {5}
+
+
 def test_death_in_a_checkpoint_then_while_resuming_then_again(tmp_path: Path) -> None:
     options = [
         {"die": 0, "die_in": "checkpoint"},
