@@ -3,6 +3,8 @@
 PYTHON ?= python3
 WORKERS ?= 2
 ROUNDS ?= 500
+TRIALS ?= 10
+DATA ?= ../shared/data
 SEED ?= 0
 MINUTES ?= 30
 ATTACKS ?= model crash power races clocks faults corruption fuzz hostile secrets
@@ -14,10 +16,13 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types layers unit format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks paper paper-quick test lint types layers unit format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
+	@echo "make demo-ranks  four ranks train, one is killed, all go on: FSDP2, and a mixture of experts"
+	@echo "make paper    the paper's figures, into docs: long, goes on where it was stopped: DATA=$(DATA) TRIALS=$(TRIALS)"
+	@echo "make paper-quick  the same with a few iterations, into build: shows that it runs"
 	@echo "make test     lint, types, layers and unit, in this order"
 	@echo "make format   rewrite the sources the way that lint wants them"
 	@echo "make bench    every benchmark, one after the other"
@@ -29,6 +34,21 @@ help:
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/quickstart/quickstart.py
+
+demo-ranks: $(VENV)/.examples
+	$(BIN)/python examples/lost_rank.py fsdp_transformer --kill
+	$(BIN)/python examples/lost_rank.py moe --kill
+
+# One thread: sums in one order are the same on every machine.
+paper paper-quick: export OMP_NUM_THREADS = 1
+paper paper-quick: export OPENBLAS_NUM_THREADS = 1
+paper paper-quick: export MKL_NUM_THREADS = 1
+
+paper: $(VENV)/.paper
+	$(BIN)/python -m examples.paper.paper --data $(DATA) --trials $(TRIALS)
+
+paper-quick: $(VENV)/.paper
+	$(BIN)/python -m examples.paper.paper --data $(DATA) --quick --out build/paper-quick
 
 test: lint types layers unit
 
@@ -74,10 +94,14 @@ clean:
 # A stamp per set of extras; the development set contains the one for the examples.
 $(VENV)/.dev: $(SETUP) | $(BIN)/python
 	$(INSTALL) '.[dev]'
-	@touch $(VENV)/.examples $@
+	@touch $(VENV)/.examples $(VENV)/.paper $@
 
 $(VENV)/.examples: $(SETUP) | $(BIN)/python
 	$(INSTALL) '.[examples]'
+	@touch $@
+
+$(VENV)/.paper: $(SETUP) | $(BIN)/python
+	$(INSTALL) '.[paper]'
 	@touch $@
 
 $(BIN)/python:

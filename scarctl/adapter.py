@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -34,17 +34,32 @@ class StateGroup:
     tensors: Mapping[str, torch.Tensor]
     place: Place | None = None
     """Where this process's part lies within the whole tensor; None: it has all of it."""
+    role: str = "own"
+    """What other ranks of the same job have to do with it:
+    "own": only this rank has these values. Where others use the name too, they mean another tensor.
+    "shared": all ranks that have a group of this name, place and scope hold the same values, and the same slots.
+    "replica": the same values, but without the optimizer's slots, which are only where the role is "shared".
+    """
+    scope: str = ""
+    """Which ranks mean the same tensor by the name: those that give the same text. "": all of them."""
 
 
 class Adapter(Protocol):
-    """A training framework's state, seen as groups of tensors and two small structures of extras."""
+    """A training framework's state, seen as groups of tensors and two small structures of extras.
 
-    automatic: ClassVar[bool]
-    """Whether `install` hooks into the training loop; otherwise the user calls `session.step()`."""
+    A class whose instances these are is built with `build`; see `AdapterClass`.
+    """
 
-    @classmethod
-    def build(cls, model: Any, optimizers: Sequence[Any], **options: Any) -> Adapter:
-        """An adapter for the objects. Raises UsageError when it cannot handle them."""
+    @property
+    def automatic(self) -> bool:
+        """Whether `install` hooks into the training loop; otherwise the user calls `session.step()`."""
+
+    @property
+    def late_per_rank(self) -> bool:
+        """Whether `capture_late` has values that are of this rank only, which no other rank can restore."""
+
+    def mix_late(self, theirs: Any, own: Any) -> Any:
+        """Late extras of another rank, of the step that all go on from, with what of `own` only this rank has."""
 
     @property
     def optimizer(self) -> str:
@@ -75,6 +90,13 @@ class Adapter(Protocol):
         """Call `before` before every optimizer step and `after` after every iteration's last; returns the removal."""
 
 
+class AdapterClass(Protocol):
+    """What an entry point names."""
+
+    def build(self, model: Any, optimizers: Sequence[Any], **options: Any) -> Adapter:
+        """An adapter for the objects. Raises UsageError when it cannot handle them."""
+
+
 def find_adapter(model: Any, optimizers: Sequence[Any], **options: Any) -> Adapter:
     """The adapter for `model`, by the modules of its classes (of its values' classes, when it is a mapping).
 
@@ -83,7 +105,8 @@ def find_adapter(model: Any, optimizers: Sequence[Any], **options: Any) -> Adapt
     installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     for root in _roots(model):
         if root in installed:
-            return installed[root].load().build(model, optimizers, **options)  # type: ignore[no-any-return]
+            found: AdapterClass = installed[root].load()
+            return found.build(model, optimizers, **options)
     raise UsageError(
         f"no adapter for {type(model).__module__}.{type(model).__qualname__}",
         hint=f"installed adapters: {', '.join(sorted(installed)) or 'none'}; or pass a dict of numpy arrays",

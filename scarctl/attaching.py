@@ -8,7 +8,11 @@ from typing import Any, Literal
 
 from scarctl.adapter import find_adapter
 from scarctl.config import SessionSettings
+from scarctl.errors import UsageError
+from scarctl.ranks.crew import Crew
+from scarctl.ranks.team import Solo, Team, world_size
 from scarctl.session import Session
+from scarctl.together import WrittenByRanks
 
 
 def attach(
@@ -32,6 +36,9 @@ def attach(
     schedulers: Any = (),
     scaler: Any = None,
     extras: Mapping[str, Any] | None = None,
+    rank_extras: Mapping[str, Any] | None = None,
+    replicated: Sequence[str] = (),
+    ranks: bool | None = None,
     auto: bool = True,
     flush_on_signal: bool | None = None,
     on_error: str | None = None,
@@ -58,7 +65,13 @@ def attach(
     shards, seed: split the state at random into that many parts that fail together.
     partition_bytes, by_layer, rows: size of a partition; fixed, like shards and seed, when the store is created.
     schedulers, scaler: learning-rate schedulers and gradient scaler; read right before the next step.
-    extras: more objects with a state (state_dict(), a dict, a numpy Generator); read right after a step.
+    extras: more objects with a state (state_dict(), a dict, a numpy Generator); read right after a step. Where several
+        ranks train together they are the same on all of them.
+    rank_extras: such objects that are each rank's own.
+    replicated: patterns of names ("router.*") of parameters that all ranks keep equal by other means than
+        DistributedDataParallel or DTensor: each byte of them is saved once. All others count as each rank's own.
+    ranks: save together with all ranks of `torch.distributed`, which all have to attach: by default where there are
+        several. False: this process on its own, such as rank 0 of a data-parallel job.
     auto: hook into the optimizers' steps; otherwise call `session.step()` at the end of every iteration.
     flush_on_signal: on SIGTERM and SIGINT bring the newest step into this host's memory first (see `Session.flush`).
         For that, extras are read and small buffers copied after every step. Only from the main thread.
@@ -95,10 +108,36 @@ def attach(
         "drain_timeout": drain_timeout,
     }
     settings = SessionSettings.resolve(given, environ=os.environ)
+    both = sorted(set(extras or {}) & set(rank_extras or {}))
+    if both:
+        raise UsageError(f"{both[0]!r} is in extras and in rank_extras", hint="leave it out of one of them")
     adapter = find_adapter(
-        model, _as_list(optimizer), schedulers=_as_list(schedulers), scaler=scaler, extras=extras
+        model,
+        _as_list(optimizer),
+        schedulers=_as_list(schedulers),
+        scaler=scaler,
+        extras={**(extras or {}), **(rank_extras or {})},
+        replicated=_as_list(replicated),
     )
-    return Session(adapter, settings, auto=auto and adapter.automatic)
+    auto = auto and adapter.automatic
+    several = world_size() > 1 and ranks is not False
+    if ranks is False and any(group.place is not None for group in adapter.groups()):
+        raise UsageError(
+            "the model is sharded: one rank alone has only a part of it", hint="leave out ranks=False"
+        )
+    if not several:
+        try:
+            return Session(adapter, settings, auto=auto)
+        except WrittenByRanks:
+            if ranks is False:
+                raise
+    team = Team() if several else Solo()
+    try:
+        crew = Crew.join(adapter, settings, team, frozenset(rank_extras or ()))
+    except BaseException:
+        team.close()
+        raise
+    return Session(crew.adapter, settings, auto=auto, together=crew)
 
 
 def _as_list(value: Any) -> Sequence[Any]:

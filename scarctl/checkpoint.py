@@ -7,7 +7,9 @@ reads what the loop has changed since the step, and queues the result.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +47,18 @@ class Stats:
     """Groups copied again because they changed while they were copied."""
     errors: int = 0
     last_error: str = ""
+
+    @contextmanager
+    def stalled(self, *, first: bool = False, part: bool = False) -> Iterator[None]:
+        """Time of the training thread; `part` of the newest checkpoint's, its `first`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self.stall_seconds += seconds
+            if part:
+                self.last_stall_seconds = seconds + (0.0 if first else self.last_stall_seconds)
 
 
 @dataclass(slots=True)
@@ -122,12 +136,7 @@ class Checkpoints:
             self._count(copied, engine)
             if not copied.ids.size and not copied.sealed:
                 return None
-            extras: dict[str, Any] = {
-                "early": under_way.moment.early,
-                "late": plain(self._adapter.capture_late()),
-                "policy": {"credit": engine.credit, "cursor": engine.cursor},
-            }
-            engine.hand_over(copied, extras)
+            engine.hand_over(copied, self.extras(engine, under_way.moment))
         except Exception as error:
             engine.adopt_orphans()
             self._fault(error)
@@ -138,6 +147,14 @@ class Checkpoints:
             engine.adopt_orphans()
             raise
         return copied
+
+    def extras(self, engine: Engine, moment: Moment) -> dict[str, Any]:
+        """The extras of the step of `moment`, right before the next one."""
+        return {
+            "early": moment.early,
+            "late": plain(self._adapter.capture_late()),
+            "policy": {"credit": engine.credit, "cursor": engine.cursor},
+        }
 
     def _copy_again(self, under_way: _UnderWay, copied: Copied, engine: Engine) -> Copied:
         """Repeat the copy of groups that somebody wrote to meanwhile.

@@ -12,21 +12,22 @@ from scarctl.daemon.remote import DaemonSaver
 from scarctl.daemon.saver import LocalSaver, Saver
 from scarctl.store import Store
 from scarctl.store.address import IN_THIS_PROCESS, portable_options
+from scarctl.wishes import Wish
 
 log = logging.getLogger("scarctl")
 
 
-def claim_saver(store: Store, settings: SessionSettings, on_request: Callable[[bool], None]) -> Saver:
+def claim_saver(store: Store, settings: SessionSettings, on_request: Callable[[Wish], None]) -> Saver:
     """The saver that has the store for a session.
 
-    on_request: called in another thread when somebody asks for a checkpoint (True: of the whole state).
+    on_request: called in another thread when somebody asks for something.
 
     Raises Contention, AccessDenied, Unavailable; and what keeps the daemon from starting, if settings insist on it.
     """
     if settings.daemon is not False and store.address.scheme != IN_THIS_PROCESS:
-        folder = arena_folder(settings.arena_dir, store.id).parent
+        folder = arena_folder(settings.arena_dir, store.run_id).parent
         options = portable_options(store.address, settings.storage_options, os.environ)
-        saver: Saver = DaemonSaver(store.address.url, store.id, folder, on_request, options)
+        saver: Saver = DaemonSaver(store.address.url, store.run_id, folder, on_request, options, store.part)
         try:
             saver.claim()
             return saver

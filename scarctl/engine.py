@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from scarctl.daemon.saver import Saver
 from scarctl.errors import ScarError
 from scarctl.layout import Layout
 from scarctl.live import LiveState
-from scarctl.policy import select, squared
+from scarctl.policy import Selection, select, squared
 from scarctl.recovery import Plan
 from scarctl.store import Store
 from scarctl.version import NEVER, pack, step_of
@@ -58,6 +58,67 @@ class Copied:
         return step_of(self.version)
 
 
+class Selector(Protocol):
+    """Chooses what a partial checkpoint saves. `policy.select` does it for one session; ranks do it together.
+
+    Of a regular checkpoint other ranks may wait for word: it is expected, and settled when it has ended.
+    """
+
+    wish: int
+    """What this process wants all others to know."""
+
+    def agreed(self) -> int:
+        """What some process wanted them all to know, a while ago; to be asked before each `expect`."""
+
+    def expect(self, step: int, budget: int) -> None:
+        """A regular checkpoint of `step` is due; budget: bytes."""
+
+    def hurry(self) -> None:
+        """The training thread has begun to wait for the copy. Called in that thread."""
+
+    def settle(self) -> None:
+        """The copy has ended, or there was none."""
+
+    def select(
+        self,
+        policy: str,
+        *,
+        distance_sq: NDArray[np.float64],
+        nbytes: Ids,
+        staleness: Ids,
+        eligible: NDArray[np.bool_],
+        budget: int,
+        credit: int = 0,
+        cursor: int = 0,
+        seed: int = 0,
+        step: int = 0,
+        max_staleness: int | None = None,
+    ) -> Selection:
+        """See `policy.select`. Called in the worker thread."""
+
+    def close(self) -> None:
+        """Called in the training thread, after the last copy has ended."""
+
+
+class _OneSession:
+    """Nobody else to ask."""
+
+    wish = 0
+
+    def agreed(self) -> int:
+        return 0
+
+    def expect(self, step: int, budget: int) -> None: ...
+
+    def hurry(self) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    select = staticmethod(select)
+
+
 class Engine:
     """The saving side of a session. One checkpoint is under way at a time."""
 
@@ -70,10 +131,11 @@ class Engine:
         saver: Saver,
         *,
         stopped: bool = False,
+        selector: Selector | None = None,
     ) -> None:
         """Open or create the arena in `folder`, and start saving: a new epoch.
 
-        stopped: write nothing to the store until `saver.resume()`.
+        stopped: write nothing to the store until `saver.resume()`. selector: instead of `policy.select`.
 
         Raises Contention, Unavailable (arena or store is full), AccessDenied, Corruption.
         """
@@ -81,8 +143,9 @@ class Engine:
         self.layout = layout
         self.settings = settings
         self.saver = saver
-        self.shard_of = layout.shards(store.settings.shards, store.settings.seed)
+        self.shard_of = store.shard_of(layout)
         self.budget = max(1, int(settings.fraction * layout.nbytes))
+        self.selector: Selector = selector or _OneSession()
         self.credit = 0
         self.cursor = 0
         self.cadence = Cadence(
@@ -91,7 +154,7 @@ class Engine:
             max_bandwidth=settings.max_bandwidth,
             divisible=settings.policy != "full",
         )
-        self.arena = _open_arena(folder, layout, store.id)
+        self.arena = _open_arena(folder, layout, store.run_id)
         self.queue = HandOverQueue(self.arena.folder)
         self._orphaned = False
         """Copies could not be queued: to be tried again."""
@@ -109,13 +172,13 @@ class Engine:
         distance = live.distances(self.settings.norm)
         pending = self.arena.pending()
         self._warn_if_stuck(pending)
-        chosen = select(
+        chosen = self.selector.select(
             self.settings.policy,
             distance_sq=squared(distance),
             nbytes=self.layout.partition_bytes,
             staleness=np.maximum(step - step_of(self.arena.newest()), 0),
             eligible=~pending,
-            budget=max(1, int(self.budget * self.cadence.share)),
+            budget=self.budget_now,
             credit=self.credit,
             cursor=self.cursor,
             seed=self.store.settings.seed,
@@ -125,6 +188,11 @@ class Engine:
         self.credit, self.cursor = chosen.credit, chosen.cursor
         self._save(live, chosen.ids, distance, version)
         return Copied(version, chosen.ids, sealed=False, nonfinite=chosen.nonfinite)
+
+    @property
+    def budget_now(self) -> int:
+        """Bytes that a partial checkpoint may take, without credit."""
+        return max(1, int(self.budget * self.cadence.share))
 
     def seal(self, live: LiveState, step: int, *, skip_if_behind: bool = False) -> Copied:
         """A checkpoint after which every partition is of `step`: copies all that differ from their last copy.
@@ -248,6 +316,7 @@ class Engine:
 
     def leave(self) -> None:
         """Let go at once: what waits becomes durable in the daemon, and the arena stays for the next session."""
+        self.selector.close()
         self.saver.leave()
         self.arena.close()
 
@@ -256,6 +325,7 @@ class Engine:
 
         A durable arena is removed; otherwise it stays with its queue, and the next session on this host goes on.
         """
+        self.selector.close()
         durable = self.saver.drain(timeout)
         self.saver.close(put_off=not durable)
         durable = durable and not self.arena.pending().any()
@@ -267,9 +337,9 @@ class Engine:
         return durable
 
 
-def _open_arena(folder: Path, layout: Layout, store_id: str) -> Arena:
+def _open_arena(folder: Path, layout: Layout, run_id: str) -> Arena:
     """The run's arena: the one that a process left when it died, or a new one."""
-    arena = Arena.open_existing(folder, store_id=store_id)
+    arena = Arena.open_existing(folder, run_id=run_id)
     if arena is not None and arena.layout == layout:
         arena.pid = os.getpid()
         return arena
@@ -277,4 +347,4 @@ def _open_arena(folder: Path, layout: Layout, store_id: str) -> Arena:
         log.warning("the arena in %s is of another layout: replaced", folder)
         HandOverQueue(folder).clear()
         arena.remove()
-    return Arena.create(folder, layout, store_id=store_id, epoch=1)
+    return Arena.create(folder, layout, run_id=run_id, epoch=1)

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,17 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from scarctl.daemon.arena import Arena
 from scarctl.errors import NoIntactCopy, UsageError
 from scarctl.execution import execute
-from scarctl.layout import Layout, TensorSpec
-from scarctl.recovery import Ids, Plan, plan_partial, plan_rollback
+from scarctl.joint import Joint, execute_joint, named_snapshot, no_way_back, open_joint, plan_lost, plans_back
+from scarctl.layout import TensorSpec
+from scarctl.recovery import Ids, plan_partial, plan_rollback
 from scarctl.sinks import Bytes, FileSink, file_content
 from scarctl.statefile import os_errors
 from scarctl.statewriter import StateWriter, new_state, torch_save
-from scarctl.store import Store, read_snapshot
+from scarctl.store import Snapshot, Store
 from scarctl.store.format import header_length, parse_header
 from scarctl.version import MAX_STEP, step_of
+from scarctl.whole import BoxSink, check_complete, content
 
 FORMATS = ("safetensors", "pt", "dcp")
 INDEX = "model.safetensors.index.json"
@@ -100,61 +101,92 @@ def export(settings: ExportSettings) -> Exported:
     Unavailable; then there is nothing under the target's name.
     """
     store = Store.open(settings.store, storage_options=settings.storage_options)
-    layout = store.current_layout()
-    if layout is None:
-        raise NoIntactCopy(f"{store.url}: nothing is saved in this store yet", kind="nothing-saved")
     target = Path(os.path.abspath(settings.output))
+    snapshot = named_snapshot(store, settings.snapshot)
+    joint = open_joint(store, snapshot)
+    source = _of_one(store, snapshot) if joint is None else _of_ranks(joint, snapshot)
     if os.path.lexists(target):
         raise UsageError(f"{settings.output} is there already", hint="give another name, or delete it")
-    plan = _plan(store, layout, settings.snapshot)
     with _made_whole(target, "state.pt" if settings.format == "pt" else None) as folder:
-        outcome, problems, files = _write_folder(store, plan, folder, settings)
+        outcome, files = _write_folder(source, folder, settings)
     steps = step_of(outcome.version)
     return Exported(
         output=str(settings.output),
         files=tuple(files),
-        tensors=len(_specs(layout)),
-        bytes=layout.nbytes,
+        tensors=len(source.specs),
+        bytes=source.nbytes,
         exact=outcome.step is not None and not outcome.degraded,
         step=outcome.step,
         oldest_step=int(steps.min(initial=MAX_STEP)),
         newest_step=int(steps.max(initial=0)),
         degraded=outcome.degraded,
-        problems=problems,
+        problems=outcome.problems,
     )
 
 
-def _plan(store: Store, layout: Layout, snapshot: str | None) -> Plan:
-    shard_of = layout.shards(store.settings.shards, store.settings.seed)
-    if snapshot is not None:
-        return plan_rollback(store, layout, shard_of, snapshot=read_snapshot(store, snapshot))
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What was really written."""
+
+    version: Ids
+    step: int | None
+    degraded: bool
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A state to be written: its tensors, and what writes all of them."""
+
+    specs: dict[str, TensorSpec]
+    nbytes: int
+    fill: Callable[[StateWriter], _Outcome]
+
+
+def _of_one(store: Store, snapshot: Snapshot | None) -> _Source:
+    """A state that one process has saved."""
+    layout = store.current_layout()
+    if layout is None:
+        raise NoIntactCopy(f"{store.url}: nothing is saved in this store yet", kind="nothing-saved")
+    shard_of = store.shard_of(layout)
     everything = np.arange(layout.partitions, dtype=np.int64)
-    states = store.states(np.unique(shard_of).tolist(), layout)
-    return plan_partial(everything, layout, shard_of, states)
+    if snapshot is not None:
+        plan = plan_rollback(store, layout, shard_of, snapshot=snapshot)
+    else:
+        plan = plan_partial(everything, layout, shard_of, store.states(np.unique(shard_of).tolist(), layout))
+    specs, runs = file_content(layout, everything)
+
+    def fill(writer: StateWriter) -> _Outcome:
+        report = execute(plan, store, None, FileSink(layout, writer, runs))
+        done = report.plan
+        return _Outcome(done.version, done.step, done.degraded, report.problems)
+
+    return _Source(specs, layout.nbytes, fill)
 
 
-def _specs(layout: Layout) -> dict[str, TensorSpec]:
-    specs, _ = file_content(layout, np.arange(layout.partitions, dtype=np.int64))
-    return specs
+def _of_ranks(joint: Joint, snapshot: Snapshot | None) -> _Source:
+    """A state of which every rank has saved its part."""
+    check_complete(joint.layouts)
+    none = [None] * len(joint.shares)
+    if snapshot is not None:
+        plan = next(plans_back(joint, none, 0, snapshot), None)
+        if plan is None:
+            raise no_way_back(snapshot)
+    else:
+        plan = plan_lost(joint, joint.everything(), none)
+    specs, targets = content(joint.layouts, joint.everything())
+    chosen = plan
 
+    def fill(writer: StateWriter) -> _Outcome:
+        sinks = [BoxSink(of, target, writer) for of, target in zip(joint.layouts, targets, strict=True)]
+        try:
+            report = execute_joint(chosen, none, sinks)
+        except NoIntactCopy as error:
+            raise no_way_back(snapshot, error) if error.kind == "no-sealed-state" else error from None
+        done = report.plan
+        return _Outcome(done.version, done.step, done.degraded, report.problems)
 
-class _Files:
-    """A sink that puts every tensor into the file that it belongs to."""
-
-    arena: Arena | None = None
-
-    def __init__(self, layout: Layout, writers: Mapping[str | None, StateWriter]) -> None:
-        everything = np.arange(layout.partitions, dtype=np.int64)
-        _, runs = file_content(layout, everything)
-        self._sink = FileSink(layout, _Switch(writers), runs)
-
-    def overwrites(self, ids: Ids, versions: Ids) -> bool:
-        """No: nothing is there before it is whole."""
-        return False
-
-    def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Bytes]) -> None:
-        """Write partitions."""
-        self._sink.put(group, ids, versions, tensors)
+    return _Source(specs, joint.nbytes, fill)
 
 
 class _Switch:
@@ -175,18 +207,8 @@ class _Switch:
     def __exit__(self, *error: object) -> None: ...
 
 
-def _fill(
-    store: Store, plan: Plan, writers: Mapping[str | None, StateWriter]
-) -> tuple[Plan, tuple[str, ...]]:
-    report = execute(plan, store, None, _Files(plan.layout, writers))
-    return report.plan, report.problems
-
-
-def _write_folder(
-    store: Store, plan: Plan, folder: Path, settings: ExportSettings
-) -> tuple[Plan, tuple[str, ...], list[str]]:
-    layout = plan.layout
-    specs = _specs(layout)
+def _write_folder(source: _Source, folder: Path, settings: ExportSettings) -> tuple[_Outcome, list[str]]:
+    specs = source.specs
     parts = _split(specs, settings.max_shard_bytes)
     names = [
         WHOLE if len(parts) == 1 else f"model-{n:05d}-of-{len(parts):05d}.safetensors"
@@ -199,21 +221,21 @@ def _write_folder(
             out = stack.enter_context(new_state(folder / name, {key: specs[key] for key in part}))
             files.append(out)
             writers |= dict.fromkeys(part, out)
-        outcome, problems = _fill(store, plan, writers)
+        outcome = source.fill(_Switch(writers))
         for out in files:
             out.commit()
     if settings.format == "dcp":
         _to_dcp(folder, names)
-        return outcome, problems, sorted(path.name for path in folder.iterdir())
+        return outcome, sorted(path.name for path in folder.iterdir())
     if settings.format == "pt":
         _to_torch(folder, names)
-        return outcome, problems, [settings.output.name]
+        return outcome, [settings.output.name]
     if len(parts) > 1:
         weights = {key: name for name, part in zip(names, parts, strict=True) for key in part}
-        index = {"metadata": {"total_size": layout.nbytes}, "weight_map": dict(sorted(weights.items()))}
+        index = {"metadata": {"total_size": source.nbytes}, "weight_map": dict(sorted(weights.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         names.append(INDEX)
-    return outcome, problems, names
+    return outcome, names
 
 
 def _split(specs: Mapping[str, TensorSpec], limit: int) -> list[list[str]]:

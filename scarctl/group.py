@@ -77,6 +77,11 @@ class Group:
         return self.tensors[0].rows
 
     @property
+    def first_row(self) -> int:
+        """Number of its first row in the whole tensor."""
+        return self.place.offset[0] if self.place is not None else 0
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row, over all tensors."""
         return sum(tensor.row_bytes for tensor in self.tensors)

@@ -171,16 +171,20 @@ class Layout:
         return starts, stops
 
     def name(self, partition: int) -> str:
-        """Name of a partition, such as "layers.3.mlp.weight[0:512]". Raises IndexError for an unknown id."""
+        """Name of a partition, such as "layers.3.mlp.weight[0:512]", with rows of the whole tensor.
+
+        Raises IndexError for an unknown id.
+        """
         starts, stops = self.row_ranges([partition])
-        return f"{self._groups[int(self.group_of([partition])[0])].name}[{starts[0]}:{stops[0]}]"
+        group = self._groups[int(self.group_of([partition])[0])]
+        return f"{group.name}[{starts[0] + group.first_row}:{stops[0] + group.first_row}]"
 
     def match(self, pattern: str) -> Ids:
         """Ids, ascending, of the partitions that `pattern` means.
 
         A pattern is a group's name or a shell pattern of names ('layers.3.*'), optionally with a range of
-        rows, of which every partition that overlaps it is meant: 'emb.weight[100:200]', 'emb.*[:10]'. Raises
-        UsageError when it means none, naming what comes close.
+        rows of the whole tensor, of which every partition that overlaps it is meant: 'emb.weight[100:200]',
+        'emb.*[:10]'. Raises UsageError when it means none, naming what comes close.
         """
         groups, rows = pattern, (0, MAX_BYTES)
         parts = _ROWS.fullmatch(pattern)
@@ -204,7 +208,7 @@ class Layout:
 
     def _overlapping(self, g: int, start: int, stop: int) -> Ids:
         group, first = self._groups[g], int(self._base[g])
-        stop = min(stop, group.rows)
+        start, stop = max(0, start - group.first_row), min(stop - group.first_row, group.rows)
         if start >= stop or not group.partitions:
             return np.empty(0, dtype=np.int64)
         step = group.rows_per_partition
@@ -215,7 +219,11 @@ class Layout:
             return "matches no group"
         if not any(self._groups[g].partitions for g in found):
             return "has no partitions: it is empty"
-        return f"means no rows: there are {max(self._groups[g].rows for g in found)}"
+        last = max(self._groups[g].first_row + self._groups[g].rows for g in found)
+        first = min(self._groups[g].first_row for g in found)
+        return (
+            f"means no rows: there are {last}" if not first else f"means no rows: there are {first} to {last}"
+        )
 
     def shards(self, count: int, seed: int) -> NDArray[np.int32]:
         """Shard of every partition, at random: int32 of shape (partitions,), values in 0..count - 1.

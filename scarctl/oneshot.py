@@ -26,6 +26,7 @@ from scarctl.recovery import take_rows
 from scarctl.statefile import StateFile
 from scarctl.store import Collector, ShardState, Store, StoreWriter, create_snapshot, sealed_sets
 from scarctl.store.snapshot import check_new_snapshot, check_snapshot_name
+from scarctl.store.topology import refuse_ranks
 from scarctl.version import MAX_STEP, pack, step_of
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool 
     store, layout = _open(state, settings, dry_run=dry_run)
     if store is None:
         return _result(layout, settings, _everything(layout), {}, durable=False)
-    shard_of = layout.shards(store.settings.shards, store.settings.seed)
+    shard_of = store.shard_of(layout)
     states = store.states(store.shards(), layout)
     _check_step(settings.step, states)
     if settings.snapshot is not None:
@@ -186,6 +187,7 @@ def _open(state: StateFile, settings: CheckpointSettings, *, dry_run: bool) -> t
             storage_options=settings.storage_options,
             assume_single_writer=settings.assume_single_writer,
         )
+    refuse_ranks(store)
     fixed = store.settings
     for name in ("shards", "partition_bytes"):
         given, own = getattr(settings, name), getattr(fixed, name)
@@ -237,7 +239,7 @@ def _load(
     for shard_state in states.values():
         known = shard_state.saved & ~shard_state.doubt
         newest[shard_state.ids[known]] = shard_state.version[known]
-    run = open_stopped(settings.arena_dir, store.id)
+    run = open_stopped(settings.arena_dir, store.run_id)
     if run is not None:
         try:
             if run.layout == layout:

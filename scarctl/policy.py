@@ -152,7 +152,7 @@ def _prefix(
         shift = max(
             0, (low ^ high).bit_length() - bits
         )  # all bits before this digit are the same in all keys
-        totals = _bytes_by_digit(ids, keys, nbytes, shift, bits)
+        totals = bytes_by_digit(ids, keys, nbytes, shift, bits)
         reaching = np.cumsum(totals[::-1])[::-1]  # bytes of this digit and of all larger ones
         edge = int(np.count_nonzero(reaching > room)) - 1
         if edge < 0:
@@ -171,7 +171,7 @@ def _fitting(ids: NDArray[np.int64], nbytes: NDArray[np.int64], room: int) -> ND
     return ids[: np.searchsorted(np.cumsum(nbytes[ids]), room, side="right")]
 
 
-def _bytes_by_digit(
+def bytes_by_digit(
     ids: NDArray[np.int64], keys: NDArray[np.uint64], nbytes: NDArray[np.int64], shift: int, bits: int
 ) -> NDArray[np.float64]:
     """Bytes of the candidates by the digit of `bits` bits in their key, exact below 2**53: shape (2**bits,)."""

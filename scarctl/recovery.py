@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scarctl.daemon.arena import Arena
 from scarctl.errors import Corruption, LayoutMismatch, NoIntactCopy, UsageError
 from scarctl.layout import Layout
-from scarctl.store import SealedSet, ShardState, Snapshot, Store, sealed_sets
+from scarctl.store import SealedSet, ShardState, Snapshot, Store, complete_sets, sealed_sets
 from scarctl.version import NEVER, step_of
 
 Ids = NDArray[np.int64]
@@ -213,8 +213,9 @@ def plan_rollback(
         ids = np.arange(layout.partitions, dtype=np.int64)
         version = _stored(layout, states)
         top = int(version.max(initial=NEVER))
-        # Differing versions mean that a record's segment was damaged and its partitions fell back.
-        if (version != top).any():
+        # Differing versions mean that a record's segment was damaged and its partitions fell back; none at all that
+        # the record has other members.
+        if (version != top).any() or (top == NEVER and len(ids)):
             passed_over = True
             continue
         if before is not None and top >= before:
@@ -259,9 +260,12 @@ def _sealed_states(
     store: Store, layout: Layout, shards: Sequence[int], snapshot: Snapshot | None
 ) -> Sequence[SealedSet]:
     """What a rollback may go back to, best first."""
+    if snapshot is None and store.part is not None:
+        return [sealed for sealed in complete_sets(store.again()) if set(shards) <= sealed.seqs.keys()]
     if snapshot is None:
         return sealed_sets(store.states(shards, layout).values())
-    if snapshot.layout != layout.digest or not set(shards) <= snapshot.seqs.keys():
+    same = store.part is not None or snapshot.layout == layout.digest  # each rank has a layout of its own
+    if not same or not set(shards) <= snapshot.seqs.keys():
         raise LayoutMismatch(
             f"snapshot {snapshot.name!r} is of another layout", hint="use the model that it was taken of"
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,29 @@ from scarctl.daemon.handover import HandOverQueue
 from scarctl.daemon.peek import open_stopped
 from scarctl.errors import NoIntactCopy, UsageError
 from scarctl.execution import Report, Sink, execute
+from scarctl.joint import (
+    Arenas,
+    Joint,
+    JointPlan,
+    Nowhere,
+    estimated,
+    execute_joint,
+    extra_seqs,
+    lost_of,
+    named_snapshot,
+    no_way_back,
+    open_joint,
+    plan_lost,
+    plans_back,
+)
 from scarctl.layout import Layout
 from scarctl.recovery import Ids, Perturbation, Plan, estimate, lost_ids, plan_partial, plan_rollback
 from scarctl.sinks import ArenaSink, FileSink, PatchSink, check_fits, file_content
 from scarctl.statefile import StateFile, open_state
-from scarctl.statewriter import new_state, patch_state
-from scarctl.store import Store, StoreWriter, read_snapshot
+from scarctl.statewriter import StateWriter, new_state, patch_state
+from scarctl.store import Store, StoreWriter, newest_topology, read_snapshot
 from scarctl.version import step_of
+from scarctl.whole import BoxSink, PatchBoxSink, content, onto, whole_groups
 
 MODES = ("partial", "rollback")
 
@@ -37,7 +53,8 @@ class RecoverSettings:
     store: str = field(repr=False)
     """Folder of the store, or an address such as `s3://bucket/folder`."""
     lost: tuple[str, ...]
-    """What was lost: "all", shard numbers, patterns of names; each may be several, separated by commas."""
+    """What was lost: "all", shard numbers, ranks ("rank:2") where several have saved, patterns of names; each may be
+    several, separated by commas."""
     mode: str = "partial"
     """"partial", or "rollback": everything, from the newest state of one step."""
     into: Path | None = None
@@ -66,7 +83,7 @@ class RecoverSettings:
 class Recovery:
     """What was done, or with a dry run would be done."""
 
-    plan: Plan
+    plan: Plan | JointPlan
     perturbation: Perturbation
     output: str | None
     seconds: float | None
@@ -95,6 +112,11 @@ def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
     arena or store would be written is alive), Corruption, AccessDenied, Unavailable.
     """
     store = Store.open(settings.store, storage_options=settings.storage_options)
+    _refuse_inside(store, settings)
+    joint = open_joint(store, named_snapshot(store, settings.snapshot))
+    if joint is not None:
+        with ExitStack() as stack:
+            return _RanksRecovery(settings, joint, stack, dry_run=dry_run).run()
     layout = store.current_layout()
     if layout is None:
         raise NoIntactCopy(
@@ -102,19 +124,13 @@ def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
             hint="save a checkpoint first",
             kind="nothing-saved",
         )
-    shard_of = layout.shards(store.settings.shards, store.settings.seed)
+    shard_of = store.shard_of(layout)
     ids = lost_ids(settings.lost, layout, shard_of, store.settings.shards)
-    for path in (settings.into, settings.output):
-        if path is None or store.address.root is None:
-            continue
-        # Not Path.resolve(): it raises for links in a circle.
-        if Path(os.path.realpath(store.address.root)) in Path(os.path.realpath(path)).parents:
-            raise UsageError(f"{path} is inside the store", hint="give a file elsewhere")
     # To be found out before anything is written: whether somebody else writes.
     changes_store = settings.mode == "rollback" and settings.output is None and not dry_run
     changes_arena = settings.into is None and settings.output is None
     if changes_store or changes_arena:
-        wait_until_released(host_folder(settings.arena_dir), store.id)
+        wait_until_released(host_folder(settings.arena_dir), store.run_id)
     with ExitStack() as stack:
         arena = stack.enter_context(_stopped_arena(store, layout, settings))
         writer: StoreWriter | None = None
@@ -123,6 +139,15 @@ def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
         elif changes_arena and not dry_run:
             stack.callback(store.take_lock().release)
         return _Recovery(settings, store, layout, shard_of, ids, arena).run(writer, dry_run=dry_run)
+
+
+def _refuse_inside(store: Store, settings: RecoverSettings) -> None:
+    for path in (settings.into, settings.output):
+        if path is None or store.address.root is None:
+            continue
+        # Not Path.resolve(): it raises for links in a circle.
+        if Path(os.path.realpath(store.address.root)) in Path(os.path.realpath(path)).parents:
+            raise UsageError(f"{path} is inside the store", hint="give a file elsewhere")
 
 
 class _Recovery:
@@ -229,14 +254,188 @@ class _Recovery:
         return None if path is None else str(path)
 
 
+class _RanksRecovery:
+    """The same for a store of several ranks. What it opens is closed with `stack`."""
+
+    def __init__(self, settings: RecoverSettings, joint: Joint, stack: ExitStack, *, dry_run: bool) -> None:
+        self.settings, self.joint, self.dry_run = settings, joint, dry_run
+        self.ids = lost_of(settings.lost, joint)
+        self.left_out: frozenset[str] = frozenset()
+        self.to_arena = settings.into is None and settings.output is None
+        changes_store = settings.mode == "rollback" and settings.output is None and not dry_run
+        if changes_store:
+            self._refuse_older_ranks()
+        topology, store = joint.parts.topology, joint.store
+        self.views = [share.store for share in joint.shares]
+        if topology is not None:
+            known = {view.part.shard for view in self.views if view.part is not None}
+            epoch = 1 + max(state.epoch for state in joint.parts.states.values())
+            # Those that own nothing have a log all the same.
+            self.views += [store.of_shard(shard, epoch) for shard in topology.shards if shard not in known]
+        if changes_store or self.to_arena:
+            for view in [store, *self.views]:
+                wait_until_released(host_folder(settings.arena_dir), view.run_id)
+        self.arenas = [
+            stack.enter_context(_stopped_arena(share.store, share.layout, settings)) for share in joint.shares
+        ]
+        self.writers: list[StoreWriter] = []
+        if changes_store:
+            for view in self.views:
+                state = joint.parts.states[view.part.shard] if view.part is not None else None
+                layout = joint.shares[0].layout if state is None else state.layout
+                assert layout is not None, "the state is whole"
+                writer = view.writer(layout=layout, shard_of=view.shard_of(layout))
+                self.writers.append(stack.enter_context(writer))
+        elif self.to_arena and not dry_run:
+            stack.callback(store.take_lock().release)
+
+    def _refuse_older_ranks(self) -> None:
+        """A state of other ranks than those of now cannot become the newest."""
+        newest, topology = newest_topology(self.joint.store), self.joint.parts.topology
+        if self.settings.snapshot is None or newest is None:
+            return
+        if topology is None or topology.shards != newest.shards:
+            others = "one process" if topology is None else f"{topology.world} other ranks"
+            raise UsageError(
+                f"snapshot {self.settings.snapshot!r} is of {others}: the store cannot go back to it",
+                hint="give --output for a file, or resume the job from it: resume(snapshot=...)",
+                kind="snapshot-of-other-ranks",
+            )
+
+    def run(self) -> Recovery:
+        """Plan it and carry it out."""
+        self._require_arenas()
+        # What goes into the arenas replaces what lies there: those copies count as lost.
+        memory = [None] * len(self.arenas) if self.to_arena else self.arenas
+        snapshot = named_snapshot(self.joint.store, self.settings.snapshot)
+        plans: Iterable[JointPlan]
+        if self.settings.mode == "rollback":
+            plans = plans_back(self.joint, memory, sum(len(ids) for ids in self.ids), snapshot)
+        else:
+            plan = plan_lost(self.joint, self.ids, memory, survivors_step=self._survivors_step())
+            if self.settings.output is not None:
+                # The file has nothing but what is restored.
+                plan = replace(plan, exact=plan.step is not None and not plan.degraded)
+            plans = [plan]
+        problem: NoIntactCopy | None = None
+        for plan in plans:
+            try:
+                return self._carry_out(plan, memory, () if problem is None else (problem.message,))
+            except NoIntactCopy as error:
+                if error.kind != "no-sealed-state":
+                    raise
+                problem = error
+        raise no_way_back(snapshot, problem)
+
+    def _require_arenas(self) -> None:
+        if not self.to_arena or (
+            any(arena is not None for arena in self.arenas) and self.settings.mode == "rollback"
+        ):
+            return
+        missing = [
+            str(share.rank or 0)
+            for share, arena, ids in zip(self.joint.shares, self.arenas, self.ids, strict=True)
+            if arena is None and (len(ids) or self.settings.mode == "rollback")
+        ]
+        if missing:
+            raise UsageError(
+                f"there is no stopped run's arena of rank {', '.join(missing)} on this host",
+                hint="give --into a state file, or --output for a new one",
+                kind="no-arena",
+            )
+
+    def _survivors_step(self) -> int | None:
+        """The step of what stays in the arenas, when all of them are here and that is one step."""
+        if not self.to_arena:
+            return None
+        steps: set[int] = set()
+        for arena, ids in zip(self.arenas, self.ids, strict=True):
+            if arena is None:
+                return None
+            steps |= set(np.unique(step_of(np.delete(arena.version, ids))).tolist())
+        return steps.pop() if len(steps) == 1 and min(steps) >= 0 else None
+
+    def _carry_out(self, plan: JointPlan, memory: Arenas, problems: tuple[str, ...]) -> Recovery:
+        state = None if self.settings.into is None else open_state(self.settings.into)
+        if state is not None:
+            touched = {share.layout.groups[g].name for share, one in plan.each() for g in _groups(one)}
+            wholes = [group for name, group in whole_groups(self.joint.layouts).items() if name in touched]
+            whole = Layout(wholes)
+            self.left_out = check_fits(whole, np.arange(whole.partitions), state)
+        if self.dry_run:
+            known = estimated(plan, self.arenas)
+            return Recovery(plan, known, self._output(), None, problems, self.left_out)
+        with self._sinks(plan, state) as (sinks, out):
+            report = execute_joint(plan, memory, sinks)
+            if out is not None:
+                out.commit()
+        self._roll_back(report.plan)
+        problems += report.problems
+        return Recovery(
+            report.plan, report.perturbation, self._output(), report.seconds, problems, self.left_out
+        )
+
+    @contextmanager
+    def _sinks(
+        self, plan: JointPlan, state: StateFile | None
+    ) -> Iterator[tuple[list[Sink], StateWriter | None]]:
+        layouts = self.joint.layouts
+        if self.to_arena:
+            # Where there is no arena everything is looked at all the same.
+            yield [Nowhere() if arena is None else ArenaSink(arena) for arena in self.arenas], None
+            return
+        writing: AbstractContextManager[StateWriter]
+        if state is not None:
+            targets, writing = onto(layouts), patch_state(state)
+        else:
+            assert self.settings.output is not None
+            none = np.empty(0, dtype=np.int64)
+            specs, targets = content(layouts, [none if one is None else one.ids for one in plan.plans])
+            writing = new_state(self.settings.output, specs)
+        with writing as out:
+            pairs = zip(layouts, targets, strict=True)
+            if state is not None:
+                yield [PatchBoxSink(of, target, out, state, self.left_out) for of, target in pairs], out
+            else:
+                yield [BoxSink(of, target, out) for of, target in pairs], out
+
+    def _roll_back(self, plan: JointPlan) -> None:
+        """Takes the store back too, and forgets what the stopped run still had of the time after it."""
+        if not self.writers:
+            return
+        seqs = {shard: seq for _, one in plan.each() for shard, seq in one.seqs.items()}
+        seqs |= extra_seqs(self.joint, plan)
+        for writer in self.writers:
+            mine = {shard: seq for shard, seq in seqs.items() if shard in writer.states}
+            if mine:
+                writer.roll_back(mine)
+        for view in self.views:
+            folder = arena_folder(self.settings.arena_dir, view.run_id)
+            if folder.exists():
+                HandOverQueue(folder).clear()
+        if self.settings.into is not None:
+            for arena in self.arenas:
+                if arena is not None:
+                    arena.remove()
+
+    def _output(self) -> str | None:
+        path = self.settings.into or self.settings.output
+        return None if path is None else str(path)
+
+
+def _groups(plan: Plan) -> list[int]:
+    found: list[int] = np.unique(plan.layout.group_of(plan.ids)).tolist()
+    return found
+
+
 @contextmanager
 def _stopped_arena(store: Store, layout: Layout, settings: RecoverSettings) -> Iterator[Arena | None]:
     """The arena that a run of this store left on this host, if it is of the store's layout."""
     if settings.into is None and settings.output is None:
         # It is what will be written: here a live run is an error, and so is a damaged arena.
-        arena = Arena.open_existing(arena_folder(settings.arena_dir, store.id), store_id=store.id)
+        arena = Arena.open_existing(arena_folder(settings.arena_dir, store.run_id), run_id=store.run_id)
     else:
-        arena = open_stopped(settings.arena_dir, store.id)
+        arena = open_stopped(settings.arena_dir, store.run_id)
     if arena is None:
         yield None
         return

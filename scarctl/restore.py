@@ -20,9 +20,10 @@ from scarctl.engine import Engine
 from scarctl.errors import Corruption, NoIntactCopy, UsageError
 from scarctl.execution import Report, execute
 from scarctl.live import LiveState
-from scarctl.recovery import Lost, Perturbation, Plan, estimate, lost_ids, plan_partial, plan_rollback
+from scarctl.recovery import Lost, Perturbation, Plan, estimate, plan_partial, plan_rollback
 from scarctl.sinks import ArenaSink
 from scarctl.store import ShardState, Snapshot, Store
+from scarctl.together import Found, Together
 from scarctl.version import pack, step_of
 
 log = logging.getLogger("scarctl")
@@ -39,10 +40,12 @@ class Resumed:
     """Everything is of `step`: training continues as if it had not stopped. Otherwise steps are mixed."""
     report: Report | None
     """Where the partitions came from; None when there was nothing to resume from."""
+    ranks: Mapping[str, Any] | None = None
+    """With several ranks: which of them were lost, and what that costs; see `scarctl.ranks.agreement`."""
 
 
 def resume_live(
-    engine: Engine, live: LiveState, mode: str, snapshot: Snapshot | None = None
+    engine: Engine, live: LiveState, mode: str, together: Together, snapshot: Snapshot | None = None
 ) -> tuple[Resumed, Any]:
     """Restore everything into a fresh process. Returns the extras too, None when there was nothing to resume from.
 
@@ -50,38 +53,53 @@ def resume_live(
     """
     _check_mode(mode)
     if mode == "rollback":
-        report, extras = _roll_back(engine, live, snapshot=snapshot)
+        report, extras = _roll_back(engine, live, together, snapshot=snapshot)
         assert report.step is not None
         return Resumed(report.step, True, report), extras
     # Meanwhile nothing moves from the queue to the store: extras would be seen in neither. Nor after a failure: what
     # waits may be of later steps than the one from which another attempt goes on.
     engine.saver.stop()
-    resumed, extras = _resume(engine, live)
+    resumed, extras = _resume(engine, live, together)
     engine.saver.resume()
     engine.adopt_orphans()
     return resumed, extras
 
 
-def _resume(engine: Engine, live: LiveState) -> tuple[Resumed, Any]:
+def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resumed, Any]:
     arena, everything = engine.arena, np.arange(engine.layout.partitions)
-    states = engine.store.states(engine.store.shards())
-    found = None if _never_complete(engine, states) else _newest_extras(engine, states)
-    if found is None:
+    found, report = together.agree(lambda: _fetch(engine))
+    agreed = together.go_on(found, engine.store)
+    if agreed is None:
         log.warning("%s holds no complete state yet: there is nothing to resume from", engine.store.url)
         engine.start_over()
         return Resumed(0, True, None), None
-    _believe_newest_seal(engine)
-    plan = plan_partial(everything, engine.layout, engine.shard_of, states, arena)
-    report = execute(plan, engine.store, arena, ArenaSink(arena))
-    version, extras = found
-    step = step_of(version)
+    step = agreed.step
     # Copies newer than the extras: the process died before it could hand them over. Random numbers, schedule and data
     # position are of the older step, so that is where the run goes on, and what it saves next comes after them. They
     # count as of the step before, so that they never pass for exact.
     ahead = np.flatnonzero(step_of(arena.newest()) > step)
     arena.relabel(ahead, pack(arena.epoch, max(0, step - 1)))
     live.load(everything)
-    return Resumed(step, report.exact and report.step == step, report), extras
+    together.spread()
+    return Resumed(step, agreed.exact, report, agreed.summary), agreed.extras
+
+
+def _fetch(engine: Engine) -> tuple[Found | None, Report | None]:
+    """Bring the freshest copies of everything into the arena. None when some partition has no copy anywhere."""
+    arena = engine.arena
+    states = engine.store.states(engine.store.shards())
+    newest = None if _never_complete(engine, states) else _newest_extras(engine, states)
+    if newest is None:
+        return None, None
+    _believe_newest_seal(engine)
+    known = estimate(arena.distance).value  # before the arena is filled up
+    everything = np.arange(engine.layout.partitions)
+    plan = plan_partial(everything, engine.layout, engine.shard_of, states, arena)
+    report = execute(plan, engine.store, arena, ArenaSink(arena))
+    version, extras = newest
+    exact = report.exact and report.step == step_of(version)
+    survived = exact and arena.head_step == step_of(version)
+    return Found(version, extras, exact, survived, known), report
 
 
 def _believe_newest_seal(engine: Engine) -> None:
@@ -95,16 +113,25 @@ def _believe_newest_seal(engine: Engine) -> None:
 
 
 def recover_live(
-    engine: Engine, live: LiveState, lost: Lost, mode: str, head_step: int
+    engine: Engine, live: LiveState, lost: Lost, mode: str, head_step: int, together: Together
 ) -> tuple[Report, Any]:
     """Restore what was lost in a running process. Returns the extras too when the mode is "rollback", else None.
 
     Raises UsageError, NoIntactCopy; then no live value was changed.
     """
     _check_mode(mode)
-    ids = lost_ids(lost, engine.layout, engine.shard_of, engine.store.settings.shards)
+    ids = together.lost_ids(lost, engine.layout, engine.store)
     if mode == "rollback":
-        return _roll_back(engine, live, lost=ids.size)
+        return _roll_back(engine, live, together, lost=ids.size)
+    report = together.agree(lambda: _fetch_lost(engine, live, ids, head_step))
+    live.load(ids)
+    engine.arena.distance[ids] = 0.0
+    together.spread()
+    return report, None
+
+
+def _fetch_lost(engine: Engine, live: LiveState, ids: NDArray[np.int64], head_step: int) -> Report:
+    """Bring the freshest copies of `ids` into the arena."""
     arena = engine.arena
     torn = ids[~arena.intact()[ids]]
     # The arena has the newest copies of all: the store is read only for what is not intact there.
@@ -112,30 +139,37 @@ def recover_live(
     known = arena.distance.copy()
     plan = plan_partial(ids, engine.layout, engine.shard_of, states, arena, survivors_step=head_step)
     report = execute(plan, engine.store, arena, ArenaSink(arena))
-    report = replace(report, perturbation=_perturbation(live, ids, known))
-    live.load(ids)
-    arena.distance[ids] = 0.0
-    return report, None
+    return replace(report, perturbation=_perturbation(live, ids, known))
 
 
 def _roll_back(
-    engine: Engine, live: LiveState, lost: int | None = None, snapshot: Snapshot | None = None
+    engine: Engine,
+    live: LiveState,
+    together: Together,
+    lost: int | None = None,
+    snapshot: Snapshot | None = None,
 ) -> tuple[Report, Any]:
     """Go back to the newest state that all shards sealed at one step; forget what came after, here and in the store."""
     known = engine.arena.distance.copy()
     # The newest sealed state may still be on its way to the store.
     engine.saver.resume()
     engine.saver.drain(engine.settings.drain_timeout)
-    with engine.nothing_saved():
+    everything = np.arange(engine.layout.partitions)
+
+    def fetch() -> tuple[Report, Any]:
         plan = plan_rollback(
             engine.store, engine.layout, engine.shard_of, engine.arena, lost=lost, snapshot=snapshot
         )
         report = execute(plan, engine.store, engine.arena, ArenaSink(engine.arena))
-        extras = _sealed_extras(engine.store, report.plan)
-        everything = np.arange(engine.layout.partitions)
         report = replace(report, perturbation=_perturbation(live, everything, known))
-        engine.forget_after(report.plan)
+        return report, _sealed_extras(engine.store, report.plan)
+
+    with engine.nothing_saved():
+        together.agree(lambda: None)  # now nobody saves, and all look at the same logs
+        report, extras = together.agree(fetch)
+        together.agree(lambda: engine.forget_after(report.plan))
     live.load(everything)
+    together.spread()
     engine.arena.distance[:] = 0.0
     return report, extras
 

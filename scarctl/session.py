@@ -15,10 +15,9 @@ import contextlib
 import logging
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import Any
 
 from scarctl import signals
 from scarctl.adapter import Adapter
@@ -27,15 +26,18 @@ from scarctl.checkpoint import Checkpoints, Stats
 from scarctl.claiming import claim_saver
 from scarctl.config import SessionSettings
 from scarctl.daemon.folder import arena_folder, require_room
+from scarctl.daemon.saver import Saver
 from scarctl.engine import Engine
 from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.execution import Report
 from scarctl.gate import Gate
 from scarctl.layout import Layout
 from scarctl.moment import Moment, Moments, check_step
-from scarctl.restore import Resumed, recover_live, resume_live
-from scarctl.store import Store, create_snapshot, read_snapshot, sealed_sets
-from scarctl.store.snapshot import check_new_snapshot
+from scarctl.naming import take_snapshot
+from scarctl.requests import Due, Requests
+from scarctl.restore import Resumed, recover_live
+from scarctl.resuming import Resumption
+from scarctl.together import Alone, Together
 from scarctl.worker import Worker
 
 log = logging.getLogger("scarctl")
@@ -48,19 +50,15 @@ _PATIENCE = 120.0
 """How long closing waits for a flush or a step in another thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Due:
-    """A checkpoint that is due."""
-
-    full: bool
-    may_skip: bool = False
-
-
 class Session:
     """One training process's checkpoints. Made by `attach`; `close` it, or use it in a `with` statement."""
 
-    def __init__(self, adapter: Adapter, settings: SessionSettings, *, auto: bool) -> None:
+    def __init__(
+        self, adapter: Adapter, settings: SessionSettings, *, auto: bool, together: Together | None = None
+    ) -> None:
+        """together: the other ranks that train with this process, if there are any."""
         self.settings = settings
+        self._together = together or Alone()
         self.stats = Stats()
         self.head_step = 0
         """Iterations finished so far, counted over restarts."""
@@ -68,9 +66,11 @@ class Session:
         self._engine: Engine | None = None
         self._opened: Engine | None = None
         """The same, also while it is not known from which step to go on."""
+        self._looked = False
+        """What the store has was read; it may be nothing that is whole."""
         self._closed = False
         self._pid = os.getpid()
-        self._requested: bool | None = None
+        self._requests = Requests(self._together, self.recover, self._fault)
         self._gate = Gate(stepping=not auto)
         self._moments = Moments(adapter)
         self._moment: Moment | None = None
@@ -79,23 +79,17 @@ class Session:
         """The newest step that a flush has sealed."""
         self._doomed = False
         """A signal ends this process any moment: what was flushed has to stay as it is."""
-        self.store = Store.create(settings.store, **settings.fixed(), **settings.place())
-        self._binding = Binding(adapter, self.store)
-        try:
-            # Better now than at the first step.
-            require_room(arena_folder(settings.arena_dir, self.store.id), self._binding.least_bytes())
-            self._saver = claim_saver(self.store, settings, self._ask)
-        except BaseException:
-            self.store.close()
-            raise
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._together.close)
+            self.store = self._together.open_store(settings)
+            undo.callback(self.store.close)
+            self._binding = Binding(adapter, self.store)
+            self._saver = self._together.agree(self._claim)
+            undo.callback(self._saver.close)
             self._remove_hooks = (
                 adapter.install(self._before_step, self._after_step) if auto else lambda: None
             )
-        except BaseException:
-            self._saver.close()
-            self.store.close()
-            raise
+            undo.pop_all()
         self._worker = Worker("scarctl-copy")
         self._checkpoints = Checkpoints(
             adapter, self._worker, self.stats, self._fault, validate=settings.validate
@@ -105,6 +99,12 @@ class Session:
         self._unwatch: Callable[[], None] = lambda: None
         if settings.flush_on_signal:
             self._unwatch = signals.watch(self._before_signal)
+
+    def _claim(self) -> Saver:
+        # Better now than at the first step.
+        folder = arena_folder(self.settings.arena_dir, self.store.run_id)
+        require_room(folder, self._binding.least_bytes())
+        return claim_saver(self.store, self.settings, self._requests.add)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -168,22 +168,15 @@ class Session:
         not finite; the store's fault.
         """
         engine = self._started()
-        check_new_snapshot(self.store, name)
-        for last in (False, True):
-            epoch = engine.arena.epoch  # a later one when the daemon is replaced meanwhile
-            self.checkpoint(full=True, wait=True)
-            newest = sealed_sets(self.store.states(self.store.shards()).values())[:1]
-            if not newest or newest[0].epoch < epoch or newest[0].step != self.head_step:
-                raise ScarError(
-                    f"the state of step {self.head_step} could not be sealed: it has values that are not finite",
-                    kind="not-sealed",
-                )
-            try:
-                return create_snapshot(self.store, name, newest[0]).step
-            except Unavailable as error:
-                if last or error.kind != "snapshot-late":
-                    raise
-        raise AssertionError("unreachable")
+        take_snapshot(
+            name,
+            self.store,
+            self._together,
+            lambda: engine.arena.epoch,
+            lambda: self.head_step,
+            self.checkpoint,
+        )
+        return self.head_step
 
     def resume(self, mode: str = "partial", snapshot: str | None = None) -> Resumed:
         """Restore what the store and this host's memory have, in place; an empty store changes nothing.
@@ -198,34 +191,26 @@ class Session:
             raise UsageError(
                 "resume() comes before the first step", hint="use session.recover() in a running loop"
             )
-        layout = self.store.current_layout()
-        if layout is None:
+        if not self._together.holds_earlier_run(self.store):
             return Resumed(step=0, exact=True, report=None)
         with self._gate.held():
-            return self._resume(layout, mode, snapshot)
-
-    def _resume(self, layout: Layout, mode: str, name: str | None) -> Resumed:
-        snapshot = None if name is None else read_snapshot(self.store, name)
-        self._binding.check(layout)
-        remove_slots = self._adapter.create_slots(layout)
-        # What a dead process left becomes durable only when it is clear from which step this one goes on.
-        engine = self._opened or self._open(layout, stopped=True)
-        try:
-            resumed, extras = resume_live(
-                engine, self._binding.live(engine.arena), mode if snapshot is None else "rollback", snapshot
+            resumption = Resumption(
+                self._adapter, self._binding, self.store, self._together, self._open, self._go_on
             )
-        except BaseException:
-            remove_slots()
-            raise
-        if extras is None:
-            remove_slots()
-        else:
+            resumed, moved = resumption.run(mode, snapshot)
+            self._looked = True
+            if moved:
+                # Until this is durable the state is where it came from.
+                self._seal(self._take())
+            return resumed
+
+    def _go_on(self, engine: Engine, resumed: Resumed, extras: Any) -> None:
+        if extras is not None:
             self._adapter.restore(extras["early"], extras["late"])
             engine.credit, engine.cursor = extras["policy"]["credit"], extras["policy"]["cursor"]
         self._engine = engine
         self.head_step = resumed.step
         engine.arena.head_step = resumed.step
-        return resumed
 
     def recover(self, lost: str | int | Iterable[str | int], mode: str = "partial") -> Report:
         """Restore lost partitions in the running process, in place; the others keep their progress.
@@ -239,7 +224,7 @@ class Session:
         with self._gate.held():
             self._finish()
             live = self._binding.live(engine.arena)
-            report, extras = recover_live(engine, live, lost, mode, self.head_step)
+            report, extras = recover_live(engine, live, lost, mode, self.head_step, self._together)
             # Whatever was flushed or taken before is not what the state is now.
             self._flushed = self._moment = None
             if extras is not None:
@@ -280,13 +265,13 @@ class Session:
         if self._inert():
             return
         self._between_steps()
-        with self._stalled():
+        with self.stats.stalled():
             self._gate.enter()
 
     def _between_steps(self) -> None:
-        if self._engine is None and self.head_step == 0:
+        if self._engine is None and self.head_step == 0 and not self._looked:
             self._refuse_unread_store()
-        with self._gate.held(), self._stalled(part=self._checkpoints.under_way):
+        with self._gate.held(), self.stats.stalled(part=self._checkpoints.under_way):
             self._finish()
 
     def _after_step(self) -> None:
@@ -300,41 +285,19 @@ class Session:
             self._gate.leave()
             if self._engine is None:
                 self._start(self._binding.build_layout())
-                due: _Due | None = _Due(full=True)
+                due: Due | None = Due(full=True)
             else:
                 self._engine.arena.head_step = self.head_step
-                due = self._due(self._engine)
-            with self._stalled(first=due is not None, part=due is not None):
+                due = self._requests.due(self._engine, self.head_step)
+            with self.stats.stalled(first=due is not None, part=due is not None):
                 if due is not None or self.settings.flush_on_signal:
                     moment = self._take()
                 if due is not None:
                     self._begin(moment, full=due.full, skip_if_behind=due.may_skip)
 
-    def _due(self, engine: Engine) -> _Due | None:
-        """The checkpoint that is due now. One that somebody asked for waits while nothing could be taken."""
-        regular = engine.due(self.head_step)
-        # A part of what is all on its way would be nothing: whoever asked waits until there is something to take.
-        if self._requested or (self._requested is not None and not engine.arena.pending().all()):
-            requested, self._requested = self._requested, None
-            return _Due(requested)
-        whole = self.settings.policy == "full"
-        return _Due(whole, may_skip=whole) if regular else None
-
     def _inert(self) -> bool:
         """A closed session, or a forked child's copy of one (a data loader's worker) does nothing."""
         return self._closed or self._doomed or os.getpid() != self._pid
-
-    @contextlib.contextmanager
-    def _stalled(self, *, first: bool = False, part: bool = False) -> Iterator[None]:
-        """Time of the training thread; `part` of the newest checkpoint's, its `first`."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - started
-            self.stats.stall_seconds += seconds
-            if part:
-                self.stats.last_stall_seconds = seconds + (0.0 if first else self.stats.last_stall_seconds)
 
     # -- one checkpoint, with the gate held -----------------------------------------------------------------------
 
@@ -364,7 +327,9 @@ class Session:
         """Second half, if one is under way; returns whether it has sealed the state."""
         if self._engine is None:
             return False
+        self._engine.selector.hurry()
         copied = self._checkpoints.finish(self._engine)
+        self._engine.selector.settle()
         return copied is not None and copied.sealed
 
     def _seal(self, moment: Moment | None) -> bool:
@@ -389,13 +354,23 @@ class Session:
 
     # -- start and end ------------------------------------------------------------------------------------------
 
-    def _ask(self, full: bool) -> None:
-        """Somebody wants a checkpoint after the next step. Called from another thread."""
-        self._requested = full or bool(self._requested)
-
     def _open(self, layout: Layout, *, stopped: bool = False) -> Engine:
-        folder = arena_folder(self.settings.arena_dir, self.store.id)
-        self._opened = Engine(self.store, layout, self.settings, folder, self._saver, stopped=stopped)
+        """Open the arena, and start saving, unless that is done already: by a resume that failed."""
+        if self._opened is not None:
+            return self._opened
+        folder = arena_folder(self.settings.arena_dir, self.store.run_id)
+        self._together.begin(self.store)
+        self._opened = self._together.agree(
+            lambda: Engine(
+                self.store,
+                layout,
+                self.settings,
+                folder,
+                self._saver,
+                stopped=stopped,
+                selector=self._together.selector(),
+            )
+        )
         return self._opened
 
     def _start(self, layout: Layout) -> None:
@@ -421,8 +396,7 @@ class Session:
             )
 
     def _refuse_unread_store(self) -> None:
-        layout = self.store.current_layout()
-        if layout is not None:
+        if self._together.holds_earlier_run(self.store):
             raise UsageError(
                 f"{self.store.url} holds an earlier run, and this one did not resume it",
                 hint="call session.resume() before the loop, or use a new store; nothing was changed",
@@ -436,10 +410,12 @@ class Session:
                 return
             if not quiet:
                 log.warning("a signal came in a step that did not end: the state is not flushed")
-            elif not self._checkpoints.ready(FLUSH_SECONDS):
+            elif not self._ready():
                 log.warning("a signal came, and the last copy does not end: the state is not flushed")
             elif self._moment is not None and self._seal(self._moment):
                 log.info("a signal came: step %d is in this host's memory", self.head_step)
+                if fatal:
+                    self._rescue(engine, self._moment)
             self._doomed = fatal
             if fatal and not self._saver.outlives:
                 engine.saver.drain(min(self.settings.drain_timeout, _LAST_DRAIN))
@@ -459,6 +435,7 @@ class Session:
         with contextlib.ExitStack() as last:
             # Not before: a training thread that goes on meanwhile has to pass the gate.
             last.callback(self._remove_hooks)
+            last.callback(self._together.close)
             last.callback(self.store.close)
             last.callback(self._worker.close)
             last.callback(self._let_go, failed)
@@ -468,7 +445,20 @@ class Session:
                 self._finish()
                 # A step that raised has left parameters half changed: what was saved before is better.
                 if seal and quiet and self.head_step > 0 and (as_it_is or self._flushed != self.head_step):
-                    self._seal(self._take() if as_it_is else self._moment or self._take())
+                    moment = self._take() if as_it_is else self._moment or self._take()
+                    self._seal(moment)
+                    if failed and self._engine is not None and moment is not None:
+                        self._rescue(self._engine, moment)
+
+    def _ready(self) -> bool:
+        """Wait a while for the copy under way; returns whether there is none any more."""
+        if self._engine is not None:
+            self._engine.selector.hurry()
+        return self._checkpoints.ready(FLUSH_SECONDS)
+
+    def _rescue(self, engine: Engine, moment: Moment) -> None:
+        """The state of `moment` is saved, and this process ends because something failed, perhaps elsewhere."""
+        self._together.rescue(self.store, moment.step, lambda: self._checkpoints.extras(engine, moment))
 
     def _stop(self) -> None:
         self._closed = True

@@ -36,7 +36,10 @@ class StateWriter(Protocol):
     """A state file being written. Leaving the context without `commit` leaves the target as it was."""
 
     def write(self, name: str, rows: Rows, data: Bytes) -> None:
-        """Put data, uint8 of shape (n, bytes per row), into n rows (ascending, or a slice) of a tensor."""
+        """Put data, uint8 of shape (n, bytes per row), into n rows (ascending, or a slice) of a tensor.
+
+        What counts as a row is what data is wide: also a part of a row of the tensor, if that is so many of them.
+        """
 
     def commit(self) -> None:
         """Make what was written durable and visible under the target's name."""
@@ -237,7 +240,15 @@ def _put_rows(tensor: torch.Tensor, spec: TensorSpec, rows: Rows, data: Bytes) -
     if not data.size:
         return
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        tensor_rows(tensor, spec)[rows] = data
+        tensor_rows(tensor, spec).reshape(-1, data.shape[1])[rows] = data
+        return
+    if data.shape[1] != spec.row_bytes:
+        per = data.shape[1] // tensor.element_size()
+        numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        flat = torch.from_numpy((numbers[:, None] * per + np.arange(per)).reshape(-1))
+        found = torch.from_numpy(np.array(data).reshape(-1)).view(tensor.dtype)
+        with torch.no_grad():
+            tensor[torch.unravel_index(flat, tensor.shape)] = found
         return
     values = torch.from_numpy(np.array(data).reshape(-1)).view(tensor.dtype).view(len(data), *spec.shape[1:])
     with torch.no_grad():

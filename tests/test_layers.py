@@ -23,9 +23,22 @@ WITH_TORCH = {
     "scarctl.engine",
     "scarctl.live",
     "scarctl.moment",
+    "scarctl.naming",
+    "scarctl.ranks.crew",
+    "scarctl.ranks.exchange",
+    "scarctl.ranks.moved",
+    "scarctl.ranks.leftovers",
+    "scarctl.ranks.owned",
+    "scarctl.ranks.rescue",
+    "scarctl.ranks.selector",
+    "scarctl.ranks.team",
+    "scarctl.requests",
     "scarctl.restore",
+    "scarctl.resuming",
     "scarctl.session",
+    "scarctl.simulate.extrapolate",
     "scarctl.simulate.trial",
+    "scarctl.together",
 }
 
 # Imported where they are used, so that a command on a local store starts fast.

@@ -24,7 +24,7 @@ def state(arena_dir: Path) -> Iterator[LiveState]:
     layout = build_layout(
         [("busy", "parameter", specs), ("quiet", "parameter", specs)], rows={"*": ROWS // 2}
     )
-    arena = Arena.create(arena_dir / "run" / "x", layout, store_id="0" * 32, epoch=1)
+    arena = Arena.create(arena_dir / "run" / "x", layout, run_id="0" * 32, epoch=1)
     made = LiveState(layout, [[torch.ones(ROWS, 4) for _ in SLOTS] for _ in layout.groups], arena)
     made.save(np.arange(layout.partitions), 1)
     assert arena.intact().all()

@@ -15,6 +15,7 @@ import scarctl
 import scarctl.errors
 from scarctl.errors import Contention, Corruption, LayoutMismatch, NoIntactCopy, SettingsConflict, UsageError
 from scarctl.store import Store, verify
+from scarctl.wishes import Wish
 from tests.support.training import Loop, differing, drained
 
 pytestmark = pytest.mark.usefixtures("both_savers")
@@ -109,12 +110,12 @@ def test_recovered_values_are_those_last_saved_with_their_moments(tmp_path: Path
 
 def test_a_part_is_asked_for_while_all_is_on_its_way(tmp_path: Path, both_savers: str) -> None:
     loop = Loop(tmp_path / "store", interval=1000)
-    loop.session._ask(False)
+    loop.session._requests.add(Wish("partial"))
     loop.train(1)
     engine = loop.session._started()
     engine.saver.stop()
     loop.session.checkpoint(full=True)
-    loop.session._ask(False)
+    loop.session._requests.add(Wish("partial"))
     loop.train(3)
     assert engine.arena.pending().all()
     before = loop.session.stats.checkpoints

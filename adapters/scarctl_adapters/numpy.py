@@ -28,6 +28,7 @@ class NumpyAdapter:
     """
 
     automatic: ClassVar[bool] = False
+    late_per_rank: ClassVar[bool] = False
 
     def __init__(self, state: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
         self._state = state
@@ -42,8 +43,12 @@ class NumpyAdapter:
         schedulers: Sequence[Any] = (),
         scaler: Any = None,
         extras: Mapping[str, Any] | None = None,
+        replicated: Sequence[str] = (),
     ) -> NumpyAdapter:
-        """`model` maps names to writable arrays. Raises UsageError for anything else, and for optimizers."""
+        """`model` maps names to writable arrays. Raises UsageError for anything else, and for optimizers.
+
+        replicated: patterns of names whose arrays all ranks keep equal.
+        """
         if optimizers or schedulers or scaler is not None:
             raise UsageError(
                 "a dict of arrays takes no optimizer, scheduler or scaler", hint="pass their arrays too"
@@ -53,6 +58,10 @@ class NumpyAdapter:
         adapter = cls(model, extras or {})
         adapter.groups()
         return adapter
+
+    def mix_late(self, theirs: Any, own: Any) -> Any:
+        """See `Adapter`."""
+        return theirs
 
     @property
     def optimizer(self) -> str:

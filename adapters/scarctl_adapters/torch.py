@@ -22,6 +22,21 @@ from scarctl.stateful import (
     restore_state,
     state_of,
 )
+from scarctl_adapters.fsdp import (
+    Wrapping,
+    is_dtensor,
+    is_elsewhere,
+    is_gathered,
+    is_part_like,
+    local_part,
+    params_of,
+    place_of,
+    scope_of_group,
+    with_state,
+    world,
+    zero_of,
+)
+from scarctl_adapters.mixing import mix_late
 
 # Adam's step counts are 0-dim tensors, like the moments of a 0-dim parameter: only the name tells them apart.
 _NEVER_SLOTS = frozenset({"step"})
@@ -35,6 +50,9 @@ class TorchAdapter:
     everything else that an optimizer holds (step counts, param_groups) is extras.
 
     The last optimizer given ends an iteration.
+
+    On several ranks a group is this rank's part of a DTensor, and names are those without DistributedDataParallel. What
+    neither a DTensor nor a wrapper says to be equal on all ranks is taken to be this rank's own.
     """
 
     automatic: ClassVar[bool] = True
@@ -45,11 +63,14 @@ class TorchAdapter:
         optimizers: Sequence[Optimizer],
         late: Mapping[str, Any],
         early: Mapping[str, Any],
+        replicated: Sequence[str] = (),
     ) -> None:
         self._model = model
         self._optimizers = list(optimizers)
         self._late = dict(late)
         self._early = dict(early)
+        self._wrapping = Wrapping(model, replicated)
+        self._sharded: dict[str, Any] = {}
         # Going through all modules takes longer than all else that is done after every step.
         self._places: list[tuple[str, nn.Module, str]] = []
 
@@ -62,6 +83,7 @@ class TorchAdapter:
         schedulers: Sequence[Any] = (),
         scaler: Any = None,
         extras: Mapping[str, Any] | None = None,
+        replicated: Sequence[str] = (),
     ) -> TorchAdapter:
         """See `scarctl.attach` for the arguments. Raises UsageError for objects that are not what they should be."""
         if not isinstance(model, nn.Module):
@@ -74,34 +96,78 @@ class TorchAdapter:
             late["scaler"] = scaler
         for name, item in {**late, **(extras or {})}.items():
             check_stateful(name, item)
-        return cls(model, optimizers, late, extras or {})
+        adapter = cls(model, optimizers, late, extras or {}, replicated)
+        adapter._wrapping.check_patterns([group.name for group in adapter.groups()])
+        return adapter
 
     @property
     def optimizer(self) -> str:
         """Class names of the optimizers, such as "AdamW" or "Adam+SGD"."""
-        return "+".join(type(o).__name__ for o in self._optimizers)
+        names = []
+        for optimizer in self._optimizers:
+            inner = with_state(optimizer)
+            name = type(optimizer).__name__
+            names.append(name if inner is optimizer else f"{name}({type(inner).__name__})")
+        return "+".join(names)
 
+    @property
+    def late_per_rank(self) -> bool:
+        """With ZeRO, parameters of this rank alone, or modules whose extra state nobody knows to be the same."""
+        if world() == 1:
+            return False
+        return (
+            any(zero_of(o) is not None for o in self._optimizers)
+            or any(group.role == "own" and group.kind == "parameter" for group in self.groups())
+            or any(True for _ in self._modules_with_extra_state())
+        )
+
+    @torch.no_grad()
     def groups(self) -> list[StateGroup]:
-        """Parameters with their slots, then buffers."""
-        owners = {id(p): o for o in self._optimizers for p in _params(o)}
-        templates = {id(o): _slot_template(o) for o in self._optimizers}
+        """Parameters with their slots, then buffers. Of a DTensor, this rank's part."""
+        owners = {id(p): o for o in map(with_state, self._optimizers) for p in params_of(o)}
+        templates = {id(o): _slot_template(o) for o in owners.values()}
+        zeros = self._zeros()
         groups = []
-        for name, parameter in self._parameters():
-            tensors = {"": parameter.detach()}
+        for name, wrapped, parameter in self._parameters():
+            if is_elsewhere(parameter):
+                continue
+            tensors = {"": local_part(parameter)}
             optimizer = owners.get(id(parameter))
             if optimizer is not None:
                 tensors |= _slots(optimizer, parameter, templates[id(optimizer)])
-            groups.append(StateGroup(name, "parameter", tensors))
-        self._places = list(_buffers(self._model))
-        groups += [
-            StateGroup(name, "buffer", {"": buffer.detach()}) for name, buffer in self.buffers().items()
-        ]
+            if id(parameter) in zeros:
+                # ZeRO sends the parameters around after every step, but not their slots.
+                role, scope = "shared" if optimizer is not None else "replica", zeros[id(parameter)]
+            else:
+                role, scope = self._wrapping.role(name, wrapped, parameter)
+            groups.append(StateGroup(name, "parameter", tensors, place_of(parameter, name), role, scope))
+        buffers = list(_buffers(self._model))
+        self._places = [(self._wrapping.clean(name), module, key) for name, module, key in buffers]
+        for (wrapped, module, key), (name, _, _) in zip(buffers, self._places, strict=True):
+            buffer = module._buffers[key]
+            if buffer is not None and not is_elsewhere(buffer):
+                role, scope = self._wrapping.role(name, wrapped, buffer, buffer=True)
+                place = place_of(buffer, name)
+                groups.append(StateGroup(name, "buffer", {"": local_part(buffer)}, place, role, scope))
         return groups
+
+    def _zeros(self) -> dict[int, str]:
+        """Scopes of the parameters, by id, whose slots ZeRO divides among ranks."""
+        found: dict[int, str] = {}
+        for optimizer in self._optimizers:
+            zero = zero_of(optimizer)
+            if zero is not None and world() > 1:
+                found |= dict.fromkeys(map(id, params_of(zero)), scope_of_group(zero.process_group))
+        return found
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Persistent buffers of the modules that the model had when `groups` was last called."""
         found = ((name, module._buffers.get(key)) for name, module, key in self._places)
-        return {name: buffer for name, buffer in found if buffer is not None}
+        return {
+            name: local_part(buffer) if is_dtensor(buffer) else buffer
+            for name, buffer in found
+            if buffer is not None
+        }
 
     def capture_early(self) -> dict[str, Any]:
         """Random number generators, and the user's extras."""
@@ -110,10 +176,30 @@ class TorchAdapter:
     def capture_late(self) -> dict[str, Any]:
         """Optimizers' param_groups and scalars, schedulers, gradient scaler, modules' extra state."""
         return {
-            "optimizers": [_optimizer_extras(o) for o in self._optimizers],
+            "optimizers": [{**_optimizer_extras(o), **self._names(o)} for o in self._optimizers],
             "objects": {name: state_of(item) for name, item in self._late.items()},
             "modules": {name: module.get_extra_state() for name, module in self._modules_with_extra_state()},
         }
+
+    def _names(self, optimizer: Optimizer) -> dict[str, list[str]]:
+        """Names of the optimizer's parameters by number, where another rank's numbers may be others."""
+        if world() == 1:
+            return {}
+        names = {id(parameter): name for name, _, parameter in self._parameters()}
+        return {"names": [names.get(id(parameter), "") for parameter in params_of(optimizer)]}
+
+    def mix_late(self, theirs: Any, own: Any) -> Any:
+        """See `Adapter`."""
+        if not self.late_per_rank:
+            return theirs
+        zeros = {id(p) for o in self._optimizers if zero_of(o) is not None for p in params_of(o)}
+        roles = {group.name: group.role for group in self.groups()}
+        shared = {
+            name
+            for name, _, parameter in self._parameters()
+            if roles.get(name) == "shared" and id(parameter) not in zeros
+        }
+        return mix_late(theirs, own, shared)
 
     def restore(self, early: Any, late: Any) -> None:
         """Put everything back, the random number generators last."""
@@ -136,8 +222,8 @@ class TorchAdapter:
 
     def create_slots(self, layout: Layout) -> Callable[[], None]:
         """Tensors in the optimizers' state for every slot of `layout` that is not there yet."""
-        owners = {id(p): o for o in self._optimizers for p in _params(o)}
-        parameters = dict(self._parameters())
+        owners = {id(p): o for o in map(with_state, self._optimizers) for p in params_of(o)}
+        parameters = {name: parameter for name, _, parameter in self._parameters()}
         created: list[tuple[Optimizer, nn.Parameter, str]] = []
         for group in layout.groups:
             parameter = parameters.get(group.name)
@@ -173,27 +259,32 @@ class TorchAdapter:
 
         return remove
 
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """Name, name with the wrappers', parameter."""
         seen: set[tuple[Any, ...]] = set()
-        named = list(self._model.named_parameters())
+        named = [(self._wrapping.clean(name), name, p) for name, p in self._model.named_parameters()]
         for i, optimizer in enumerate(self._optimizers):
-            named += [(f"optimizer{i}.param{j}", p) for j, p in enumerate(_params(optimizer))]
-        for name, parameter in named:
+            numbered = ((f"optimizer{i}.param{j}", p) for j, p in enumerate(params_of(optimizer)))
+            named += [(name, name, p) for name, p in numbered]
+        for name, wrapped, parameter in named:
+            # From a forward to the next backward pass FSDP2 has gathered parameters in the place of its own.
+            known = self._sharded.get(name)
+            if known is not None and is_gathered(parameter, known):
+                parameter = known
+            elif is_dtensor(parameter):
+                self._sharded[name] = parameter
             # Tied parameters may be two Parameter objects over one storage: memory is what makes them one.
-            where = (parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype)
-            key = where if parameter.numel() else (id(parameter),)
+            part = local_part(parameter)
+            where = (part.data_ptr(), part.shape, part.stride(), part.dtype)
+            key = where if part.numel() else (id(parameter),)
             if key not in seen:
                 seen.add(key)
-                yield name, parameter
+                yield name, wrapped, parameter
 
     def _modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self._model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
-                yield name, module
-
-
-def _params(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+                yield self._wrapping.clean(name), module
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -207,7 +298,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _is_slot(key: str, value: Any, parameter: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and key not in _NEVER_SLOTS and value.shape == parameter.shape
+    return key not in _NEVER_SLOTS and is_part_like(value, parameter)
 
 
 def _slot_template(optimizer: Optimizer) -> dict[str, torch.dtype | None]:
@@ -225,24 +316,29 @@ def _slots(
     optimizer: Optimizer, parameter: nn.Parameter, template: Mapping[str, torch.dtype | None]
 ) -> dict[str, torch.Tensor]:
     state = optimizer.state.get(parameter, {})
-    slots = {key: value.detach() for key, value in state.items() if _is_slot(key, value, parameter)}
+    slots = {key: local_part(value) for key, value in state.items() if _is_slot(key, value, parameter)}
     if slots or not parameter.requires_grad:
         return slots
     # No gradient has reached this parameter yet. Its slots will come, and are zero until then: the layout has
     # them from the start.
-    zero = torch.zeros((), device=parameter.device)
-    return {key: zero.to(dtype or parameter.dtype).expand(parameter.shape) for key, dtype in template.items()}
+    zero, shape = torch.zeros((), device=parameter.device), local_part(parameter).shape
+    return {key: zero.to(dtype or parameter.dtype).expand(shape) for key, dtype in template.items()}
 
 
 def _optimizer_extras(optimizer: Optimizer) -> dict[str, Any]:
     """param_groups without parameters, and per key of the state the values that are no slots, by parameter number."""
-    numbers = {id(p): i for i, p in enumerate(_params(optimizer))}
+    numbers = {id(p): i for i, p in enumerate(params_of(optimizer))}
     columns: dict[str, tuple[list[int], list[Any]]] = {}
     stateful = []
-    for parameter, state in optimizer.state.items():
+    for parameter, state in with_state(optimizer).state.items():
         stateful.append(numbers[id(parameter)])
         for key, value in state.items():
             if not _is_slot(key, value, parameter):
+                if is_dtensor(value):
+                    raise UsageError(
+                        f"{type(optimizer).__name__} keeps {key!r}, which is cut otherwise than its parameter",
+                        hint="use an optimizer whose state has the shape of the parameters, such as AdamW",
+                    )
                 where, values = columns.setdefault(key, ([], []))
                 where.append(numbers[id(parameter)])
                 values.append(value)
@@ -264,7 +360,7 @@ def _stack(values: list[Any]) -> Any:
 
 
 def _restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    parameters = _params(optimizer)
+    parameters, states = list(params_of(optimizer)), with_state(optimizer).state
     if len(saved["param_groups"]) != len(optimizer.param_groups):
         raise UsageError(f"{type(optimizer).__name__} has {len(optimizer.param_groups)} param_groups, the store has "
                          f"{len(saved['param_groups'])}")  # fmt: skip
@@ -274,7 +370,7 @@ def _restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     stateful = set(saved["stateful"].tolist())
     for number, parameter in enumerate(parameters):
         if number not in stateful:
-            optimizer.state.pop(parameter, None)
+            states.pop(parameter, None)
     for key, (where, values) in saved["columns"].items():
         for number, value in zip(where.tolist(), values, strict=True):
             parameter = parameters[number]
@@ -283,7 +379,7 @@ def _restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
                 # The same rule as torch's own load_state_dict: counts stay on the host unless a kernel reads them.
                 moves = key != "step" or group.get("capturable") or group.get("fused")
                 value = value.clone().to(parameter.device) if moves else value.clone()
-            optimizer.state[parameter][key] = value
+            states[parameter][key] = value
 
 
 def _capture_rng() -> dict[str, Any]:

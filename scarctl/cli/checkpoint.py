@@ -191,15 +191,23 @@ def _live(
     if made.exact and snapshot is not None:
         done["snapshot"] = snapshot
     exact = "; the whole state is of this step" if done["exact"] else ""
+    who = f"process {done['pid']}"
+    if "ranks" in done:
+        who = f"{len(done['ranks'])} of {done['world']} ranks"
     emit(
         {**done, "live": True, "full": full},
         as_json=as_json,
-        text=f"step {done['step']}: process {done['pid']} saved {done['saved_partitions']} of "
+        text=f"step {done['step']}: {who} saved {done['saved_partitions']} of "
         f"{done['total_partitions']} partitions, {human_bytes(done['saved_bytes'])}, to {shown_url(url)}{exact}",
     )
     if full and not done["exact"]:
         missing = ", so no snapshot is made" if snapshot else ""
-        note(f"exit code 3: it saved, but not the whole state{missing}; values may not be finite")
+        why = "values may not be finite"
+        if "ranks" in done and len(done["ranks"]) < done["world"]:
+            why = "the other ranks have no session on this host"
+        elif "ranks" in done and len({line["step"] for line in done["ranks"]}) > 1:
+            why = "the ranks did it at different steps; ask again"
+        note(f"exit code 3: it saved, but not the whole state of one step{missing}; {why}")
         return EXIT_PARTLY
     return EXIT_OK
 

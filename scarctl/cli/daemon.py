@@ -173,7 +173,14 @@ def _no_daemon() -> ScarError:
 
 
 def _run_lines(run: dict[str, Any]) -> list[str]:
-    head = f"{run['store']}: process {run['pid']}, {run['phase']}"
+    part = ""
+    if run.get("shard") is not None:
+        part = (
+            f", shard {run['shard']}"
+            if run.get("rank") is None
+            else f", rank {run['rank']} (shard {run['shard']})"
+        )
+    head = f"{run['store']}{part}: process {run['pid']}, {run['phase']}"
     if not run["open"]:
         return [f"{head}, nothing saved yet"]
     lines = [

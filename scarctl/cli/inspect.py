@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from scarctl.cli.ranks import Layouts, Ranks
     from scarctl.daemon.peek import ArenaView
     from scarctl.layout import Layout
     from scarctl.store import Store
@@ -114,7 +115,7 @@ class Survey:
     url: str
     step: int | None
     """The run's newest step, or the newest saved one. None when nothing is saved."""
-    layout: Layout | None
+    layout: Layout | Layouts | None
     shard_of: NDArray[np.int32]
     saved_step: NDArray[np.int64]
     """-1: never saved."""
@@ -125,6 +126,10 @@ class Survey:
     """Named sealed states."""
     run: dict[str, Any] | None
     """What the arena says about the run, None when there is no arena on this host."""
+    ranks: list[Ranks] = field(default_factory=list)
+    """Those that save to the store, each to its own shard: one entry; none where one process does."""
+    note: str | None = None
+    """Why this is not the newest that was begun."""
 
     @property
     def staleness(self) -> NDArray[np.int64]:
@@ -227,6 +232,7 @@ class Survey:
             "store": self.usage,
             "snapshots": self.snapshots,
             "run": self.run,
+            **(self.ranks[0].to_json() if self.ranks else {}),
         }
 
 
@@ -235,11 +241,21 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     import numpy as np
 
     from scarctl.daemon.peek import peek
-    from scarctl.store import snapshots
+    from scarctl.store import snapshots, topology_epochs
     from scarctl.version import step_of
 
-    layout = store.current_layout()
-    states = store.states(store.shards())
+    if not topology_epochs(store):
+        layout, states, note = store.current_layout(), store.states(store.shards()), None
+    else:
+        from scarctl.cli.ranks import survey_ranks
+        from scarctl.joint import fallback_note
+        from scarctl.parts import find_parts
+
+        parts = find_parts(store)
+        if parts is None or parts.topology is not None:
+            return survey_ranks(store, arena_dir, parts)
+        # Ranks are about to take over what one process has saved.
+        layout, states, note = next(iter(parts.layouts.values())), dict(parts.states), fallback_note(parts)
     usage = store.usage(states)
     if layout is None:
         return Survey(
@@ -252,7 +268,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     step = max((state.step for state in states.values()), default=-1)
     distance = np.full(layout.partitions, np.nan)
     run: dict[str, Any] | None = None
-    arena = peek(arena_dir, store.id)
+    arena = peek(arena_dir, store.run_id)
     if arena is not None and arena.layout == layout:
         distance, step = arena.distance, max(step, arena.head_step)
         run = {
@@ -260,10 +276,10 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
             "alive": arena.alive,
             "head_step": arena.head_step,
             "pending_partitions": arena.pending,
-            "lag_steps": _lag(arena),
+            "lag_steps": lag_of(arena),
             "errors": arena.errors,
         }
-    shard_of = layout.shards(store.settings.shards, store.settings.seed)
+    shard_of = store.shard_of(layout)
     named = [snapshot.to_json() for snapshot in snapshots(store)]
     return Survey(
         store.url,
@@ -275,10 +291,11 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         usage,
         named,
         run,
+        note=note,
     )
 
 
-def _lag(arena: ArenaView) -> int:
+def lag_of(arena: ArenaView) -> int:
     """Iterations since the oldest copy was made that is not durable yet, 0 when all are."""
     from scarctl.version import step_of
 
@@ -300,7 +317,11 @@ def summary(view: Survey) -> list[str]:
         named = [f"{s['name']} (step {s['step']})" for s in view.snapshots[:TOP]]
         more = f" and {len(view.snapshots) - TOP} more" if len(view.snapshots) > TOP else ""
         lines.append(f"snapshots: {', '.join(named)}{more}")
-    if view.run is not None:
+    for ranks in view.ranks:
+        lines += ranks.summary()
+    if view.note is not None:
+        lines.append(view.note)
+    if view.run is not None and not view.ranks:
         lines.append(
             f"run on this host: process {view.run['pid']} ({'alive' if view.run['alive'] else 'stopped'}), "
             f"step {view.run['head_step']}, {view.run['pending_partitions']} partitions not durable yet, "
@@ -328,6 +349,15 @@ def shard_rows(view: Survey) -> list[tuple[str, ...]]:
     return rows
 
 
+def part_table(view: Survey) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+    """Title, columns and cells of the table of what fails together: shards, or ranks."""
+    if view.ranks:
+        from scarctl.cli.ranks import COLUMNS
+
+        return "ranks", COLUMNS, view.ranks[0].rows(view.step or 0)
+    return "shards", SHARD_COLUMNS, shard_rows(view)
+
+
 SHARD_COLUMNS = ("shard", "partitions", "bytes", "saved steps", "age", "losing it changes")
 PARTITION_COLUMNS = ("partition", "shard", "saved", "staleness", "distance")
 
@@ -350,7 +380,7 @@ def _plain(view: Survey) -> str:
     lines = summary(view)
     if view.layout is not None:
         tables = [
-            ("shards", SHARD_COLUMNS, shard_rows(view)),
+            part_table(view),
             ("stalest", PARTITION_COLUMNS, partition_rows(view.stalest(TOP))),
             ("most changed", PARTITION_COLUMNS, partition_rows(view.most_changed(TOP))),
         ]

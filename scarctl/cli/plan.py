@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from scarctl.cli.output import EXIT_OK, emit, human_bytes, open_store, output_options
-from scarctl.errors import UsageError
+from scarctl.errors import NoIntactCopy, UsageError
 
 if TYPE_CHECKING:
     from scarctl.cost import Advice, Job, Way
-    from scarctl.layout import Layout
     from scarctl.store.pace import Pace
 
 EXAMPLES = """\b
@@ -160,9 +160,9 @@ def command(
     """
     from scarctl.cost import Job, advise
 
-    known, layout, stored_shards = (None, None, None) if source is None else _look(source)
-    if state_bytes is None and layout is not None:
-        state_bytes = float(layout.nbytes)
+    known, stored, stored_shards = (None, None, None) if source is None else _look(source)
+    if state_bytes is None and stored is not None:
+        state_bytes = float(stored.nbytes)
     if step_time is None and known is not None:
         step_time = known.step_seconds
     missing = [
@@ -190,21 +190,39 @@ def command(
         "pays": advice.pays,
         "rival": advice.rival.name,
         "saves": _finite(_saves(advice)),
-        "history": None if known is None else _history(known, layout),
+        "history": None if known is None else _history(known, stored),
     }
-    emit(fields, as_json=as_json, text=_text(job, advice, known, layout))
+    emit(fields, as_json=as_json, text=_text(job, advice, known, stored))
     return EXIT_OK
 
 
-def _look(source: str) -> tuple[Pace, Layout, int]:
-    """What a store knows. Raises UsageError when nothing is saved in it yet."""
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The state in a store."""
+
+    partitions: int
+    nbytes: int
+
+
+def _look(source: str) -> tuple[Pace, _Stored, int]:
+    """What a store knows; its shards, or ranks. Raises UsageError when nothing is saved in it yet."""
+    from scarctl.joint import open_joint
     from scarctl.store.pace import pace
 
     store = open_store(source)
+    try:
+        joint = open_joint(store)
+    except NoIntactCopy as error:
+        raise UsageError(error.message, hint="leave --from out") from None
+    if joint is not None:
+        count = sum(layout.partitions for layout in joint.layouts)
+        topology = joint.parts.topology
+        shards = store.settings.shards if topology is None else topology.world
+        return pace(store), _Stored(count, joint.nbytes), shards
     layout = store.current_layout()
     if layout is None:
         raise UsageError(f"{store.where}: nothing is saved in this store yet", hint="leave --from out")
-    return pace(store), layout, store.settings.shards
+    return pace(store), _Stored(layout.partitions, layout.nbytes), store.settings.shards
 
 
 def _job(job: Job) -> dict[str, Any]:
@@ -236,19 +254,19 @@ def _way(way: Way, job: Job) -> dict[str, Any]:
     }
 
 
-def _history(known: Pace, layout: Layout | None) -> dict[str, Any]:
+def _history(known: Pace, stored: _Stored | None) -> dict[str, Any]:
     return {
-        "partitions": None if layout is None else layout.partitions,
+        "partitions": None if stored is None else stored.partitions,
         "step_seconds": known.step_seconds,
         "interval": known.interval,
-        "fraction": _used_fraction(known, layout),
+        "fraction": _used_fraction(known, stored),
     }
 
 
-def _used_fraction(known: Pace, layout: Layout | None) -> float | None:
-    if known.checkpoint_bytes is None or layout is None or not layout.nbytes:
+def _used_fraction(known: Pace, stored: _Stored | None) -> float | None:
+    if known.checkpoint_bytes is None or stored is None or not stored.nbytes:
         return None
-    return known.checkpoint_bytes / layout.nbytes
+    return known.checkpoint_bytes / stored.nbytes
 
 
 def _iterations(way: Way, job: Job) -> int:
@@ -264,18 +282,18 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _text(job: Job, advice: Advice, known: Pace | None, layout: Layout | None) -> str:
+def _text(job: Job, advice: Advice, known: Pace | None, stored: _Stored | None) -> str:
     lines = [
         f"{human_bytes(round(job.state_bytes))} in {job.shards} shard{'s' if job.shards > 1 else ''}, "
         f"an iteration takes {_time(job.step_seconds)}, the store takes {human_bytes(round(job.bandwidth))}/s, "
         f"a failure every {_time(job.mtbf)}"
     ]
-    if known is not None and layout is not None:
-        used = _used_fraction(known, layout)
+    if known is not None and stored is not None:
+        used = _used_fraction(known, stored)
         now = "its log does not show how often it is saved"
         if known.interval is not None and used is not None:
             now = f"so far {used:.3g} of the state is saved every {known.interval} iterations"
-        lines.append(f"{layout.partitions} partitions; {now}")
+        lines.append(f"{stored.partitions} partitions; {now}")
     columns = ("seconds per hour of training", "saves", "every", "dump", "rework", "restart", "total")
     rows: list[tuple[str, ...]] = [columns]
     for way in advice.ways:

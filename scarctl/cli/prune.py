@@ -123,6 +123,8 @@ def _lines(plan: PrunePlan, verb: str) -> list[str]:
         if sets:
             steps = ", ".join(str(s.step) for s in sets[:20]) + (", ..." if len(sets) > 20 else "")
             lines.append(f"sealed states that {word}: of steps {steps}")
+    if plan.retire:
+        lines.append(f"shards of earlier ranks that {gone}: {', '.join(map(str, plan.retire))}")
     return lines
 
 

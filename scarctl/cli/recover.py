@@ -15,8 +15,11 @@ from scarctl.cli.output import (
     human_bytes,
     note,
     options_for,
+    wait_option,
     warn,
 )
+from scarctl.errors import UsageError
+from scarctl.store import Store
 
 if TYPE_CHECKING:
     from scarctl.repair import Recovery
@@ -25,9 +28,11 @@ EXAMPLES = """\b
 Examples:
   scarctl recover --store ckpt --lost 2,5 --into survivors.safetensors
   scarctl recover --store ckpt --lost 'layers.3.*' --output lost.safetensors
+  scarctl recover --store ckpt --lost rank:2 --output lost.safetensors
   scarctl recover --store ckpt --lost all --mode rollback --output whole.pt
   scarctl recover --store ckpt --lost all --mode rollback --snapshot best --output best.safetensors
   scarctl recover --store ckpt --lost all --dry-run --json
+  scarctl recover --store ckpt --lost rank:2 --live
 """
 
 
@@ -38,7 +43,8 @@ Examples:
     multiple=True,
     metavar="SPEC",
     envvar="SCARCTL_LOST",
-    help="Shards (2,5), patterns of names ('layers.3.*', 'emb.weight[0:512]'), or all. May be repeated.",
+    help="Shards (2,5) or ranks (rank:1,3), patterns of names ('layers.3.*', 'emb.weight[0:512]'), or all. May be "
+    "repeated.",
 )
 @click.option(
     "--into",
@@ -69,6 +75,13 @@ Examples:
 @click.option(
     "--arena-dir", metavar="DIR", envvar="SCARCTL_ARENA_DIR", help="Where arenas are, if not the default."
 )
+@click.option(
+    "--live",
+    is_flag=True,
+    envvar="SCARCTL_LIVE",
+    help="In the session that runs on this host, after its next step.",
+)
+@wait_option("With --live: how long to wait for its answer.")
 @click.option("--dry-run", is_flag=True, envvar="SCARCTL_DRY_RUN", help="Print the plan; change nothing.")
 @common_options
 def command(
@@ -79,6 +92,8 @@ def command(
     mode: str,
     snapshot: str | None,
     arena_dir: str | None,
+    live: bool,
+    wait: float,
     dry_run: bool,
     as_json: bool,
     debug: bool,
@@ -88,6 +103,10 @@ def command(
     Every copy is verified. Without --into and --output the partitions go into the arena of the stopped run on this
     host. Exit code 3: something could only be restored from an older copy than the newest one.
     """
+    if live:
+        if into is not None or output is not None or snapshot is not None or dry_run or mode != "partial":
+            raise UsageError("--live restores in place what is named as lost: leave the other options out")
+        return _live(store, lost, wait, arena_dir, as_json)
     from scarctl.repair import RecoverSettings, recover
 
     settings = RecoverSettings(
@@ -117,9 +136,36 @@ def command(
     return EXIT_PARTLY if done.plan.degraded else EXIT_OK
 
 
+def _live(store: str, lost: tuple[str, ...], wait: float, arena_dir: str | None, as_json: bool) -> int:
+    from scarctl.cli.recovering import recover_live
+
+    done = recover_live(
+        Store.open(store, storage_options=options_for(store)), lost, wait=wait, arena_dir=arena_dir
+    )
+    report, ranks = done["report"], done["ranks"]
+    partitions, nbytes = (sum(rank[i] for rank in ranks) for i in range(2))
+    lines = [f"restored {partitions} partitions, {human_bytes(nbytes)}, in place, after step {done['step']}"]
+    if len(ranks) > 1:
+        lines += [
+            f"  rank {r}: {count} partitions, {human_bytes(n)}" for r, (count, n) in enumerate(ranks) if count
+        ]
+    fields = {
+        **report,
+        "live": True,
+        "pid": done["pid"],
+        "head_step": done["step"],
+        "restored_partitions": partitions,
+        "lost_partitions": partitions,
+        "bytes": nbytes,
+        "by_rank": [{"restored_partitions": count, "bytes": n} for count, n in ranks],
+    }
+    emit(fields, as_json=as_json, text="\n".join(lines))
+    return EXIT_PARTLY if report["degraded"] else EXIT_OK
+
+
 def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
-    plan = done.plan
-    tiers = ", ".join(f"{count} from {tier}" for tier, count in plan.to_json()["tiers"].items()) or "none"
+    plan, fields = done.plan, done.plan.to_json()
+    tiers = ", ".join(f"{count} from {tier}" for tier, count in fields["tiers"].items()) or "none"
     if plan.exact:
         label = f"the state is exact, of step {plan.step}"
     elif plan.step is not None:
@@ -127,7 +173,7 @@ def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
     else:
         label = "what was restored is of several steps: the state is perturbed"
     lines = [
-        f"{'would restore' if dry_run else 'restored'} {len(plan.ids)} partitions ({tiers}), "
+        f"{'would restore' if dry_run else 'restored'} {fields['restored_partitions']} partitions ({tiers}), "
         f"{human_bytes(plan.nbytes)}, to {done.output or 'the arena'}",
         label,
     ]
@@ -136,9 +182,17 @@ def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
         lines.append(f"perturbation: {value:.6g} ({kind})")
     elif not new_file:
         lines.append("perturbation: unknown, for the lost values are gone")
-    for shard in plan.to_json()["shards"]:
+    ranks = fields.get("ranks")
+    if ranks is not None and plan.mode == "partial":
+        lost = f" ({', '.join(map(str, ranks['lost']))})" if ranks["lost"] else ""
+        lines.append(f"lost {len(ranks['lost'])} of {ranks['world']} ranks{lost}")
+    for shard in fields["shards"]:
+        who = (
+            f"rank {shard['rank']}, shard {shard['shard']}" if "rank" in shard else f"shard {shard['shard']}"
+        )
+        age = f", {shard['age']} steps behind the newest" if "age" in shard else ""
         lines.append(
-            f"  shard {shard['shard']}: {shard['partitions']} partitions, {human_bytes(shard['bytes'])}, "
-            f"steps {shard['oldest_step']} to {shard['newest_step']}"
+            f"  {who}: {shard['partitions']} partitions, {human_bytes(shard['bytes'])}, "
+            f"steps {shard['oldest_step']} to {shard['newest_step']}{age}"
         )
     return "\n".join(lines)

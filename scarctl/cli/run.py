@@ -269,9 +269,17 @@ def _go_on(folder: Path, address: Address) -> bool:
 
     queued = {arena.id for arena in survey(folder) if arena.handovers}
     try:
-        if not queued or Store.open(address.url, storage_options=address.options).id not in queued:
+        if not queued:
             return False
-        go_on(folder, address.url, portable_options(address, address.options, os.environ))
+        own = Store.open(address.url, storage_options=address.options).id
+        # That of the store, or of each rank: the store's and the number of its shard.
+        found = [run for run in sorted(queued) if run == own or run.startswith(f"{own}-")]
+        for run in found:
+            shard = run.removeprefix(own).removeprefix("-")
+            part = (int(shard), 1) if shard else None
+            go_on(folder, address.url, portable_options(address, address.options, os.environ), part)
+        if not found:
+            return False
     except NoStore:
         return False
     except ScarError as error:

@@ -9,11 +9,10 @@ from numpy.typing import NDArray
 
 from scarctl.cli.inspect import (
     PARTITION_COLUMNS,
-    SHARD_COLUMNS,
     TOP,
     Survey,
+    part_table,
     partition_rows,
-    shard_rows,
     summary,
 )
 
@@ -41,7 +40,7 @@ def page(view: Survey, width: int) -> list[RenderableType]:
     if view.layout is None:
         return parts
     parts += ["", *heatmap(view.staleness, width - 2)]
-    parts += _table("shards", SHARD_COLUMNS, shard_rows(view))
+    parts += _table(*part_table(view))
     parts += _table("stalest", PARTITION_COLUMNS, partition_rows(view.stalest(TOP)))
     changed = partition_rows(view.most_changed(TOP))
     if changed:

@@ -63,7 +63,8 @@ _PAUSE = 30.0
     show_default=True,
     metavar="NAMES",
     envvar="SCARCTL_MODE",
-    help="Restore only what was lost, or everything from the newest full checkpoint.",
+    help="Restore only what was lost, or everything from the newest full checkpoint; `extrapolate`: what was lost, "
+    "moved on as it was moving.",
 )
 @click.option(
     "--interval",
@@ -96,6 +97,13 @@ _PAUSE = 30.0
     metavar="P",
     envvar="SCARCTL_FAILURE_RATE",
     help="Probability of the failure in each iteration (geometric); without it, each is as likely.",
+)
+@click.option(
+    "--fail-after",
+    type=click.IntRange(min=1),
+    metavar="ITERATION",
+    envvar="SCARCTL_FAIL_AFTER",
+    help="Of every run, instead of chance.",
 )
 @click.option(
     "--iterations",
@@ -144,6 +152,7 @@ def command(
     trials: int,
     seed: int,
     failure_rate: float | None,
+    fail_after: int | None,
     iterations: int | None,
     target: float | None,
     norm: str | None,
@@ -173,6 +182,7 @@ def command(
         modes=tuple(_items(mode)),
         interval=interval,
         failure_rate=failure_rate,
+        fail_after=fail_after,
         iterations=iterations,
         target=target,
         norm=norm,

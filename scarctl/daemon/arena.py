@@ -40,7 +40,15 @@ from scarctl.daemon.arenafile import (
     read_header,
     write_header,
 )
-from scarctl.daemon.folder import arena_folder, check_both, clear_queue, folder_error, lock_folder, reserve
+from scarctl.daemon.folder import (
+    LOCK_SECONDS,
+    arena_folder,
+    check_both,
+    clear_queue,
+    folder_error,
+    lock_folder,
+    reserve,
+)
 from scarctl.errors import UsageError
 from scarctl.layout import Layout
 from scarctl.version import NEVER, epoch_of, pack, step_of
@@ -79,7 +87,7 @@ class Arena:
     # -- making and finding -------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, folder: Path, layout: Layout, *, store_id: str, epoch: int) -> Arena:
+    def create(cls, folder: Path, layout: Layout, *, run_id: str, epoch: int) -> Arena:
         """A new arena in `folder`, which is made if need be. It appears there only when it is complete.
 
         Hand-overs that lie there without an arena mean nothing any more: they are deleted.
@@ -101,7 +109,7 @@ class Arena:
                 memory = _map(fd, geometry.size)
             finally:
                 os.close(fd)
-            write_header(memory, layout, layout_json, geometry, store_id)
+            write_header(memory, layout, layout_json, geometry, run_id)
             arena = cls(memory, layout, geometry, folder, lock)
             arena.reset()
             arena.epoch = epoch
@@ -115,8 +123,10 @@ class Arena:
         return arena
 
     @classmethod
-    def open_existing(cls, folder: Path, *, store_id: str) -> Arena | None:
+    def open_existing(cls, folder: Path, *, run_id: str, patience: float = LOCK_SECONDS) -> Arena | None:
         """The arena that a run of this store left in `folder`, None when there is none.
+
+        patience: seconds to wait for a live process to let go of it.
 
         One from before the machine's last start, which on a disk survives, is deleted: its pages were written back in
         any order, so generations say nothing about them.
@@ -127,11 +137,11 @@ class Arena:
         path = folder / FILE
         if not os.path.isdir(folder):
             return None
-        lock = lock_folder(folder)
+        lock = lock_folder(folder, patience=patience)
         try:
             fd = _open(path)
             try:
-                layout, geometry = read_header(fd, path, store_id)
+                layout, geometry = read_header(fd, path, run_id)
                 return cls(_map(fd, geometry.size), layout, geometry, folder, lock)
             finally:
                 os.close(fd)
@@ -149,7 +159,7 @@ class Arena:
             raise
 
     @classmethod
-    def share(cls, folder: Path, *, store_id: str) -> Arena | None:
+    def share(cls, folder: Path, *, run_id: str) -> Arena | None:
         """The arena of a live process, mapped by another one that reads copies and acknowledges them. Takes no lock.
 
         None when there is none. Raises AccessDenied, Corruption as `open_existing`.
@@ -160,7 +170,7 @@ class Arena:
         except FileNotFoundError:
             return None
         try:
-            layout, geometry = read_header(fd, folder / FILE, store_id)
+            layout, geometry = read_header(fd, folder / FILE, run_id)
             return cls(_map(fd, geometry.size, populate=False), layout, geometry, folder, -1)
         finally:
             os.close(fd)

@@ -49,7 +49,7 @@ class Geometry:
 
 
 def write_header(
-    memory: mmap.mmap, layout: Layout, layout_json: bytes, geometry: Geometry, store_id: str
+    memory: mmap.mmap, layout: Layout, layout_json: bytes, geometry: Geometry, run_id: str
 ) -> None:
     memory[geometry.json_at : geometry.json_at + len(layout_json)] = layout_json
     fixed = _FIXED.pack(
@@ -63,13 +63,13 @@ def write_header(
         geometry.arrays_at,
         geometry.tensors_at,
         bytes.fromhex(layout.digest),
-        bytes.fromhex(store_id),
+        bytes.fromhex(run_id[:32]),
         _boot(),
     )
     memory[: len(fixed)] = fixed
 
 
-def read_header(fd: int, path: Path, store_id: str) -> tuple[Layout, Geometry]:
+def read_header(fd: int, path: Path, run_id: str) -> tuple[Layout, Geometry]:
     """Layout and offsets of an existing arena. Every number in it is checked against what the layout gives."""
     status = os.fstat(fd)
     if (
@@ -91,7 +91,7 @@ def read_header(fd: int, path: Path, store_id: str) -> tuple[Layout, Geometry]:
         raise not_an_arena(path, "its header is not one")
     if version != _FORMAT:
         raise not_an_arena(path, f"it has format {version}, this scarctl knows {_FORMAT}")
-    if store.hex() != store_id:
+    if store.hex() != run_id[:32]:
         raise not_an_arena(path, "it belongs to another store")
     if size != status.st_size or json_size > _MAX_LAYOUT_JSON or json_at + json_size > size:
         raise not_an_arena(path, "its size is not what the header says")

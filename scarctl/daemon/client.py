@@ -147,8 +147,10 @@ def hold(folder: Path, seconds: int) -> int:
     return insist(attempt)
 
 
-def go_on(folder: Path, store: str, options: Mapping[str, Any]) -> None:
+def go_on(folder: Path, store: str, options: Mapping[str, Any], part: tuple[int, int] | None = None) -> None:
     """Have a daemon, started if need be, save what a dead training process left in its arena. Does not wait for that.
+
+    part: shard and least epoch, where it was one rank of several.
 
     Raises Contention when a process saves to the store, NoStore, AccessDenied, Unavailable.
     """
@@ -156,12 +158,13 @@ def go_on(folder: Path, store: str, options: Mapping[str, Any]) -> None:
     def attempt() -> None:
         with contextlib.closing(connect(folder)) as connection:
             # And with the connection ends what to the daemon is a training process.
-            request(connection, "claim", store=store, options=dict(options))
+            named = None if part is None else {"shard": part[0], "epoch": part[1]}
+            request(connection, "claim", store=store, options=dict(options), part=named)
 
     insist(attempt)
 
 
-def wait_until_released(folder: Path, store_id: str, seconds: float = RELEASE_SECONDS) -> None:
+def wait_until_released(folder: Path, run_id: str, seconds: float = RELEASE_SECONDS) -> None:
     """Wait while the daemon, if there is one, still saves what a dead training process left.
 
     Returns when it has let go of the store, or has nothing to do with it. Raises Contention when a live process saves
@@ -170,7 +173,7 @@ def wait_until_released(folder: Path, store_id: str, seconds: float = RELEASE_SE
     deadline = time.monotonic() + seconds
     while True:
         answer = question(folder, "status", patience=_ANSWER_SECONDS)
-        run = next((run for run in answer["runs"] if run["id"] == store_id), None) if answer else None
+        run = next((run for run in answer["runs"] if run["id"] == run_id), None) if answer else None
         if run is None:
             return
         if run["phase"] == "attached":

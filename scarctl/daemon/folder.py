@@ -1,6 +1,8 @@
 """The private folder of one run's arena, found again by its path.
 
-    <base>/scarctl-<uid>/<store id>/
+    <base>/scarctl-<uid>/<run id>/
+
+A run's id is that of its store, or where several ranks save to one store, that and the number of this one's shard.
 
 Other users can neither read it nor put something in its place: both levels are ours, mode 0700, and no symbolic links.
 """
@@ -26,9 +28,9 @@ _SHARED_MEMORY = Path("/dev/shm")
 _ZEROS = bytes(1 << 20)
 
 
-def arena_folder(base: str | None, store_id: str) -> Path:
+def arena_folder(base: str | None, run_id: str) -> Path:
     """Where the arena of the run that saves to this store lies. Creates nothing. `base` as for `host_folder`."""
-    return host_folder(base) / store_id
+    return host_folder(base) / run_id
 
 
 def host_folder(base: str | None) -> Path:

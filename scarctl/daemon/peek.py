@@ -53,12 +53,12 @@ class ArenaView:
         return int(((self.version != self.durable) & (self.version >= 0)).sum())
 
 
-def peek(base: str | None, store_id: str) -> ArenaView | None:
+def peek(base: str | None, run_id: str) -> ArenaView | None:
     """What the arena of this store's run on this host says, None when there is none to read.
 
     Takes no lock: numbers of a run that is alive may be a moment apart. `base` as for `arena_folder`.
     """
-    folder = arena_folder(base, store_id)
+    folder = arena_folder(base, run_id)
     path = folder / FILE
     try:
         check_both(folder)
@@ -72,7 +72,7 @@ def peek(base: str | None, store_id: str) -> ArenaView | None:
         log.warning("%s", error)
         return None
     try:
-        layout, geometry = read_header(fd, path, store_id)
+        layout, geometry = read_header(fd, path, run_id)
         n = layout.partitions
         fields = np.frombuffer(_read(fd, path, FIELDS_AT, 8 * len(FIELDS)), np.int64)
         arrays = np.frombuffer(_read(fd, path, geometry.arrays_at, 32 * n), np.int64).reshape(4, n)
@@ -94,14 +94,14 @@ def peek(base: str | None, store_id: str) -> ArenaView | None:
     )
 
 
-def open_stopped(base: str | None, store_id: str) -> Arena | None:
+def open_stopped(base: str | None, run_id: str) -> Arena | None:
     """The arena that a stopped run of this store left on this host.
 
     None when there is none, when its run is alive, or, with a warning, when it is damaged or not ours: whoever asks has
     the store to fall back on.
     """
     try:
-        return Arena.open_existing(arena_folder(base, store_id), store_id=store_id)
+        return Arena.open_existing(arena_folder(base, run_id), run_id=run_id)
     except Contention:
         return None
     except (AccessDenied, Corruption) as error:

@@ -18,8 +18,10 @@ from typing import Any
 
 from scarctl.daemon.folder import check_private, folder_error
 from scarctl.errors import AccessDenied, Corruption, ScarError, UsageError, by_kind
+from scarctl.store.format import MAX_SHARD
+from scarctl.version import MAX_EPOCH
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE = 64 << 10
 MAX_REPLY = 1 << 20
 SOCKET = "daemon.sock"
@@ -166,3 +168,49 @@ class short_path:  # noqa: N801
     def __exit__(self, *_: object) -> None:
         if self._fd >= 0:
             os.close(self._fd)
+
+
+# -- what a message says -----------------------------------------------------------------------------------------
+
+
+def text(message: dict[str, Any], key: str) -> str:
+    """A text that is not empty. Raises UsageError."""
+    value = message.get(key)
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise UsageError(f"{key} must be a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"{key} must be a text in UTF-8"
+        ) from None  # to JSON half a character is text as well
+    return value
+
+
+def options(message: dict[str, Any]) -> dict[str, Any]:
+    """Storage options. Raises UsageError."""
+    found = message.get("options", {})
+    if not isinstance(found, dict):
+        raise UsageError("options must be an object")
+    return found
+
+
+def number(message: dict[str, Any], key: str) -> int:
+    """A whole number. Raises UsageError."""
+    value = message.get(key)
+    if type(value) is not int or not 0 <= value < 1 << 40:
+        raise UsageError(f"{key} must be a whole number")
+    return value
+
+
+def part(message: dict[str, Any]) -> tuple[int, int] | None:
+    """Shard and least epoch of the one rank that a message is about; None when it is about the whole store."""
+    found = message.get("part")
+    if found is None:
+        return None
+    if not isinstance(found, dict):
+        raise UsageError("part must be an object")
+    shard, epoch = number(found, "shard"), number(found, "epoch")
+    if shard > MAX_SHARD or not 1 <= epoch <= MAX_EPOCH:
+        raise UsageError("there is no such shard or epoch")
+    return shard, epoch

@@ -17,6 +17,8 @@ from scarctl.daemon import protocol
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.client import REPLY_SECONDS, connect, gone, insist, request
 from scarctl.errors import Corruption, Fenced, ScarError, Unavailable
+from scarctl.store import Part
+from scarctl.wishes import Wish
 
 log = logging.getLogger("scarctl")
 
@@ -40,18 +42,21 @@ class DaemonSaver:
     def __init__(
         self,
         store: str,
-        store_id: str,
+        run_id: str,
         folder: Path,
-        on_request: Callable[[bool], None],
+        on_request: Callable[[Wish], None],
         options: Mapping[str, Any] | None = None,
+        part: Part | None = None,
     ) -> None:
-        """`on_request(full)` is called, from another thread, when somebody asks for a checkpoint now.
+        """`on_request` is called, from another thread, when somebody asks for something.
 
         options: for the file system of a remote store. They are in this process's memory and the daemon's only.
+        part: the one shard that this process saves to, if it is one rank of several.
         """
         self._store = store
         self._options = dict(options or {})
-        self._id = store_id
+        self._part_of = None if part is None else {"shard": part.shard, "epoch": part.epoch}
+        self._id = run_id
         self._folder = folder
         self._on_request = on_request
         self._arena: Arena | None = None
@@ -140,6 +145,11 @@ class DaemonSaver:
         assert self._arena is not None
         self._arena.epoch = self._done("roll_back", seqs={str(k): v for k, v in seqs.items()})["epoch"]
 
+    def answer(self, number: int, fields: Mapping[str, Any]) -> None:
+        """See `Saver`."""
+        with contextlib.suppress(ScarError):  # whoever asked waits for some time, and no longer
+            self._ask("answer", number=number, answer=dict(fields))
+
     def leave(self) -> None:
         """See `Saver`."""
         # The end of the connection says the same: no need to wait for a daemon that does not answer now.
@@ -173,7 +183,7 @@ class DaemonSaver:
         with self._lock:
             self._disconnect()
             self._control = connect(self._folder)
-            self._ask("claim", store=self._store, options=self._options)
+            self._ask("claim", store=self._store, options=self._options, part=self._part_of)
             self._watch = connect(self._folder)
             request(self._watch, "watch", run=self._id)
             self._watch.settimeout(None)
@@ -225,8 +235,8 @@ class DaemonSaver:
                 event = protocol.receive(watch, protocol.MAX_REPLY)
                 if "failed" in event:
                     self._failure = protocol.error_from(event["failed"])
-                elif "checkpoint" in event:
-                    self._on_request(event["checkpoint"] == "full")
+                elif "wish" in event:
+                    self._on_request(Wish.from_json(event["wish"]))
             except (protocol.Closed, OSError, Corruption):
                 self._begin_again()
 

@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from scarctl.daemon.persister import adopt_orphans
 from scarctl.daemon.runner import PersisterStats
 from scarctl.daemon.saver import LocalSaver
 from scarctl.errors import Corruption, ScarError, UsageError
-from scarctl.store import Store
+from scarctl.store import Store, newest_topology
 from scarctl.version import NEVER, step_of
+from scarctl.wishes import Wish
 
 log = logging.getLogger("scarctl")
 
 MAX_SHARDS_SHOWN = 1024
+_ANSWERS = 16
 
 
 class Run:
@@ -35,7 +38,7 @@ class Run:
     """
 
     def __init__(self, store: Store, folder: Path, pid: int, owner: object) -> None:
-        self.id = store.id
+        self.id = store.run_id
         self.store = store
         self.pid = pid
         """The training process, 0 when the system does not say."""
@@ -43,11 +46,15 @@ class Run:
         """The connection of the training process."""
         self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         """What the training process is to be told."""
+        self.answers: dict[int, dict[str, Any]] = {}
+        """What the training process has said to the newest wishes, by their number."""
+        self._wishes = 0
         self._folder = folder
         self._saver = LocalSaver(store)
         self._arena: Arena | None = None
         self._lock = threading.Lock()
         self._released = self._adopted = self._looked = self._put_off = False
+        self._rank: int | None = None
 
     def open(self, *, again: bool, stopped: bool) -> int:
         """Map the arena and start saving; returns the epoch. Flags as for `LocalSaver.open`.
@@ -57,14 +64,27 @@ class Run:
         with self._lock:
             if self._released or self._arena is not None:
                 raise UsageError("this run is open already, or let go", kind="not-claimed")
-            arena = Arena.share(self._folder, store_id=self.id)
+            arena = Arena.share(self._folder, run_id=self.id)
             if arena is None:
                 raise Corruption(
                     f"there is no arena in {self._folder}", hint="the session makes it before it opens a run"
                 )
             self._saver.open(arena, again=again, stopped=stopped)
             self._arena = arena
+            self._rank = _rank_in(self.store)
             return arena.epoch
+
+    def ask(self, wish: Wish) -> int:
+        """Pass a wish on to the training process; returns its number."""
+        self._wishes += 1
+        self.events.put({"wish": replace(wish, number=self._wishes).to_json()})
+        return self._wishes
+
+    def answer(self, number: int, answer: dict[str, Any]) -> None:
+        """Keep what the training process says to a wish."""
+        self.answers[number] = answer
+        for old in sorted(self.answers)[:-_ANSWERS]:
+            del self.answers[old]
 
     def notify(self) -> None:
         """Something was handed over."""
@@ -120,7 +140,7 @@ class Run:
         with self._lock:
             try:
                 if self._arena is None and not self._released:
-                    arena = Arena.share(self._folder, store_id=self.id)
+                    arena = Arena.share(self._folder, run_id=self.id)
                     if arena is not None:
                         self._saver.open(arena)
                         self._arena = arena
@@ -169,7 +189,14 @@ class Run:
 
     def status(self, phase: Phase) -> dict[str, Any]:
         """Figures for `scarctl daemon status`. Steps are -1 where nothing is durable yet."""
-        known = {"store": self.store.url, "id": self.id, "pid": self.pid, "phase": phase.value}
+        known: dict[str, Any] = {
+            "store": self.store.url,
+            "id": self.id,
+            "pid": self.pid,
+            "phase": phase.value,
+        }
+        if self.store.part is not None:
+            known |= {"shard": self.store.part.shard, "rank": self._rank}
         arena = self._arena
         if arena is None:
             return {**known, "open": False, "peers": []}
@@ -200,13 +227,13 @@ class Run:
 
     def _shards(self, durable: NDArray[np.int64]) -> list[dict[str, int]] | None:
         """Newest and oldest durable step of every shard; None when there are too many to list."""
-        count = self.store.settings.shards
-        if count > MAX_SHARDS_SHOWN:
+        shards, index = np.unique(self._saver.shard_of, return_inverse=True)
+        if len(shards) > MAX_SHARDS_SHOWN:
             return None
-        newest = np.full(count, NEVER, dtype=np.int64)
-        oldest = np.full(count, np.iinfo(np.int64).max, dtype=np.int64)
-        np.maximum.at(newest, self._saver.shard_of, durable)
-        np.minimum.at(oldest, self._saver.shard_of, durable)
+        newest = np.full(len(shards), NEVER, dtype=np.int64)
+        oldest = np.full(len(shards), np.iinfo(np.int64).max, dtype=np.int64)
+        np.maximum.at(newest, index, durable)
+        np.minimum.at(oldest, index, durable)
         oldest = np.minimum(oldest, newest)  # a shard without a partition
         return [
             {"shard": shard, "durable_step": new, "oldest_durable_step": old}
@@ -214,3 +241,16 @@ class Run:
                 zip(step_of(newest).tolist(), step_of(oldest).tolist(), strict=True)
             )
         ]
+
+
+def _rank_in(store: Store) -> int | None:
+    """The rank that saves to this part of a store, for people; None where that is not known."""
+    if store.part is None:
+        return None
+    try:
+        topology = newest_topology(store)
+    except ScarError as error:
+        log.warning("%s: %s", store.url, error)
+        return None
+    known = topology is not None and store.part.shard in topology.shards
+    return topology.shards.index(store.part.shard) if topology is not None and known else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,9 @@ class Saver(Protocol):
         Starts an epoch, and writes it into the arena.
         """
 
+    def answer(self, number: int, fields: Mapping[str, Any]) -> None:
+        """Tell whoever asked for wish `number` what came of it."""
+
     def close(self, *, put_off: bool = False) -> None:
         """Finish what is being written and let go of the store. What waits stays in the queue.
 
@@ -97,9 +100,8 @@ class LocalSaver:
         again: the training process is the one that made the copies in the arena; it goes on making them.
         stopped: write nothing to the store until `resume`.
         """
-        settings = self._store.settings
         known = arena.epoch
-        self.shard_of = arena.layout.shards(settings.shards, settings.seed)
+        self.shard_of = self._store.shard_of(arena.layout)
         self._arena = arena
         self._writer = self._store.writer(layout=arena.layout, shard_of=self.shard_of)
         stored = np.full(arena.layout.partitions, NEVER, dtype=np.int64)
@@ -164,6 +166,9 @@ class LocalSaver:
         self._writer.roll_back(seqs)
         HandOverQueue(self._arena.folder).clear()
         self._arena.epoch = self._arena.base_epoch = self._writer.epoch
+
+    def answer(self, number: int, fields: Mapping[str, Any]) -> None:
+        """See `Saver`. Nobody asks: there is no daemon."""
 
     def close(self, *, put_off: bool = False) -> None:
         """See `Saver`."""

@@ -39,6 +39,7 @@ from scarctl.daemon.stale import DAY, reap
 from scarctl.errors import Contention, ScarError, UsageError
 from scarctl.store import Store
 from scarctl.store.format import shard_of_folder
+from scarctl.wishes import Wish
 
 log = logging.getLogger("scarctl")
 
@@ -266,22 +267,24 @@ class Daemon:
     def claim(self, peer: _Peer, message: dict[str, Any]) -> None:
         """A training process wants to save to a store."""
         with self._staying():
-            self._claim(peer, Store.open(_text(message, "store"), storage_options=_options(message)))
+            store = Store.open(protocol.text(message, "store"), storage_options=protocol.options(message))
+            part = protocol.part(message)
+            self._claim(peer, store if part is None else store.of_shard(*part))
 
     def _claim(self, peer: _Peer, store: Store) -> None:
         if peer.run is not None:
             raise UsageError("this connection has claimed a store already")
         deadline = time.monotonic() + _PATIENCE
         with self._changed:
-            while (known := self._runs.get(store.id)) is not None:
-                if self._life.runs[store.id] is Phase.ATTACHED and known.trainer_lives():
+            while (known := self._runs.get(store.run_id)) is not None:
+                if self._life.runs[store.run_id] is Phase.ATTACHED and known.trainer_lives():
                     raise Contention(
                         f"{store.url}: process {known.pid} is saving to this store",
                         hint="wait until it ends, or stop it; reading needs no lock",
                     )
                 # Its training process has died: what it left goes on under the new one.
                 known.put_off()
-                self._apply(Detached(store.id))
+                self._apply(Detached(store.run_id))
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise Contention(
                         f"{store.url}: the daemon still writes what an earlier process left",
@@ -290,9 +293,9 @@ class Daemon:
                     )
             self._check_staying()
             store.lock()
-            self._runs[store.id] = Run(store, self.folder / store.id, peer.pid, peer)
-            peer.run = store.id
-            self._apply(Attached(store.id))
+            self._runs[store.run_id] = Run(store, self.folder / store.run_id, peer.pid, peer)
+            peer.run = store.run_id
+            self._apply(Attached(store.run_id))
         log.info("%s: process %d saves to it", store.url, peer.pid)
 
     def open(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
@@ -307,7 +310,7 @@ class Daemon:
     def drain(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Wait until all is durable."""
         run = self._run(peer)
-        durable = run.drain(float(_number(message, "milliseconds")) / 1000)
+        durable = run.drain(float(protocol.number(message, "milliseconds")) / 1000)
         return {"durable": durable, "fault": None if durable else protocol.error_fields(run.fault())}
 
     def pause(self, peer: _Peer, message: dict[str, Any]) -> None:
@@ -344,23 +347,39 @@ class Daemon:
     def watch(self, peer: _Peer, message: dict[str, Any]) -> None:
         """From now on this connection tells what happens to a run."""
         with self._changed:
-            peer.watched = self._runs.get(_text(message, "run"))
+            peer.watched = self._runs.get(protocol.text(message, "run"))
         if peer.watched is None:
             raise UsageError("there is no such run", kind="not-claimed")
 
     def ask(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """Somebody wants a running session to save now."""
-        store, full = _text(message, "store"), message.get("full") is True
+        """Somebody wants something of a running session."""
+        wish = Wish.from_json(message.get("wish"))
         with self._changed:
-            run = self._runs.get(store)
-            if run is None or self._life.runs[store] is not Phase.ATTACHED:
-                raise UsageError("no running session saves to this store on this host", kind="no-session")
-            run.events.put({"checkpoint": "full" if full else "partial"})
-            return {"pid": run.pid}
+            run = self._attached(message)
+            return {"pid": run.pid, "number": run.ask(wish)}
+
+    def answer(self, peer: _Peer, message: dict[str, Any]) -> None:
+        """The session has fulfilled a wish, or cannot."""
+        answer = message.get("answer")
+        if not isinstance(answer, dict):
+            raise UsageError("an answer is an object")
+        self._run(peer).answer(protocol.number(message, "number"), answer)
+
+    def answered(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
+        """Whether a session has said something to a wish."""
+        with self._changed:
+            return {"answer": self._attached(message).answers.get(protocol.number(message, "number"))}
+
+    def _attached(self, message: dict[str, Any]) -> Run:
+        name = protocol.text(message, "store")
+        run = self._runs.get(name)
+        if run is None or self._life.runs[name] is not Phase.ATTACHED:
+            raise UsageError("no running session saves to this store on this host", kind="no-session")
+        return run
 
     def hold(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """A training process is about to start: stay that many seconds, though there is no run yet."""
-        seconds = min(_number(message, "seconds"), _MAX_HOLD)
+        seconds = min(protocol.number(message, "seconds"), _MAX_HOLD)
         with self._changed:
             self._check_staying()
             self._apply(Held(time.monotonic() + seconds))
@@ -428,37 +447,12 @@ _OPERATIONS: dict[str, _Operation] = {
     "leave": Daemon.leave,
     "watch": Daemon.watch,
     "ask": Daemon.ask,
+    "answer": Daemon.answer,
+    "answered": Daemon.answered,
     "hold": Daemon.hold,
     "status": Daemon.status,
     "stop": Daemon.stop,
 }
-
-
-def _text(message: dict[str, Any], key: str) -> str:
-    value = message.get(key)
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise UsageError(f"{key} must be a text")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise UsageError(
-            f"{key} must be a text in UTF-8"
-        ) from None  # to JSON half a character is text as well
-    return value
-
-
-def _options(message: dict[str, Any]) -> dict[str, Any]:
-    options = message.get("options", {})
-    if not isinstance(options, dict):
-        raise UsageError("options must be an object")
-    return options
-
-
-def _number(message: dict[str, Any], key: str) -> int:
-    value = message.get(key)
-    if type(value) is not int or not 0 <= value < 1 << 40:
-        raise UsageError(f"{key} must be a whole number")
-    return value
 
 
 def _listen(folder: Path) -> socket.socket:

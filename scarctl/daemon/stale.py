@@ -20,7 +20,7 @@ from scarctl.version import step_of
 log = logging.getLogger("scarctl")
 
 DAY = 86400.0
-_STORE_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_RUN_ID = re.compile(r"[0-9a-f]{32}(-[0-9]{1,6})?", re.ASCII)
 _HANDOVER = "handover-*.safetensors"
 
 
@@ -82,7 +82,7 @@ def _folders(folder: Path) -> Iterator[Path]:
         yield from sorted(
             path
             for path in folder.iterdir()
-            if _STORE_ID.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+            if _RUN_ID.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
         )
 
 

@@ -19,12 +19,13 @@ _STYLES = {"full": ("#444444", "circle"), "priority": ("#0072b2", "circle"), "ro
 _WIDTH, _HEIGHT = 360.0, 260.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 14.0, 34.0, 44.0
 _LEGEND = 46.0
+_DASHES = "stroke-dasharray='3 3'"
 
 
 def draw(study: Study, summary: Summary) -> str:
     """The picture, an SVG document."""
     rollback = next((line for line in summary.lines if line.cell.mode == "rollback"), None)
-    partial = [line for line in summary.lines if line.cell.mode == "partial"]
+    partial = [line for line in summary.lines if line.cell.mode != "rollback"]
     panels = (
         [[line for line in partial if line.cell.lost == lost] for lost in study.lost] if partial else [[]]
     )
@@ -38,7 +39,8 @@ def draw(study: Study, summary: Summary) -> str:
             "</g>",
         ]
     shown = [policy for policy in _STYLES if any(line.cell.policy == policy for line in partial)]
-    parts += _legend(shown, rollback is not None, summary)
+    guessed = any(line.cell.mode == "extrapolate" for line in partial)
+    parts += _legend(shown, rollback is not None, guessed, summary)
     width, height = max(1, len(panels)) * _WIDTH, _HEIGHT + _LEGEND
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
@@ -99,8 +101,7 @@ def _panel(title: str, lines: list[Line], rollback: Line | None, low: float, hig
     if rollback is not None:
         at = y(rollback.rework.mean)
         parts.append(_line(_LEFT, at, right, at, "#000000", "stroke-dasharray='6 4' stroke-width='1.5'"))
-    full = [line for line in lines if line.cell.policy == "full"]
-    policies = list(dict.fromkeys(line.cell.policy for line in lines if line not in full))
+    policies = list(dict.fromkeys(line.cell.policy for line in lines if line.cell.policy != "full"))
     # Side by side, so that intervals do not hide each other; all begin where everything is saved.
     shifts = {policy: 5.0 * (k - (len(policies) - 1) / 2) for k, policy in enumerate(policies)} | {
         "full": 0.0
@@ -109,12 +110,16 @@ def _panel(title: str, lines: list[Line], rollback: Line | None, low: float, hig
     def place(line: Line) -> tuple[float, float]:
         return x(line.cell.fraction) + shifts[line.cell.policy], y(line.rework.mean)
 
-    for policy in policies:
-        points = [place(line) for line in [*full, *lines] if line in full or line.cell.policy == policy]
-        path = " ".join(f"{px:.1f},{py:.1f}" for px, py in dict.fromkeys(points))
-        parts.append(
-            f"<polyline points='{path}' fill='none' stroke='{_STYLES[policy][0]}' stroke-width='1.5'/>"
-        )
+    for mode in dict.fromkeys(line.cell.mode for line in lines):
+        mine = [line for line in lines if line.cell.mode == mode]
+        full = [line for line in mine if line.cell.policy == "full"]
+        for policy in policies:
+            points = [place(line) for line in [*full, *mine] if line in full or line.cell.policy == policy]
+            path = " ".join(f"{px:.1f},{py:.1f}" for px, py in dict.fromkeys(points))
+            dashes = _DASHES if mode == "extrapolate" else ""
+            parts.append(
+                f"<polyline points='{path}' fill='none' stroke='{_STYLES[policy][0]}' stroke-width='1.5' {dashes}/>"
+            )
     for line in lines:
         (at, mean), (colour, mark) = place(line), _STYLES[line.cell.policy]
         if line.rework.low is not None and line.rework.high is not None:
@@ -123,7 +128,7 @@ def _panel(title: str, lines: list[Line], rollback: Line | None, low: float, hig
     return parts
 
 
-def _legend(policies: list[str], rollback: bool, summary: Summary) -> list[str]:
+def _legend(policies: list[str], rollback: bool, guessed: bool, summary: Summary) -> list[str]:
     parts, at, y = [], _LEFT, _HEIGHT + 12
     for policy in policies:
         parts += [_mark(at, y - 4, *_STYLES[policy]), _text(at + 9, y, policy)]
@@ -132,6 +137,8 @@ def _legend(policies: list[str], rollback: bool, summary: Summary) -> list[str]:
         parts += [_line(at, y - 4, at + 22, y - 4, "#000000", "stroke-dasharray='6 4' stroke-width='1.5'")]
         parts += [_text(at + 28, y, "rollback")]
     note = f"{summary.trials} trials, bars are 95 % intervals of the mean"
+    if guessed:
+        note += "; dotted: extrapolated"
     return [*parts, _text(_LEFT, y + 20, note, extra="fill='#666666'")]
 
 

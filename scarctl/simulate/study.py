@@ -12,7 +12,8 @@ from scarctl.errors import UsageError
 from scarctl.simulate.workload import check_name
 
 POLICIES = ("priority", "round", "random")
-MODES = ("partial", "rollback")
+MODES = ("partial", "rollback", "extrapolate")
+USUAL_MODES = ("partial", "rollback")
 _MAX_PARTS = 1 << 20
 
 
@@ -21,7 +22,8 @@ class Cell:
     """One way to be prepared, and what is lost."""
 
     mode: str
-    """"partial": what was lost, from the running checkpoint. "rollback": everything, from the newest full one."""
+    """"partial": what was lost, from the running checkpoint. "extrapolate": the same, moved on from there as it was
+    moving (see `scarctl.simulate.extrapolate`). "rollback": everything, from the newest full checkpoint."""
     policy: str
     """"full" where every checkpoint saves everything."""
     fraction: Fraction
@@ -49,11 +51,13 @@ class Study:
     lost: tuple[Fraction, ...] = (Fraction(1, 2),)
     fractions: tuple[Fraction, ...] = (Fraction(1), Fraction(1, 2), Fraction(1, 4), Fraction(1, 8))
     policies: tuple[str, ...] = POLICIES
-    modes: tuple[str, ...] = MODES
+    modes: tuple[str, ...] = USUAL_MODES
     interval: int = 8
     """Iterations between two full checkpoints (the paper's C); a fraction r is saved every rC."""
     failure_rate: float | None = None
     """Probability of the failure in each iteration. None: each before convergence is as likely."""
+    fail_after: int | None = None
+    """Iteration after which every run fails, instead of chance."""
     iterations: int | None = None
     """Of an undisturbed run, if not the workload's."""
     target: float | None = None
@@ -70,7 +74,7 @@ class Study:
         _known("mode", self.modes, MODES)
         if self.interval < 1:
             raise UsageError(f"the interval is {self.interval} iterations", hint="give 1 or more")
-        for fraction in self.fractions if "partial" in self.modes else ():
+        for fraction in self.fractions if set(self.modes) - {"rollback"} else ():
             if (self.interval * fraction).denominator != 1:
                 raise UsageError(
                     f"a fraction of {fraction} beside full checkpoints every {self.interval} iterations would be saved "
@@ -79,6 +83,11 @@ class Study:
                 )
         if self.failure_rate is not None and not 0 < self.failure_rate < 1:
             raise UsageError(f"the failure rate is {self.failure_rate}, not between 0 and 1")
+        if self.fail_after is not None and (self.fail_after < 1 or self.failure_rate is not None):
+            raise UsageError(
+                f"a failure after iteration {self.fail_after}",
+                hint="give 1 or more, and no failure rate beside it",
+            )
         if self.iterations is not None and self.iterations < 2:
             raise UsageError(f"iterations is {self.iterations}", hint="give 2 or more")
         if self.target is not None and not math.isfinite(self.target):
@@ -91,12 +100,11 @@ class Study:
     def cells(self) -> list[Cell]:
         """What each trial goes through, in the order of results."""
         cells = [Cell("rollback", "full", Fraction(1), None)] if "rollback" in self.modes else []
-        if "partial" not in self.modes:
-            return cells
-        for lost in self.lost:
-            for fraction in self.fractions:
-                policies = ("full",) if fraction == 1 else self.policies
-                cells += [Cell("partial", policy, fraction, lost) for policy in policies]
+        for mode in ("partial", "extrapolate"):
+            for lost in self.lost if mode in self.modes else ():
+                for fraction in self.fractions:
+                    policies = ("full",) if fraction == 1 else self.policies
+                    cells += [Cell(mode, policy, fraction, lost) for policy in policies]
         return cells
 
     def to_json(self) -> dict[str, Any]:
@@ -110,6 +118,7 @@ class Study:
             "modes": list(self.modes),
             "interval": self.interval,
             "failure_rate": self.failure_rate,
+            "fail_after": self.fail_after,
             "iterations": self.iterations,
             "target": self.target,
             "norm": self.norm,

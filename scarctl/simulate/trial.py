@@ -29,6 +29,7 @@ from scarctl.errors import UsageError
 from scarctl.layout import Layout
 from scarctl.live import LiveState
 from scarctl.policy import select, squared
+from scarctl.simulate.extrapolate import Extrapolator
 from scarctl.simulate.study import Cell, Study
 from scarctl.simulate.workload import Workload
 from scarctl.store import Settings
@@ -50,7 +51,11 @@ def run_trial(study: Study, workload: Workload, trial: int) -> dict[str, Any]:
     words = np.random.SeedSequence([study.seed, trial]).generate_state(4, np.uint64).tolist()
     seed, shard_seed = words[0] >> 32, words[1] >> 2
     undisturbed = _undisturbed(study, workload, seed)
-    failed_after = _failure(study.failure_rate, undisturbed.iterations, words[2] / 2**64)
+    failed_after = study.fail_after or _failure(study.failure_rate, undisturbed.iterations, words[2] / 2**64)
+    if failed_after >= undisturbed.iterations:
+        raise UsageError(
+            f"the run is done after {undisturbed.iterations} iterations: it cannot fail after {failed_after}"
+        )
     run = _Run(study, workload, seed)
     reached = run.train(failed_after)
     same = math.isclose(reached, undisturbed.metrics[failed_after - 1], rel_tol=_SAME, abs_tol=1e-300)
@@ -115,6 +120,9 @@ def _failure(rate: float | None, iterations: int, chance: float) -> int:
 class _Keeper:
     """A running checkpoint: one way of saving."""
 
+    guess: Extrapolator | None = None
+    """What extrapolating recovery needs, where that is asked for."""
+
     def __init__(self, layout: Layout, policy: str, fraction: Fraction, interval: int, seed: int) -> None:
         self.every = int(interval * fraction)
         self.arena = Arena.anonymous(layout)
@@ -140,7 +148,7 @@ class _Keeper:
 
     def save_all(self, adapter: Adapter, iteration: int) -> None:
         """A full checkpoint, with extras: what a rollback goes back to."""
-        self.live(adapter).save(np.arange(self.arena.layout.partitions), pack(self.arena.epoch, iteration))
+        self._copy(self.live(adapter), np.arange(self.arena.layout.partitions), iteration)
         self.extras = _capture(adapter)
 
     def save(self, adapter: Adapter, iteration: int, norm: Norm) -> None:
@@ -162,7 +170,12 @@ class _Keeper:
             step=iteration,
         )
         self._credit, self._cursor = chosen.credit, chosen.cursor
-        live.save(chosen.ids, pack(self.arena.epoch, iteration))
+        self._copy(live, chosen.ids, iteration)
+
+    def _copy(self, live: LiveState, ids: Ids, iteration: int) -> None:
+        if self.guess is not None:
+            self.guess.before_save(live, ids, iteration)
+        live.save(ids, pack(self.arena.epoch, iteration))
 
 
 class _Run:
@@ -190,6 +203,8 @@ class _Run:
                 for policy, fraction in sorted(ways):
                     keeper = _Keeper(layout, policy, fraction, self._study.interval, self._seed)
                     keeper.save_all(self._adapter, 1)
+                    if "extrapolate" in self._study.modes:
+                        keeper.guess = Extrapolator(keeper.arena)
                     self._keepers[policy, fraction] = keeper
             else:
                 for keeper in self._keepers.values():
@@ -207,14 +222,18 @@ class _Run:
         keeper = self._keepers[cell.policy, cell.fraction]
         live = keeper.live(self._adapter)
         if cell.lost is None:
-            moved = live.distances()
             _restore(keeper, self._adapter)
             iteration = keeper.step
         else:
             lost = _lost(keeper.arena.layout, cell.lost, shard_seed)
-            moved = live.distances("l2", lost)[lost]
             live.load(lost)
+            if cell.mode == "extrapolate":
+                assert keeper.guess is not None, "it was asked for"
+                keeper.guess.restore(live, lost, self._failed_after)
             iteration = self._failed_after
+        if recompute := getattr(self._workload, "recompute", None):
+            recompute()
+        moved = self._aside.live(self._adapter).distances()
         done, most = self._failed_after, PATIENCE * undisturbed.iterations
         arrived = False
         while done < most and not arrived:

@@ -28,6 +28,7 @@ class Workload(Protocol):
         norm             "l2" (default), "rms", "relative", or a function (see `scarctl.distance`)
         partition_bytes, rows, by_layer
                          how the state is cut, as for `scarctl.attach`
+        recompute        method called after every recovery: makes again what follows from `state` and is no part of it
     """
 
     iterations: int

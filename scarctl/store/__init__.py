@@ -18,7 +18,14 @@ from scarctl.store.snapshot import (
     snapshots,
 )
 from scarctl.store.state import Damage, ShardState
-from scarctl.store.store import Store
+from scarctl.store.store import Part, Store
+from scarctl.store.topology import (
+    Topology,
+    complete_sets,
+    create_topology,
+    newest_topology,
+    topology_epochs,
+)
 from scarctl.store.writer import StoreWriter
 
 __all__ = [
@@ -28,6 +35,7 @@ __all__ = [
     "Damage",
     "InDoubt",
     "LocalBlobs",
+    "Part",
     "Problem",
     "Record",
     "Report",
@@ -39,10 +47,15 @@ __all__ = [
     "Source",
     "Store",
     "StoreWriter",
+    "Topology",
+    "complete_sets",
     "create_snapshot",
+    "create_topology",
     "delete_snapshot",
+    "newest_topology",
     "read_snapshot",
     "sealed_sets",
     "snapshots",
+    "topology_epochs",
     "verify",
 ]

@@ -19,6 +19,7 @@ from scarctl.store.format import (
     segment_path,
     shard_folder,
     snapshot_path,
+    topology_path,
 )
 from scarctl.store.log import ShardLog
 from scarctl.store.record import Record
@@ -38,6 +39,7 @@ from scarctl.store.spans import Ids
 from scarctl.store.state import Index, parse_index, read_index
 from scarctl.store.store import Store
 from scarctl.store.subset import PIECE, Subset
+from scarctl.store.topology import read_topology, topology_epochs
 
 Progress = Callable[[int, int], None]
 """Called with `(bytes done, bytes in all)`."""
@@ -118,6 +120,10 @@ class _Check:
             self._count(layout_path(digest))
         for name in snapshot_names(self.store):
             self._snapshot(name)
+        for epoch in topology_epochs(self.store):
+            with self._noting(topology_path(epoch)):
+                read_topology(self.store, epoch)
+            self._count(topology_path(epoch))
         for shard in self.store.shards():
             self._shard(self.store.log(shard))
         return self.report

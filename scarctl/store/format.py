@@ -23,6 +23,7 @@ MAX_SETTINGS = 1 << 20
 MAX_LAYOUT = 64 << 20
 MAX_HEADER = 64 << 20
 MAX_SNAPSHOT = 64 << 20
+MAX_TOPOLOGY = 16 << 20
 MAX_SHARD = 999_999
 MAX_SEQ = 10**18
 
@@ -30,6 +31,7 @@ SETTINGS = "scarctl.json"
 LOCK = "lock"
 TEMPORARY = ".tmp-"
 SNAPSHOTS = "snapshots"
+TOPOLOGIES = "topology"
 RESERVED = "scarctl/"
 """Prefix of tensor names that belong to the store; a model's own names may not begin with it."""
 
@@ -40,6 +42,7 @@ _SEGMENT = re.compile(r"[0-9]{8}-[0-9a-f]{32}\.safetensors", re.ASCII)
 _RECORD = re.compile(r"([0-9]{20})\.json", re.ASCII)
 _INDEX = re.compile(r"([0-9]{20})\.safetensors", re.ASCII)
 _SNAPSHOT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json", re.ASCII)
+_TOPOLOGY = re.compile(r"([0-9]{8})\.json", re.ASCII)
 _LAYOUT = re.compile(r"([0-9a-f]{64})\.json", re.ASCII)
 
 _HEAL = "the file is damaged or was changed by something else; `scarctl verify` lists what is affected"
@@ -89,6 +92,21 @@ def layout_path(digest: str) -> str:
 
 def snapshot_path(name: str) -> str:
     return f"{SNAPSHOTS}/{name}.json"
+
+
+def topology_path(epoch: int) -> str:
+    return f"{TOPOLOGIES}/{epoch:08d}.json"
+
+
+def epoch_of_topology(file: str) -> int | None:
+    """Epoch of the topology that a file is, None for any other file name."""
+    match = _TOPOLOGY.fullmatch(file)
+    return int(match[1]) if match else None
+
+
+def lock_path(shard: int) -> str:
+    """The lock of a shard that a process of its own writes to."""
+    return f"shards/{shard}/{LOCK}"
 
 
 def name_of_snapshot(file: str) -> str | None:

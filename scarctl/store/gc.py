@@ -34,6 +34,7 @@ from scarctl.store.segment import SegmentRef, Tail
 from scarctl.store.snapshot import SealedSet, sealed_sets, settle_snapshots, snapshots
 from scarctl.store.state import ShardState
 from scarctl.store.store import Store
+from scarctl.store.topology import complete_sets
 from scarctl.store.writer import INDEX_BYTES, StoreWriter
 
 _log = logging.getLogger(__name__)
@@ -257,14 +258,22 @@ class Collector:
         states = self._writer.states
         found = {s.seqs[shard] for s in snapshots(self._store) if shard in s.seqs}
         found |= {sealed.seqs[shard] for sealed in keep if shard in sealed.seqs}
-        complete = next(iter(sealed_sets(states.values())), None)
         own = states[shard].sealed
+        if self._store.part is None:
+            complete = next(iter(sealed_sets(states.values())), None)
+        else:
+            complete = self._complete_of_ranks(states[shard]) if len(own) > 1 else None
         if complete is not None and shard in complete.seqs:
             found.add(complete.seqs[shard])
         # The newest seal of this shard becomes a complete set when the others follow.
         if own:
             found.add(own[-1][0])
         return {seq for seq in found if seq <= states[shard].seq}
+
+    def _complete_of_ranks(self, own: ShardState) -> SealedSet | None:
+        """The newest state that all ranks have sealed. The others' logs are read for it, newly."""
+        found = complete_sets(self._store.again(), {own.shard: own})
+        return next((sealed for sealed in found if own.shard in sealed.seqs), None)
 
     def _pin(self, shard: int, seq: int) -> frozenset[str]:
         """Segments of a kept state. From now on it can be read without the records before it."""

@@ -24,7 +24,8 @@ class StoreLock:
     taken.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
+        """`shared`: together with others that take it so; then it only keeps those out that do not."""
         self._fd = -1
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -34,7 +35,7 @@ class StoreLock:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # it is written to
                 raise corrupt(path, "the lock is not a regular file, or has another name as well")
-            _lock(fd, path)
+            _lock(fd, path, shared=shared)
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
         except OSError as error:
@@ -66,9 +67,30 @@ class NoLock:
         """There is nothing to free."""
 
 
-def _lock(fd: int, path: Path) -> None:
+class BothLocks:
+    """The store's lock, shared with the other ranks of a job, and that of this rank's shard."""
+
+    def __init__(self, store: Path, shard: Path) -> None:
+        self._store = StoreLock(store, shared=True)
+        try:
+            self._shard = StoreLock(shard)
+        except BaseException:
+            self._store.release()
+            raise
+
+    @property
+    def held(self) -> bool:
+        return self._shard.held
+
+    def release(self) -> None:
+        """Frees both. Does nothing the second time, or in a forked child."""
+        self._shard.release()
+        self._store.release()
+
+
+def _lock(fd: int, path: Path, *, shared: bool) -> None:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         words = os.pread(fd, 200, 0).decode("utf-8", "replace").split()
         holder = f"process {words[0]} on {words[1]}" if len(words) == 2 else "another process"

@@ -3,15 +3,21 @@
 With the store's lock at hand `prune` is the store's writer for a moment: it begins an epoch, compacts and collects.
 Beside a live writer it deletes only what that writer can never touch: names of snapshots, and segments whose writers
 are fenced. What else there is to collect the live writer collects by itself.
+
+Where several ranks have saved, each to its own shard, each shard is collected by itself. Shards of ranks that were
+divided in another way are *retired* once nobody needs them: they lose their members, and a short log is left of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from scarctl.errors import Contention, UsageError
 from scarctl.store.format import (
@@ -26,6 +32,8 @@ from scarctl.store.gc import FLOOR, RATIO, Collector, dead_uploads, orphans
 from scarctl.store.snapshot import SealedSet, Snapshot, delete_snapshot, sealed_sets, snapshots
 from scarctl.store.state import ShardState
 from scarctl.store.store import Store
+from scarctl.store.topology import Topology, complete_sets, newest_topology
+from scarctl.store.writer import StoreWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +71,10 @@ class PrunePlan:
     bytes: int
     writer: str | None
     """The live writer, in words; None when there is none."""
+    topology: Topology | None = None
+    """Of the ranks that save to the store, if there are several."""
+    retire: tuple[int, ...] = ()
+    """Shards of earlier ranks that nobody needs any more."""
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
@@ -72,6 +84,7 @@ class PrunePlan:
             "kept_sealed_steps": [s.step for s in self.keep_sealed],
             "dropped_sealed_steps": [s.step for s in self.drop_sealed],
             "live_writer": self.writer,
+            **({} if self.topology is None else {"retired_shards": list(self.retire)}),
         }
 
     @property
@@ -113,18 +126,24 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
     gone, kept = [s for s in found if goes(s.name)], [s for s in found if not goes(s.name)]
     states = store.states(store.shards())
     there = dict(zip(states, store.blobs.each(partial(_kept, store), states.values()), strict=True))
-    sealed = [
-        s for s in sealed_sets(states.values()) if all(seq in there[shard] for shard, seq in s.seqs.items())
-    ]
+    topology = newest_topology(store)
+    found_sets = sealed_sets(states.values()) if topology is None else complete_sets(store, states)
+    sealed = [s for s in found_sets if all(seq in there[shard] for shard, seq in s.seqs.items())]
     writer = None if retention.no_writer and store.address.root is None else _live_writer(store)
     # Beside a live writer none is given up here.
     keep_sealed = _retained(sealed, retention) if writer is None else sealed
     stays = {(s.epoch, s.step) for s in keep_sealed} | {(s.epoch, s.step) for s in kept}
     files: dict[str, int] = {}
+    older = {} if topology is None else {s: state for s, state in states.items() if s not in topology.shards}
+    # What the ranks of now have saved together replaces what the earlier ones had.
+    free = [s for s in older if sealed and not any(s in snapshot.seqs for snapshot in kept)]
+    retire = {shard: files_of for shard in free if (files_of := _of_retired(store, older[shard]))}
     for shard, state in states.items():
-        if writer is not None:
+        if shard in retire:
+            files |= retire[shard]
+        elif writer is not None:
             files |= {segment_path(shard, name): size for name, size in orphans(store, shard)}
-        elif state.seq >= 0 and not state.doubt.any():
+        elif shard not in older and state.seq >= 0 and not state.doubt.any():
             kept_seqs = [s.seqs for s in kept] + [s.seqs for s in keep_sealed]
             pins = {seqs[shard] for seqs in kept_seqs if shard in seqs}
             pins |= {seq for seq, _, _ in state.sealed[-1:]}
@@ -140,6 +159,8 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
         tuple(files),
         sum(files.values()),
         writer,
+        topology,
+        tuple(retire),
     )
 
 
@@ -160,21 +181,93 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
         for path, token in dead_uploads(store, _epochs(states)):
             store.blobs.abort(path, token)
             done.files += 1
+    elif plan.topology is not None:
+        _delete_names(store, plan)
+        if not plan.empty or not _is_small(store, states):
+            _prune_ranks(store, plan, plan.topology, states, done)
     else:
         layout = store.current_layout()
         if layout is None or (plan.empty and _is_small(store, states)):
             _delete_names(store, plan)
         else:
-            shard_of = layout.shards(store.settings.shards, store.settings.seed)
+            shard_of = store.shard_of(layout)
             with store.writer(layout=layout, shard_of=shard_of) as writer:
                 _delete_names(store, plan)
                 collector = Collector(writer, floor=0)
                 collector.collect(plan.keep_sealed)
                 states = writer.states
                 done.files, done.moved_bytes = collector.done.deleted_files, collector.done.moved_bytes
+    for shard in plan.retire:
+        # Beside a live job whoever has the shard's lock may save to it what is left in memory: another time.
+        with contextlib.suppress(*([Contention] if plan.writer is not None else [])):
+            _retire(store, states[shard], done)
+    if plan.topology is not None:
+        states = store.states(states)
     done.sizes = store.usage(states)
     done.bytes = before - done.sizes["bytes"]
     return done
+
+
+def _prune_ranks(
+    store: Store, plan: PrunePlan, topology: Topology, states: Mapping[int, ShardState], done: Pruned
+) -> None:
+    """Collects the shard of every rank."""
+    epoch = 1 + max(state.epoch for state in states.values())
+    for shard in topology.shards:
+        state = states.get(shard)
+        if state is None or state.layout is None:
+            continue
+        view = store.of_shard(shard, epoch)
+        with view.writer(layout=state.layout, shard_of=view.shard_of(state.layout)) as writer:
+            _collect(writer, plan.keep_sealed, done)
+
+
+def _collect(writer: StoreWriter, keep: tuple[SealedSet, ...], done: Pruned) -> None:
+    collector = Collector(writer, floor=0)
+    collector.collect(keep)
+    done.files += collector.done.deleted_files
+    done.moved_bytes += collector.done.moved_bytes
+
+
+def _retire(store: Store, state: ShardState, done: Pruned) -> None:
+    """Gives a shard no members, and collects what they had. Killed in between, it goes on the next time."""
+    assert state.layout is not None, "it has files"
+    view = store.of_shard(state.shard, state.epoch + 1)
+    nobody = np.full(state.layout.partitions, -1, np.int32)
+    with StoreWriter(view, state.layout, nobody) as writer:
+        none = np.empty(0, np.int64)
+        # Its newest extras and its newest seal are kept: from now on these.
+        writer.commit(
+            state.shard, none, _nothing, step=max(0, state.step), sealed=True, extras={"retired": True}
+        )
+        _collect(writer, (), done)
+
+
+def _nothing(group: int, tensor: int, start: int, stop: int) -> memoryview:
+    raise AssertionError("a retired shard has no members")
+
+
+def _of_retired(store: Store, state: ShardState) -> dict[str, int]:
+    """Files of a shard that go when it is retired; {} when it is."""
+    if state.layout is None or _is_retired(store, state):
+        return {}
+    folder = shard_folder(state.shard)
+    folders = [f"{folder}/{name}" for name in ("seg", "index", "log")]
+    return {f"{path}/{name}": size for path in folders for name, size in store.blobs.files(path)}
+
+
+def _is_retired(store: Store, state: ShardState) -> bool:
+    """Whether `_retire` has come to its end."""
+    if len(state.ids) or not state.sealed:
+        return False
+    log = store.log(state.shard)
+    try:
+        last = log.record(state.sealed[-1][0])
+    except FileNotFoundError:
+        return False
+    own = {last.segment.name} if last.segment is not None and last.extras and not last.partitions else set()
+    there = {name for name in store.blobs.names(f"{shard_folder(state.shard)}/seg") if is_segment_name(name)}
+    return there == own and len(log.numbers()) <= _USUAL
 
 
 def _is_small(store: Store, states: Mapping[int, ShardState]) -> bool:

@@ -116,12 +116,19 @@ class Publisher:
         """Whether nobody has collected the log up to the number of `record`, which is this writer's next.
 
         Records are deleted in ascending order, so the one that moved the boundary last, or else the first, goes before
-        any of this writer's numbers becomes free.
+        any of this writer's numbers becomes free. But another fenced writer, or a late request, may have taken that
+        one's number again. So the indexes are listed, too: that of a boundary is there before anything is deleted.
         """
+        log = self._store.log(record.shard)
         if record.seq == 0:
-            return max(self._store.log(record.shard).numbers(), default=0) == 0
+            return max(log.numbers(), default=0) == 0
         boundary = self._boundary(record.shard)
-        return self._store.blobs.has(record_path(record.shard, boundary + 1 if boundary else 0))
+        if not self._store.blobs.has(record_path(record.shard, boundary + 1 if boundary else 0)):
+            return False
+        if max(log.indexes(), default=0) <= record.seq:
+            return True
+        newest = log.newest()
+        return newest is not None and newest.boundary <= record.seq
 
     def _drop(self, record: Record) -> None:
         """The record is not there: deletes its segment, unless it was there and a newer writer has collected it."""

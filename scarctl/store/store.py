@@ -6,11 +6,11 @@ import contextlib
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,17 +28,20 @@ from scarctl.store.format import (
     MAX_SETTINGS,
     SETTINGS,
     SNAPSHOTS,
+    TOPOLOGIES,
     Fields,
     corrupt,
     digest_of_layout,
     dump_json,
     layout_path,
     load_json,
+    lock_path,
     segment_path,
+    shard_folder,
     shard_of_folder,
 )
 from scarctl.store.local import LocalBlobs
-from scarctl.store.lock import NoLock, StoreLock
+from scarctl.store.lock import BothLocks, NoLock, StoreLock
 from scarctl.store.log import ShardLog
 from scarctl.store.probe import exclusive_by_probe, is_left_over, probe
 from scarctl.store.record import Record, now, who
@@ -51,6 +54,16 @@ if TYPE_CHECKING:
     from scarctl.store.writer import StoreWriter
 
 _RACES = 4
+
+Lock: TypeAlias = StoreLock | BothLocks | NoLock
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's shard of a store, and the epoch that it begins with at least."""
+
+    shard: int
+    epoch: int
 
 
 class Store:
@@ -66,7 +79,9 @@ class Store:
         self.settings = settings
         self.blobs = blobs
         self._layouts: dict[str, Layout] = {}
-        self._lock: StoreLock | NoLock | None = None
+        self.part: Part | None = None
+        """The shard that this is about, if it is not about all of them: see `of_shard`."""
+        self._lock: Lock | None = None
         self._locked = self._closed = False
 
     @property
@@ -164,6 +179,26 @@ class Store:
         """The same store, opened once more: nothing that was read before is remembered."""
         return Store._open(self.address, self.blobs)
 
+    def of_shard(self, shard: int, epoch: int = 1) -> Store:
+        """The same store as the one rank sees it that saves to `shard`: there is no other shard.
+
+        epoch: it begins with this one, at least. Close it in place of the store that it was made of.
+        """
+        twin = Store(self.address, self.blobs, self.id, self.settings)
+        twin.part = Part(shard, epoch)
+        return twin
+
+    @property
+    def run_id(self) -> str:
+        """Names what one process saves to: the store, or its shard in it. Also the name of its arena's folder."""
+        return self.id if self.part is None else f"{self.id}-{self.part.shard}"
+
+    def shard_of(self, layout: Layout) -> NDArray[np.int32]:
+        """Shard of every partition: int32 of shape (layout.partitions,)."""
+        if self.part is not None:
+            return np.full(layout.partitions, self.part.shard, dtype=np.int32)
+        return layout.shards(self.settings.shards, self.settings.seed)
+
     def close(self) -> None:
         """Frees the lock, if this store holds it; a writer that is still open keeps it until it is closed."""
         self._closed = True
@@ -179,16 +214,21 @@ class Store:
         self._lock = self.take_lock()
         self._locked = True
 
-    def take_lock(self) -> StoreLock | NoLock:
+    def take_lock(self) -> Lock:
         """The lock, from this store if it holds it. Whoever takes it gives it to `return_lock`. Raises
         Contention.
         """
         lock, self._lock = self._lock, None
         if lock is not None and lock.held:
             return lock
-        return NoLock() if self.address.root is None else StoreLock(self.address.root / LOCK)
+        if self.address.root is None:
+            return NoLock()
+        if self.part is None:
+            return StoreLock(self.address.root / LOCK)
+        self.blobs.prepare(shard_folder(self.part.shard))
+        return BothLocks(self.address.root / LOCK, self.address.root / lock_path(self.part.shard))
 
-    def return_lock(self, lock: StoreLock | NoLock) -> None:
+    def return_lock(self, lock: Lock) -> None:
         """Keeps a lock that came from `lock`, frees any other."""
         if self._locked and not self._closed:
             self._lock = lock
@@ -245,6 +285,8 @@ class Store:
 
     def shards(self) -> list[int]:
         """Shards that have a log."""
+        if self.part is not None:
+            return [self.part.shard] if self.log(self.part.shard).numbers() else []
         found = (shard_of_folder(name) for name in self.blobs.folders("shards"))
         return sorted(shard for shard in found if shard is not None)
 
@@ -354,6 +396,7 @@ class Store:
         folders = [
             "layout",
             SNAPSHOTS,
+            TOPOLOGIES,
             *(f"shards/{s}/{f}" for s in self.shards() for f in ("seg", "log", "index")),
         ]
         for folder, files in zip(folders, self.blobs.each(self.blobs.files, folders), strict=True):

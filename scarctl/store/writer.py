@@ -25,6 +25,7 @@ from scarctl.store.segment import Pieces, SegmentRef, Source, Tail, ascending, w
 from scarctl.store.snapshot import is_kept
 from scarctl.store.spans import Ids
 from scarctl.store.state import ShardState, dump_index
+from scarctl.store.topology import refuse_ranks
 from scarctl.version import MAX_EPOCH, MAX_STEP
 
 if TYPE_CHECKING:
@@ -52,12 +53,11 @@ class Observer(Protocol):
 
 
 class StoreWriter:
-    """The one writer of a store. Opening starts a new epoch in every shard's log, which fences all older
-    writers.
+    """The one writer of a store. Opening starts a new epoch in every shard's log, which fences all older writers.
 
-    `states` is kept up to date with every commit: treat its arrays as read-only. Not for several threads at
-    once. In a forked child it refuses to work. Raises Contention if another live process writes;
-    LayoutMismatch if the store holds another layout; UsageError, Corruption, AccessDenied, Unavailable.
+    `states` is kept up to date with every commit: treat its arrays as read-only. Not for several threads at once. In a
+    forked child it refuses to work. Raises Contention if another live process writes; LayoutMismatch if the store holds
+    another layout; UsageError (also for a whole store of several ranks), Corruption, AccessDenied, Unavailable.
     """
 
     epoch: int
@@ -77,7 +77,9 @@ class StoreWriter:
         self.store = store
         self.layout = layout
         self._blobs = store.blobs
-        self._members = members_by_shard(shard_of)
+        # A rank that owns nothing has a log all the same.
+        nothing = {} if store.part is None else {store.part.shard: np.empty(0, np.int64)}
+        self._members = nothing | members_by_shard(shard_of)
         self._pid = os.getpid()
         self._dead: ScarError | None = None  # why nothing can be committed any more
         self._publisher = Publisher(store, self._advance, lambda shard: self.states[shard].boundary)
@@ -87,6 +89,7 @@ class StoreWriter:
         self.states = {}
         self._lock = store.take_lock()
         try:
+            refuse_ranks(store)
             current = store.current_layout()
             if current is not None and current != layout:
                 raise store.mismatch(current, layout)
@@ -105,9 +108,7 @@ class StoreWriter:
         self.close()
 
     def close(self) -> None:
-        """Writes the indexes that save time at the next opening and frees the lock. The second time does
-        nothing.
-        """
+        """Writes the indexes that save time at the next opening and frees the lock. The second time does nothing."""
         if os.getpid() != self._pid or self._closed:
             return
         try:
@@ -366,6 +367,8 @@ class StoreWriter:
 
     def _begin(self, tips: Mapping[int, ShardState], bases: Mapping[int, int]) -> None:
         epoch = max((tip.epoch for tip in tips.values()), default=0) + 1
+        if self.store.part is not None:
+            epoch = max(epoch, self.store.part.epoch)
         if epoch > MAX_EPOCH:
             raise UsageError(f"{self.store.where}: no epochs are left", hint="use another folder")
         self.epoch = epoch

@@ -175,7 +175,7 @@ class Actor:
         if self.writer is None:
             return False
         try:
-            for _ in range(4):
+            for _ in range(32):  # answers get lost: how often in a row is chance
                 with contextlib.suppress(InDoubt):
                     self._do_commit()
                     return True

@@ -100,7 +100,7 @@ class Yard:
     def arena(self) -> None:
         """What a stopped run left."""
         everything = np.arange(LAYOUT.partitions)
-        arena = Arena.create(arena_folder(str(self.base), self.id), LAYOUT, store_id=self.id, epoch=9)
+        arena = Arena.create(arena_folder(str(self.base), self.id), LAYOUT, run_id=self.id, epoch=9)
         arena.begin(everything)
         arena.end(everything, pack(9, 900))
         arena.pid = 0x7FFFFFF0
@@ -400,7 +400,7 @@ class Attack:
         ):
             self._command(case, yard, arguments)
         folder = host_folder(str(yard.base))
-        self._call(case, lambda: Arena.share(arena_folder(str(yard.base), yard.id), store_id=yard.id))
+        self._call(case, lambda: Arena.share(arena_folder(str(yard.base), yard.id), run_id=yard.id))
         folders = host_folder(str(yard.base)), arena_folder(str(yard.base), yard.id)
         if all(folder.is_dir() and not folder.is_symlink() for folder in folders):  # sessions see to that
             queue = HandOverQueue(arena_folder(str(yard.base), yard.id))

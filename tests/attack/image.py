@@ -18,11 +18,12 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.store import Collector, SealedSet, Store, create_snapshot
+from scarctl.store import Collector, SealedSet, Store, complete_sets, create_snapshot
 from scarctl.store.address import Address
 from scarctl.store.format import TEMPORARY, check_name, corrupt
 from scarctl.version import pack
 from tests.store.helpers import Data, files, memory_folder, small_layout
+from tests.support.ranks import RankStore
 
 LAYOUT = small_layout()
 SEED = 7
@@ -152,6 +153,23 @@ def make(seed: int = 0, *, shards: int = 3, rounds: int = 2) -> Image:
             mock.patch.object(os, "getpid", return_value=4242),
         ):
             return _Maker(folder / "run", seed, shards, rounds).image
+    finally:
+        shutil.rmtree(folder)
+
+
+def make_ranks() -> Image:
+    """What four ranks have saved, then three others: their topologies, layouts with places, and a snapshot."""
+    folder = memory_folder()
+    try:
+        four = RankStore(folder / "run", 4)
+        four.save(3)
+        four.save(4, [0, 2], every=2)
+        create_snapshot(four.store, "first", complete_sets(four.close().store)[0])
+        three = RankStore(folder / "run", 3)
+        three.save(6)
+        three.save(7, [1], every=2)
+        three.close()
+        return Image(folder / "run", [], files(folder / "run"))
     finally:
         shutil.rmtree(folder)
 

@@ -46,6 +46,8 @@ SHORT = (
     Scenario("prune beside an upload", "open seal", ("open commit commit", "prune", "open commit")),
     Scenario("a reader beside a collector", "open seal", ("open commit compact collect", "read")),
     Scenario("stale listings", "open seal commit", ("open commit collect", "open commit"), stale=2),
+    Scenario("stale listings of an empty log", "", ("open commit", "open commit commit collect"), stale=1),
+    Scenario("late requests for the ground", "", ("open commit", "open commit collect"), lossy=1),
 )
 LONG = (
     Scenario("three writers", "open seal", ("open commit collect", "open seal collect", "open commit")),
@@ -76,6 +78,12 @@ LONG = (
         stale=3,
     ),
     Scenario("prune beside two", "open seal", ("open commit collect", "prune", "open seal commit")),
+    Scenario(
+        "a third one takes the ground's number",
+        "open",
+        ("open collect commit", "open", "open commit collect"),
+    ),
+    Scenario("late requests for a boundary", "open", ("open collect commit", "open commit collect"), lossy=1),
 )
 
 

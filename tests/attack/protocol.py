@@ -82,8 +82,9 @@ MUTANTS = {
     "a lost answer is taken for a failure": "lost answers",
     "a lost answer is taken for a success": "lost answers",
     "the ground is not looked at": "a zombie, its successor collects",
-    "an opening does not look at the ground": "an opening of an empty log",
-    "records are deleted in descending order": "a zombie, its successor collects",
+    "an opening does not look at the ground": "stale listings of an empty log",
+    "the indexes are not looked at": "late requests for the ground",
+    "records are deleted in descending order": "stale listings",
     "who misses the ground deletes its segment": "lost answers",
     "segments are deleted before the boundary's record": "back while the other collects",
     "records are deleted before the boundary's record": "back while the other collects",
@@ -215,7 +216,7 @@ class Model:
     def _beaten(self, files: Files, p: Process, log: dict[int, Rec]) -> tuple[Files, Process]:
         """StoreWriter._drop, then Fenced; an opening begins again."""
         assert p.want is not None
-        if self._stands(p, log):
+        if self._stands(files, p, log):
             files = _drop(files, p.want)
         return files, self._again(p)
 
@@ -225,7 +226,7 @@ class Model:
             return p._replace(at="open", want=None)
         return p._replace(at="fenced", want=None, tail=None, work=(), todo=())
 
-    def _stands(self, p: Process, log: dict[int, Rec]) -> bool:
+    def _stands(self, files: Files, p: Process, log: dict[int, Rec]) -> bool:
         """Publisher._is_newest."""
         assert p.want is not None
         if self.mutant == "the ground is not looked at":
@@ -234,13 +235,17 @@ class Model:
             return True
         if p.tail is None:
             return max(log, default=0) == 0
-        return (p.tail.boundary + 1 if p.tail.boundary else 0) in log
+        if (p.tail.boundary + 1 if p.tail.boundary else 0) not in log:
+            return False
+        if self.stale or self.mutant == "the indexes are not looked at":
+            return True  # the list may be an old one
+        return max(files.index, default=0) <= p.seq + 1 or log[max(log)].boundary <= p.seq + 1
 
     def _ground(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
         """StoreWriter._conclude: acknowledged, or fenced."""
         want = p.want
         assert want is not None
-        if not self._stands(p, log):
+        if not self._stands(files, p, log):
             if self.mutant == "who misses the ground deletes its segment":
                 files = _drop(files, want)
             yield f"{p.name}: misses the ground", files, self._again(p)

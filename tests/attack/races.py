@@ -224,15 +224,23 @@ def _with_a_stopped_process(
 
 def _be_stopped(case: Case, url: str, history: History, report: Path) -> None:
     known, acknowledged, passed = set(history.records), len(history.acknowledged), 0
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def gate(_: str) -> None:
         nonlocal passed
         passed += 1
         if passed == case.schedule[0][1]:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop()
 
     actor = Actor("the process", Store.open(url), history, case.seed, gate=gate)
     actor.play(_script(case.scripts[0]))
+    if not stopped:
+        stop()  # whether it still writes is asked when the other one is through
     writes = actor.is_writer()
     document = {
         "tried": [

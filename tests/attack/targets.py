@@ -54,6 +54,9 @@ class Targets(StoreTargets):
             "snapshot": (80, self.snapshot_file),
             "settings": (80, self.settings_file),
             "layout": (100, self.layout_file),
+            "topology": (60, self.topology_file),
+            "layout with places": (60, self.layout_places),
+            "store of ranks": (12, self.rank_store),
             "extras": (100, self.extras_text),
             "lock file": (20, self.lock),
             "state file, safetensors": (60, self.state_file),
@@ -138,20 +141,20 @@ class Targets(StoreTargets):
         self.daemon = Daemon(base)
         self.near, self.far = socket.socketpair()
         self.messages = [
-            {"v": 1, "op": "status"},
+            {"v": 2, "op": "status"},
             {
-                "v": 1,
+                "v": 2,
                 "op": "claim",
                 "store": str(self.folder / "nowhere"),
                 "options": {"key": "a", "b": {"c": 1}},
             },
-            {"v": 1, "op": "open", "again": True, "stopped": False},
-            {"v": 1, "op": "drain", "milliseconds": 0},
-            {"v": 1, "op": "roll_back", "seqs": {"0": 3, "1": 4}},
-            {"v": 1, "op": "watch", "run": "0" * 32},
-            {"v": 1, "op": "ask", "store": "0" * 32, "full": True},
-            {"v": 1, "op": "hold", "seconds": 1},
-            *({"v": 1, "op": op} for op in ("pause", "resume", "close", "leave", "notify")),
+            {"v": 2, "op": "open", "again": True, "stopped": False},
+            {"v": 2, "op": "drain", "milliseconds": 0},
+            {"v": 2, "op": "roll_back", "seqs": {"0": 3, "1": 4}},
+            {"v": 2, "op": "watch", "run": "0" * 32},
+            {"v": 2, "op": "ask", "store": "0" * 32, "wish": {"kind": "recover", "lost": ["x"]}},
+            {"v": 2, "op": "hold", "seconds": 1},
+            *({"v": 2, "op": op} for op in ("pause", "resume", "close", "leave", "notify")),
         ]
 
     def message(self, rng: random.Random) -> None:
@@ -207,7 +210,7 @@ class Targets(StoreTargets):
         self.base = self.folder / "arenas"
         self.base.mkdir()
         self.place = arena_folder(str(self.base), self.store_id)
-        arena = Arena.create(self.place, LAYOUT, store_id=self.store_id, epoch=1)
+        arena = Arena.create(self.place, LAYOUT, run_id=self.store_id, epoch=1)
         everything = np.arange(LAYOUT.partitions)
         arena.begin(everything)
         arena.end(everything, pack(1, 3))
@@ -257,7 +260,7 @@ class Targets(StoreTargets):
             _plain(view)
             for one in stale_arenas(self.place.parent):
                 json.dumps([one.id, one.pid, one.head_step, one.durable_step, one.pending], allow_nan=False)
-            arena = Arena.open_existing(self.place, store_id=self.store_id)
+            arena = Arena.open_existing(self.place, run_id=self.store_id)
             if arena is not None:
                 for array in (arena.newest(), arena.lifted(arena.version), arena.pending(), arena.intact()):
                     array.sum()

@@ -14,15 +14,19 @@ import numpy as np
 
 from scarctl import extras as codec
 from scarctl.cli.inspect import survey
+from scarctl.cli.ranks import Layouts
 from scarctl.errors import Contention, ScarError
-from scarctl.layout import Layout
+from scarctl.joint import execute_joint, open_joint, plan_lost, plans_back
+from scarctl.layout import Layout, TensorSpec
+from scarctl.parts import find_parts
 from scarctl.recovery import plan_partial
-from scarctl.store import Settings, Snapshot, Store, verify
+from scarctl.store import Settings, Snapshot, Store, Topology, read_snapshot, verify
 from scarctl.store.format import canonical, checksum, parse_header
 from scarctl.store.lock import StoreLock
 from scarctl.store.record import Record
 from scarctl.store.state import parse_index
-from tests.attack.image import LAYOUT, SEED, make
+from scarctl.whole import BoxSink, check_complete, content, onto, whole_groups
+from tests.attack.image import LAYOUT, SEED, make, make_ranks
 from tests.attack.mutate import bytes_of, has_raw, mangle, text, with_raw
 from tests.store.helpers import read_all
 
@@ -61,6 +65,23 @@ def canonical_or(obj: object) -> bytes:
         return b""
 
 
+class _Buffers:
+    """A file that is not written: only what is put where."""
+
+    def __init__(self, specs: dict[str, TensorSpec]) -> None:
+        self.tensors = {name: np.zeros(spec.nbytes, np.uint8) for name, spec in specs.items()}
+
+    def write(self, name: str, rows: Any, data: np.ndarray) -> None:
+        self.tensors[name].reshape(-1, data.shape[1])[rows] = data
+
+    def commit(self) -> None: ...
+
+    def __enter__(self) -> _Buffers:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
 class StoreTargets:
     """What reads a store."""
 
@@ -77,6 +98,11 @@ class StoreTargets:
         self.settings = json.loads(files["scarctl.json"])
         self.layout = json.loads(next(data for name, data in files.items() if name.startswith("layout/")))
         self.shard_of = LAYOUT.shards(2, SEED)
+        self.ranks = make_ranks()
+        parsed = {name: json.loads(data) for name, data in self.ranks.files.items() if name.endswith(".json")}
+        self.topologies = {name: obj for name, obj in parsed.items() if name.startswith("topology/")}
+        self.places = {name: obj for name, obj in parsed.items() if name.startswith("layout/")}
+        self.rank_logs = {name: obj for name, obj in parsed.items() if "/log/" in name}
         self.extras, self.tensors = codec.encode(
             {
                 "lr": 0.1,
@@ -160,6 +186,97 @@ class StoreTargets:
         layout = Layout.from_json(mangle(rng, self.layout["layout"], rng.randrange(1, 4)))
         LAYOUT.differences(layout)
         layout.base.sum()
+
+    def topology_file(self, rng: random.Random) -> None:
+        name = rng.choice(list(self.topologies))
+        epoch = int(name[-13:-5])
+        found = Topology.parse(self._json(rng, self.topologies[name]), "file", epoch=epoch)
+        if Topology.parse(found.data, "file", epoch=epoch) != found:
+            raise Defect("what was read is not written back")
+
+    def layout_places(self, rng: random.Random) -> None:
+        """Boxes of whole tensors that lie about where they are."""
+        objs = [obj["layout"] for obj in self.places.values()]
+        chosen = [rng.choice(objs) for _ in range(rng.randrange(1, 4))]
+        layouts = [Layout.from_json(mangle(rng, obj, rng.randrange(0, 3))) for obj in chosen]
+        ids = [np.arange(min(layout.partitions, 1000)) for layout in layouts]
+        joined = Layouts(layouts)
+        if joined.partitions:
+            joined.row_ranges(np.arange(min(joined.partitions, 1000)))
+        for layout in layouts:
+            for i in range(min(layout.partitions, 3)):
+                layout.name(i)
+        for attempt in (
+            lambda: [layout.match("table[20:30]") for layout in layouts],
+            lambda: whole_groups(layouts),
+            lambda: check_complete(layouts),
+            lambda: content(layouts, ids),
+            lambda: onto(layouts),
+        ):
+            try:
+                attempt()
+            except ScarError:
+                continue
+
+    def rank_store(self, rng: random.Random) -> None:
+        """A store of ranks whose topologies, layouts or logs lie, opened as commands do."""
+        changed: dict[str, bytes] = {}
+        what = rng.randrange(4)
+        if what == 0:
+            name = rng.choice(list(self.topologies))
+            changed[name] = self._json(rng, self.topologies[name])
+        elif what == 1:
+            other = rng.randrange(1, 99)
+            obj = {**rng.choice(list(self.topologies.values())), "epoch": other}
+            changed[f"topology/{other:08d}.json"] = signed(mangle(rng, obj, rng.randrange(2)))
+        elif what == 2:
+            changed |= self._lying_places(rng)
+        else:
+            name = rng.choice(list(self.rank_logs))
+            changed[name] = signed(mangle(rng, self.rank_logs[name], rng.randrange(1, 3)))
+        store = self.ranks.open(changed)
+        for attempt in (
+            lambda: find_parts(store, sealed=True),
+            lambda: self._joint(store, None),
+            lambda: self._joint(store, read_snapshot(store, "first")),
+            lambda: self._verify(store),
+            lambda: self._inspect(store),
+        ):
+            try:
+                attempt()
+            except ScarError:
+                continue
+
+    def _lying_places(self, rng: random.Random) -> dict[str, bytes]:
+        """Another layout of the newest record of a shard, with the right digest."""
+        shard = rng.randrange(4, 7)
+        name = max(name for name in self.rank_logs if name.startswith(f"shards/{shard}/"))
+        record = dict(self.rank_logs[name])
+        obj = self.places[f"layout/{record['layout']}.json"]
+        layout = Layout.from_json(mangle(rng, obj["layout"], rng.randrange(1, 3)))
+        changed = {}
+        for path, other in self.rank_logs.items():
+            if path.rpartition("/")[0] == name.rpartition("/")[0]:
+                changed[path] = signed({**other, "layout": layout.digest})
+        made = {**obj, "digest": layout.digest, "layout": layout.to_json()}
+        return {**changed, f"layout/{layout.digest}.json": signed(made)}
+
+    def _joint(self, store: Store, snapshot: Snapshot | None) -> None:
+        joint = open_joint(store, snapshot)
+        if joint is None or joint.nbytes > 1 << 22:
+            return
+        none = [None] * len(joint.shares)
+        plan = plan_lost(joint, joint.everything(), none)
+        json.dumps(plan.to_json(), allow_nan=False)
+        check_complete(joint.layouts)
+        specs, targets = content(joint.layouts, joint.everything())
+        if sum(spec.nbytes for spec in specs.values()) > 1 << 22:
+            raise Defect("what is to be written is larger than what was saved")
+        sinks = [
+            BoxSink(of, target, _Buffers(specs)) for of, target in zip(joint.layouts, targets, strict=True)
+        ]
+        for one in [plan, *plans_back(joint, none, 0, snapshot)]:
+            execute_joint(one, none, sinks)
 
     def extras_text(self, rng: random.Random) -> None:
         tree = mangle(rng, json.loads(self.extras), rng.randrange(1, 4))

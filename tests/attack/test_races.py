@@ -47,6 +47,18 @@ def test_races(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0 violations" in capsys.readouterr().out
 
 
+def test_a_process_that_ends_before_it_would_be_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is stopped then, and is no writer any more when the other one is through."""
+    assert races.main(["--first", "6401", "--cases", "6402"]) == 0
+    assert "processes stopped" in capsys.readouterr().out
+
+
+def test_another_zombie_takes_the_number_of_the_ground(capsys: pytest.CaptureFixture[str]) -> None:
+    """Three writers, of which two are stopped: one of them creates what the other one looks for."""
+    assert races.main(["--first", "5419", "--cases", "5420"]) == 0
+    assert "0 violations" in capsys.readouterr().out
+
+
 def test_races_show_what_a_rule_is_good_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -282,6 +282,17 @@ class TestLive:
         done = run("checkpoint", "--live", "--full", "--store", "ckpt", "--json").document
         assert done["exact"], "nothing to write, and yet the whole state is known to be of a newer step"
 
+    def test_a_running_session_recovers_what_is_lost(self, run: Run, training: Training) -> None:
+        done = run("recover", "--lost", "all", "--live", "--store", "ckpt", "--json").document
+        assert done["live"]
+        assert done["pid"] == os.getpid()
+        assert done["lost_partitions"] == done["restored_partitions"] > 0
+        assert 0 < done["head_step"] <= training.session.head_step
+        error = run("recover", "--lost", "nowhere", "--live", "--store", "ckpt", "--json", code=2).error
+        assert "nowhere" in error["message"]
+        for more in (("--dry-run",), ("--mode", "rollback"), ("--output", "x.pt")):
+            run("recover", "--lost", "all", "--live", *more, "--store", "ckpt", code=2)
+
     def test_the_session_ends_meanwhile(
         self, run: Run, training: Training, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -316,7 +316,7 @@ class TestArena:
         """What a stopped run left: all of step 3, one partition torn."""
         store = Store.open("ckpt")
         of = layout()
-        arena = Arena.create(arena_folder(str(arena_dir), store.id), of, store_id=store.id, epoch=1)
+        arena = Arena.create(arena_folder(str(arena_dir), store.id), of, run_id=store.id, epoch=1)
         everything = np.arange(of.partitions)
         arena.begin(everything)
         arena.end(everything, pack(1, 3))

@@ -68,10 +68,8 @@ class Rig:
         self.everything = np.arange(self.layout.partitions)
         self.writer = self.store.writer(layout=self.layout, shard_of=self.shard_of)
         place = arena_base / "run" / self.store.id
-        found = Arena.open_existing(place, store_id=self.store.id)
-        self.arena = found or Arena.create(
-            place, self.layout, store_id=self.store.id, epoch=self.writer.epoch
-        )
+        found = Arena.open_existing(place, run_id=self.store.id)
+        self.arena = found or Arena.create(place, self.layout, run_id=self.store.id, epoch=self.writer.epoch)
         self.arena.epoch = self.writer.epoch
         self.queue = HandOverQueue(self.arena.folder)
         self.persister = Persister(self.arena, self.writer, self.shard_of)

@@ -39,11 +39,11 @@ def place(tmp_path: Path) -> Path:
 
 
 def create(place: Path) -> Arena:
-    return Arena.create(place, LAYOUT, store_id=STORE_ID, epoch=1)
+    return Arena.create(place, LAYOUT, run_id=STORE_ID, epoch=1)
 
 
 def reopen(place: Path) -> Arena | None:
-    return Arena.open_existing(place, store_id=STORE_ID)
+    return Arena.open_existing(place, run_id=STORE_ID)
 
 
 def left_behind(place: Path) -> Path:
@@ -264,7 +264,7 @@ def test_hand_overs_without_their_arena_mean_nothing(place: Path) -> None:
 def test_a_state_larger_than_the_disk(place: Path) -> None:
     huge = build_layout([("w", "parameter", (TensorSpec("", "F32", (1 << 38, 4)),))], by_layer=True)
     with pytest.raises(Unavailable, match=r"needs 4,398,046,\d+,\d+ bytes .* are free .*arena_dir") as caught:
-        Arena.create(place, huge, store_id=STORE_ID, epoch=1)
+        Arena.create(place, huge, run_id=STORE_ID, epoch=1)
     assert caught.value.kind == "arena-full"
     assert list(place.iterdir()) == []
 
@@ -467,7 +467,7 @@ from scarctl.version import pack
 from tests.daemon.rig import STORE_ID, fill
 from scarctl.layout import TensorSpec, build_layout
 layout = build_layout([("w", "parameter", (TensorSpec("", "U8", (64, 1 << 15)),))], rows={"w": 2})
-arena = Arena.create(Path(sys.argv[1]), layout, store_id=STORE_ID, epoch=1)
+arena = Arena.create(Path(sys.argv[1]), layout, run_id=STORE_ID, epoch=1)
 print("ready", flush=True)
 step = 0
 while True:

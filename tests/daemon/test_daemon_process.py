@@ -384,7 +384,7 @@ class TestOtherUsers:
                 connection.settimeout(10)
                 connection.connect(str(folder / protocol.SOCKET))
                 with contextlib.suppress(OSError):
-                    protocol.send(connection, {"v": 1, "op": "stop"})
+                    protocol.send(connection, {"v": protocol.VERSION, "op": "stop"})
                 try:
                     raise AssertionError(f"it answered {protocol.receive(connection)}")
                 except (protocol.Closed, ConnectionError):

@@ -100,7 +100,7 @@ class TestHostilePeers:
                 stranger.settimeout(10)
                 stranger.connect(str(daemon.folder / protocol.SOCKET))
                 with contextlib.suppress(OSError):
-                    protocol.send(stranger, {"v": 1, "op": "stop"})
+                    protocol.send(stranger, {"v": protocol.VERSION, "op": "stop"})
                 with pytest.raises((protocol.Closed, OSError)):
                     protocol.receive(stranger)
         assert client.request(connection, "status")["runs"] == []

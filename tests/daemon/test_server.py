@@ -114,7 +114,9 @@ class TestOperations:
             assert refused(connection, op, milliseconds=1, seqs={}) == "not-claimed"
         assert refused(connection, "unheard-of") == "usage"
         assert refused(connection, "watch", run="x") == "not-claimed"
-        assert refused(connection, "ask", store="x") == "no-session"
+        assert refused(connection, "ask", store="x", wish={"kind": "full"}) == "no-session"
+        for wish in (None, {}, {"kind": "x"}, {"kind": "recover"}, {"kind": "recover", "lost": [1]}):
+            assert refused(connection, "ask", store="x", wish=wish) == "usage"
         for store in ("", 7, None, [], str(tmp_path / "\0"), "s3://bucket/x?y"):
             assert refused(connection, "claim", store=store) == "usage"
         assert refused(connection, "claim", store="memory://x/y", options=[1]) == "usage"
@@ -130,7 +132,7 @@ class TestOperations:
         for seqs in (None, [], {"x": 1}, {"0": "1"}, {"0": True}, {"²": 1}, {"٣": 1}, {"1" * 5000: 1}):
             assert refused(connection, "roll_back", seqs=seqs) == "usage"
         assert refused(connection, "roll_back", seqs={"0": 0}) == "usage", "nothing is open"
-        for version in (0, 2, "1", None, 1e300, "x" * 10000):
+        for version in (0, protocol.VERSION + 1, "1", None, 1e300, "x" * 10000):
             protocol.send(connection, {"v": version, "op": "status"})
             with pytest.raises(UsageError) as caught:
                 protocol.check_reply(protocol.receive(connection))
@@ -177,12 +179,13 @@ class TestOperations:
     ) -> None:
         trainer = Trainer(tmp_path / "store", base)
         for full in (True, False):
-            told = client.ask(daemon.folder, "ask", store=trainer.store.id, full=full)
+            wish = {"kind": "full" if full else "partial"}
+            told = client.ask(daemon.folder, "ask", store=trainer.store.id, wish=wish)
             assert told["pid"] == os.getpid()
-        wait_until(lambda: trainer.requests == [True, False])
+        wait_until(lambda: trainer.requests == ["full", "partial"])
         trainer.close()
         with pytest.raises(UsageError) as caught:
-            client.ask(daemon.folder, "ask", store=trainer.store.id, full=True)
+            client.ask(daemon.folder, "ask", store=trainer.store.id, wish={"kind": "full"})
         assert caught.value.kind == "no-session"
 
     def test_a_failure_for_good_is_told_and_shown(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
@@ -310,7 +313,7 @@ class TestSlowStores:
         slow.die()
         with protocol.connect(daemon.folder, 10) as connection:
             # Somebody takes the run over: it is let go, which takes as long as the write.
-            protocol.send(connection, {"v": 1, "op": "claim", "store": str(slow.store.root)})
+            protocol.send(connection, {"v": protocol.VERSION, "op": "claim", "store": str(slow.store.root)})
             wait_until(lambda: slow.phases() == ["closing"])
             fast.save(fast.everything, 1)
             fast.drained()

@@ -32,7 +32,7 @@ def left(base: Path, store_id: str = ID, *, pending: int = 0, queued: bool = Fal
     """The arena that a dead run left; returns its folder."""
     layout = small_layout()
     folder = arena_folder(str(base), store_id)
-    arena = Arena.create(folder, layout, store_id=store_id, epoch=1)
+    arena = Arena.create(folder, layout, run_id=store_id, epoch=1)
     everything = np.arange(layout.partitions)
     arena.begin(everything)
     fill(arena, everything, 7)
@@ -73,7 +73,7 @@ def test_what_the_store_has_not_stays(arena_dir: Path, waits: dict[str, int]) ->
 
 def test_what_a_live_process_has_stays(arena_dir: Path) -> None:
     folder = left(arena_dir)
-    arena = Arena.open_existing(folder, store_id=ID)
+    arena = Arena.open_existing(folder, run_id=ID)
     assert arena is not None
     assert reap(folder.parent) == [], "its lock says that it is alive, whatever number it has"
     arena.pid = os.getpid()
@@ -83,7 +83,7 @@ def test_what_a_live_process_has_stays(arena_dir: Path) -> None:
 
 def test_a_process_number_that_somebody_else_has_by_now(arena_dir: Path) -> None:
     folder = left(arena_dir)
-    arena = Arena.open_existing(folder, store_id=ID)
+    arena = Arena.open_existing(folder, run_id=ID)
     assert arena is not None
     arena.pid = os.getpid()
     arena.close()
@@ -143,7 +143,7 @@ def test_a_session_waits_while_its_arena_is_looked_at(arena_dir: Path) -> None:
     looking = lock_folder(folder)
     letting_go = threading.Timer(0.2, os.close, [looking])
     letting_go.start()
-    arena = Arena.open_existing(folder, store_id=ID)
+    arena = Arena.open_existing(folder, run_id=ID)
     letting_go.join()
     assert arena is not None
     started = time.monotonic()
@@ -168,9 +168,9 @@ def test_sessions_that_come_while_dead_runs_are_removed(arena_dir: Path) -> None
     try:
         for _ in range(100):
             left(arena_dir)
-            arena = Arena.open_existing(folder, store_id=ID)
+            arena = Arena.open_existing(folder, run_id=ID)
             if arena is None:  # it has been removed
-                arena = Arena.create(folder, small_layout(), store_id=ID, epoch=1)
+                arena = Arena.create(folder, small_layout(), run_id=ID, epoch=1)
             assert (folder / "arena").exists()
             arena.remove()
     finally:

@@ -41,16 +41,19 @@ class Trainer:
 
     def __init__(self, store: Path, base: Path, *, shards: int = 3, layout: Layout | None = None) -> None:
         self.store = Store.create(str(store), shards=shards)
-        self.requests: list[bool] = []
+        self.requests: list[str] = []
         place = arena_folder(str(base), self.store.id)
         self.folder = place.parent
-        self.saver = DaemonSaver(str(self.store.root), self.store.id, self.folder, self.requests.append)
+        requests = self.requests  # nothing that holds on to this object, or its arena would stay
+        self.saver = DaemonSaver(
+            str(self.store.root), self.store.id, self.folder, lambda wish: requests.append(wish.kind)
+        )
         self.layout = layout or small_layout()
         self.everything = np.arange(self.layout.partitions)
         try:
             self.saver.claim()
-            found = Arena.open_existing(place, store_id=self.store.id)
-            self.arena = found or Arena.create(place, self.layout, store_id=self.store.id, epoch=1)
+            found = Arena.open_existing(place, run_id=self.store.id)
+            self.arena = found or Arena.create(place, self.layout, run_id=self.store.id, epoch=1)
             self.arena.pid = os.getpid()
             self.queue = HandOverQueue(self.arena.folder)
             self.saver.open(self.arena)

@@ -24,6 +24,10 @@ def test_cells_are_every_combination_once() -> None:
     ]
     assert len(cells) == 1 + 2 * 4
     assert len(Study(workload="a:b", modes=("rollback",)).cells()) == 1
+    both = Study(
+        workload="a:b", fractions=(EIGHTH,), policies=("round",), modes=("extrapolate", "partial")
+    ).cells()
+    assert [cell.mode for cell in both] == ["partial", "extrapolate"]
 
 
 def test_it_comes_back_from_json() -> None:
@@ -48,6 +52,8 @@ def test_it_comes_back_from_json() -> None:
         {"interval": 0},
         {"interval": 4},
         {"failure_rate": 0.0},
+        {"fail_after": 0},
+        {"fail_after": 3, "failure_rate": 0.1},
         {"failure_rate": float("nan")},
         {"iterations": 1},
         {"target": float("inf")},

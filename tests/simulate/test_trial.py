@@ -128,7 +128,11 @@ class TestChance:
 class TestRefused:
     @pytest.mark.parametrize(
         ("settings", "says"),
-        [({"target": -1.0}, "does not reach"), ({"target": 1e9}, "after its first iteration")],
+        [
+            ({"target": -1.0}, "does not reach"),
+            ({"target": 1e9}, "after its first iteration"),
+            ({"fail_after": 60}, "cannot fail after 60"),
+        ],
     )
     def test_targets_that_cannot_be(self, settings: dict[str, float], says: str) -> None:
         with pytest.raises(UsageError, match=says):

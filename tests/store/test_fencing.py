@@ -119,6 +119,68 @@ def test_an_opening_that_is_stopped_before_its_first_record(url: str, layout: La
     check(url, data.all(ids.tolist()))
 
 
+def test_another_zombie_takes_the_number_of_the_ground(url: str, layout: Layout) -> None:
+    """So the ground that a zombie looks for is there again, but it is not the one."""
+    data, ids = Data(layout), np.arange(layout.partitions)
+    zombie = open_writer(url, layout)
+    zombie.commit(0, ids, data, step=1)
+    opening = Store.open(url)
+    ground = zombie.states[0].seq + 1
+
+    def overtake() -> None:
+        assert zombie.advance_boundary(0, frozenset()) == ground - 1
+        go_on(open_writer(url, layout), data)
+
+    opening.blobs = Hooked(opening.blobs, record_path(0, ground), overtake)
+    newest = opening.writer(layout=layout, shard_of=layout.shards(1, 0))
+    numbers = opening.log(0).numbers()
+    assert ground in numbers
+    assert ground + 1 not in numbers
+    with pytest.raises(Fenced, match="a newer writer has taken over"):
+        zombie.commit(0, ids[5:], Data(layout, 1), step=50)
+    check(url, data.all(ids.tolist()))
+    go_on(newest, data)
+    check(url, data.all(ids.tolist()))
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_a_late_request_brings_the_ground_back(url: str, layout: Layout, collects: bool) -> None:
+    """`collects`: the ground is the zombie's own boundary, otherwise the log's first record."""
+    data, ids = Data(layout), np.arange(layout.partitions)
+    zombie = open_writer(url, layout)
+    zombie.commit(0, ids, data, step=1)
+    ground = zombie.advance_boundary(0, frozenset()) + 1 if collects else 0
+    path = record_path(0, ground)
+    late = zombie.store.log(0).record(ground).data
+    newer = open_writer(url, layout)
+    go_on(newer, data)
+    newer.store.blobs.create_exclusive(path, [late])
+    with pytest.raises(Fenced, match="a newer writer has taken over"):
+        zombie.commit(0, ids[5:], Data(layout, 1), step=50)
+    check(url, data.all(ids.tolist()))
+    go_on(newer, data)
+    check(url, data.all(ids.tolist()))
+
+
+def test_a_writer_that_is_overtaken_but_not_collected_counts(url: str, layout: Layout) -> None:
+    """There are indexes above its record, but the log still has it."""
+    data, ids = Data(layout), np.arange(layout.partitions)
+    writer = open_writer(url, layout)
+    seq = writer.states[0].seq + 1
+
+    def overtake() -> None:
+        with open_writer(url, layout) as newer:
+            assert newer.states[0].step == 1
+        assert writer.store.log(0).indexes()[-1] > seq
+
+    writer.store.blobs = Hooked(writer.store.blobs, record_path(0, seq), overtake, after=True)
+    writer.commit(0, ids, data, step=1)
+    check(url, data.all(ids.tolist()))
+    with pytest.raises(Fenced):
+        writer.commit(0, ids, Data(layout, 1), step=2)
+    check(url, data.all(ids.tolist()))
+
+
 def test_a_record_in_doubt_that_was_built_upon_and_collected(url: str, layout: Layout) -> None:
     """Its record is gone because the newer writer has it in an index. Its segment is needed."""
     data, ids = Data(layout), np.arange(layout.partitions)

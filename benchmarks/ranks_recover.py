@@ -1,0 +1,210 @@
+"""One of several ranks is killed under torchrun: how long until the next step, and how many steps are lost?
+
+python benchmarks/ranks_recover.py [--kills 5] [--ranks 4] [--mb 200] [--interval 2] [--steps 20] [--folder DIR]
+
+Every rank has `--mb` MB of parameters and AdamW's moments, by FSDP2. Before it trains the job saves its state once with
+DCP. It trains `--steps` steps, with scarctl; then one rank ends itself with kill -9, torchrun ends the others, starts
+all again, and so on. Every start brings the state back twice, in turn: with session.resume(), and with DCP's load of
+the whole state into slots of zeros in a second model, as a job that saves with DCP would. Files are in the page cache.
+
+First table, medians over kills with (lowest-highest), the slowest rank counts: seconds of every part from the kill to
+the first new step. "engine" is torchrun noticing, ending the ranks, new processes, torch, process group and model: the
+same for all ways. Second table: steps of work lost. scarctl's survivors go on where they were, so what is lost is how
+old the killed rank's copies are; whoever saves everything every 8 * interval steps, which are as many bytes, goes back
+to the last one, with all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from ranked import build, here, latest, make_slots, tensors, torchrun, wait_durable
+from timing import arenas, parser, print_table, scratch, spread
+from torch import distributed as dist
+
+import scarctl
+from scarctl.version import step_of
+
+FULL = 8  # partial checkpoints per whole state
+
+
+def worker(args: Any) -> None:
+    """One rank of one start."""
+    folder = Path(args.work_folder)
+    start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model, optimizer = build(args.mb)
+    dist.barrier()
+    found: dict[str, Any] = {"start": start, "ready": latest(time.time())}
+
+    def load() -> None:
+        found["dcp"] = dcp_load(args.mb, folder / "dcp")
+
+    if start and start % 2:
+        load()
+    began = time.perf_counter()
+    session = scarctl.attach(
+        model,
+        optimizer,
+        store=folder / "store",
+        arena_dir=args.arena_dir,
+        fraction=1 / FULL,
+        interval=args.interval,
+        on_error="raise",
+    )
+    found["attach"] = latest(time.perf_counter() - began)
+    with session:
+        began = time.perf_counter()
+        resumed = session.resume()
+        found["resume"] = latest(time.perf_counter() - began)
+        began = time.perf_counter()
+        step(optimizer)
+        found["first"] = latest(time.perf_counter() - began)
+        if resumed.report is not None:
+            plan, lost = resumed.report.plan, resumed.ranks["lost"]
+            ages = resumed.step - step_of(plan.version)
+            sizes = plan.layout.partition_bytes[plan.ids]
+            found |= {
+                "step": resumed.step,
+                "lost": lost,
+                "oldest": int(ages.max()),
+                "age": float(np.average(ages, weights=sizes)),
+                "tiers": resumed.report.tiers,
+            }
+        if start and not start % 2:
+            load()
+        if start == 0:
+            began = time.perf_counter()
+            dcp.save(dict(tensors(model, optimizer)), checkpoint_id=folder / "dcp")
+            found["saved"] = latest(time.perf_counter() - began)
+            wait_durable(session)
+        note(folder, rank, found)
+        if start < args.kills:
+            began = time.perf_counter()
+            # Not always as many steps after a checkpoint.
+            for _ in range(args.steps + start):
+                time.sleep(args.seconds)
+                step(optimizer)
+            if rank == args.ranks // 2:
+                pace = (time.perf_counter() - began) / (args.steps + start)
+                note(folder, rank, {"killed": time.time(), "head": session.head_step, "pace": pace})
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(args.seconds)
+            step(optimizer)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def step(optimizer: torch.optim.AdamW) -> None:
+    """An iteration ends when all ranks have ended theirs."""
+    dist.barrier()
+    optimizer.step()
+
+
+def dcp_load(mb: float, path: Path) -> float:
+    """Seconds that DCP takes to bring the state into a new model."""
+    model, optimizer = build(mb)
+    dist.barrier()
+    began = time.perf_counter()
+    make_slots(optimizer)
+    dcp.load(dict(tensors(model, optimizer)), checkpoint_id=path)
+    return latest(time.perf_counter() - began)
+
+
+def note(folder: Path, rank: int, found: dict[str, Any]) -> None:
+    """For the report."""
+    with (folder / f"rank-{rank}.jsonl").open("a") as file:
+        file.write(json.dumps(found) + "\n")
+
+
+def report(folder: Path, args: Any) -> None:
+    """Print the tables."""
+    lines = [
+        [json.loads(line) for line in (folder / f"rank-{r}.jsonl").read_text().splitlines()]
+        for r in range(args.ranks)
+    ]
+    victim = args.ranks // 2
+    kills = [line for line in lines[victim] if "killed" in line]
+    starts = [[line for line in rank if line.get("start")] for rank in lines]
+    engine = [s["ready"] - kill["killed"] for s, kill in zip(starts[0], kills, strict=True)]
+
+    def of(name: str) -> list[float]:
+        return [s[name] for s in starts[0]]
+
+    ours = [a + b for a, b in zip(of("attach"), of("resume"), strict=True)]
+    rows = []
+    for name, parts in {"scarctl": ours, "DCP load": of("dcp")}.items():
+        whole = [e + p + f for e, p, f in zip(engine, parts, of("first"), strict=True)]
+        relative = statistics.median(p / q for p, q in zip(parts, of("dcp"), strict=True))
+        rows.append(
+            (
+                name,
+                f"{relative:.2f}x",
+                *(spread(values, digits=2) for values in (engine, parts, of("first"), whole)),
+            )
+        )
+    print(f"{args.ranks} ranks of {args.mb:g} MB, {len(kills)} kills")
+    print_table(("way", "of DCP's", "engine, s", "state, s", "first step, s", "in all, s"), rows)
+    print(f"scarctl: attach {spread(of('attach'), digits=2)} s, resume {spread(of('resume'), digits=2)} s\n")
+
+    every = args.interval * FULL
+    back: list[float] = [s["step"] - max(1, s["step"] // every * every) for s in starts[0]]
+    print_table(
+        ("steps lost", "median (range)", "ranks"),
+        [
+            ("scarctl, survivors", spread(behind(starts, kills, victim), digits=0), f"{args.ranks - 1}"),
+            ("scarctl, killed: mean age by bytes", spread([s["age"] for s in starts[victim]], digits=1), "1"),
+            ("scarctl, killed: oldest copy", spread([s["oldest"] for s in starts[victim]], digits=0), "1"),
+            (f"full checkpoint every {every} steps", spread(back, digits=0), f"{args.ranks}"),
+        ],
+    )
+    pace, saved = statistics.median(kill["pace"] for kill in kills), lines[0][0]["saved"]
+    print(
+        f"A step took {pace:.2f} s, DCP's save {saved:.2f} s, as long as {saved / pace:.0f} steps: until then the full"
+    )
+    print("checkpoint before it is the last one, which the table does not count.")
+    tiers = [s["tiers"] for s in starts[victim]]
+    print(
+        f"lost, as every resume said: {[s['lost'] for s in starts[0]]}; the killed rank's copies from {tiers}"
+    )
+
+
+def behind(starts: list[list[dict[str, Any]]], kills: list[dict[str, Any]], victim: int) -> list[float]:
+    """Steps that survivors had done and do again."""
+    return [max(0, kill["head"] - s["step"]) for s, kill in zip(starts[0], kills, strict=True)]
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--kills", type=int, default=5)
+    options.add_argument("--ranks", type=int, default=4)
+    options.add_argument("--mb", type=float, default=200, help="of parameters and moments on every rank")
+    options.add_argument("--interval", type=int, default=2)
+    options.add_argument("--steps", type=int, default=20, help="between two kills, at least")
+    options.add_argument("--seconds", type=float, default=0.25, help="of work between two steps")
+    options.add_argument("--work-folder", help="given to the ranks")
+    options.add_argument("--arena-dir", help="given to the ranks")
+    args = options.parse_args()
+    if args.work_folder:
+        torch.set_num_threads(1)
+        worker(args)
+        return
+    with scratch(args.folder) as folder, arenas(folder) as arena_dir:
+        given = [*sys.argv[1:], "--work-folder", str(folder), "--arena-dir", arena_dir]
+        torchrun(here(__file__), given, args.ranks, restarts=args.kills)
+        report(folder, args)
+
+
+if __name__ == "__main__":
+    main()

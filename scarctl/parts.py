@@ -1,0 +1,308 @@
+"""A state that was saved in parts, read for somebody who needs other parts of it: another number of ranks, or one file.
+
+What is wanted and what there is are boxes of whole tensors (`scarctl.group.Place`); what goes from one to the other is
+where they overlap.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.errors import Corruption, LayoutMismatch, NoIntactCopy
+from scarctl.group import DTYPES, Group, Place, TensorSpec
+from scarctl.layout import Layout
+from scarctl.recovery import take_rows
+from scarctl.store import ShardState, Snapshot, Store, sealed_sets
+from scarctl.store.fetch import Batch
+from scarctl.store.topology import Topology, read_topology, sealed_by_all, topology_epochs
+from scarctl.version import NEVER, step_of
+
+Ids: TypeAlias = NDArray[np.int64]
+Rows: TypeAlias = Callable[[int, int], NDArray[np.uint8]]
+"""Where tensor t of group g goes: a writable view, uint8 of shape (rows, bytes per row)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A state that is whole, in shards that may each have a layout of its own."""
+
+    store: Store
+    states: Mapping[int, ShardState]
+    """By shard; by rank, in their order, where ranks saved them."""
+    of_ranks: bool
+    topology: Topology | None = None
+    """Of these ranks; None where one process saved all of it."""
+    passed_over: tuple[int, ...] = ()
+    """Epochs of newer topologies, of other shards, which have no complete state."""
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """The layouts there are, by digest."""
+        return {
+            state.layout.digest: state.layout for state in self.states.values() if state.layout is not None
+        }
+
+    def groups(self) -> dict[str, Group]:
+        """One group of every whole tensor, by name: its slots, and the whole shape in `place`."""
+        found: dict[str, Group] = {}
+        for layout in self.layouts.values():
+            for group in layout.groups:
+                found.setdefault(group.name, replace(group, place=_place(group)))
+        return found
+
+    @property
+    def optimizer(self) -> str:
+        """Name of the optimizer, the same in all parts."""
+        return next((layout.optimizer for layout in self.layouts.values()), "")
+
+    def steps(self) -> NDArray[np.int64]:
+        """All the steps that copies are of, ascending."""
+        return np.unique(np.concatenate([step_of(state.version) for state in self.states.values()]))
+
+    def copy_into(self, layout: Layout, rows: Rows) -> None:
+        """Copy what `layout` has, boxes of the same tensors, from wherever it is. Every copy is verified.
+
+        Raises NoIntactCopy when a copy is damaged or missing; then some rows were written and others were not.
+        """
+        there = self.groups()
+        wanted = {_source(group, there): (g, group) for g, group in enumerate(layout.groups)}
+        copied = 0
+        for state in self.states.values():
+            theirs = state.layout
+            if theirs is None:
+                continue
+            ids = [
+                _overlapping(theirs, g, group, wanted[group.name][1])
+                for g, group in enumerate(theirs.groups)
+                if group.name in wanted
+            ]
+            mine = np.intersect1d(np.concatenate([*ids, _NONE]), state.ids, assume_unique=True)
+            damaged: list[tuple[Ids, str]] = []
+            for batch in self.store.read(state, mine, corrupt=damaged):
+                group = theirs.groups[batch.group]
+                g, target = wanted[group.name]
+                copied += _copy(
+                    theirs, group, batch, target, [rows(g, t) for t in range(len(target.tensors))]
+                )
+            if damaged:
+                name = theirs.name(int(damaged[0][0][0]))
+                raise NoIntactCopy(
+                    f"{name} has no intact copy: {damaged[0][1]}",
+                    hint="nothing was changed; with the same number of ranks, or a rollback, an older copy is found",
+                )
+        if copied != layout.nbytes:
+            raise NoIntactCopy(
+                f"only {copied} of {layout.nbytes} bytes were ever saved", hint="nothing was changed"
+            )
+
+
+def find_parts(
+    store: Store, *, but: Iterable[int] = (), sealed: bool = False, snapshot: Snapshot | None = None
+) -> Parts | None:
+    """The newest state of a store that is whole, whoever saved it; None when there is none.
+
+    but: shards that are not looked at. sealed: as of the newest step at which all of its shards were sealed. snapshot:
+    that one.
+
+    Raises Corruption, Unavailable.
+    """
+    excluded, seen, ranked = set(but), set[tuple[int, ...]](), set[int]()
+    epochs = topology_epochs(store)
+    if snapshot is not None:
+        states = store.states(snapshot.seqs, at=snapshot.seqs)
+        topology = topology_of(store, snapshot.seqs, epochs)
+        return Parts(store, states, topology is not None, topology)
+    passed_over: list[int] = []
+    for epoch in reversed(epochs):
+        topology = read_topology(store, epoch)
+        shards = topology.shards
+        ranked |= set(shards)
+        if shards in seen or excluded & set(shards):
+            continue
+        seen.add(shards)
+        found = _whole(store, shards, epochs, sealed=sealed)
+        if found is not None:
+            return replace(found, topology=topology, passed_over=tuple(passed_over))
+        passed_over.append(epoch)
+    # From before there were ranks.
+    others = [shard for shard in store.shards() if shard not in ranked | excluded]
+    found = _whole(store, others, [], sealed=sealed) if others else None
+    return None if found is None else replace(found, passed_over=tuple(passed_over))
+
+
+def topology_of(store: Store, shards: Iterable[int], epochs: Iterable[int] | None = None) -> Topology | None:
+    """The newest topology that has all these shards; None when they are those of one process alone."""
+    wanted = set(shards)
+    for epoch in sorted(topology_epochs(store) if epochs is None else epochs, reverse=True):
+        topology = read_topology(store, epoch)
+        if wanted <= set(topology.shards):
+            return topology
+    return None
+
+
+def check_fits(parts: Parts, groups: Iterable[Group], names: Iterable[str], optimizer: str) -> None:
+    """Raise LayoutMismatch, naming the differences, unless the state is one of these tensors.
+
+    groups: those that somebody wants, with their place; names: those of all of them together.
+    """
+    there, names = parts.groups(), set(names)
+    lines = []
+    if optimizer != parts.optimizer:
+        lines.append(f"optimizer {parts.optimizer or 'none'} -> {optimizer or 'none'}")
+    buffers = {_base(name) for name, group in there.items() if group.kind == "buffer"}
+    lines += [f"tensor {name!r} new" for name in sorted(names - there.keys()) if _base(name) not in buffers]
+    known = names | {name for name in there if _base(name) in buffers & set(map(_base, names))}
+    lines += [f"tensor {name!r} missing" for name in sorted(there.keys() - known)]
+    for group in groups:
+        source = there.get(_source(group, there))
+        if source is not None and _place(source).shape != _place(group).shape:
+            lines.append(f"tensor {group.name!r} resized {_place(source).shape} -> {_place(group).shape}")
+        if source is not None and source.tensors[0].dtype != group.tensors[0].dtype:
+            lines.append(f"tensor {group.name!r} has another dtype")
+    if lines:
+        raise LayoutMismatch(
+            f"the model is not the one in {parts.store.url}: " + "; ".join(lines[:10]),
+            hint="build the model and optimizer as in the run to resume, or use a new store; nothing was changed",
+        )
+
+
+def with_slots(parts: Parts, group: Group) -> tuple[TensorSpec, ...]:
+    """The tensors of a group that so far is a parameter without slots: with those that the store has of it."""
+    there, parameter = parts.groups(), group.tensors[0]
+    slots = there[_source(group, there)].tensors[1:]
+    return (parameter, *(replace(slot, shape=parameter.shape) for slot in slots))
+
+
+# -- finding -----------------------------------------------------------------------------------------------------
+
+
+def _whole(store: Store, shards: Iterable[int], epochs: list[int], *, sealed: bool) -> Parts | None:
+    states = store.states(shards)
+    complete = all(state.layout is not None and (state.version != NEVER).all() for state in states.values())
+    if not complete or not any(len(state.ids) for state in states.values()) or _retired(states, bool(epochs)):
+        return None
+    if sealed:
+        sets = sealed_by_all(states, epochs) if epochs else sealed_sets(states.values())
+        for one in sets:
+            try:
+                states = store.states(one.seqs, at=one.seqs)
+            except Corruption:
+                continue  # collected long ago, or damaged: the next older one
+            return Parts(store, states, bool(epochs))
+        return None
+    return Parts(store, states, bool(epochs))
+
+
+def _retired(states: Mapping[int, ShardState], of_ranks: bool) -> bool:
+    """Whether members of some shards were given up: the state is not whole any more."""
+    counts = [
+        (len(state.ids), state.layout.partitions) for state in states.values() if state.layout is not None
+    ]
+    if of_ranks:
+        return any(members != partitions for members, partitions in counts)
+    return sum(members for members, _ in counts) != max((partitions for _, partitions in counts), default=0)
+
+
+# -- names -------------------------------------------------------------------------------------------------------
+
+_OF_RANK = re.compile(r"(.+)@[0-9]+", re.DOTALL)
+
+
+def _base(name: str) -> str:
+    """The name that a tensor of one rank alone has in the model."""
+    match = _OF_RANK.fullmatch(name)
+    return match[1] if match else name
+
+
+def _source(group: Group, there: Mapping[str, Group]) -> str:
+    """The stored group that a group takes its values from.
+
+    Buffers, such as a batch norm's statistics, are kept by every rank for itself or by all together, as the model is
+    wrapped: where the same one is not there, another rank's does.
+    """
+    if group.name in there or group.kind != "buffer":
+        return group.name
+    base = _base(group.name)
+    return min((name for name in there if _base(name) == base), default=group.name, key=lambda n: (len(n), n))
+
+
+# -- boxes -------------------------------------------------------------------------------------------------------
+
+_NONE = np.empty(0, dtype=np.int64)
+
+
+def _place(group: Group) -> Place:
+    shape = group.tensors[0].shape
+    return group.place or Place(shape, (0,) * len(shape))
+
+
+def _overlap(ours: Group, theirs: Group) -> tuple[tuple[int, int], ...] | None:
+    """The box that both have, as first and last + 1 of the whole tensor in every dimension; None when there is none."""
+    box = []
+    for ours_at, ours_size, theirs_at, theirs_size in zip(
+        _place(ours).offset,
+        ours.tensors[0].shape,
+        _place(theirs).offset,
+        theirs.tensors[0].shape,
+        strict=True,
+    ):
+        start, stop = max(ours_at, theirs_at), min(ours_at + ours_size, theirs_at + theirs_size)
+        if start >= stop:
+            return None
+        box.append((start, stop))
+    return tuple(box)
+
+
+def _overlapping(layout: Layout, g: int, theirs: Group, ours: Group) -> Ids:
+    """Partitions of group `g` that have something of `ours`, ascending."""
+    box = _overlap(ours, theirs)
+    if box is None:
+        return _NONE
+    first = int(layout.base[g])
+    if not box:  # a 0-dim tensor
+        return np.arange(first, int(layout.base[g + 1]))
+    start, stop = (row - _place(theirs).offset[0] for row in box[0])
+    step = theirs.rows_per_partition
+    return np.arange(first + start // step, first - (-stop // step))
+
+
+def _copy(layout: Layout, theirs: Group, batch: Batch, ours: Group, targets: list[NDArray[np.uint8]]) -> int:
+    """Copy what both have of a batch; returns the bytes."""
+    box = _overlap(ours, theirs)
+    assert box is not None, "only partitions that overlap are read"
+    starts, stops = layout.row_ranges(batch.ids)
+    if not box:
+        for data, target in zip(batch.tensors, targets, strict=True):
+            target[...] = data
+        return ours.nbytes
+    picked = take_rows(starts, stops)
+    rows = np.arange(picked.start, picked.stop) if isinstance(picked, slice) else picked
+    rows += _place(theirs).offset[0]
+    good = (rows >= box[0][0]) & (rows < box[0][1])
+    # Never negative: the first row of the box is one of ours.
+    at = rows[good] - _place(ours).offset[0]
+    source_columns = _columns(box, _place(theirs))
+    target_columns = _columns(box, _place(ours))
+    copied = 0
+    for t, (data, target) in enumerate(zip(batch.tensors, targets, strict=True)):
+        source: tuple[Any, ...] = (good, *source_columns)
+        goal: tuple[Any, ...] = (at, *target_columns)
+        piece = _values(data, theirs.tensors[t])[source]
+        _values(target, ours.tensors[t])[goal] = piece
+        copied += piece.nbytes
+    return copied
+
+
+def _columns(box: tuple[tuple[int, int], ...], place: Place) -> tuple[slice, ...]:
+    return tuple(slice(a - at, b - at) for (a, b), at in zip(box[1:], place.offset[1:], strict=True))
+
+
+def _values(data: NDArray[np.uint8], spec: TensorSpec) -> NDArray[Any]:
+    """Rows of bytes as a view of values, shape (rows, *shape[1:]), whatever they mean."""
+    return data.reshape(-1).view(f"V{DTYPES[spec.dtype]}").reshape(len(data), *spec.shape[1:])

@@ -1,0 +1,1 @@
+"""Many ranks: what one session cannot do alone."""

@@ -1,0 +1,352 @@
+"""One rank's session among the others: who owns what, who saves to which shard, and where all go on.
+
+A rank's session is an ordinary one. It sees only what its rank owns of the state, and only its own shard of the store.
+`Crew` makes these two, and answers what a session asks of the others (`scarctl.together`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+from collections import deque
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.adapter import Adapter
+from scarctl.config import SessionSettings
+from scarctl.dtypes import plain, torched
+from scarctl.engine import Selector
+from scarctl.errors import UsageError
+from scarctl.layout import Layout
+from scarctl.parts import find_parts
+from scarctl.ranks.agreement import Agreement, Standing, agree_on_step, perturbation_of
+from scarctl.ranks.exchange import Exchange
+from scarctl.ranks.holdings import Division, Holding, divide
+from scarctl.ranks.leftovers import save_leftovers
+from scarctl.ranks.moved import Moved
+from scarctl.ranks.owned import OwnedAdapter, broadcast_over, holdings_of, slots_of, spread
+from scarctl.ranks.rescue import Rescue
+from scarctl.ranks.selector import GlobalSelector
+from scarctl.ranks.team import Team
+from scarctl.recovery import Lost, lost_ids
+from scarctl.store import (
+    Store,
+    Topology,
+    complete_sets,
+    create_topology,
+    newest_topology,
+    read_snapshot,
+    topology_epochs,
+)
+from scarctl.store.format import canonical
+from scarctl.together import Found, GoOn
+from scarctl.wishes import Wish
+
+T = TypeVar("T")
+log = logging.getLogger("scarctl")
+
+_ALIKE = ("store", "fraction", "interval", "max_bandwidth", "policy", "max_staleness", "seed", "partition_bytes",
+          "by_layer", "rows", "on_error")  # fmt: skip
+"""Settings that all ranks have to share."""
+_RANK = "rank:"
+
+
+class Crew:
+    """See the module. Made by `join`, on all ranks."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        division: Division,
+        team: Team,
+        settings: SessionSettings,
+        rank_extras: frozenset[str],
+    ) -> None:
+        self._rank_extras = rank_extras
+        self._settings = settings
+        self.team = team
+        self.division = division
+        self.adapter = OwnedAdapter(adapter, division, team.rank)
+        """What this rank owns of the state."""
+        self.shards: tuple[int, ...] = ()
+        """Shard of every rank, once the store is open."""
+        self._digest = _digest_of(division)
+        self._epoch = 0
+        self._exchange_group = team.subgroup() if team.world > 1 else None
+        self._earlier = self._begun = False
+        self._whole = adapter
+        self.moved = False
+        """The store has this state in other parts."""
+
+    @classmethod
+    def join(
+        cls,
+        adapter: Adapter,
+        settings: SessionSettings,
+        team: Team,
+        rank_extras: frozenset[str] = frozenset(),
+    ) -> Crew:
+        """Find out together who owns what. rank_extras: names of extras that are each rank's own.
+
+        Raises UsageError on every rank when settings, versions or models of the ranks do not fit together.
+        """
+        _check_alike(team.gather(_settings_of(settings)))
+        if settings.interval == "auto":
+            raise UsageError(
+                'interval="auto": each rank would find its own', hint="give a number of iterations"
+            )
+        if settings.shards not in (None, 1):
+            raise UsageError(
+                f"shards={settings.shards}: with several ranks each of them is one shard",
+                hint="leave shards out",
+            )
+        mine = team.agree(lambda: [holding.to_json() for holding in holdings_of(adapter.groups())])
+        everyone = team.gather(mine)
+        division = team.agree(lambda: divide([[Holding.from_json(h) for h in held] for held in everyone]))
+        return cls(adapter, division, team, settings, rank_extras)
+
+    # -- the store ----------------------------------------------------------------------------------------------
+
+    def open_store(self, settings: SessionSettings) -> Store:
+        """See `Together`. Rank 0 makes the store, and decides which shards the ranks have."""
+
+        def make() -> Store:
+            return Store.create(settings.store, **settings.fixed(), **settings.place())
+
+        made = self.agree(lambda: make() if self.team.rank == 0 else None)
+        store = self.agree(lambda: made or make())
+        ids = self.team.gather(store.id)
+        if len(set(ids)) > 1:
+            raise UsageError(
+                f"{store.url} is not the same store on all ranks", hint="put it where every host can reach it"
+            )
+        if any(self.team.gather(self._is_divided_otherwise(store))):
+            self.moved = True
+            save_leftovers(store, settings, self.team)
+        decided = self.agree(lambda: self._decide(store) if self.team.rank == 0 else None)
+        self._epoch, shards, self._earlier = self.team.from_rank(0, decided)
+        self.shards = tuple(shards)
+        if self._earlier and not self.moved:
+            self.adapter.learn_slots(slots_of(self._layouts(store)))
+        return store.of_shard(self.shards[self.team.rank], self._epoch)
+
+    def _is_divided_otherwise(self, store: Store) -> bool:
+        newest = newest_topology(store)
+        return bool(store.shards()) if newest is None else newest.division != self._digest
+
+    def _decide(self, store: Store) -> tuple[int, list[int], bool]:
+        """Epoch, shards by rank, and whether there is an earlier run."""
+        newest, epochs, used = newest_topology(store), topology_epochs(store), store.shards()
+        records = [store.log(shard).newest() for shard in used]
+        epoch = 1 + max([*epochs, *(record.epoch for record in records if record)], default=0)
+        # A topology alone says that a job was about to begin.
+        earlier = any(records)
+        if newest is not None and newest.division == self._digest:
+            return epoch, list(newest.shards), earlier
+        first = 1 + max([*used, *(newest.shards if newest else ())], default=-1)
+        return epoch, list(range(first, first + self.team.world)), earlier
+
+    def _layouts(self, store: Store) -> list[Layout]:
+        newest = [store.log(shard).newest() for shard in self.shards]
+        return [store.layout(record.layout) for record in newest if record is not None]
+
+    def selector(self) -> Selector | None:
+        """See `Together`."""
+        rank, world = self.team.rank, self.team.world
+        if self._exchange_group is None:
+            return None
+        return GlobalSelector(Exchange(self._exchange_group, rank, world), self.shards[rank])
+
+    def begin(self, store: Store) -> None:
+        """See `Together`. The topology is written before the first record of the new epoch."""
+        if self._begun:
+            return
+        topology = Topology(self._epoch, self.shards, self._digest)
+        self.agree(lambda: create_topology(store, topology) if self.team.rank == 0 else None)
+        self._begun = True
+
+    def holds_earlier_run(self, store: Store) -> bool:
+        """See `Together`."""
+        return self._earlier
+
+    # -- going on -----------------------------------------------------------------------------------------------
+
+    def agree(self, call: Callable[[], T]) -> T:
+        """See `Together`."""
+        return self.team.agree(call)
+
+    @property
+    def several(self) -> bool:
+        """See `Together`."""
+        return self.team.world > 1
+
+    @property
+    def leads(self) -> bool:
+        """See `Together`."""
+        return self.team.rank == 0
+
+    def gather(self, value: object) -> list[Any]:
+        """See `Together`."""
+        return self.team.gather(value)
+
+    def go_on(self, found: Found | None, store: Store) -> GoOn | None:
+        """See `Together`."""
+        mine = None
+        if found is not None:
+            mine = Standing(found.step, found.exact, found.survived, found.distance).to_list()
+        gathered = self.team.gather(mine)
+        if found is None or any(other is None for other in gathered):
+            return None
+        everyone = [Standing(*other) for other in gathered]
+        agreement = agree_on_step(everyone)
+        theirs = self.team.from_rank(agreement.reference, plain(found.extras))
+        extras = found.extras if found.step == agreement.step else self._mixed(torched(theirs), found.extras)
+        if extras["early"]["rng"] is None:  # another rank has saved it for this one
+            extras["early"]["rng"] = self.adapter.capture_early()["rng"]
+        summary = self._summary(agreement, everyone, store)
+        return GoOn(agreement.step, extras, agreement.exact, summary)
+
+    def _mixed(self, theirs: Any, own: Any) -> Any:
+        """Extras of another rank, of the step that all go on from, with what is each rank's own."""
+        mine = {name: own["early"]["extras"][name] for name in self._rank_extras}
+        early = {"rng": own["early"]["rng"], "extras": {**theirs["early"]["extras"], **mine}}
+        late = self.adapter.mix_late(theirs["late"], own["late"])
+        return {**theirs, "early": {**theirs["early"], **early}, "late": late}
+
+    def _summary(self, agreement: Agreement, everyone: list[Standing], store: Store) -> dict[str, Any]:
+        summary = None
+        if self.team.rank == 0:
+            sealed = next(iter(complete_sets(store.again())), None)
+            back = None if sealed is None else max(0, agreement.step - sealed.step)
+            summary = {
+                "world": self.team.world,
+                "lost": list(agreement.lost),
+                "steps": [standing.step for standing in everyone],
+                "step": agreement.step,
+                "exact": agreement.exact,
+                "perturbation": perturbation_of(everyone, agreement).to_json(),
+                "rollback_steps": back,
+            }
+            if agreement.lost:
+                log.warning(
+                    "lost %d of %d ranks (%s): theirs comes from what was saved last; all go on after step %d. "
+                    "A rollback would cost %s steps",
+                    len(agreement.lost),
+                    self.team.world,
+                    ", ".join(map(str, agreement.lost)),
+                    agreement.step,
+                    "unknown" if back is None else back,
+                )
+        found: dict[str, Any] = self.team.from_rank(0, summary)
+        return found
+
+    def elsewhere(self, store: Store, mode: str, snapshot: str | None) -> Moved | None:
+        """See `Together`."""
+
+        def find() -> Moved | None:
+            whole = store.again()
+            name = None if snapshot is None else read_snapshot(whole, snapshot)
+            parts = find_parts(whole, but=self.shards, sealed=mode == "rollback", snapshot=name)
+            return None if parts is None else Moved(parts, self.adapter, self.division, self.team)
+
+        return self.agree(find)
+
+    def lost_ids(self, lost: Lost, layout: Layout, store: Store) -> NDArray[np.int64]:
+        """See `Together`. Numbers, with or without "rank:" before them, are those of ranks."""
+        items = [lost] if isinstance(lost, str | int) else list(lost)
+        items = [piece for item in items for piece in (item.split(",") if isinstance(item, str) else [item])]
+        ids, missing = [np.empty(0, dtype=np.int64)], []
+        for item in items:
+            rank = _rank_of(item)
+            if rank is not None:
+                if not 0 <= rank < self.team.world:
+                    raise UsageError(f"there is no rank {rank}", hint=f"ranks are 0..{self.team.world - 1}")
+                ids.append(np.arange(layout.partitions if rank == self.team.rank else 0))
+                continue
+            try:
+                ids.append(lost_ids(item, layout, store.shard_of(layout)))
+            except UsageError as error:
+                missing.append((str(item), error.message))
+        # A name may be of another rank's part: it is wrong when it is nobody's.
+        everywhere = self.team.gather([item for item, _ in missing])
+        for item, message in missing:
+            if all(item in others for others in everywhere):
+                raise UsageError(message, hint="no rank has it")
+        return np.unique(np.concatenate(ids))
+
+    def spread(self) -> None:
+        """See `Together`."""
+        if self.division.copies:
+            spread(self.division, self.team.rank, self._whole.groups(), broadcast_over(self.team.group))
+
+    def grant(self, wishes: deque[Wish], selector: Selector, *, regular: bool) -> Wish | None:
+        """See `Together`. Ranks hear of a wish with the rounds of their regular checkpoints."""
+        selector.wish = self.team.rank + 1 if wishes else 0
+        agreed = selector.agreed() if regular else 0
+        if not agreed:
+            return None
+        # The same wish may have been told more than once.
+        mine = wishes.popleft().to_json() if wishes and self.team.rank == agreed - 1 else None
+        wish = self.team.from_rank(agreed - 1, mine)
+        if wish is None:
+            return None
+        # Whose wish it was answers it.
+        return Wish.from_json(wish if mine else {**wish, "number": 0})
+
+    def rescue(self, store: Store, step: int, extras: Callable[[], Any]) -> None:
+        """See `Together`."""
+        rescue = Rescue(self.division, self.team.rank, self.shards)
+        if rescue.possible:
+            rescue.run(store, self._settings, self._whole.groups(), step, extras())
+
+    def close(self) -> None:
+        """See `Together`."""
+        self.team.close()
+
+
+def _rank_of(item: str | int) -> int | None:
+    if isinstance(item, int):
+        return item
+    text = item.strip().removeprefix(_RANK)
+    return int(text) if text.isdecimal() else None
+
+
+def _digest_of(division: Division) -> str:
+    """SHA-256 of who owns what."""
+    owned = [
+        [
+            [
+                part.name,
+                part.stop - part.start,
+                part.place and [list(part.place.shape), list(part.place.offset)],
+            ]
+            for part in rank
+        ]
+        for rank in division.owned
+    ]
+    return hashlib.sha256(canonical(owned)).hexdigest()
+
+
+def _settings_of(settings: SessionSettings) -> dict[str, str]:
+    """What has to be the same on all ranks, as text."""
+    found = {name: repr(getattr(settings, name)) for name in _ALIKE}
+    norm = settings.norm
+    found["norm"] = norm if isinstance(norm, str) else getattr(norm, "__qualname__", "a function")
+    return found | {"version of scarctl": version("scarctl"), "byte order": platform.machine()}
+
+
+def _check_alike(everyone: list[dict[str, str]]) -> None:
+    """Raises UsageError, naming the setting and the ranks, when ranks have different settings."""
+    for name, first in everyone[0].items():
+        others = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != first]
+        if others:
+            shown = "" if name == "store" else f": {everyone[others[0]].get(name)}, not {first}"
+            raise UsageError(
+                f"rank {others[0]} has another {name} than rank 0{shown}",
+                hint="give all ranks the same settings; nothing was changed",
+            )

@@ -1,0 +1,251 @@
+"""Rounds in which all ranks add up small arrays: one background thread, so that training never waits for another rank.
+
+Every rank joins every round, in the same order. A rank that comes late holds the round up, and the rounds after it,
+but not who joined it: they look after a while whether the round is over, and else do without. When a peer is gone,
+too slow or in another round than this rank, the exchange has failed, for good and on all ranks: there are no rounds
+from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+log = logging.getLogger("scarctl")
+
+TIMEOUT = 300.0
+"""Seconds that a rank may be late before it counts as gone."""
+LINGER = 2.0
+"""Seconds that closing waits for rounds under way, so that the other ranks can finish theirs."""
+BEHIND = 10_000
+"""Rounds that may wait for a late rank."""
+
+_SWITCH = 0x5CA2
+"""Tag of a message that is never sent."""
+
+
+class Turn(Protocol):
+    """One rank's part in a round."""
+
+    def send(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Two arrays, of the same shapes in all turns of all ranks."""
+
+    def receive(self, most: NDArray[np.int64], sums: NDArray[np.int64]) -> bool:
+        """Take in the elementwise maximum of the first over ranks, and the sum of the second.
+
+        Returns whether to go on with another `send`: the same on all ranks.
+        """
+
+
+class Group(Protocol):
+    """What is used of a process group: `dist.ProcessGroupGloo`, or what `dist.new_group(backend="gloo")` returns."""
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions, /) -> dist.Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int, /) -> dist.Work: ...
+
+
+class Round:
+    """A round that this rank has joined. What its turn learnt is good once it is `done` and not `failed`."""
+
+    def __init__(self, step: int, turn: Turn, wish: int) -> None:
+        self.step = step
+        self.turn = turn
+        self.wish = wish
+        """The largest of all ranks' wishes, once the round is done."""
+        self.done = False
+        self.failed = False
+        self.given_up = False
+        """Nobody waits for it any more."""
+
+
+class Exchange:
+    """The rounds of one rank. `join`, `wait` and `hurry` never raise for what other ranks do."""
+
+    def __init__(
+        self,
+        group: Group,
+        rank: int,
+        world: int,
+        *,
+        timeout: float = TIMEOUT,
+        linger: float = LINGER,
+    ) -> None:
+        """group: a gloo group of all ranks for the exchange alone, which breaks it when it fails or is closed."""
+        self.rank = rank
+        self.world = world
+        self.failure: str | None = None
+        """Why there are no rounds any more."""
+        self._group: Group | None = group
+        self._timeout = timedelta(seconds=timeout)
+        self._linger = linger
+        self._changed = threading.Condition()
+        self._rounds: deque[Round] = deque()  # the first is under way
+        self._hurried = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="scarctl-exchange", daemon=True)
+        self._thread.start()
+
+    # -- what the session calls -----------------------------------------------------------------------------------
+
+    def join(self, step: int, turn: Turn, wish: int = 0) -> Round:
+        """Join the round of `step`, after all that were joined before. Returns at once."""
+        joined = Round(step, turn, wish)
+        with self._changed:
+            if self.failure is None and not self._closing and len(self._rounds) >= BEHIND:
+                self._fail(f"another rank is {BEHIND} rounds behind")
+            if self.failure is not None or self._closing:
+                joined.done = joined.failed = True
+            else:
+                self._rounds.append(joined)
+                self._changed.notify_all()
+        return joined
+
+    def hurry(self, now: bool = True) -> None:
+        """Somebody waits for the one who waits for a round. Counts until it is taken back."""
+        with self._changed:
+            self._hurried = now
+            self._changed.notify_all()
+
+    def wait(self, joined: Round, patience: float) -> bool:
+        """Wait for a round until it is done, or `patience` seconds after `hurry`; returns whether there is a result.
+
+        When a round before it was given up like that and is still open, patience ends with `hurry`.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: joined.done or self._hurried)
+            if not any(earlier.given_up for earlier in self._rounds):
+                self._changed.wait_for(lambda: joined.done, patience)
+            joined.given_up = not joined.done
+            return joined.done and not joined.failed
+
+    def result(self, joined: Round) -> int:
+        """The largest wish of a round, as soon as that is done; 0 when it failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: joined.done)
+            return 0 if joined.failed else joined.wish
+
+    def replace(self, joined: Round, turn: Callable[[], Turn]) -> bool:
+        """Put another turn in place of one that has not begun; returns whether that was possible."""
+        with self._changed:
+            if joined.done or self._rounds[0] is joined:
+                return False
+            joined.turn = turn()
+            return True
+
+    def close(self) -> None:
+        """End the thread, within `linger` seconds and what breaking off takes. Peers that are still in a round fail."""
+        with self._changed:
+            if self.failure is None:
+                self._changed.wait_for(lambda: not self._rounds, self._linger)
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread.is_alive() and self._rounds:
+            self._break_off()
+        self._thread.join()
+        self._group = None
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (joined := self._next()) is not None:
+            try:
+                reason = self._carry_out(joined)
+            except Exception as error:
+                reason = str(error).partition("\n")[0].partition(". This is typically")[0]
+            with self._changed:
+                if reason is None:
+                    joined.done = True
+                    self._rounds.popleft()
+                else:
+                    self._fail(reason)
+                self._changed.notify_all()
+            if reason is not None:
+                self._break_off()
+
+    def _next(self) -> Round | None:
+        """The next round; None when there is none any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._rounds or self._closing or self.failure is not None)
+            return self._rounds[0] if self._rounds and self.failure is None else None
+
+    def _carry_out(self, joined: Round) -> str | None:
+        """Returns why it failed, None if it did not."""
+        level, more = 0, True
+        while more:
+            most, sums = joined.turn.send()
+            place = np.array([joined.step, level], dtype=np.int64)
+            head = np.concatenate((place, -place, np.array([joined.wish], dtype=np.int64)))
+            most, sums = self._reduce(np.concatenate((head, most)), sums)
+            (step, level_most), (least_step, least_level) = most[:2].tolist(), (-most[2:4]).tolist()
+            if least_step != step:
+                return f"some ranks are at the round of step {least_step} and others at that of step {step}"
+            if least_level != level_most:
+                return f"ranks disagree about the round of step {step}"
+            joined.wish = int(most[4])
+            more = joined.turn.receive(most[5:], sums)
+            level += 1
+        return None
+
+    def _reduce(
+        self, most: NDArray[np.int64], sums: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        if self.world == 1:
+            return most, sums
+        assert self._group is not None
+        # Both on their way at once: what they take is latency. Of memory of their own: one that is broken off may
+        # still be written to.
+        tensors = torch.from_numpy(most.copy()), torch.from_numpy(sums.copy())
+        works = [
+            self._group.allreduce([tensor], self._options(operation))
+            for tensor, operation in zip(tensors, (dist.ReduceOp.MAX, dist.ReduceOp.SUM), strict=True)
+        ]
+        for work in works:
+            work.wait()
+        return tensors[0].numpy(), tensors[1].numpy()
+
+    def _options(self, operation: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(operation)
+        options.timeout = self._timeout
+        return options
+
+    def _fail(self, reason: str) -> None:
+        """With the lock held. There are no rounds from now on."""
+        if self.failure is not None:
+            return
+        self.failure = reason
+        for joined in self._rounds:
+            joined.done = joined.failed = True
+        self._rounds.clear()
+        self._changed.notify_all()
+        if not self._closing:
+            log.warning(
+                "rank %d selects what to save without the other ranks from now on: %s", self.rank, reason
+            )
+
+    def _break_off(self) -> None:
+        """Close the group's connections: what waits for one ends with an error, here and in the peers.
+
+        Gloo has no call for that: its `abort` leaves a collective waiting, and its destructor waits for it. But a
+        receive that times out closes all connections of the group at once. One from a peer that is gone ends without
+        that, so all are tried.
+        """
+        group = self._group
+        if group is None:
+            return
+        for away in range(1, self.world):
+            try:
+                peer = (self.rank + away) % self.world
+                group.recv([torch.zeros(1)], peer, _SWITCH).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                log.debug("rank %d closed its connection to rank %d: %s", self.rank, peer, error)

@@ -1,0 +1,65 @@
+"""What ranks of an earlier division left in this host's memory: made durable before anybody reads it from the store."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+from scarctl.claiming import claim_saver
+from scarctl.config import SessionSettings
+from scarctl.daemon.arena import Arena
+from scarctl.daemon.arenafile import FILE
+from scarctl.daemon.folder import arena_folder
+from scarctl.daemon.handover import HandOverQueue
+from scarctl.daemon.persister import adopt_orphans
+from scarctl.errors import Unavailable
+from scarctl.ranks.team import Team
+from scarctl.store import Store
+
+log = logging.getLogger("scarctl")
+
+
+def save_leftovers(store: Store, settings: SessionSettings, team: Team) -> None:
+    """Make durable what arenas of this store on all hosts have and the store has not, then remove them.
+
+    Raises Unavailable on every rank when the store does not take it within `drain_timeout` seconds.
+    """
+    # One rank of every host looks after them: the lowest.
+    hosts = team.gather(socket.gethostname())
+    first = hosts.index(hosts[team.rank]) == team.rank
+    team.agree(lambda: _save(store, settings) if first else None)
+
+
+def _save(store: Store, settings: SessionSettings) -> None:
+    views = [store.of_shard(shard) for shard in store.shards()]
+    for view in [store, *views]:
+        folder = arena_folder(settings.arena_dir, view.run_id)
+        if (folder / FILE).exists():
+            _save_one(view, settings)
+
+
+def _save_one(view: Store, settings: SessionSettings) -> None:
+    folder = arena_folder(settings.arena_dir, view.run_id)
+    saver = claim_saver(view, settings, lambda wish: None)
+    try:
+        arena = Arena.open_existing(folder, run_id=view.run_id)
+        if arena is None:
+            return
+        try:
+            saver.open(arena, stopped=True)
+            queue = HandOverQueue(arena.folder)
+            adopt_orphans(arena, queue)
+            saver.resume()
+            saver.notify()
+            if not saver.drain(settings.drain_timeout):
+                raise Unavailable(
+                    f"{view.url}: what an earlier run left in {folder} is not saved yet: {saver.fault()}",
+                    hint="start again in a while; nothing is lost",
+                )
+            if not arena.pending().any():
+                log.info("%s: saved what an earlier run left in memory", view.url)
+                arena.remove()
+        finally:
+            arena.close()
+    finally:
+        saver.close()

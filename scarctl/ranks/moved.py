@@ -1,0 +1,103 @@
+"""A state that other ranks have saved, or one process alone: taken over by these, each its own part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scarctl.adapter import StateGroup
+from scarctl.daemon.arena import Arena
+from scarctl.dtypes import name_of, torched
+from scarctl.errors import NoIntactCopy, UsageError
+from scarctl.group import Group, TensorSpec
+from scarctl.layout import Layout, build_layout
+from scarctl.parts import Parts, check_fits, with_slots
+from scarctl.ranks.agreement import Standing, agree_on_step, perturbation_of
+from scarctl.ranks.holdings import Division
+from scarctl.ranks.owned import OwnedAdapter
+from scarctl.ranks.team import Team
+from scarctl.together import GoOn
+from scarctl.version import step_of
+
+
+class Moved:
+    """See the module, and `scarctl.together.Elsewhere`."""
+
+    def __init__(self, parts: Parts, adapter: OwnedAdapter, division: Division, team: Team) -> None:
+        """Raises LayoutMismatch when the model is another one."""
+        self._parts = parts
+        self._adapter = adapter
+        self._team = team
+        if adapter.late_per_rank:
+            raise UsageError(
+                "the optimizer keeps different things on every rank: its state cannot be divided in another way",
+                hint="start as many ranks as before, or use an optimizer whose state is sharded by FSDP",
+            )
+        groups = adapter.groups()
+        names = {part.name for rank in division.owned for part in rank}
+        check_fits(parts, [_group(group) for group in groups], names, adapter.optimizer)
+        adapter.learn_slots({name: group.tensors[1:] for name, group in parts.groups().items()})
+        fixed = parts.store.settings
+        self.layout: Layout = build_layout(
+            [(g.name, g.kind, with_slots(parts, _group(g)), g.place) for g in groups],
+            partition_bytes=fixed.partition_bytes,
+            rows=dict(fixed.rows) or None,
+            by_layer=fixed.by_layer,
+            optimizer=adapter.optimizer,
+        )
+
+    def fill(self, arena: Arena) -> GoOn:
+        """See `Elsewhere`."""
+        self._parts.copy_into(arena.layout, arena.rows)
+        standings, shards = self._standings()
+        agreement = agree_on_step(standings)
+        extras = self._extras(shards[agreement.reference])
+        rank = self._team.rank
+        # Random numbers are each rank's own: those of a rank that was not there before are what they are now.
+        mine = extras if rank == agreement.reference else None
+        if mine is None and rank < len(shards):
+            mine = self._extras(shards[rank])
+        if mine is None or mine["early"]["rng"] is None:  # in the store by another rank's hand
+            mine = {"early": self._adapter.capture_early()}
+        early = mine["early"]
+        mixed = {**extras, "early": {**extras["early"], "rng": early["rng"]}}
+        exact = agreement.exact and len(self._parts.steps()) == 1
+        summary = {
+            "world": self._team.world,
+            "lost": list(agreement.lost),
+            "steps": [standing.step for standing in standings],
+            "step": agreement.step,
+            "exact": exact,
+            "perturbation": perturbation_of(standings, agreement).to_json(),
+            "rollback_steps": None,
+        }
+        return GoOn(agreement.step, mixed, exact, summary)
+
+    def _standings(self) -> tuple[list[Standing], list[int]]:
+        """Where every shard that has extras stands; and these shards. A process alone has them in one of its shards."""
+        states = {s: state for s, state in self._parts.states.items() if state.extras is not None}
+        if not self._parts.of_ranks and states:
+            newest = max(states, key=lambda shard: states[shard].extras or (0, 0))
+            states = {newest: states[newest]}
+        if not states:
+            raise NoIntactCopy(
+                f"{self._parts.store.url} has no extras: optimizer's counts and random numbers were never saved"
+            )
+        steps = {shard: step_of(state.extras[0]) for shard, state in states.items() if state.extras}
+        exact = {shard: bool((step_of(states[shard].version) == step).all()) for shard, step in steps.items()}
+        head = max((steps[shard] for shard in states if exact[shard]), default=-1)
+        found = [Standing(steps[s], exact[s], exact[s] and steps[s] == head) for s in states]
+        return found, list(states)
+
+    def _extras(self, shard: int) -> Any:
+        found = self._parts.store.read_extras(self._parts.states[shard])
+        assert found is not None, "asked for shards that have some"
+        return torched(found[1])
+
+
+def _spec(group: StateGroup) -> TensorSpec:
+    parameter = group.tensors[""]
+    return TensorSpec("", name_of(parameter.dtype, group.name), tuple(parameter.shape))
+
+
+def _group(group: StateGroup) -> Group:
+    return Group(group.name, group.kind, 1, (_spec(group),), group.place)

@@ -1,0 +1,172 @@
+"""Which shards make up a state that several processes hold together: one shard per rank (docs/FORMAT.md, section 10).
+
+Every rank saves its own part of the state to a shard of its own, with its own log, lock and epochs. What they share is
+a small file per start of the job, `topology/<epoch>.json`: the epoch that all ranks begin with, and the shard of every
+rank. A job that comes back the same way keeps its shards; one that divides its state in another way gets new ones.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from scarctl.errors import Contention, Corruption, UsageError
+from scarctl.store.format import (
+    FORMAT,
+    MAX_SHARD,
+    MAX_TOPOLOGY,
+    TOPOLOGIES,
+    Fields,
+    corrupt,
+    dump_json,
+    epoch_of_topology,
+    load_json,
+    topology_path,
+)
+from scarctl.store.record import now, who
+from scarctl.store.snapshot import SealedSet, sealed_sets
+from scarctl.version import MAX_EPOCH
+
+if TYPE_CHECKING:
+    from scarctl.store.state import ShardState
+    from scarctl.store.store import Store
+
+_HEAL = (
+    "data are not affected; put the file back from a copy. If the job had the same ranks at its start before that one, "
+    "this file may be deleted: the topology before it names the same shards"
+)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The shards of a job's ranks, from one start on."""
+
+    epoch: int
+    """The epoch that every rank begins with, at least."""
+    shards: tuple[int, ...]
+    """Shard of every rank."""
+    division: str
+    """SHA-256 of who owns which part of the state: 64 hex digits."""
+    created: str = field(default_factory=now)
+    writer: str = field(default_factory=who)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.shards)
+
+    @property
+    def data(self) -> bytes:
+        """The file's content."""
+        return dump_json(
+            {
+                "format": FORMAT,
+                "kind": "topology",
+                "epoch": self.epoch,
+                "shards": list(self.shards),
+                "division": self.division,
+                "created": self.created,
+                "writer": self.writer,
+            }
+        )
+
+    @staticmethod
+    def parse(data: bytes, what: object, *, epoch: int) -> Topology:
+        """A topology from its file's bytes, everything checked. Raises Corruption naming `what`."""
+        f = Fields(load_json(data, what), what)
+        if f.text("kind") != "topology" or f.integer("epoch", 1, MAX_EPOCH) != epoch:
+            raise corrupt(what, "it is not the topology that its name says")
+        shards = f.raw("shards")
+        if (
+            not isinstance(shards, list)
+            or not shards
+            or not all(type(shard) is int and 0 <= shard <= MAX_SHARD for shard in shards)
+            or len(set(shards)) != len(shards)
+        ):
+            raise corrupt(what, "its shards are malformed")
+        return Topology(epoch, tuple(shards), f.hex("division", 64), f.text("created"), f.text("writer"))
+
+
+def topology_epochs(store: Store) -> list[int]:
+    """Epochs of the topologies there are, ascending."""
+    found = (epoch_of_topology(name) for name in store.blobs.names(TOPOLOGIES))
+    return sorted(epoch for epoch in found if epoch is not None)
+
+
+def read_topology(store: Store, epoch: int) -> Topology:
+    """One topology. Raises Corruption when it is missing or damaged."""
+    path = topology_path(epoch)
+    what = store.blobs.where(path)
+    try:
+        return Topology.parse(store.blobs.read(path, MAX_TOPOLOGY), what, epoch=epoch)
+    except FileNotFoundError:
+        raise corrupt(what, "this topology is missing") from None
+    except Corruption as error:
+        raise Corruption(error.message, hint=_HEAL) from error
+
+
+def refuse_ranks(store: Store) -> None:
+    """Raises UsageError (kind "store-of-ranks") when several ranks save to the store, each to its own shard."""
+    newest = newest_topology(store) if store.part is None else None
+    if newest is not None:
+        raise UsageError(
+            f"{store.where}: this store is written by {newest.world} ranks",
+            hint="one process cannot save to it: start the job with its ranks, or use another store",
+            kind="store-of-ranks",
+        )
+
+
+def newest_topology(store: Store) -> Topology | None:
+    """The topology that counts now; None for a store that one process writes to."""
+    epochs = topology_epochs(store)
+    return read_topology(store, epochs[-1]) if epochs else None
+
+
+def create_topology(store: Store, topology: Topology) -> None:
+    """Makes a topology the newest. Raises Contention when another job begins the same epoch at this moment."""
+    store.blobs.prepare(TOPOLOGIES)
+    try:
+        store.blobs.create_exclusive(topology_path(topology.epoch), [topology.data])
+    except FileExistsError:
+        raise Contention(
+            f"{store.where}: another job begins to write to this store",
+            hint="let only one job write to it",
+        ) from None
+
+
+def complete_sets(store: Store, known: Mapping[int, ShardState] | None = None) -> list[SealedSet]:
+    """States of the whole store, as all its shards or all ranks of its topology sealed them, newest first.
+
+    known: states of some shards, which are not read again.
+    """
+    epochs = topology_epochs(store)
+    shards = read_topology(store, epochs[-1]).shards if epochs else store.shards()
+    states = store.states(shard for shard in shards if shard not in (known or {}))
+    states |= {shard: state for shard, state in (known or {}).items() if shard in shards}
+    return sealed_by_all(states, epochs) if epochs else sealed_sets(states.values())
+
+
+def sealed_by_all(states: Mapping[int, ShardState], epochs: list[int]) -> list[SealedSet]:
+    """The states that all shards of a topology sealed at one step since the same start of the job, newest first.
+
+    epochs: of all topologies, ascending. A rank's own lie between two of them: its daemon may have been replaced.
+    """
+    by_shard = []
+    for state in states.values():
+        if len(state.ids):
+            # The newest of a start and step wins.
+            by_shard.append(
+                {(bisect_right(epochs, e), step): (state.shard, seq, e) for seq, e, step in state.sealed}
+            )
+    if not by_shard:
+        return []
+    common = set.intersection(*(set(of) for of in by_shard))
+    found = []
+    for key in sorted(common, reverse=True):
+        entries = [of[key] for of in by_shard]
+        found.append(
+            SealedSet(max(e for _, _, e in entries), key[1], {shard: seq for shard, seq, _ in entries})
+        )
+    return found

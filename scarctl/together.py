@@ -1,0 +1,192 @@
+"""What a session asks of the other ranks that train with it; and the answers where there are none.
+
+`scarctl.ranks.crew.Crew` is the other one. A call of these is made by all ranks, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.config import SessionSettings
+from scarctl.daemon.arena import Arena
+from scarctl.engine import Selector
+from scarctl.errors import UsageError
+from scarctl.layout import Layout
+from scarctl.recovery import Lost, lost_ids
+from scarctl.store import Store, topology_epochs
+from scarctl.version import step_of
+from scarctl.wishes import Wish
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a process can go on from, with all its copies in the arena."""
+
+    version: int
+    """Of the newest extras."""
+    extras: Any
+    exact: bool
+    """All its copies are of the step of `version`."""
+    survived: bool
+    """Its arena has the state as it was at the last iteration that it finished."""
+    distance: float | None
+    """Norm of the last known distances of what was live from the copies; None when they are not known."""
+
+    @property
+    def step(self) -> int:
+        return step_of(self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """Where all processes go on."""
+
+    step: int
+    extras: Any
+    exact: bool
+    """The whole state, of all processes, is of `step`."""
+    summary: dict[str, Any] | None = None
+    """What became of the ranks, for the report; None without ranks."""
+
+
+class Elsewhere(Protocol):
+    """A state that was saved in other parts."""
+
+    layout: Layout
+    """Of the part that this process has now."""
+
+    def fill(self, arena: Arena) -> GoOn:
+        """Write that part into the arena. Raises NoIntactCopy; then nothing live was changed."""
+
+
+class Together(Protocol):
+    """See the module."""
+
+    def open_store(self, settings: SessionSettings) -> Store:
+        """The store, as this process sees it. Raises what `Store.create` raises."""
+
+    def agree(self, call: Callable[[], T]) -> T:
+        """Make the call everywhere; when it fails in one process it has failed in all."""
+
+    def selector(self) -> Selector | None:
+        """What chooses for all of them what a checkpoint saves; None: each for itself."""
+
+    def begin(self, store: Store) -> None:
+        """The session is about to write: say with whom."""
+
+    def holds_earlier_run(self, store: Store) -> bool:
+        """Whether somebody has saved to the store before."""
+
+    def go_on(self, found: Found | None, store: Store) -> GoOn | None:
+        """Agree from where all go on. None: there is no complete state, as one process at least has none."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that does what is to be done once."""
+
+    def gather(self, value: object) -> list[Any]:
+        """Every process's value, a plain one (`scarctl.extras`)."""
+
+    @property
+    def several(self) -> bool:
+        """Whether there are others."""
+
+    @property
+    def moved(self) -> bool:
+        """Whether the state was saved in other parts than those that these processes have."""
+
+    def elsewhere(self, store: Store, mode: str, snapshot: str | None) -> Elsewhere | None:
+        """The state as others than these processes have saved it; None when there is none."""
+
+    def lost_ids(self, lost: Lost, layout: Layout, store: Store) -> NDArray[np.int64]:
+        """Which of this process's partitions are meant. Raises UsageError when there is none anywhere."""
+
+    def spread(self) -> None:
+        """The live values of this process are restored: give them to the others that hold them as well."""
+
+    def grant(self, wishes: deque[Wish], selector: Selector, *, regular: bool) -> Wish | None:
+        """The wish that all processes fulfil now, after the same step. regular: a regular checkpoint is due."""
+
+    def rescue(self, store: Store, step: int, extras: Callable[[], Any]) -> None:
+        """Something has gone wrong, and this process has saved its state of `step`: do what can be done for others.
+
+        extras: of the step. Called when nothing changes the live values. Never raises.
+        """
+
+    def close(self) -> None:
+        """The session ends. Waits for nobody."""
+
+
+class WrittenByRanks(UsageError):
+    """The store is of several ranks: one of them at least has to go on with it."""
+
+
+class Alone:
+    """A process that trains on its own."""
+
+    moved = several = False
+    leads = True
+
+    def gather(self, value: object) -> list[Any]:
+        """See `Together`."""
+        return [value]
+
+    def open_store(self, settings: SessionSettings) -> Store:
+        """See `Together`. Raises WrittenByRanks."""
+        store = Store.create(settings.store, **settings.fixed(), **settings.place())
+        if topology_epochs(store):
+            store.close()
+            raise WrittenByRanks(
+                f"{store.url} is written by several ranks",
+                hint="leave out ranks=False, or use another store",
+                kind="store-of-ranks",
+            )
+        return store
+
+    def agree(self, call: Callable[[], T]) -> T:
+        """See `Together`."""
+        return call()
+
+    def selector(self) -> Selector | None:
+        """See `Together`."""
+        return None
+
+    def begin(self, store: Store) -> None:
+        """See `Together`."""
+
+    def holds_earlier_run(self, store: Store) -> bool:
+        """See `Together`."""
+        return store.current_layout() is not None
+
+    def go_on(self, found: Found | None, store: Store) -> GoOn | None:
+        """See `Together`."""
+        return None if found is None else GoOn(found.step, found.extras, found.exact)
+
+    def elsewhere(self, store: Store, mode: str, snapshot: str | None) -> Elsewhere | None:
+        """See `Together`."""
+        return None
+
+    def lost_ids(self, lost: Lost, layout: Layout, store: Store) -> NDArray[np.int64]:
+        """See `Together`."""
+        return lost_ids(lost, layout, store.shard_of(layout), store.settings.shards)
+
+    def spread(self) -> None:
+        """See `Together`."""
+
+    def grant(self, wishes: deque[Wish], selector: Selector, *, regular: bool) -> Wish | None:
+        """See `Together`."""
+        return wishes.popleft() if wishes else None
+
+    def rescue(self, store: Store, step: int, extras: Callable[[], Any]) -> None:
+        """See `Together`."""
+
+    def close(self) -> None:
+        """See `Together`."""

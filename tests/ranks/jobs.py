@@ -1,0 +1,218 @@
+"""Training jobs of several ranks that save with scarctl, for tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import scarctl
+from scarctl.errors import ScarError
+from scarctl.live import LiveState
+from scarctl.ranks import team
+from scarctl.ranks.crew import Crew
+
+ROWS = 512
+
+
+class Recommender(nn.Module):
+    """A table of which every batch touches some rows, and a small dense part. Batch norm has buffers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, 64)
+        self.dense = nn.Linear(64, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.out = nn.Linear(width, 1, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(torch.relu(self.norm(self.dense(self.table(rows)))))
+        return found
+
+
+PLACES = {
+    "checkpoint": (LiveState, "save", 3),
+    "resume": (Crew, "go_on", 1),
+    "spread": (Crew, "spread", 1),
+    "begin": (Crew, "begin", 1),
+}
+"""Owner and name of what is called there, and which call of it is the last one."""
+
+
+class Experts(nn.Module):
+    """A part that all ranks keep equal by themselves, and one expert that only this rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(64, 64)
+        torch.manual_seed(_rank())
+        self.experts = nn.ModuleDict({str(_rank()): nn.Linear(64, 1)})
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.experts[str(_rank())](
+            torch.relu(self.shared((rows[:, None] / ROWS).expand(-1, 64)))
+        )
+        return found
+
+
+def build(kind: str, width: int = 37) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same values on all ranks, sharded or copied."""
+    torch.manual_seed(0)
+    model: nn.Module = Recommender(width)
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    elif kind == "experts":
+        model = Experts()
+    elif kind == "fsdp":
+        fully_shard(model.dense)
+        fully_shard(model)
+    torch.manual_seed(1000 + _rank())
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """One iteration; its batch depends on its number and the rank alone."""
+    generator = torch.Generator().manual_seed(number * 100 + _rank())
+    rows = torch.randint(ROWS, (16,), generator=generator)
+    optimizer.zero_grad()
+    loss = (model(rows) - torch.rand(16, 1, generator=generator)).square().mean()
+    loss.backward()
+    if isinstance(model, Experts):
+        for parameter in model.shared.parameters():
+            dist.all_reduce(parameter.grad)
+    optimizer.step()
+
+
+def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Whole tensors of parameters and Adam's moments, under names without wrappers. A collective."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        plain = name.removeprefix("module.")
+        found[plain] = _full(parameter)
+        for slot in ("exp_avg", "exp_avg_sq"):
+            if slot in optimizer.state[parameter]:
+                found[f"{plain}/{slot}"] = _full(optimizer.state[parameter][slot])
+    return found
+
+
+def train(
+    rank: int, world: int, kind: str, folder: str, steps: int, options: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Resume and train up to iteration `steps`.
+
+    Options: `die` (a rank, or "all") at the end of iteration `die_at`, or `die_in` a place of `PLACES`; a file to keep
+    the state in that was `resumed`, and that of the end (`keep`); a file to train `until`; arguments of `attach`
+    (`settings`); `mode` and `snapshot` of `resume`; a `snapshot_at` iteration; what to `recover` at the end.
+    """
+    options = options or {}
+    if rank == options.get("die") and "die_in" in options:
+        die_in(options["die_in"])
+    model, optimizer = build(kind)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    Path(folder, "arena").mkdir(exist_ok=True)
+    session = scarctl.attach(
+        model,
+        optimizer,
+        store=f"{folder}/store",
+        fraction=0.25,
+        interval=5,
+        partition_bytes=2048,
+        schedulers=scheduler,
+        replicated=["shared.*"] if kind == "experts" else (),
+        **{"daemon": False, "arena_dir": f"{folder}/arena", **options.get("settings", {})},
+    )
+    with session:
+        resumed = session.resume(mode=options.get("mode", "partial"), snapshot=options.get("snapshot"))
+        found = values(model, optimizer) if options.get("resumed") else {}
+        if rank == 0 and found:
+            torch.save(found, options["resumed"])
+        for number in range(resumed.step + 1, steps + 1):
+            step(model, optimizer, number)
+            scheduler.step()
+            if options.get("die_at") == number and options["die"] in (rank, "all"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            # The file may appear between two ranks' looks: they agree on what they saw.
+            if "until" in options and all_have(Path(options["until"]).exists()):
+                break
+            if options.get("snapshot_at") == number:
+                session.snapshot("kept")
+        recovered = None
+        if "recover" in options:
+            report = session.recover(options["recover"], mode=options.get("recover_mode", "partial"))
+            recovered = report.to_json()["restored_partitions"]
+        end = values(model, optimizer)
+        if rank == 0 and options.get("keep"):
+            torch.save(end, options["keep"])
+    return {
+        "step": resumed.step,
+        "exact": resumed.exact,
+        "ranks": None if resumed.ranks is None else dict(resumed.ranks),
+        "recovered": recovered,
+        "shared": [p.double().sum().item() for n, p in model.named_parameters() if n.startswith("shared")],
+        "rate": optimizer.param_groups[0]["lr"],
+        "head": session.head_step,
+        "errors": session.stats.errors,
+        "last_error": session.stats.last_error,
+    }
+
+
+def die_in(place: str) -> None:
+    """From now on this process ends by SIGKILL when it comes to `place`, one of `PLACES`."""
+    owner, name, calls = PLACES[place]
+    real, left = getattr(owner, name), [calls]
+
+    def deadly(*arguments: Any, **named: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **named)
+
+    setattr(owner, name, deadly)
+
+
+def refused(rank: int, world: int, kind: str, folder: str, changes: dict[str, Any]) -> str:
+    """The error that `attach` or `resume` raises when rank 1 differs in `changes`."""
+    mine = changes if rank == 1 else {}
+    team.PATIENCE = 3.0
+    if mine.get("absent"):
+        return ""
+    if mine.get("store"):
+        folder = mine["store"]
+    Path(folder, "arena").mkdir(exist_ok=True)
+    model, optimizer = build(kind, **mine.get("model", {}))
+    settings = {"store": f"{folder}/store", "arena_dir": f"{folder}/arena", "daemon": False}
+    try:
+        session = scarctl.attach(model, optimizer, **{**settings, **mine.get("settings", {})})
+    except ScarError as error:
+        return f"{error.kind}: {error}"
+    session.close()
+    return "not refused"
+
+
+def all_have(seen: bool) -> bool:
+    """Whether all ranks have seen something."""
+    told = torch.tensor([int(seen)])
+    dist.all_reduce(told, dist.ReduceOp.MIN)
+    return bool(told)
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def load(path: Path) -> dict[str, torch.Tensor]:
+    """What `train` kept."""
+    found: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+    return found

@@ -1,0 +1,48 @@
+"""The examples of several ranks run, and what they say of a killed one is so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.usefixtures("usual_saver"), pytest.mark.slow, pytest.mark.timeout(240)]
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "lost_rank.py"
+STEPS = {"fsdp_transformer": 32, "moe": 64}
+
+
+def lost_rank(example: str, *arguments: str) -> str:
+    """Runs it, checks what both examples say, and gives it back."""
+    steps = STEPS[example]
+    command = [sys.executable, str(SCRIPT), example, *arguments, "--kill", "--quick"]
+    command += ["--ranks", "2", "--steps", str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    output = done.stdout
+    found = re.search(r"^lost 1 of 2 ranks \(1\); all go on after step (\d+)$", output, re.MULTILINE)
+    assert found is not None, output
+    step = int(found[1])
+    assert steps * 5 // 8 <= step < steps
+    assert re.search(rf"^0 +[1-9]\d* +0 +[\d.]+  {step}$", output, re.MULTILINE), output
+    # The first checkpoint is of everything. It may be on its way to the store.
+    assert f"{step - 1:>2} steps  to the first:" in output or f"{step:>2} steps  to the start:" in output
+    assert re.search(rf"^step {step + 1} +\d", output, re.MULTILINE)
+    parts = [float(found) for found in re.findall(r"^ +([\d.]+) s  ", output, re.MULTILINE)]
+    assert sum(parts[:3]) == pytest.approx(parts[3], abs=0.03)
+    return output
+
+
+def test_the_memory_of_a_killed_rank_is_there() -> None:
+    output = lost_rank("moe")
+    # How new its copies are depends on how fast the daemon is: before the first is durable there is no second one.
+    assert re.search(r"^1 lost +[1-9]\d* +0 +[\d.]+  1 to \d+: up to", output, re.MULTILINE), output
+    assert re.search(r"^experts' shares of the work before: 0: ", output, re.MULTILINE)
+
+
+def test_a_host_that_is_gone_comes_back_from_the_store() -> None:
+    output = lost_rank("fsdp_transformer", "--host")
+    assert re.search(r"^1 lost +0 +[1-9]\d* ", output, re.MULTILINE), output

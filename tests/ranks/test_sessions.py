@@ -1,0 +1,222 @@
+"""Whole jobs of several ranks: they save together, and whatever happens to them they go on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scarctl.store import Store
+from tests.ranks.jobs import load
+from tests.ranks.launch import ROOT, environment, launch
+
+TRAIN = "tests.ranks.jobs:train"
+
+
+def same(a: Path, b: Path) -> bool:
+    """Whether two files of `train` hold the same values, bit by bit."""
+    first, second = load(a), load(b)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def torchrun(
+    kind: str, world: int, folder: Path, steps: int, options: list[dict[str, Any]], *, restarts: int = 1
+) -> list[dict[str, Any]]:
+    """Run a job of `train` under torchrun, which starts it again when a rank dies; every rank's last report."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)),
+        *("--max-restarts", str(restarts), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+        *("--local-addr", "127.0.0.1", "-m", "tests.ranks.job", kind, str(folder), str(steps)),
+    ]
+    unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in environment(0, world, 0).items() if name not in unset}
+    done = subprocess.run(
+        [*command, json.dumps(options)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    reports = [(folder / f"report-{rank}.jsonl").read_text().splitlines()[-1] for rank in range(world)]
+    return [json.loads(report) for report in reports]
+
+
+@pytest.fixture
+def uninterrupted(tmp_path: Path) -> Any:
+    """What the end of a job of two ranks that nothing happens to is, by kind."""
+
+    def run(kind: str, steps: int) -> Path:
+        (tmp_path / "calm").mkdir()
+        launch(TRAIN, 2, kind, str(tmp_path / "calm"), steps, {"keep": str(tmp_path / "calm.pt")})
+        return tmp_path / "calm.pt"
+
+    return run
+
+
+@pytest.mark.parametrize(("kind", "others"), [("ddp", ["fsdp", 3]), ("fsdp", ["ddp", 2])])
+def test_a_job_goes_on_exactly_and_so_do_others_that_divide_it_in_another_way(
+    kind: str, others: tuple[str, int], tmp_path: Path, uninterrupted: Any
+) -> None:
+    folder = str(tmp_path)
+    launch(TRAIN, 2, kind, folder, 12)
+    found = launch(TRAIN, 2, kind, folder, 17, {"keep": f"{folder}/end.pt"})
+    assert [(report["step"], report["exact"], report["errors"]) for report in found] == [(12, True, 0)] * 2
+    assert same(tmp_path / "end.pt", uninterrupted(kind, 17))
+
+    other, world = others
+    found = launch(TRAIN, world, other, folder, 17, {"resumed": f"{folder}/moved.pt"})
+    assert [(report["step"], report["exact"], report["errors"]) for report in found] == [
+        (17, True, 0)
+    ] * world
+    assert same(tmp_path / "moved.pt", tmp_path / "end.pt")
+    found = launch(TRAIN, 1, "plain", folder, 17, {"resumed": f"{folder}/alone.pt"})
+    assert (found[0]["step"], found[0]["exact"]) == (17, True)
+    assert same(tmp_path / "alone.pt", tmp_path / "end.pt")
+
+
+def test_losing_a_rank_loses_only_what_it_owned(tmp_path: Path) -> None:
+    options = [{"die": 1, "die_at": 13}, {"resumed": str(tmp_path / "resumed.pt")}]
+    found = torchrun("fsdp", 4, tmp_path, 20, options)
+    assert {report["step"] for report in found} == {13}
+    assert not any(report["exact"] for report in found)
+    assert found[0]["ranks"]["lost"] == [1]
+    assert found[0]["ranks"]["steps"] == [13, 10, 13, 13]
+    assert found[0]["ranks"]["rollback_steps"] == 12, "the only sealed state is that of the first step"
+    assert found[0]["ranks"]["perturbation"]["kind"] == "estimated"
+    assert found[0]["ranks"]["perturbation"]["value"] > 0
+
+
+def test_what_others_hold_too_is_not_lost_with_its_owner(tmp_path: Path, uninterrupted: Any) -> None:
+    options = [{"die": 1, "die_at": 13, "settings": {"daemon": None}}, {"keep": str(tmp_path / "end.pt")}]
+    found = torchrun("ddp", 2, tmp_path, 17, options)
+    assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 2
+    assert found[0]["ranks"]["lost"] == []
+    assert same(tmp_path / "end.pt", uninterrupted("ddp", 17))
+
+
+def test_copies_go_on_alike_when_a_rank_loses_what_only_it_has(tmp_path: Path) -> None:
+    found = torchrun("experts", 2, tmp_path, 20, [{"die": 1, "die_at": 13}, {}])
+    assert found[0]["ranks"]["lost"] == [1]
+    assert {report["step"] for report in found} == {13}
+    assert found[0]["shared"] == found[1]["shared"]
+    assert found[0]["rate"] == found[1]["rate"]
+
+
+def test_a_job_that_could_not_begin_can_be_started_again(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="No such file or directory"):
+        launch(TRAIN, 2, "fsdp", str(tmp_path), 5, {"settings": {"arena_dir": f"{tmp_path}/none/x"}})
+    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 5)
+    assert {report["head"] for report in found} == {5}
+
+
+def test_death_in_a_checkpoint_then_while_resuming_then_again(tmp_path: Path) -> None:
+    options = [
+        {"die": 0, "die_in": "checkpoint"},
+        {"die": 1, "die_in": "resume"},
+        {"die": 2, "die_in": "spread"},
+        {"die": 2, "die_at": 17},
+        {},
+    ]
+    found = torchrun("fsdp", 3, tmp_path, 20, options, restarts=4)
+    assert {report["step"] for report in found} == {17}
+    assert found[0]["ranks"]["lost"] == [2]
+    assert {report["errors"] for report in found} == {0}
+
+
+def test_all_ranks_dead_and_one_host_gone(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="-9"):
+        launch(TRAIN, 2, "fsdp", str(tmp_path), 20, {"die": "all", "die_at": 13})
+    store = Store.open(tmp_path / "store")
+    shutil.rmtree(next((tmp_path / "arena").iterdir()) / f"{store.id}-1")
+    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 20)
+    steps = {report["step"] for report in found}
+    assert steps in ({1}, {5}, {10}), "nobody has what came after the last checkpoint that rank 1 got durable"
+    assert not found[0]["exact"]
+
+
+def test_fewer_ranks_take_over_what_survivors_have_in_memory(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="-9"):
+        launch(TRAIN, 3, "fsdp", str(tmp_path), 20, {"die": 2, "die_at": 13})
+    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 20)
+    assert {report["step"] for report in found} == {13}
+    assert found[0]["ranks"]["lost"] == [2]
+    assert not (list((tmp_path / "arena").glob("scarctl-*/*"))), "all of it is in the store"
+
+
+def test_a_snapshot_is_of_all_ranks_and_can_be_gone_back_to(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    launch(TRAIN, 2, "fsdp", folder, 8, {"snapshot_at": 8, "keep": f"{folder}/kept.pt"})
+    launch(TRAIN, 2, "fsdp", folder, 14)
+    found = launch(TRAIN, 2, "fsdp", folder, 8, {"snapshot": "kept", "resumed": f"{folder}/back.pt"})
+    assert [(report["step"], report["exact"]) for report in found] == [(8, True)] * 2
+    assert same(tmp_path / "back.pt", tmp_path / "kept.pt")
+    launch(TRAIN, 2, "fsdp", folder, 12)
+    found = launch(TRAIN, 3, "fsdp", folder, 8, {"snapshot": "kept", "resumed": f"{folder}/moved.pt"})
+    assert [(report["step"], report["exact"]) for report in found] == [(8, True)] * 3
+    assert same(tmp_path / "moved.pt", tmp_path / "kept.pt")
+
+
+def test_recovering_a_rank_of_a_running_job_changes_that_rank_alone(tmp_path: Path) -> None:
+    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 13, {"recover": "rank:1"})
+    assert found[0]["recovered"] == 0
+    assert found[1]["recovered"] > 0
+    found = launch(TRAIN, 2, "ddp", f"{tmp_path}", 13, {"recover": "all", "recover_mode": "rollback"})
+    assert {report["head"] for report in found} == {13}, "that is where it resumed, sealed"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"settings": {"fraction": 0.5}}, "usage: rank 1 has another fraction"),
+        ({"model": {"width": 41}}, "usage: "),
+        ({"settings": {"interval": "auto"}}, "usage: "),
+        ({"store": "elsewhere"}, "usage: rank 1 has another store"),
+        ({"absent": True}, "rank-missing: not all 2 ranks have come within 3 s: rank 1 is missing"),
+    ],
+)
+def test_ranks_that_do_not_fit_together_are_refused_on_all_of_them(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    if "store" in changes:
+        changes = {"store": str(tmp_path / "elsewhere")}
+        (tmp_path / "elsewhere").mkdir()
+    found = launch("tests.ranks.jobs:refused", 2, "fsdp", str(tmp_path), changes, timeout=40)
+    assert found[0].startswith(says), found
+    assert changes.get("absent") or found[1] != "not refused"
+    assert not (tmp_path / "store" / "shards").exists() or not Store.open(tmp_path / "store").shards()
+
+
+def test_a_running_job_does_what_it_is_asked_for_on_all_ranks_after_the_same_step(tmp_path: Path) -> None:
+    env = {
+        **environment(0, 2, 0),
+        "SCARCTL_STORE": f"{tmp_path}/store",
+        "SCARCTL_ARENA_DIR": f"{tmp_path}/arena",
+    }
+
+    def ask(*arguments: str) -> dict[str, Any]:
+        command = [sys.executable, "-m", "scarctl", *arguments, "--json"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    options = {"settings": {"daemon": True}, "until": str(tmp_path / "enough")}
+    with ThreadPoolExecutor() as pool:
+        job = pool.submit(launch, TRAIN, 2, "fsdp", str(tmp_path), 1 << 20, options, timeout=100)
+        while not job.done() and "ranks" not in ask("checkpoint", "--live", "--full"):
+            time.sleep(0.2)
+        recovered = ask("recover", "--lost", "rank:1", "--live")
+        unknown = ask("recover", "--lost", "nowhere", "--live")
+        snapshot = ask("checkpoint", "--live", "--snapshot", "now")
+        (tmp_path / "enough").touch()
+        ends = job.result()
+    assert [rank["restored_partitions"] > 0 for rank in recovered["by_rank"]] == [False, True]
+    assert unknown["error"]["kind"] == "usage"
+    assert snapshot["exact"]
+    assert {rank["step"] for rank in snapshot["ranks"]} == {snapshot["step"]}
+    assert len({end["head"] for end in ends}) == 1
+    assert {end["errors"] for end in ends} == {0}

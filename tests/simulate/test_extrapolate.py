@@ -1,0 +1,129 @@
+"""Extrapolating recovery: what it fits, when it keeps out, and what it does to a run."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scarctl.simulate.extrapolate import Fit
+from scarctl.simulate.study import Study
+from scarctl.simulate.summary import summarise
+from scarctl.simulate.trial import run_trial
+from tests.simulate.workloads import Dropout, Quadratic
+
+HALF, EIGHTH = Fraction(1, 2), Fraction(1, 8)
+
+
+def study(**settings: Any) -> Study:
+    usual = {
+        "workload": "a:b",
+        "interval": 16,
+        "modes": ("partial", "extrapolate"),
+        "policies": ("priority",),
+    }
+    return Study(**{**usual, **settings})
+
+
+class TestFit:
+    def test_it_finds_the_factor_and_starts_at_none(self) -> None:
+        fit = Fit()
+        assert fit.factor == 0
+        for _ in range(40):
+            fit.learn(dy=0.6 * 2.0, dd=2.0, yy=5.0)
+        # One checkpoint's weight of about ten says 0.
+        assert fit.factor == pytest.approx(0.6 * 10 / 11, rel=0.02)
+
+    @pytest.mark.parametrize("dy", [-1.0, 0.0])
+    def test_what_does_not_help_is_not_used(self, dy: float) -> None:
+        fit = Fit()
+        for _ in range(10):
+            fit.learn(dy, 1.0, 1.0)
+        assert fit.factor == 0
+
+    def test_what_turns_to_harm_is_stopped(self) -> None:
+        fit = Fit()
+        for _ in range(5):
+            fit.learn(1.0, 1.0, 1.0)
+        assert fit.factor > 0.7
+        for _ in range(3):
+            fit.learn(-1.0, 1.0, 1.0)
+        assert fit.factor == 0
+
+    @pytest.mark.parametrize(
+        "wrong", [(np.nan, 1.0, 1.0), (1.0, np.inf, 1.0), (0.0, 0.0, 1.0), (1.0, 1.0, 0.0)]
+    )
+    def test_nothing_is_learnt_from_nothing(self, wrong: tuple[float, float, float]) -> None:
+        fit = Fit()
+        fit.learn(*wrong)
+        assert fit.candidate == 0
+
+    def test_it_never_goes_further_than_one_gap(self) -> None:
+        fit = Fit()
+        for _ in range(20):
+            fit.learn(5.0, 1.0, 30.0)
+        assert fit.factor == 1
+
+
+def test_a_run_that_goes_straight_is_perturbed_less() -> None:
+    of = study(fractions=(EIGHTH,), interval=8)
+    summary = summarise(of, [run_trial(of, Quadratic(), trial) for trial in range(30)])
+    plain, moved = summary.lines
+    assert (plain.cell.mode, moved.cell.mode) == ("partial", "extrapolate")
+    assert moved.perturbation < plain.perturbation
+    assert moved.rework.mean <= plain.rework.mean
+
+
+def test_the_factor_and_the_place_are_as_they_should_be() -> None:
+    """Values that grow by 1 in every iteration, saved in every fourth: all of the way is guessed."""
+
+    class Straight(Quadratic):
+        iterations = 50
+
+        def step(self, iteration: int) -> None:
+            self._state["x"] += 1.0
+
+        def metric(self) -> float:
+            return -float(self._state["x"].mean())
+
+    of = study(fractions=(Fraction(1),), interval=4, fail_after=43, policies=("round",))
+    plain, moved = run_trial(of, Straight(), 0)["perturbation"]
+    assert plain == pytest.approx(3 * np.sqrt(32 * 4))
+    assert moved < plain / 4
+
+
+def test_other_ways_see_nothing_of_it() -> None:
+    """Optimizer slots, counters and rollbacks are the same with and without it."""
+    of = study(fractions=(HALF,), interval=4, modes=("rollback", "partial"))
+    with_it = study(fractions=(HALF,), interval=4, modes=("rollback", "partial", "extrapolate"))
+    for trial in range(3):
+        alone, beside = run_trial(of, Dropout(), trial), run_trial(with_it, Dropout(), trial)
+        for key in ("rework", "perturbation", "arrived"):
+            assert beside[key][:2] == alone[key]
+
+
+def test_a_failure_at_a_given_iteration() -> None:
+    of = study(fail_after=7, modes=("rollback",), interval=4)
+    result = run_trial(of, Quadratic(), 0)
+    assert (result["failed_after"], result["rework"]) == (7, [3])
+
+
+def test_state_that_follows_from_the_rest_is_made_again() -> None:
+    class Doubled(Quadratic):
+        """Its metric is of a copy, which a recovery must renew."""
+
+        def reset(self, seed: int) -> None:
+            super().reset(seed)
+            self.made = 0
+            self.recompute()
+
+        def recompute(self) -> None:
+            self.made += 1
+            self.copy = self._state["x"].copy()
+
+    of = study(fractions=(Fraction(1),), modes=("rollback", "partial"))
+    workload = Doubled()
+    run_trial(of, workload, 0)
+    assert workload.made == 1 + 2

@@ -1,0 +1,140 @@
+"""Stores that several ranks have written, made without any training: quickly, with values that a test knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from scarctl.daemon.arena import Arena
+from scarctl.daemon.folder import arena_folder
+from scarctl.group import Place, TensorSpec
+from scarctl.layout import Layout, build_layout
+from scarctl.store import Store, StoreWriter, Topology, create_topology, newest_topology, topology_epochs
+from scarctl.version import pack
+
+TABLE = (48, 8)
+"""Divided by rows, with two slots."""
+WIDE = (6, 12)
+"""Divided by columns, with a slot."""
+SMALL = (5, 3)
+"""All of it is rank 0's."""
+
+
+def values(step: int, world: int) -> dict[str, np.ndarray]:
+    """The whole state after `step`, as float32 arrays under the names that a file has."""
+    rng = np.random.default_rng(step)
+    shapes: dict[str, tuple[int, ...]] = {"small": SMALL, "scalar": ()}
+    shapes |= {f"table{slot}": TABLE for slot in ("", "/exp_avg", "/exp_avg_sq")}
+    shapes |= {f"wide{slot}": WIDE for slot in ("", "/exp_avg")}
+    shapes |= {f"norm@{rank}": (4,) for rank in range(world)}
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in sorted(shapes.items())}
+
+
+def layout_of(rank: int, world: int) -> Layout:
+    """What one of `world` ranks owns."""
+
+    def specs(shape: tuple[int, ...], *slots: str) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec(slot, "F32", shape) for slot in ("", *slots))
+
+    start, stop = _span(TABLE[0], rank, world)
+    left, right = _span(WIDE[1], rank, world)
+    groups: list[Any] = [
+        ("table", "parameter", specs((stop - start, 8), "exp_avg", "exp_avg_sq"), Place(TABLE, (start, 0))),
+        ("wide", "parameter", specs((6, right - left), "exp_avg"), Place(WIDE, (0, left))),
+        (f"norm@{rank}", "buffer", specs((4,))),
+    ]
+    if rank == 0:
+        groups += [("small", "parameter", specs(SMALL)), ("scalar", "buffer", specs(()))]
+    return build_layout(groups, rows={"table": 5, "wide": 2}, optimizer="Adam")
+
+
+def _span(size: int, rank: int, world: int) -> tuple[int, int]:
+    return size * rank // world, size * (rank + 1) // world
+
+
+class RankStore:
+    """The ranks of a job that save to a store at `path`. Starting it makes a topology, and every rank's writer."""
+
+    def __init__(self, path: Path, world: int = 4, *, topology_only: bool = False) -> None:
+        self.path, self.world = path, world
+        self.store = Store.create(path)
+        newest, used = newest_topology(self.store), self.store.shards()
+        first = 1 + max([*used, *(newest.shards if newest else ())], default=-1)
+        shards = tuple(range(first, first + world))
+        if newest is not None and newest.world == world:
+            shards = newest.shards  # a job that has come back
+        records = [self.store.log(shard).newest() for shard in used]
+        known = [*topology_epochs(self.store), *(record.epoch for record in records if record)]
+        self.topology = Topology(1 + max(known, default=0), shards, f"{world:064x}")
+        create_topology(self.store, self.topology)
+        self.layouts = [layout_of(rank, world) for rank in range(world)]
+        self.writers: list[StoreWriter] = []
+        for rank, layout in enumerate([] if topology_only else self.layouts):
+            view = self.view(rank)
+            self.writers.append(view.writer(layout=layout, shard_of=view.shard_of(layout)))
+
+    def view(self, rank: int) -> Store:
+        """The store as a rank sees it."""
+        return self.store.of_shard(self.topology.shards[rank], self.topology.epoch)
+
+    def source(self, rank: int, step: int) -> Any:
+        """What a rank gives to its writer."""
+        whole, layout = values(step, self.world), self.layouts[rank]
+
+        def read(group: int, tensor: int, start: int, stop: int) -> memoryview:
+            return memoryview(rows_of(whole, layout, group, tensor)[start:stop])
+
+        return read
+
+    def save(
+        self, step: int, ranks: Iterable[int] | None = None, *, sealed: bool = True, every: int = 1
+    ) -> None:
+        """Save what ranks own, or of every rank only each `every`-th partition, as of `step`."""
+        for rank in range(self.world) if ranks is None else ranks:
+            ids = np.arange(0, self.layouts[rank].partitions, every)
+            shard = self.topology.shards[rank]
+            extras = {"step": step, "rank": rank}
+            self.writers[rank].commit(
+                shard, ids, self.source(rank, step), step=step, sealed=sealed and every == 1, extras=extras
+            )
+
+    def close(self) -> RankStore:
+        """All ranks end."""
+        for writer in self.writers:
+            writer.close()
+        return self
+
+    def arena(self, base: Path, rank: int, step: int, *, head: int | None = None) -> Arena:
+        """What a rank leaves in memory: its part as of `step`. To be closed."""
+        view, layout = self.view(rank), self.layouts[rank]
+        epoch = self.topology.epoch
+        arena = Arena.create(arena_folder(str(base), view.run_id), layout, run_id=view.run_id, epoch=epoch)
+        everything = np.arange(layout.partitions)
+        arena.begin(everything)
+        whole = values(step, self.world)
+        for g, group in enumerate(layout.groups):
+            for t in range(len(group.tensors)):
+                arena.rows(g, t)[:] = rows_of(whole, layout, g, t)
+        arena.end(everything, pack(epoch, step))
+        arena.distance[:] = 0.0
+        arena.head_step = step if head is None else head
+        return arena
+
+
+def rows_of(whole: dict[str, np.ndarray], layout: Layout, g: int, t: int) -> np.ndarray:
+    """A rank's box of a whole tensor: uint8 of shape (rows, bytes per row)."""
+    group = layout.groups[g]
+    spec, found = group.tensors[t], whole[group.key(t)]
+    if group.place is not None:
+        found = found[tuple(slice(a, a + n) for a, n in zip(group.place.offset, spec.shape, strict=True))]
+    raw: np.ndarray = np.frombuffer(np.ascontiguousarray(found).tobytes(), np.uint8)
+    return raw.reshape(spec.rows, spec.row_bytes)
+
+
+def tensors(step: int, world: int) -> dict[str, torch.Tensor]:
+    """`values` as torch has them."""
+    return {name: torch.from_numpy(np.array(value)) for name, value in values(step, world).items()}
