@@ -73,6 +73,8 @@ class Session:
         self._moments = Moments(adapter)
         self._moment: Moment | None = None
         """The end of the newest step, if it is taken after every step."""
+        self._resumed = False
+        """It was looked for what an earlier run has left, if only to find that there is nothing."""
         self._flushed: int | None = None
         """The newest step that a flush has sealed."""
         self._doomed = False
@@ -196,6 +198,7 @@ class Session:
                 self._adapter, self._binding, self.store, self._together, self._open, self._go_on
             )
             resumed, moved = resumption.run(mode, snapshot)
+            self._resumed = True
             if moved:
                 # Until this is durable the state is where it came from.
                 self._seal(self._take())
@@ -393,7 +396,7 @@ class Session:
             )
 
     def _refuse_unread_store(self) -> None:
-        if self._together.holds_earlier_run(self.store):
+        if not self._resumed and self._together.holds_earlier_run(self.store):
             raise UsageError(
                 f"{self.store.url} holds an earlier run, and this one did not resume it",
                 hint="call session.resume() before the loop, or use a new store; nothing was changed",
