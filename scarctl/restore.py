@@ -167,11 +167,23 @@ def _roll_back(
     with engine.nothing_saved():
         together.agree(lambda: None)  # now nobody saves, and all look at the same logs
         report, extras = together.agree(fetch)
+        _check_one_step(together.gather(report.step))
         together.agree(lambda: engine.forget_after(report.plan))
     live.load(everything)
     together.spread()
     engine.arena.distance[:] = 0.0
     return report, extras
+
+
+def _check_one_step(steps: list[int | None]) -> None:
+    """Each process has found the newest sealed state that is intact where it looked: its own part."""
+    if len(set(steps)) > 1:
+        shown = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps[:8]))
+        raise NoIntactCopy(
+            f"parts of the newest sealed state are damaged, and ranks have others that are intact ({shown})",
+            hint="nothing was changed; `scarctl verify` lists what is damaged, a snapshot can be gone back to",
+            kind="no-sealed-state",
+        )
 
 
 def _check_mode(mode: str) -> None:

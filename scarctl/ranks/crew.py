@@ -125,14 +125,15 @@ class Crew:
             raise UsageError(
                 f"{store.url} is not the same store on all ranks", hint="put it where every host can reach it"
             )
-        if any(self.team.gather(self._is_divided_otherwise(store))):
+        otherwise = self.agree(lambda: self._is_divided_otherwise(store))
+        if any(self.team.gather(otherwise)):
             self.moved = True
             save_leftovers(store, settings, self.team)
         decided = self.agree(lambda: self._decide(store) if self.team.rank == 0 else None)
         self._epoch, shards, self._earlier = self.team.from_rank(0, decided)
         self.shards = tuple(shards)
         if self._earlier and not self.moved:
-            self.adapter.learn_slots(slots_of(self._layouts(store)))
+            self.adapter.learn_slots(self.agree(lambda: slots_of(self._layouts(store))))
         return store.of_shard(self.shards[self.team.rank], self._epoch)
 
     def _is_divided_otherwise(self, store: Store) -> bool:
