@@ -198,14 +198,19 @@ class Crew:
         """See `Together`."""
         mine = None
         if found is not None:
-            mine = Standing(found.step, found.exact, found.survived, found.distance).to_list()
+            standing = Standing(found.step, found.exact, found.survived, found.distance, found.owns)
+            mine = standing.to_list()
         gathered = self.team.gather(mine)
         if found is None or any(other is None for other in gathered):
             return None
         everyone = [Standing(*other) for other in gathered]
         agreement = agree_on_step(everyone)
-        theirs = self.team.from_rank(agreement.reference, plain(found.extras))
-        extras = found.extras if found.step == agreement.step else self._mixed(torched(theirs), found.extras)
+        leads = self.team.rank == agreement.reference
+        theirs = self.team.from_rank(agreement.reference, plain(found.extras) if leads else None)
+        extras = found.extras
+        if found.step != agreement.step:
+            own = extras or {"early": self.adapter.capture_early(), "late": self.adapter.capture_late()}
+            extras = self._mixed(torched(theirs), own)
         if extras["early"]["rng"] is None:  # another rank has saved it for this one
             extras["early"]["rng"] = self.adapter.capture_early()["rng"]
         summary = self._summary(agreement, everyone, store)

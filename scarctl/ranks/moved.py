@@ -84,8 +84,9 @@ class Moved:
             )
         steps = {shard: step_of(state.extras[0]) for shard, state in states.items() if state.extras}
         exact = {shard: bool((step_of(states[shard].version) == step).all()) for shard, step in steps.items()}
-        head = max((steps[shard] for shard in states if exact[shard]), default=-1)
-        found = [Standing(steps[s], exact[s], exact[s] and steps[s] == head) for s in states]
+        owns = {shard: bool(len(state.ids)) for shard, state in states.items()}
+        head = max((steps[shard] for shard in states if exact[shard] and owns[shard]), default=-1)
+        found = [Standing(steps[s], exact[s], exact[s] and steps[s] == head, owns=owns[s]) for s in states]
         return found, list(states)
 
     def _extras(self, shard: int) -> Any:

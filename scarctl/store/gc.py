@@ -271,7 +271,7 @@ class Collector:
         return {seq for seq in found if seq <= states[shard].seq}
 
     def _complete_of_ranks(self, own: ShardState) -> SealedSet | None:
-        """The newest state that all ranks of this shard's topology have sealed. The others' logs are read for it, newly."""
+        """The newest state that all ranks of its topology have sealed. The others' logs are read for it, newly."""
         found = complete_sets(self._store.again(), {own.shard: own}, of=own.shard)
         return next((sealed for sealed in found if own.shard in sealed.seqs), None)
 
