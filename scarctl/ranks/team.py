@@ -106,7 +106,9 @@ class Team:
 
     def close(self) -> None:
         """Leave. Waits for nobody."""
-        dist.destroy_process_group(self.group)
+        # Whoever has ended all groups has ended this one.
+        if dist.is_initialized():
+            dist.destroy_process_group(self.group)
 
     def _told(self, call: Callable[[], T]) -> T:
         """Make a call of the group; what it raises is that another rank is gone, or does not come."""
