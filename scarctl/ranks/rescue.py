@@ -21,7 +21,7 @@ from scarctl.daemon.arena import Arena
 from scarctl.daemon.arenafile import FILE
 from scarctl.daemon.folder import arena_folder
 from scarctl.daemon.handover import HandOverQueue
-from scarctl.errors import Contention, ScarError
+from scarctl.errors import Contention
 from scarctl.layout import Layout
 from scarctl.live import LiveState
 from scarctl.ranks.holdings import Division
@@ -66,7 +66,7 @@ class Rescue:
                     done = _bring_up(store.of_shard(shard), settings, held, groups, step, extras)
                 except Contention:
                     continue  # it lives, or another survivor is at it
-                except (ScarError, OSError) as error:
+                except Exception as error:
                     log.warning("what rank %d owned cannot be brought up to step %d: %s", rank, step, error)
                     done = False
                 del waiting[rank]
