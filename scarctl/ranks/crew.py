@@ -21,7 +21,7 @@ from scarctl.adapter import Adapter
 from scarctl.config import SessionSettings
 from scarctl.dtypes import plain, torched
 from scarctl.engine import Selector
-from scarctl.errors import UsageError
+from scarctl.errors import Unavailable, UsageError
 from scarctl.layout import Layout
 from scarctl.parts import find_parts
 from scarctl.ranks.agreement import Agreement, Standing, agree_on_step, perturbation_of
@@ -259,9 +259,20 @@ class Crew:
             whole = store.again()
             name = None if snapshot is None else read_snapshot(whole, snapshot)
             parts = find_parts(whole, but=self.shards, sealed=mode == "rollback", snapshot=name)
-            return None if parts is None else Moved(parts, self.adapter, self.division, self.team)
+            if parts is None:
+                return None
+            return Moved(parts, self.adapter, self.division, self.team, self._rank_extras)
 
-        return self.agree(find)
+        found = self.agree(find)
+        everyone = self.team.gather(None if found is None else found.seen)
+        if any(seen != everyone[0] for seen in everyone):
+            raise Unavailable(
+                f"{store.url}: somebody still saves what an earlier run left in memory, and ranks have seen different "
+                "states of it",
+                hint="start again in a while; nothing was changed",
+                kind="store-changes",
+            )
+        return found
 
     def lost_ids(self, lost: Lost, layout: Layout, store: Store) -> NDArray[np.int64]:
         """See `Together`. Numbers, with or without "rank:" before them, are those of ranks."""
