@@ -24,7 +24,7 @@ from scarctl.recovery import Lost, Perturbation, Plan, estimate, plan_partial, p
 from scarctl.sinks import ArenaSink
 from scarctl.store import ShardState, Snapshot, Store
 from scarctl.together import Found, Together
-from scarctl.version import pack, step_of
+from scarctl.version import NEVER, pack, step_of
 
 log = logging.getLogger("scarctl")
 MODES = ("partial", "rollback")
@@ -90,16 +90,19 @@ def _fetch(engine: Engine) -> tuple[Found | None, Report | None]:
     states = engine.store.states(engine.store.shards())
     newest = None if _never_complete(engine, states) else _newest_extras(engine, states)
     if newest is None:
-        return None, None
+        if engine.layout.partitions or engine.store.part is None:
+            return None, None
+        newest = NEVER, None  # a rank that owns nothing, and has not sealed that yet, waits for nothing
     _believe_newest_seal(engine)
     known = estimate(arena.distance).value  # before the arena is filled up
     everything = np.arange(engine.layout.partitions)
     plan = plan_partial(everything, engine.layout, engine.shard_of, states, arena)
     report = execute(plan, engine.store, arena, ArenaSink(arena))
     version, extras = newest
-    exact = report.exact and report.step == step_of(version)
+    owns = bool(everything.size)
+    exact = report.exact and report.step == step_of(version) if owns else extras is not None
     survived = exact and arena.head_step == step_of(version)
-    return Found(version, extras, exact, survived, known), report
+    return Found(version, extras, exact, survived, known, owns), report
 
 
 def _believe_newest_seal(engine: Engine) -> None:
@@ -167,11 +170,23 @@ def _roll_back(
     with engine.nothing_saved():
         together.agree(lambda: None)  # now nobody saves, and all look at the same logs
         report, extras = together.agree(fetch)
+        _check_one_step(together.gather(report.step))
         together.agree(lambda: engine.forget_after(report.plan))
     live.load(everything)
     together.spread()
     engine.arena.distance[:] = 0.0
     return report, extras
+
+
+def _check_one_step(steps: list[int | None]) -> None:
+    """Each process has found the newest sealed state that is intact where it looked: its own part."""
+    if len(set(steps)) > 1:
+        shown = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps[:8]))
+        raise NoIntactCopy(
+            f"parts of the newest sealed state are damaged, and ranks have others that are intact ({shown})",
+            hint="nothing was changed; `scarctl verify` lists what is damaged, a snapshot can be gone back to",
+            kind="no-sealed-state",
+        )
 
 
 def _check_mode(mode: str) -> None:
@@ -241,11 +256,14 @@ def _stored_extras(store: Store, state: ShardState, damaged: list[str]) -> Itera
 def _sealed_extras(store: Store, plan: Plan) -> Any:
     """Extras of the sealed state that `plan` goes back to."""
     damaged: list[str] = []
-    for state in plan.states.values():
+    own = plan.states.values()
+    # A rank that owns nothing has no part in what was sealed, and its own extras.
+    for state in own or store.states(store.shards()).values():
         for version, extras in _stored_extras(store, state, damaged):
             if step_of(version) == plan.step:
                 return torched(extras)
-            break
+            if own:
+                break
     raise NoIntactCopy(
         f"{store.url}: the sealed state of step {plan.step} has no intact extras: {'; '.join(damaged) or 'none saved'}",
         hint="nothing was changed; recover the lost partitions only (partial)",

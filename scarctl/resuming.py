@@ -80,6 +80,8 @@ class Resumption:
         """Take over a state that was saved in other parts."""
         remove_slots = self._adapter.create_slots(elsewhere.layout)
         engine = self._open(elsewhere.layout, stopped=True)
+        # What an attempt that came to nothing left there must not pass for a copy of what is written over it.
+        engine.start_over()
         try:
             agreed = self._together.agree(lambda: elsewhere.fill(engine.arena))
         except BaseException:

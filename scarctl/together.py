@@ -39,6 +39,8 @@ class Found:
     """Its arena has the state as it was at the last iteration that it finished."""
     distance: float | None
     """Norm of the last known distances of what was live from the copies; None when they are not known."""
+    owns: bool = True
+    """It has some of the state. If not, `extras` may be None: then `version` is `NEVER`."""
 
     @property
     def step(self) -> int:

@@ -41,6 +41,9 @@ class Persister:
         self._collector = Collector(writer)
         self._tidy_at = 0.0
         self._members = members_by_shard(shard_of)
+        if not self._members and writer.store.part is not None:
+            # A rank that owns nothing has extras all the same.
+            self._members = {writer.store.part.shard: np.empty(0, dtype=np.int64)}
         self._shard_of = shard_of
         self._sealed: tuple[int, set[int]] = (
             -1,

@@ -25,10 +25,12 @@ class Standing:
     """Its memory has the last iteration that it finished."""
     distance: float | None = None
     """Norm of how far its values were from these copies when that was last known; None when it never was."""
+    owns: bool = True
+    """It has some of the state: one that has nothing decides nothing."""
 
     def to_list(self) -> list[Any]:
         """For `Team.gather`."""
-        return [self.step, self.exact, self.survived, self.distance]
+        return [self.step, self.exact, self.survived, self.distance, self.owns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +55,21 @@ def agree_on_step(ranks: Sequence[Standing]) -> Agreement:
     Survivors that are more than one iteration behind the others (an arena that an earlier run left) count as lost. What
     a survivor has beyond the step is kept, and makes the state inexact.
     """
-    survivors = [rank for rank, standing in enumerate(ranks) if standing.survived]
+    owners = [rank for rank, standing in enumerate(ranks) if standing.owns] or list(range(len(ranks)))
+    survivors = [rank for rank in owners if ranks[rank].survived]
     if not survivors:
         # What survived may have come to the store before its memory was given up.
-        head = max(standing.step for standing in ranks)
-        survivors = [rank for rank, standing in enumerate(ranks) if standing.exact and standing.step == head]
+        head = max(ranks[rank].step for rank in owners)
+        survivors = [rank for rank in owners if ranks[rank].exact and ranks[rank].step == head]
     newest = max((ranks[rank].step for rank in survivors), default=0)
     survivors = [rank for rank in survivors if ranks[rank].step >= newest - MAX_APART]
     # Whoever comes back exactly where the survivors are has lost nothing, whatever its memory says.
     at_head = {ranks[rank].step for rank in survivors}
-    survivors += [r for r, s in enumerate(ranks) if r not in survivors and s.exact and s.step in at_head]
-    chosen = sorted(survivors) or list(range(len(ranks)))
+    survivors += [r for r in owners if r not in survivors and ranks[r].exact and ranks[r].step in at_head]
+    chosen = sorted(survivors) or owners
     step = min(ranks[rank].step for rank in chosen)
     reference = next(rank for rank in chosen if ranks[rank].step == step)
-    lost = tuple(rank for rank in range(len(ranks)) if rank not in chosen)
+    lost = tuple(rank for rank in owners if rank not in chosen)
     exact = all(standing.exact and standing.step == step for standing in ranks)
     return Agreement(step, reference, lost, exact)
 

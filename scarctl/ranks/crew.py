@@ -21,7 +21,7 @@ from scarctl.adapter import Adapter
 from scarctl.config import SessionSettings
 from scarctl.dtypes import plain, torched
 from scarctl.engine import Selector
-from scarctl.errors import UsageError
+from scarctl.errors import Unavailable, UsageError
 from scarctl.layout import Layout
 from scarctl.parts import find_parts
 from scarctl.ranks.agreement import Agreement, Standing, agree_on_step, perturbation_of
@@ -125,14 +125,15 @@ class Crew:
             raise UsageError(
                 f"{store.url} is not the same store on all ranks", hint="put it where every host can reach it"
             )
-        if any(self.team.gather(self._is_divided_otherwise(store))):
+        otherwise = self.agree(lambda: self._is_divided_otherwise(store))
+        if any(self.team.gather(otherwise)):
             self.moved = True
             save_leftovers(store, settings, self.team)
         decided = self.agree(lambda: self._decide(store) if self.team.rank == 0 else None)
         self._epoch, shards, self._earlier = self.team.from_rank(0, decided)
         self.shards = tuple(shards)
         if self._earlier and not self.moved:
-            self.adapter.learn_slots(slots_of(self._layouts(store)))
+            self.adapter.learn_slots(self.agree(lambda: slots_of(self._layouts(store))))
         return store.of_shard(self.shards[self.team.rank], self._epoch)
 
     def _is_divided_otherwise(self, store: Store) -> bool:
@@ -198,23 +199,39 @@ class Crew:
         """See `Together`."""
         mine = None
         if found is not None:
-            mine = Standing(found.step, found.exact, found.survived, found.distance).to_list()
+            standing = Standing(found.step, found.exact, found.survived, found.distance, found.owns)
+            mine = standing.to_list()
         gathered = self.team.gather(mine)
         if found is None or any(other is None for other in gathered):
             return None
         everyone = [Standing(*other) for other in gathered]
         agreement = agree_on_step(everyone)
-        theirs = self.team.from_rank(agreement.reference, plain(found.extras))
-        extras = found.extras if found.step == agreement.step else self._mixed(torched(theirs), found.extras)
-        if extras["early"]["rng"] is None:  # another rank has saved it for this one
-            extras["early"]["rng"] = self.adapter.capture_early()["rng"]
+        leads = self.team.rank == agreement.reference
+        theirs = self.team.from_rank(agreement.reference, plain(found.extras) if leads else None)
+        extras = found.extras
+        if found.step != agreement.step:
+            own = extras or {"early": self.adapter.capture_early(), "late": self.adapter.capture_late()}
+            extras = self._mixed(torched(theirs), own)
+        extras = self._completed(extras)
         summary = self._summary(agreement, everyone, store)
         return GoOn(agreement.step, extras, agreement.exact, summary)
 
+    def _completed(self, extras: Any) -> Any:
+        """What is this rank's own and was never saved, or by another rank, stays as it is now."""
+        early = extras["early"]
+        missing = self._rank_extras - early["extras"].keys()
+        if early["rng"] is not None and not missing:
+            return extras
+        now = self.adapter.capture_early()
+        rng = now["rng"] if early["rng"] is None else early["rng"]
+        own = {name: now["extras"][name] for name in missing}
+        return {**extras, "early": {**early, "rng": rng, "extras": {**early["extras"], **own}}}
+
     def _mixed(self, theirs: Any, own: Any) -> Any:
         """Extras of another rank, of the step that all go on from, with what is each rank's own."""
-        mine = {name: own["early"]["extras"][name] for name in self._rank_extras}
-        early = {"rng": own["early"]["rng"], "extras": {**theirs["early"]["extras"], **mine}}
+        mine = {name: value for name, value in own["early"]["extras"].items() if name in self._rank_extras}
+        shared = {n: v for n, v in theirs["early"]["extras"].items() if n not in self._rank_extras}
+        early = {"rng": own["early"]["rng"], "extras": {**shared, **mine}}
         late = self.adapter.mix_late(theirs["late"], own["late"])
         return {**theirs, "early": {**theirs["early"], **early}, "late": late}
 
@@ -252,9 +269,20 @@ class Crew:
             whole = store.again()
             name = None if snapshot is None else read_snapshot(whole, snapshot)
             parts = find_parts(whole, but=self.shards, sealed=mode == "rollback", snapshot=name)
-            return None if parts is None else Moved(parts, self.adapter, self.division, self.team)
+            if parts is None:
+                return None
+            return Moved(parts, self.adapter, self.division, self.team, self._rank_extras)
 
-        return self.agree(find)
+        found = self.agree(find)
+        everyone = self.team.gather(None if found is None else found.seen)
+        if any(seen != everyone[0] for seen in everyone):
+            raise Unavailable(
+                f"{store.url}: somebody still saves what an earlier run left in memory, and ranks have seen different "
+                "states of it",
+                hint="start again in a while; nothing was changed",
+                kind="store-changes",
+            )
+        return found
 
     def lost_ids(self, lost: Lost, layout: Layout, store: Store) -> NDArray[np.int64]:
         """See `Together`. Numbers, with or without "rank:" before them, are those of ranks."""
@@ -282,7 +310,8 @@ class Crew:
     def spread(self) -> None:
         """See `Together`."""
         if self.division.copies:
-            spread(self.division, self.team.rank, self._whole.groups(), broadcast_over(self.team.group))
+            groups, broadcast = self._whole.groups(), broadcast_over(self.team.group)
+            self.team.told(lambda: spread(self.division, self.team.rank, groups, broadcast))
 
     def grant(self, wishes: deque[Wish], selector: Selector, *, regular: bool) -> Wish | None:
         """See `Together`. Ranks hear of a wish with the rounds of their regular checkpoints."""
@@ -300,7 +329,7 @@ class Crew:
 
     def rescue(self, store: Store, step: int, extras: Callable[[], Any]) -> None:
         """See `Together`."""
-        rescue = Rescue(self.division, self.team.rank, self.shards)
+        rescue = Rescue(self.division, self.team.rank, self.shards, self._rank_extras)
         if rescue.possible:
             rescue.run(store, self._settings, self._whole.groups(), step, extras())
 

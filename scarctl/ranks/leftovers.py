@@ -14,7 +14,8 @@ from scarctl.daemon.handover import HandOverQueue
 from scarctl.daemon.persister import adopt_orphans
 from scarctl.errors import Unavailable
 from scarctl.ranks.team import Team
-from scarctl.store import Store
+from scarctl.store import Store, topology_epochs
+from scarctl.store.topology import read_topology
 
 log = logging.getLogger("scarctl")
 
@@ -31,8 +32,10 @@ def save_leftovers(store: Store, settings: SessionSettings, team: Team) -> None:
 
 
 def _save(store: Store, settings: SessionSettings) -> None:
-    views = [store.of_shard(shard) for shard in store.shards()]
-    for view in [store, *views]:
+    # A rank whose store did not answer has an arena, and perhaps no folder in the store yet.
+    named = (read_topology(store, epoch).shards for epoch in topology_epochs(store))
+    shards = sorted({*store.shards(), *(shard for found in named for shard in found)})
+    for view in [store, *(store.of_shard(shard) for shard in shards)]:
         folder = arena_folder(settings.arena_dir, view.run_id)
         if (folder / FILE).exists():
             _save_one(view, settings)

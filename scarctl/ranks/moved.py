@@ -22,9 +22,20 @@ from scarctl.version import step_of
 class Moved:
     """See the module, and `scarctl.together.Elsewhere`."""
 
-    def __init__(self, parts: Parts, adapter: OwnedAdapter, division: Division, team: Team) -> None:
-        """Raises LayoutMismatch when the model is another one."""
+    def __init__(
+        self,
+        parts: Parts,
+        adapter: OwnedAdapter,
+        division: Division,
+        team: Team,
+        rank_extras: frozenset[str] = frozenset(),
+    ) -> None:
+        """rank_extras: names of extras that are each rank's own.
+
+        Raises LayoutMismatch when the model is another one.
+        """
         self._parts = parts
+        self._rank_extras = rank_extras
         self._adapter = adapter
         self._team = team
         if adapter.late_per_rank:
@@ -45,6 +56,11 @@ class Moved:
             optimizer=adapter.optimizer,
         )
 
+    @property
+    def seen(self) -> list[list[int]]:
+        """Shards, and the record of each that its state is of. All ranks have to see the same."""
+        return [[shard, state.seq] for shard, state in self._parts.states.items()]
+
     def fill(self, arena: Arena) -> GoOn:
         """See `Elsewhere`."""
         self._parts.copy_into(arena.layout, arena.rows)
@@ -52,14 +68,16 @@ class Moved:
         agreement = agree_on_step(standings)
         extras = self._extras(shards[agreement.reference])
         rank = self._team.rank
-        # Random numbers are each rank's own: those of a rank that was not there before are what they are now.
+        # Random numbers and `rank_extras` are each rank's own: of a rank that was not there before, what they are now.
         mine = extras if rank == agreement.reference else None
         if mine is None and rank < len(shards):
             mine = self._extras(shards[rank])
         if mine is None or mine["early"]["rng"] is None:  # in the store by another rank's hand
             mine = {"early": self._adapter.capture_early()}
         early = mine["early"]
-        mixed = {**extras, "early": {**extras["early"], "rng": early["rng"]}}
+        own = {name: early["extras"][name] for name in self._rank_extras if name in early["extras"]}
+        early = {"rng": early["rng"], "extras": {**extras["early"]["extras"], **own}}
+        mixed = {**extras, "early": {**extras["early"], **early}}
         exact = agreement.exact and len(self._parts.steps()) == 1
         summary = {
             "world": self._team.world,
@@ -84,8 +102,9 @@ class Moved:
             )
         steps = {shard: step_of(state.extras[0]) for shard, state in states.items() if state.extras}
         exact = {shard: bool((step_of(states[shard].version) == step).all()) for shard, step in steps.items()}
-        head = max((steps[shard] for shard in states if exact[shard]), default=-1)
-        found = [Standing(steps[s], exact[s], exact[s] and steps[s] == head) for s in states]
+        owns = {shard: bool(len(state.ids)) for shard, state in states.items()}
+        head = max((steps[shard] for shard in states if exact[shard] and owns[shard]), default=-1)
+        found = [Standing(steps[s], exact[s], exact[s] and steps[s] == head, owns=owns[s]) for s in states]
         return found, list(states)
 
     def _extras(self, shard: int) -> Any:

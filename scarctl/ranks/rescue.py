@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,7 +22,7 @@ from scarctl.daemon.arenafile import FILE
 from scarctl.daemon.folder import arena_folder
 from scarctl.daemon.handover import HandOverQueue
 from scarctl.dtypes import torch_of
-from scarctl.errors import Contention, ScarError
+from scarctl.errors import Contention
 from scarctl.live import LiveState
 from scarctl.ranks.holdings import Division
 from scarctl.store import Store
@@ -38,7 +38,11 @@ _PAUSE = 0.02
 class Rescue:
     """What one rank can do for the others. It reads live tensors: nothing may write to them meanwhile."""
 
-    def __init__(self, division: Division, rank: int, shards: Sequence[int]) -> None:
+    def __init__(
+        self, division: Division, rank: int, shards: Sequence[int], rank_extras: Collection[str] = ()
+    ) -> None:
+        """rank_extras: names of extras that are each rank's own."""
+        self._rank_extras = rank_extras
         self._shards = shards
         self._rank = rank
         self._held = _held_for_others(division, rank)
@@ -53,20 +57,20 @@ class Rescue:
     ) -> list[int]:
         """Bring what dead ranks of this host owned up to `step` in their arenas; returns these ranks.
 
-        groups: all that this rank holds. extras: of the step; random numbers are each rank's own and left out.
+        groups: all that this rank holds. extras: of the step.
         Never raises: it is done when things go wrong already, and what fails is logged.
         """
-        extras = {**extras, "early": {**extras["early"], "rng": None}}
         waiting, rescued = dict(self._held), []
         deadline = time.monotonic() + SECONDS
         while waiting:
             for rank, held in list(waiting.items()):
                 shard = self._shards[rank]
                 try:
-                    done = _bring_up(store.of_shard(shard), settings, held, groups, step, extras)
+                    view = store.of_shard(shard)
+                    done = _bring_up(view, settings, held, groups, step, extras, self._rank_extras)
                 except Contention:
                     continue  # it lives, or another survivor is at it
-                except (ScarError, OSError) as error:
+                except Exception as error:
                     log.warning("what rank %d owned cannot be brought up to step %d: %s", rank, step, error)
                     done = False
                 del waiting[rank]
@@ -91,6 +95,13 @@ def _held_for_others(division: Division, rank: int) -> dict[int, _Held]:
         if rank in copy.holders.sharing and copy.owner != rank:
             mine = (copy.holders.groups[rank], copy.start, copy.stop)
             held.setdefault(copy.owner, {})[copy.holders.name] = mine
+    for owner, parts in held.items():
+        whole = {
+            part.name
+            for part in division.owned[owner]
+            if parts.get(part.name, ())[1:] == (part.start, part.stop)
+        }
+        held[owner] = {name: mine for name, mine in parts.items() if name in whole}
     return held
 
 
@@ -101,6 +112,7 @@ def _bring_up(
     groups: Sequence[StateGroup],
     step: int,
     extras: Any,
+    names: Collection[str],
 ) -> bool:
     """False when there is nothing to do. Raises Contention while the owner lives."""
     folder = arena_folder(settings.arena_dir, store.run_id)
@@ -111,7 +123,8 @@ def _bring_up(
         return False
     try:
         queue = HandOverQueue(arena.folder)
-        last = queue.pending()[-1:]
+        waiting = queue.pending()
+        last = waiting[-1:]
         # It has done so itself, or one more iteration.
         if step_of(arena.sealed) >= step or any(h.sealed and step_of(h.version) >= step for h in last):
             return False
@@ -125,13 +138,22 @@ def _bring_up(
         ids = np.flatnonzero(changed & finite)
         live.save(ids, version)
         if mine.all() and finite[changed].all():
-            queue.put(version=version, ids=ids, sealed=True, extras=extras)
+            known = next((h.extras for h in reversed(waiting) if h.extras is not None), None)
+            queue.put(version=version, ids=ids, sealed=True, extras=_for_owner(extras, known, names))
             arena.head_step = step
         elif ids.size:  # the rest is as old as it was, and so are the extras
             queue.put(version=version, ids=ids, sealed=False, extras=None)
     finally:
         arena.close()
     return True
+
+
+def _for_owner(extras: Any, known: Any, names: Collection[str]) -> Any:
+    """The survivor's extras, but what is each rank's own: that comes from what the owner queued last, or is left out."""
+    early = known["early"] if known is not None else {"rng": None, "extras": {}}
+    shared = {name: value for name, value in extras["early"]["extras"].items() if name not in names}
+    own = {name: early["extras"][name] for name in names if name in early["extras"]}
+    return {**extras, "early": {**extras["early"], "rng": early["rng"], "extras": {**shared, **own}}}
 
 
 def _tensors(arena: Arena, held: _Held, groups: Sequence[StateGroup]) -> list[list[torch.Tensor]]:

@@ -60,7 +60,7 @@ class Team:
 
     def subgroup(self) -> dist.ProcessGroup:
         """One more group of all ranks, for a thread of its own: a group is not for two threads."""
-        group: dist.ProcessGroup = self._told(lambda: dist.new_group(backend="gloo", timeout=self._patience))
+        group: dist.ProcessGroup = self.told(lambda: dist.new_group(backend="gloo", timeout=self._patience))
         return group
 
     def gather(self, value: object) -> list[Any]:
@@ -68,21 +68,21 @@ class Team:
         mine = torch.from_numpy(_pack(value))
         sizes = torch.zeros(self.world, dtype=torch.int64)
         sizes[self.rank] = len(mine)
-        self._told(lambda: dist.all_reduce(sizes, group=self.group))
+        self.told(lambda: dist.all_reduce(sizes, group=self.group))
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded[: len(mine)] = mine
         found = [torch.empty_like(padded) for _ in range(self.world)]
-        self._told(lambda: dist.all_gather(found, padded, group=self.group))
+        self.told(lambda: dist.all_gather(found, padded, group=self.group))
         return [_unpack(data[:size].numpy()) for data, size in zip(found, sizes.tolist(), strict=True)]
 
     def from_rank(self, rank: int, value: object = None) -> Any:
         """The value that `rank` has, on all of them; what the others give counts for nothing."""
         mine = torch.from_numpy(_pack(value)) if self.rank == rank else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([len(mine)], dtype=torch.int64)
-        self._told(lambda: dist.broadcast(size, src=rank, group=self.group))
+        self.told(lambda: dist.broadcast(size, src=rank, group=self.group))
         if self.rank != rank:
             mine = torch.empty(int(size), dtype=torch.uint8)
-        self._told(lambda: dist.broadcast(mine, src=rank, group=self.group))
+        self.told(lambda: dist.broadcast(mine, src=rank, group=self.group))
         return _unpack(mine.numpy())
 
     def agree(self, call: Callable[[], T]) -> T:
@@ -106,9 +106,11 @@ class Team:
 
     def close(self) -> None:
         """Leave. Waits for nobody."""
-        dist.destroy_process_group(self.group)
+        # Whoever has ended all groups has ended this one.
+        if dist.is_initialized():
+            dist.destroy_process_group(self.group)
 
-    def _told(self, call: Callable[[], T]) -> T:
+    def told(self, call: Callable[[], T]) -> T:
         """Make a call of the group; what it raises is that another rank is gone, or does not come."""
         try:
             return call()

@@ -271,8 +271,8 @@ class Collector:
         return {seq for seq in found if seq <= states[shard].seq}
 
     def _complete_of_ranks(self, own: ShardState) -> SealedSet | None:
-        """The newest state that all ranks have sealed. The others' logs are read for it, newly."""
-        found = complete_sets(self._store.again(), {own.shard: own})
+        """The newest state that all ranks of its topology have sealed. The others' logs are read for it, newly."""
+        found = complete_sets(self._store.again(), {own.shard: own}, of=own.shard)
         return next((sealed for sealed in found if own.shard in sealed.seqs), None)
 
     def _pin(self, shard: int, seq: int) -> frozenset[str]:

@@ -8,7 +8,7 @@ rank. A job that comes back the same way keeps its shards; one that divides its 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -136,13 +136,20 @@ def create_topology(store: Store, topology: Topology) -> None:
         ) from None
 
 
-def complete_sets(store: Store, known: Mapping[int, ShardState] | None = None) -> list[SealedSet]:
+def complete_sets(
+    store: Store, known: Mapping[int, ShardState] | None = None, *, of: int | None = None
+) -> list[SealedSet]:
     """States of the whole store, as all its shards or all ranks of its topology sealed them, newest first.
 
-    known: states of some shards, which are not read again.
+    known: states of some shards, which are not read again. of: a shard; the newest topology that has it counts, for
+    until a newer one has a whole state the older one's is the store's.
     """
     epochs = topology_epochs(store)
-    shards = read_topology(store, epochs[-1]).shards if epochs else store.shards()
+    if epochs:
+        newest_first = (read_topology(store, epoch).shards for epoch in reversed(epochs))
+        shards: Sequence[int] = next((found for found in newest_first if of is None or of in found), ())
+    else:
+        shards = store.shards()
     states = store.states(shard for shard in shards if shard not in (known or {}))
     states |= {shard: state for shard, state in (known or {}).items() if shard in shards}
     return sealed_by_all(states, epochs) if epochs else sealed_sets(states.values())
@@ -153,6 +160,8 @@ def sealed_by_all(states: Mapping[int, ShardState], epochs: list[int]) -> list[S
 
     epochs: of all topologies, ascending. A rank's own lie between two of them: its daemon may have been replaced.
     """
+    if any(state.layout is None for state in states.values()):
+        return []  # one has not begun, or its log is lost: it has members, and nobody knows which
     by_shard = []
     for state in states.values():
         if len(state.ids):

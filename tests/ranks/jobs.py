@@ -37,6 +37,17 @@ class Recommender(nn.Module):
         return found
 
 
+class Single(nn.Module):
+    """One small parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(ROWS, 1))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.rows[rows]
+
+
 PLACES = {
     "checkpoint": (LiveState, "save", 3),
     "resume": (Crew, "go_on", 1),
@@ -70,6 +81,8 @@ def build(kind: str, width: int = 37) -> tuple[nn.Module, torch.optim.Optimizer]
         model = DistributedDataParallel(model)
     elif kind == "experts":
         model = Experts()
+    elif kind == "one tensor":  # too small to be divided: all but one rank own nothing
+        model = DistributedDataParallel(Single())
     elif kind == "fsdp":
         fully_shard(model.dense)
         fully_shard(model)

@@ -46,6 +46,14 @@ def test_without_survivors_nobody_is_ahead() -> None:
     assert (found.step, found.reference, found.lost, found.exact) == (40, 1, (), False)
 
 
+def test_a_rank_that_owns_nothing_decides_nothing() -> None:
+    nothing = Standing(-1, exact=False, survived=False, owns=False)
+    found = agree_on_step([nothing, dead(40), dead(50)])
+    assert (found.step, found.reference, found.lost, found.exact) == (40, 1, (), False)
+    found = agree_on_step([nothing, dead(40), alive(50)])
+    assert (found.step, found.reference, found.lost) == (50, 2, (1,))
+
+
 def test_a_rank_that_is_exactly_where_the_survivors_are_has_lost_nothing() -> None:
     found = agree_on_step([alive(47), Standing(47, exact=True, survived=False)])
     assert (found.lost, found.exact) == ((), True)

@@ -128,6 +128,28 @@ def test_death_in_a_checkpoint_then_while_resuming_then_again(tmp_path: Path) ->
     assert {report["errors"] for report in found} == {0}
 
 
+def test_a_rank_that_owns_nothing_goes_on_with_the_others(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    launch(TRAIN, 2, "one tensor", folder, 7)
+    found = launch(TRAIN, 2, "one tensor", folder, 9)
+    assert [(report["step"], report["exact"]) for report in found] == [(7, True)] * 2
+    with pytest.raises(AssertionError, match="-9"):
+        launch(TRAIN, 2, "one tensor", folder, 20, {"die": "all", "die_at": 19, "mode": "rollback"})
+    found = launch(TRAIN, 2, "one tensor", folder, 20)
+    assert {report["step"] for report in found} <= {10, 15}, (
+        "what its owner saved last, not what the other sealed"
+    )
+    assert found[0]["ranks"]["lost"] == []
+
+
+def test_death_before_anything_was_saved(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        launch(TRAIN, 2, "ddp", str(tmp_path), 5, {"die": 1, "die_in": "begin"})
+    assert Store.open(tmp_path / "store").blobs.names("topology")
+    found = launch(TRAIN, 2, "ddp", str(tmp_path), 5)
+    assert [(report["step"], report["head"], report["errors"]) for report in found] == [(0, 5, 0)] * 2
+
+
 def test_all_ranks_dead_and_one_host_gone(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="-9"):
         launch(TRAIN, 2, "fsdp", str(tmp_path), 20, {"die": "all", "die_at": 13})

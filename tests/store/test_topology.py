@@ -11,6 +11,7 @@ import pytest
 from scarctl.errors import Contention, Corruption, UsageError
 from scarctl.parts import find_parts, topology_of
 from scarctl.store import (
+    Collector,
     Store,
     Topology,
     complete_sets,
@@ -125,6 +126,27 @@ def test_sealed_by_all_ranks(tmp_path: Path) -> None:
     sets = complete_sets(Store.open(tmp_path / "s"))
     assert [one.step for one in sets] == [6, 3]
     assert all(sorted(one.seqs) == [0, 1, 2, 3] for one in sets)
+
+
+def test_nothing_is_sealed_by_all_while_a_rank_has_no_log(tmp_path: Path) -> None:
+    ranks = RankStore(tmp_path / "s", 2)
+    ranks.save(3)
+    ranks.close()
+    create_topology(ranks.store, Topology(9, (0, 5), "ab" * 32))
+    assert complete_sets(ranks.store) == []
+    assert not plan_prune(ranks.store, Retention()).retire, "shard 1 is still needed"
+
+
+def test_ranks_that_were_replaced_keep_what_they_have_sealed_together(tmp_path: Path) -> None:
+    two = RankStore(tmp_path / "s", 2)
+    two.save(3)
+    RankStore(tmp_path / "s", 3, topology_only=True)
+    two.save(5, [0])
+    Collector(two.writers[0], floor=0).collect()
+    two.close()
+    found = find_parts(two.store, sealed=True)
+    assert found is not None
+    assert (found.topology, found.steps().tolist()) == (two.topology, [3])
 
 
 def test_the_newest_topology_that_is_whole_counts(tmp_path: Path) -> None:
