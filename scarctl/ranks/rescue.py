@@ -149,7 +149,7 @@ def _bring_up(
 
 
 def _for_owner(extras: Any, known: Any, names: Collection[str]) -> Any:
-    """The survivor's extras, but what is each rank's own: that comes from what the owner queued last, or is left out."""
+    """The survivor's extras. What is each rank's own comes from what the owner queued last, or is left out."""
     early = known["early"] if known is not None else {"rng": None, "extras": {}}
     shared = {name: value for name, value in extras["early"]["extras"].items() if name not in names}
     own = {name: early["extras"][name] for name in names if name in early["extras"]}
