@@ -420,7 +420,7 @@ def _frozen(array: Ids) -> Ids:
     return array
 
 
-def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix64(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """splitmix64's finaliser, in place: a bijection of the 64-bit integers."""
     z ^= z >> np.uint64(30)
     z *= np.uint64(0xBF58476D1CE4E5B9)
@@ -434,5 +434,5 @@ def _hashes(first: int, stop: int, seed: int) -> NDArray[np.uint64]:
     """Values first..stop - 1 of splitmix64, no two of them equal: uint64 of shape (stop - first,)."""
     z = np.arange(first + 1, stop + 1, dtype=np.uint64)
     z *= np.uint64(0x9E3779B97F4A7C15)
-    z += _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
-    return _mix(z)
+    z += mix64(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
+    return mix64(z)

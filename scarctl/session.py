@@ -215,7 +215,8 @@ class Session:
     def recover(self, lost: str | int | Iterable[str | int], mode: str = "partial") -> Report:
         """Restore lost partitions in the running process, in place; the others keep their progress.
 
-        lost: shard numbers, patterns of group names ("layers.3.*", "emb.weight[0:512]"), or "all".
+        lost: shard numbers, patterns of group names ("layers.3.*", "emb.weight[0:512]"), or "all"; where several ranks
+        train together numbers are those of ranks ("rank:2"), and all of them call this after the same step.
         mode: "partial", or "rollback" to the newest sealed state (everything, with its extras); that waits up to
         `drain_timeout` seconds for a sealed state that is on its way to the store.
         Raises UsageError for a part that does not exist, NoIntactCopy when one has no copy; then nothing was changed.

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.errors import UsageError
+from scarctl.layout import mix64
 from scarctl.policy import bytes_by_digit
 
 Ids = NDArray[np.int64]
@@ -324,12 +325,7 @@ def _hashes(ids: Ids, salt: int) -> Keys:
     z = ids.astype(np.uint64)
     z *= np.uint64(0x9E3779B97F4A7C15)
     z += np.uint64(salt & (_END - 1))
-    z ^= z >> np.uint64(30)
-    z *= np.uint64(0xBF58476D1CE4E5B9)
-    z ^= z >> np.uint64(27)
-    z *= np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
-    return z
+    return mix64(z)
 
 
 def _mixed(value: int) -> int:

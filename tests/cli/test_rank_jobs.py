@@ -1,0 +1,77 @@
+"""Commands on stores that real jobs of two ranks have written, or are writing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from scarctl.store import Store
+from tests.cli.conftest import Run
+from tests.cli.test_ranks import read
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_job_of_two_ranks(run: Run, tmp_path: Path) -> None:
+    from tests.ranks.jobs import load
+    from tests.ranks.launch import launch
+
+    folder = str(tmp_path)
+    launch("tests.ranks.jobs:train", 2, "fsdp", folder, 12, {"keep": f"{folder}/kept"}, timeout=120)
+    done = run("export", "--store", "store", "out.pt", "--format", "pt", "--json").document
+    assert (done["exact"], done["step"]) == (True, 12)
+    found, kept = read(tmp_path / "out.pt"), load(tmp_path / "kept")
+    assert all(torch.equal(found[name], kept[name]) for name in kept)
+    assert {name.partition("@")[0] for name in found} - kept.keys() == {
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    }
+    lines = run("inspect", "--store", "store", "--arena-dir", "arena", "--json").document["ranks"]
+    assert [line["durable_step"] for line in lines] == [12, 12]
+    torch.save({name: torch.zeros_like(kept[name]) for name in kept}, tmp_path / "zeros.pt")
+    run("recover", "--store", "store", "--lost", "table.weight,dense.*", "--into", "zeros.pt")
+    patched = read(tmp_path / "zeros.pt")
+    assert torch.equal(patched["table.weight"], kept["table.weight"])
+    assert torch.equal(patched["dense.weight/exp_avg"], kept["dense.weight/exp_avg"])
+    assert not np.any(patched["out.weight"].numpy())
+    run("verify", "--store", "store")
+    run("prune", "--store", "store", "--yes")
+    assert Store.open(tmp_path / "store").shards() == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_running_job_is_asked(run: Run, tmp_path: Path) -> None:
+    from threading import Thread
+
+    from tests.ranks.launch import launch
+
+    folder = str(tmp_path)
+    job = Thread(
+        target=launch, args=("tests.cli.rank_job:until", 2, "ddp", folder, 90.0), kwargs={"timeout": 120}
+    )
+    job.start()
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        place = ("--store", "store", "--arena-dir", tmp_path / "arena")
+        status = run("daemon", "status", "--arena-dir", tmp_path / "arena", "--json").document
+        assert sorted((line["rank"], line["shard"]) for line in status["runs"]) == [(0, 0), (1, 1)]
+        done = run("checkpoint", "--live", *place, "--json").document
+        assert (done["world"], [line["rank"] for line in done["ranks"]]) == (2, [0, 1])
+        done = run("checkpoint", "--live", "--snapshot", "best", *place, "--json").document
+        assert done["exact"]
+        lines = run("inspect", *place, "--json").document["ranks"]
+        assert [line["alive"] for line in lines] == [True, True]
+        run("recover", *place, "--lost", "rank:1", code=11)
+    finally:
+        (tmp_path / "stop").touch()
+        job.join()
+    exported = run("export", "--store", "store", "out", "--snapshot", "best", "--json").document
+    assert (exported["exact"], exported["step"]) == (True, done["step"])
