@@ -39,8 +39,8 @@ class Resumed:
     exact: bool
     """Everything is of `step`: training continues as if it had not stopped. Otherwise steps are mixed."""
     report: Report | None
-    """Where the partitions came from. None when there was nothing to resume from, and when others have saved the state in
-    other parts: then all of it came from the store."""
+    """Where the partitions came from. None when there was nothing to resume from, and when others have saved the state
+    in other parts: then all of it came from the store."""
     ranks: Mapping[str, Any] | None = None
     """With several ranks: which of them were lost, and what that costs; see `scarctl.ranks.agreement`."""
 
