@@ -50,7 +50,7 @@ NEEDLESS = {
             "prepare: folder a/run/shards/N/index",
             "prepare: folder a/run/shards/N/seg",
         ),
-        "whoever puts a file there syncs the folder then; of logs and snapshots it matters, for others act on their names",
+        "whoever puts a file there syncs the folder then; logs and snapshots matter: others act on their names",
     ),
 }
 """Call sites whose fsync nothing depends on, and why it stays."""
