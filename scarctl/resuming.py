@@ -11,7 +11,7 @@ from scarctl.adapter import Adapter
 from scarctl.binding import Binding
 from scarctl.engine import Engine
 from scarctl.layout import Layout
-from scarctl.restore import Resumed, resume_live
+from scarctl.restore import Resumed, check_mode, resume_live
 from scarctl.store import Store, read_snapshot
 from scarctl.together import Elsewhere, Together
 
@@ -47,6 +47,7 @@ class Resumption:
 
         Raises what `Session.resume` raises.
         """
+        check_mode(mode)
         if not self._together.moved:
             layout = self._together.agree(self._store.current_layout)
             if all(self._together.gather(layout is not None)) and layout is not None:

@@ -6,6 +6,7 @@ A rank's session is an ordinary one. It sees only what its rank owns of the stat
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import platform
@@ -118,8 +119,16 @@ class Crew:
         def make() -> Store:
             return Store.create(settings.store, **settings.fixed(), **settings.place())
 
-        made = self.agree(lambda: make() if self.team.rank == 0 else None)
-        store = self.agree(lambda: made or make())
+        made = self.agree(lambda: make() if self.team.rank == 0 else None, _close)
+        store = self.agree(lambda: made or make(), _close)
+        with contextlib.ExitStack() as undo:
+            undo.callback(store.close)
+            view = self._view(store, settings)
+            undo.pop_all()
+        return view
+
+    def _view(self, store: Store, settings: SessionSettings) -> Store:
+        """The store as this rank sees it, once all know which shards they have."""
         ids = self.team.gather(store.id)
         if len(set(ids)) > 1:
             raise UsageError(
@@ -177,9 +186,9 @@ class Crew:
 
     # -- going on -----------------------------------------------------------------------------------------------
 
-    def agree(self, call: Callable[[], T]) -> T:
+    def agree(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
         """See `Together`."""
-        return self.team.agree(call)
+        return self.team.agree(call, undo)
 
     @property
     def several(self) -> bool:
@@ -336,6 +345,11 @@ class Crew:
     def close(self) -> None:
         """See `Together`."""
         self.team.close()
+
+
+def _close(store: Store | None) -> None:
+    if store is not None:
+        store.close()
 
 
 def _rank_of(item: str | int) -> int | None:
