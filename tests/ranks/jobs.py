@@ -152,7 +152,7 @@ def train(
     saved_at: list[int] = []
     note_checkpoints(saved_at)
     if rank == options.get("slow"):
-        slow_store(0.1)
+        slow_store(0.4)
     with session:
         resumed = session.resume(mode=options.get("mode", "partial"), snapshot=options.get("snapshot"))
         found = values(model, optimizer) if options.get("resumed") else {}
@@ -173,7 +173,7 @@ def train(
         if "recover" in options:
             report = session.recover(options["recover"], mode=options.get("recover_mode", "partial"))
             recovered = report.to_json()["restored_partitions"]
-        interval = session._engine.cadence.interval if session._engine is not None else 0
+        cadence = session._engine.cadence if session._engine is not None else None
         end = values(model, optimizer)
         if rank == 0 and options.get("keep"):
             torch.save(end, options["keep"])
@@ -189,7 +189,8 @@ def train(
         "last_error": session.stats.last_error,
         "warned": warned,
         "saved_at": saved_at,
-        "interval": interval,
+        "interval": cadence and cadence.interval,
+        "proposed": cadence and cadence.proposed,
     }
 
 

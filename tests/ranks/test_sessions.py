@@ -118,7 +118,8 @@ def test_ranks_keep_one_interval_that_the_slowest_sets(tmp_path: Path) -> None:
     found = launch(TRAIN, 2, "fsdp", str(tmp_path), 120, {"settings": {"interval": "auto"}, "slow": 1})
     assert found[0]["saved_at"] == found[1]["saved_at"]
     assert len(found[0]["saved_at"]) > 3
-    assert found[0]["interval"] == found[1]["interval"] > 10, "it began with 10"
+    assert found[0]["interval"] == found[1]["interval"]
+    assert found[0]["proposed"] < found[0]["interval"], "alone it would save more often"
     assert {report["errors"] for report in found} == {0}
 
 
