@@ -1,4 +1,4 @@
-"""A training in a process of its own, which ends by SIGKILL. Run as a program: `python -m scarctl.testing.child JSON`."""
+"""A training in a process of its own, which is killed. Run as a program: `python -m scarctl.testing.child JSON`."""
 
 from __future__ import annotations
 
@@ -108,15 +108,14 @@ def main() -> None:
             die(session)
 
     recorder = Recorder(training, suite.generators, {task["die_after"]: die} | {task["after"]: act})
-    training.run(
-        Path(task["store"]), task["die_after"] + 1, recorder, resume={}, options=task["options"]
-    )
+    training.run(Path(task["store"]), task["die_after"] + 1, recorder, resume={}, options=task["options"])
 
 
 def _load(file: str, module: str, name: str) -> Any:
     """A class by the file of its module, which need not be importable: pytest has ways of its own."""
     spec = importlib.util.spec_from_file_location(module, file)
-    assert spec is not None and spec.loader is not None, f"{file} is no Python file"
+    if spec is None or spec.loader is None:
+        raise AssertionError(f"{file} is no Python file")
     found: Any = importlib.util.module_from_spec(spec)
     sys.modules[module] = found
     spec.loader.exec_module(found)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
-import os
 import signal
 import threading
 import time
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +24,19 @@ def residue(arena_dir: Path) -> Counter[str]:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         found[f"handler of {number.name}: {signal.getsignal(number)!r}"] += 1
     found["open files"] = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
-    # Not public, but what else would tell of a forgotten one?
-    count: Callable[[], int] | None = getattr(atexit, "_ncallbacks", None)
-    found["atexit callbacks"] = count() if count is not None else 0
     found["callbacks of the collector"] = len(gc.callbacks)
     found.update(f"file {path.name}" for path in arena_dir.rglob("*") if path.is_file())
     return found
 
 
-def left_behind(before: Counter[str], arena_dir: Path) -> list[str]:
-    """What there is more of than before, once threads that are about to end have ended."""
+def left_behind(before: Counter[str], arena_dir: Path, what: str = "") -> list[str]:
+    """What there is more of than before, once threads that are about to end have ended; of names with `what`."""
     deadline = time.monotonic() + GRACE
     while True:
         more = residue(arena_dir) - before
-        if not more or time.monotonic() > deadline:
-            return [f"{count} x {name}" for name, count in more.items()]
+        found = [f"{count} x {name}" for name, count in more.items() if what in name]
+        if not found or time.monotonic() > deadline:
+            return found
         time.sleep(0.02)
 
 
@@ -54,12 +50,14 @@ def survivors(references: dict[str, weakref.ref[Any]]) -> list[str]:
 
 def _holders(item: object, mine: object) -> list[str]:
     holders = (holder for holder in gc.get_referrers(item) if holder is not mine)
-    return sorted({type(holder).__qualname__ for holder in holders if not isinstance(holder, types.FrameType)})
+    return sorted(
+        {type(holder).__qualname__ for holder in holders if not isinstance(holder, types.FrameType)}
+    )
 
 
 def referred_to(owner: object) -> dict[str, weakref.ref[Any]]:
     """Weak references to the values of an instance's attributes, and to what dicts and lists among them hold."""
-    return {name: reference for name, reference in _references(owner)}
+    return dict(_references(owner))
 
 
 def _references(owner: object) -> Iterator[tuple[str, weakref.ref[Any]]]:

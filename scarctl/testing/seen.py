@@ -1,4 +1,4 @@
-"""What can be seen of a training from outside, in a form that can be compared bit by bit and sent to another process."""
+"""What can be seen of a training from outside: compared bit by bit, and sent from one process to another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from scarctl.layout import Layout
 from scarctl.session import Session
 from scarctl.testing.training import Training
 
+K = TypeVar("K")
 Digests = dict[str, str]
 Description = list[list[Any]]
 
@@ -58,7 +59,7 @@ class Recorder:
         self,
         training: Training,
         generators: Iterable[str],
-        at: Mapping[int, Callable[[Session], None]] | None = None,
+        at: Mapping[int, Callable[[Session], object]] | None = None,
     ) -> None:
         """at: what to do once the iteration of that number is over; 0 or where the run resumes: before the first."""
         self.training = training
@@ -128,7 +129,7 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+def differing(a: Mapping[K, object], b: Mapping[K, object]) -> list[K]:
     """Names under which two mappings do not have the same."""
     return [name for name in {**a, **b} if name not in a or name not in b or a[name] != b[name]]
 

@@ -95,7 +95,9 @@ class TorchTraining(Training):
         for _ in range(self.backwards):
             self.position["batch"] += 1
             ids = torch.cat([torch.randperm(8), torch.randint(0, 8, (4,))])
-            (self.model(ids).square().mean() * random.uniform(0.5, 1.0) * np.random.uniform(0.5, 1.0)).backward()
+            (
+                self.model(ids).square().mean() * random.uniform(0.5, 1.0) * np.random.uniform(0.5, 1.0)
+            ).backward()
         for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
             optimizer.step()
             scheduler.step()
@@ -104,14 +106,16 @@ class TorchTraining(Training):
         found: dict[str, Any] = dict(self.model.state_dict())
         for name, parameter in self.model.named_parameters():
             for optimizer in self.optimizers:
-                slots = optimizer.state[parameter] if parameter in optimizer.state else {}
+                slots = optimizer.state.get(parameter, {})
                 found |= {f"{name}/{slot}": value for slot, value in slots.items() if slot != "step"}
         return found
 
     def extras(self) -> Mapping[str, Any]:
         return {
             "position": self.position,
-            "steps": [[state["step"] for state in o.state.values() if "step" in state] for o in self.optimizers],
+            "steps": [
+                [state["step"] for state in o.state.values() if "step" in state] for o in self.optimizers
+            ],
             "rates": [[group["lr"] for group in o.param_groups] for o in self.optimizers],
             "schedulers": [scheduler.last_epoch for scheduler in self.schedulers],
         }
