@@ -1,4 +1,4 @@
-"""A training in a process of its own, which is killed. Run as a program: `python -m scarctl.testing.child JSON`."""
+"""A training in a process of its own, which is killed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run_and_kill(
     }
     search = os.pathsep.join(path or os.getcwd() for path in sys.path)
     done = subprocess.run(
-        [sys.executable, "-m", "scarctl.testing.child", json.dumps(task)],
+        [sys.executable, "-c", "from scarctl.testing.child import main; main()", json.dumps(task)],
         env={**os.environ, "PYTHONPATH": search, "PYTHONHASHSEED": str(hash_seed)},
         capture_output=True,
         text=True,
@@ -85,7 +85,7 @@ def run_and_kill(
 
 
 def main() -> None:
-    """The process that is killed."""
+    """The process that is killed: what `run_and_kill` starts."""
     task = json.loads(sys.argv[1])
     torch.set_num_threads(task["threads"])  # sums come out the same as in the process that compares
     suite = _load(task["file"], task["module"], task["suite"])()
@@ -122,7 +122,3 @@ def _load(file: str, module: str, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part)
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -67,50 +67,6 @@ class AdapterConformance(Runs):
         still = {name for name, state in before.generators.items() if after.generators[name] == state}
         assert not still, f"training draws nothing from {sorted(still)}: see `generators`"
 
-    # -- layout -------------------------------------------------------------------------------------------------
-
-    def test_the_layout_is_stable(self, tmp_path: Path) -> None:
-        """Names, order, shapes and dtypes: over iterations, over restarts, in another process."""
-        run = self._run(tmp_path, LAST, at={2: check_groups, LAST: check_groups})
-        first = run.layouts[1]
-        self._check_layouts(run.layouts, first)
-        self._check_layouts(self._run(tmp_path, LAST + 2).layouts, first)  # goes on
-        again = self._run(tmp_path / "again", 2)
-        self._check_layouts(again.layouts, first)
-        self._check_layouts(self._layouts_elsewhere(tmp_path / "other"), first)
-
-    def _check_layouts(self, layouts: Mapping[int, Description], expected: Description) -> None:
-        """All are `expected`; before the first iteration slots may be missing."""
-        for step, layout in layouts.items():
-            if step == 0:
-                layout = [[*group[:-1], group[-1][:1]] for group in layout]
-            wanted = [[*group[:-1], group[-1][:1]] for group in expected] if step == 0 else expected
-            assert sorted(layout) == sorted(wanted), (
-                f"after iteration {step} the groups are {layout}, they were {wanted}"
-            )
-            assert layout == wanted, f"after iteration {step} the groups are in another order"
-
-    def test_slots_made_for_a_resume_can_be_taken_away(self, tmp_path: Path) -> None:
-        """What `create_slots` makes is what a layout has, and gone without a trace when there is nothing to load."""
-        self._run(tmp_path / "earlier", 2)
-        layout = stored_layout(tmp_path / "earlier" / "store")
-
-        def make_and_remove(session: Session) -> None:
-            adapter = adapter_of(session)
-            before = describe(adapter)
-            remove = adapter.create_slots(layout)
-            made = {group.name: set(group.tensors) for group in adapter.groups()}
-            for group in layout.groups:
-                missing = {spec.slot for spec in group.tensors} - made[group.name]
-                assert not missing, f"create_slots() has not made {sorted(missing)} of {group.name}"
-            remove()
-            assert describe(adapter) == before, (
-                "what create_slots() returns does not take away all that it made"
-            )
-
-        run = self._run(tmp_path, LAST, at={0: make_and_remove})
-        self._check_same(self._uninterrupted(tmp_path), run.seen, "slots that were taken away have an effect")
-
     # -- resuming -----------------------------------------------------------------------------------------------
 
     def test_resuming_a_closed_run_is_exact(self, tmp_path: Path) -> None:
@@ -154,6 +110,49 @@ class AdapterConformance(Runs):
         assert now == values, f"a model that was refused has other values: {differing(values, now)}"
         assert files(tmp_path / "store") == before, "a model that was refused has changed the store"
         self._check_resumed(self._uninterrupted(tmp_path), self._run(tmp_path, LAST), 3)
+
+    # -- layout -------------------------------------------------------------------------------------------------
+
+    def test_the_layout_is_stable(self, tmp_path: Path) -> None:
+        """Names, order, shapes and dtypes: over iterations, over restarts, in another process."""
+        run = self._run(tmp_path, LAST, at={2: check_groups, LAST: check_groups})
+        first = run.layouts[1]
+        self._check_layouts(run.layouts, first)
+        self._check_layouts(self._run(tmp_path / "again", 2).layouts, first)
+        self._check_layouts(self._run(tmp_path, LAST + 2).layouts, first)  # goes on
+        self._check_layouts(self._layouts_elsewhere(tmp_path / "other"), first)
+
+    def _check_layouts(self, layouts: Mapping[int, Description], expected: Description) -> None:
+        """All are `expected`; before the first iteration slots may be missing."""
+        for step, layout in layouts.items():
+            if step == 0:
+                layout = [[*group[:-1], group[-1][:1]] for group in layout]
+            wanted = [[*group[:-1], group[-1][:1]] for group in expected] if step == 0 else expected
+            assert sorted(layout) == sorted(wanted), (
+                f"after iteration {step} the groups are {layout}, they were {wanted}"
+            )
+            assert layout == wanted, f"after iteration {step} the groups are in another order"
+
+    def test_slots_made_for_a_resume_can_be_taken_away(self, tmp_path: Path) -> None:
+        """What `create_slots` makes is what a layout has, and gone without a trace when there is nothing to load."""
+        self._run(tmp_path / "earlier", 2)
+        layout = stored_layout(tmp_path / "earlier" / "store")
+
+        def make_and_remove(session: Session) -> None:
+            adapter = adapter_of(session)
+            before = describe(adapter)
+            remove = adapter.create_slots(layout)
+            made = {group.name: set(group.tensors) for group in adapter.groups()}
+            for group in layout.groups:
+                missing = {spec.slot for spec in group.tensors} - made[group.name]
+                assert not missing, f"create_slots() has not made {sorted(missing)} of {group.name}"
+            remove()
+            assert describe(adapter) == before, (
+                "what create_slots() returns does not take away all that it made"
+            )
+
+        run = self._run(tmp_path, LAST, at={0: make_and_remove})
+        self._check_same(self._uninterrupted(tmp_path), run.seen, "slots that were taken away have an effect")
 
     # -- recovering in a running process ------------------------------------------------------------------------
 
