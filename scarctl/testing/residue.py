@@ -21,12 +21,16 @@ def residue(arena_dir: Path) -> Counter[str]:
     """What there is in this process and in the arenas' folder, counted: two of them can be subtracted."""
     found: Counter[str] = Counter()
     found.update(f"thread {thread.name}" for thread in threading.enumerate())
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        found[f"handler of {number.name}: {signal.getsignal(number)!r}"] += 1
     found["open files"] = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
     found["callbacks of the collector"] = len(gc.callbacks)
     found.update(f"file {path.name}" for path in arena_dir.rglob("*") if path.is_file())
     return found
+
+
+def handlers() -> dict[str, object]:
+    """What handles the signals that something may want to be told of."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    return {number.name: signal.getsignal(number) for number in numbers}
 
 
 def left_behind(before: Counter[str], arena_dir: Path, what: str = "") -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from scarctl.session import Session
+from scarctl.testing import residue
 from scarctl.testing.child import run_and_kill
 from scarctl.testing.seen import Description, Recorder, Seen, differing
 from scarctl.testing.training import Training
@@ -83,9 +84,12 @@ class Runs:
         resume: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        before = residue.handlers()
         training.run(
             folder / "store", until, visit, resume=resume or {}, options=self._options(folder, **options)
         )
+        changed = differing(before, residue.handlers())
+        assert not changed, f"after a run these signals have other handlers: {changed}"
 
     def _options(self, folder: Path, **more: Any) -> dict[str, Any]:
         """Every row is a partition; what fails while saving is raised; nothing is outside of `folder`."""

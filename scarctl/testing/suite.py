@@ -274,7 +274,7 @@ class AdapterConformance(Runs):
         return residue.referred_to(training)
 
     def test_runs_one_after_the_other_leave_nothing_in_the_process(self, tmp_path: Path) -> None:
-        """No threads, signal handlers, open files, files in the arena's folder."""
+        """No threads, open files, files in the arena's folder. Signal handlers are looked at after every run."""
         expected = self._uninterrupted(tmp_path)
         self._run(tmp_path, 2, **OFTEN)  # what is made once per process is made here
         gc.collect()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -315,6 +317,24 @@ class KeepsThread(TorchAdapter):
 
     def install(self, before: Hook, after: Hook) -> Hook:
         threading.Thread(target=self.end.wait, name="forgotten", daemon=True).start()
+        return super().install(before, after)
+
+
+class WaitsForExit(TorchAdapter):
+    """Something is left to do at the end of the process."""
+
+    kept: ClassVar[list[Callable[[], object]]] = []
+
+    def install(self, before: Hook, after: Hook) -> Hook:
+        self.kept.append(atexit.register(self.groups))
+        return super().install(before, after)
+
+
+class KeepsHandler(TorchAdapter):
+    """A signal is handled for ever."""
+
+    def install(self, before: Hook, after: Hook) -> Hook:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         return super().install(before, after)
 
 

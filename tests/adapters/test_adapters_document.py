@@ -22,6 +22,12 @@ def test_every_member_of_an_adapter_is_explained() -> None:
     assert members - explained == set()
 
 
+def test_the_adapter_is_as_short_as_it_says() -> None:
+    (limit,) = re.findall(r"^## An adapter in less than (\d+) lines", DOCUMENT, re.MULTILINE)
+    (adapter,) = re.findall(r"^```python scarctl_tiny.py\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
+    assert len([line for line in adapter.splitlines() if line.strip()]) < int(limit)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_adapter_passes(tmp_path: Path) -> None:

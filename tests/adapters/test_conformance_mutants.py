@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +46,11 @@ FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
     mutants.AfterTooEarly: ("hooks_are_called_around_every_iteration", "comes before these are changed"),
     mutants.KeepsModel: ("nothing_of_the_training_outlives_it", "model"),
     mutants.KeepsThread: ("runs_one_after_the_other_leave_nothing_in_the_process", "thread forgotten"),
+    mutants.WaitsForExit: ("nothing_of_the_training_outlives_it", "model"),
+    mutants.KeepsHandler: (
+        "runs_one_after_the_other_leave_nothing_in_the_process",
+        "other handlers: .*SIGUSR1",
+    ),
     mutants.KeepsFile: ("runs_one_after_the_other_leave_nothing_in_the_process", "open files"),
     mutants.NeverCloses: ("resuming_a_closed_run_is_exact", "is writing to this store"),
     mutants.KeepsSession: ("nothing_refers_to_a_closed_session", "still there"),
@@ -61,7 +68,10 @@ def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(residue, "GRACE", 0.2)
     mutants.KeepsThread.end.clear()
     yield
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     mutants.KeepsModel.kept.clear()
+    while mutants.WaitsForExit.kept:
+        atexit.unregister(mutants.WaitsForExit.kept.pop())
     mutants.KeepsThread.end.set()
     for kept in (mutants.KeepsFile.kept, mutants.NeverCloses.left):
         while kept:
