@@ -52,7 +52,7 @@ FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
         "other handlers: .*SIGUSR1",
     ),
     mutants.KeepsFile: ("runs_one_after_the_other_leave_nothing_in_the_process", "open files"),
-    mutants.NeverCloses: ("resuming_a_closed_run_is_exact", "is writing to this store"),
+    mutants.NeverCloses: ("resuming_a_closed_run_is_exact", "other handlers: .*SIGTERM"),
     mutants.KeepsSession: ("nothing_refers_to_a_closed_session", "still there"),
     mutants.NeverSeals: ("resuming_a_closed_run_is_exact", "resumed after iteration"),
     mutants.SwallowsExceptions: ("an_exception_in_the_loop_comes_through", "swallowed"),
