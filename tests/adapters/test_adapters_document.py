@@ -23,9 +23,9 @@ def test_every_member_of_an_adapter_is_explained() -> None:
 
 
 def test_the_adapter_is_as_short_as_it_says() -> None:
-    (limit,) = re.findall(r"^## An adapter in less than (\d+) lines", DOCUMENT, re.MULTILINE)
+    (limit,) = re.findall(r"^## An adapter in (\d+) lines", DOCUMENT, re.MULTILINE)
     (adapter,) = re.findall(r"^```python scarctl_tiny.py\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
-    assert len([line for line in adapter.splitlines() if line.strip()]) < int(limit)
+    assert len([line for line in adapter.splitlines() if line.strip()]) <= int(limit)
 
 
 @pytest.mark.slow
