@@ -90,6 +90,25 @@ class Adapter(Protocol):
         """Call `before` before every optimizer step and `after` after every iteration's last; returns the removal."""
 
 
+class KnowsTouched(Protocol):
+    """What an adapter may offer besides: for the tracker "touched"."""
+
+    def touched_rows(self, *, dense: bool) -> Mapping[str, torch.Tensor]:
+        """Rows of tables that got a gradient, by name of the group: what the coming optimizer step will change.
+
+        Called right before every optimizer's step, for what that optimizer changes. A table's rows are a mask, bool of
+        shape (rows,), or numbers of rows, int64, in any order and perhaps repeated. A group that was named once is
+        named whenever it has a gradient. To be quick, and not to wait for a device.
+
+        dense: also tables whose gradients are dense and have to be read for it.
+        """
+
+
+def touched_rows_of(adapter: Adapter) -> Callable[..., Mapping[str, torch.Tensor]] | None:
+    """The adapter's `KnowsTouched.touched_rows`; None when it has none."""
+    return getattr(adapter, "touched_rows", None)
+
+
 class AdapterClass(Protocol):
     """What an entry point names."""
 

@@ -27,6 +27,7 @@ def attach(
     max_bandwidth: float | None = None,
     policy: str | None = None,
     norm: str | Callable[..., Any] | None = None,
+    tracker: str | None = None,
     max_staleness: int | None = None,
     shards: int | None = None,
     seed: int | None = None,
@@ -62,6 +63,8 @@ def attach(
     max_bandwidth: bytes per second that an "auto" interval may write on average; of several ranks, each of them.
     policy: "priority", "round", "random" or "full".
     norm: "l2", "rms", "relative", or a function (see `scarctl.distance`).
+    tracker: how distances are found: "exact" compares all values, "sampled" a changing few of every large partition,
+        "touched" counts which rows of embedding tables get gradients, "auto" takes for each tensor what costs least.
     max_staleness: iterations after which a changed partition is saved before all others.
     shards, seed: split the state at random into that many parts that fail together.
     partition_bytes, by_layer, rows: size of a partition; fixed, like shards and seed, when the store is created.
@@ -95,6 +98,7 @@ def attach(
         "max_bandwidth": max_bandwidth,
         "policy": policy,
         "norm": norm,
+        "tracker": tracker,
         "max_staleness": max_staleness,
         "shards": shards,
         "seed": seed,

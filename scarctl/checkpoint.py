@@ -190,7 +190,7 @@ class Checkpoints:
                 return copied
         first, last = engine.layout.base[g : g + 2]
         mine = (copied.ids >= first) & (copied.ids < last)
-        engine.arena.spoil(copied.ids[mine])
+        engine.spoil(copied.ids[mine])
         return replace(copied, ids=copied.ids[~mine], sealed=False)
 
     def _count(self, copied: Copied, engine: Engine) -> None:

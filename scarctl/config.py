@@ -23,6 +23,7 @@ DEFAULT_FRACTION = 1 / 8
 DEFAULT_POLICY = "priority"
 POLICIES = ("priority", "round", "random", "full")
 NORMS = ("l2", "rms", "relative")
+TRACKERS = ("exact", "sampled", "touched", "auto")
 MAX_FILE_BYTES = 1 << 20
 STORAGE_OPTIONS = "storage_options"
 """A table of `scarctl.toml` for all commands."""
@@ -53,6 +54,8 @@ class SessionSettings:
     """Which partitions a partial checkpoint picks: priority, round, random or full."""
     norm: Norm = "l2"
     """What the distance is: l2, rms, relative, or a function of (live, saved): one distance per partition."""
+    tracker: str = "exact"
+    """How distances are found: exact, sampled, touched, or auto (see `scarctl.tracker`)."""
     max_staleness: int | None = None
     """A changed partition is saved when its copy is this many iterations old. None: no such limit."""
     shards: int | None = None
@@ -109,6 +112,13 @@ class SessionSettings:
         if not callable(self.norm) and self.norm not in NORMS:
             raise UsageError(
                 f"unknown norm {self.norm!r}", hint=f"use one of {', '.join(NORMS)}, or a function"
+            )
+        if self.tracker not in TRACKERS:
+            raise UsageError(f"unknown tracker {self.tracker!r}", hint=f"use one of {', '.join(TRACKERS)}")
+        if self.tracker == "sampled" and callable(self.norm):
+            raise UsageError(
+                "a norm function has to see all values, and tracker='sampled' looks at a few",
+                hint='use tracker="exact", "touched" or "auto", or one of the norms ' + ", ".join(NORMS),
             )
         if self.on_error not in ("warn", "raise"):
             raise UsageError(f"on_error is {self.on_error!r}", hint='use "warn" or "raise"')
@@ -290,6 +300,7 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "max_bandwidth": float,
     "policy": str,
     "norm": str,
+    "tracker": str,
     "max_staleness": int,
     "shards": int,
     "seed": int,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -253,6 +254,45 @@ def _user_distances(
             )
         result[first:last] = answer.detach().cpu().to(torch.float64).numpy()
     return result
+
+
+def distances_of(
+    group: Group,
+    live: Sequence[torch.Tensor],
+    saved: Sequence[torch.Tensor],
+    ids: NDArray[np.int64],
+    norm: Norm = "l2",
+    scratch: Scratch | None = None,
+) -> NDArray[np.float64]:
+    """Distances of some of the group's partitions: float64 of the shape of `ids`, which ascend. See `distances`."""
+    result = np.empty(ids.size)
+    per_partition = group.rows_per_partition
+    short = group.partitions - 1 if group.rows % per_partition else -1
+    tensors = range(len(live) if callable(norm) else 1)
+    values = max(1, math.prod(group.tensors[0].shape[1:])) * per_partition
+    together = max(1, _CPU_CHUNK // values)
+    whole = ids.size - int(bool(ids.size) and int(ids[-1]) == short)
+    spans = [(first, min(whole, first + together)) for first in range(0, whole, together)]
+    if whole < ids.size:
+        spans.append((whole, whole + 1))
+    scratch = scratch or Scratch()
+    for first, last in spans:
+        batch = ids[first:last]
+        now = [_rows_of(live[t], batch, per_partition) for t in tensors]
+        then = [_rows_of(saved[t], batch, per_partition) for t in tensors]
+        specs = tuple(replace(group.tensors[t], shape=tuple(now[t].shape)) for t in tensors)
+        part = Group(group.name, group.kind, per_partition, specs)
+        result[first:last] = distances(part, now, then, norm, scratch)
+    return result
+
+
+def _rows_of(tensor: torch.Tensor, ids: NDArray[np.int64], per_partition: int) -> torch.Tensor:
+    """Rows of the partitions `ids`, one after the other: a view where they are adjacent."""
+    first, count = int(ids[0]), ids.size
+    if int(ids[-1]) - first == count - 1:
+        return _rows(tensor, first * per_partition, count * per_partition)
+    rows = (ids[:, None] * per_partition + np.arange(per_partition)).reshape(-1)
+    return tensor.index_select(0, torch.from_numpy(rows).to(tensor.device))
 
 
 def changed(group: Group, live: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> NDArray[np.bool_]:

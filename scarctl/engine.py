@@ -32,6 +32,7 @@ from scarctl.live import LiveState
 from scarctl.policy import Selection, select, squared
 from scarctl.recovery import Plan
 from scarctl.store import Store
+from scarctl.tracker import Tracker
 from scarctl.version import NEVER, pack, step_of
 
 log = logging.getLogger("scarctl")
@@ -150,6 +151,7 @@ class Engine:
         self.shard_of = store.shard_of(layout)
         self.budget = max(1, int(settings.fraction * layout.nbytes))
         self.selector: Selector = selector or _OneSession()
+        self.tracker = Tracker(layout, settings.tracker, settings.norm, store.settings.seed)
         self.credit = 0
         self.cursor = 0
         self.cadence = Cadence(
@@ -175,14 +177,15 @@ class Engine:
     def copy(self, live: LiveState, step: int) -> Copied:
         """One partial checkpoint: pick at most the budget and copy it into the arena."""
         version = pack(self.arena.epoch, step)
-        distance = live.distances(self.settings.norm)
+        staleness = np.maximum(step - step_of(self.arena.newest()), 0)
+        distance = self.tracker.distances(live, staleness, step)
         pending = self.arena.pending()
         self._warn_if_stuck(pending)
         chosen = self.selector.select(
             self.settings.policy,
             distance_sq=squared(distance),
             nbytes=self.layout.partition_bytes,
-            staleness=np.maximum(step - step_of(self.arena.newest()), 0),
+            staleness=staleness,
             eligible=~pending,
             budget=self.budget_now,
             credit=self.credit,
@@ -192,8 +195,10 @@ class Engine:
             max_staleness=self.settings.max_staleness,
         )
         self.credit, self.cursor = chosen.credit, chosen.cursor
-        self._save(live, chosen.ids, distance, version)
-        return Copied(version, chosen.ids, sealed=False, nonfinite=chosen.nonfinite)
+        # Estimates have not seen every value of what they choose.
+        ids, bad = self.tracker.check(live, chosen.ids, distance)
+        self._save(live, ids, distance, version)
+        return Copied(version, ids, sealed=False, nonfinite=np.union1d(chosen.nonfinite, bad))
 
     @property
     def budget_now(self) -> int:
@@ -223,12 +228,23 @@ class Engine:
             good = np.isfinite(distance)
             ids, nonfinite = np.flatnonzero(changed & good), np.flatnonzero(changed & ~good)
         self._save(live, ids, distance, version)
+        self.tracker.saved_all(but=nonfinite)
         return Copied(version, ids, sealed=not nonfinite.size, nonfinite=nonfinite)
 
     def _save(self, live: LiveState, ids: Ids, distance: NDArray[np.float64], version: int) -> None:
         live.save(ids, version)
         self.arena.distance[:] = distance
+        self.equal(ids)
+
+    def equal(self, ids: Ids) -> None:
+        """Live values of these partitions are what the arena has."""
         self.arena.distance[ids] = 0.0
+        self.tracker.saved(ids)
+
+    def spoil(self, ids: Ids) -> None:
+        """The copies of these partitions are no good."""
+        self.arena.spoil(ids)
+        self.tracker.spoiled(ids)
 
     def copy_again(self, live: LiveState, copied: Copied, g: int) -> Copied:
         """Copy what was copied of group `g` once more. What is not finite by now has no good copy of this step."""
@@ -238,7 +254,7 @@ class Engine:
         bad = copied.ids[mine & ~finite]
         if not bad.size:
             return copied
-        self.arena.spoil(bad)
+        self.spoil(bad)
         return Copied(
             copied.version,
             copied.ids[~mine | finite],

@@ -13,10 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
-from scarctl.distance import Norm, Scratch, changed, distances
+from scarctl.distance import Norm, Scratch, changed, distances, distances_of
 from scarctl.dtypes import torch_of
 from scarctl.layout import Layout
 from scarctl.recovery import take_rows
+from scarctl.sampling import sampled_squares
 
 Ids = NDArray[np.int64]
 
@@ -65,6 +66,27 @@ class LiveState:
             if ids is None or np.searchsorted(ids, span.start) < np.searchsorted(ids, span.stop):
                 result[span] = distances(group, self.tensors[g], self._saved[g], norm, scratch)
         return result
+
+    def distances_of(self, g: int, ids: Ids, norm: Norm = "l2") -> NDArray[np.float64]:
+        """Distances of the partitions `ids` (ascending) of group `g` alone: float64 of the shape of `ids`."""
+        first = int(self.layout.base[g])
+        return distances_of(self.layout.groups[g], self.tensors[g], self._saved[g], ids - first, norm)
+
+    def group_distances(self, g: int, norm: Norm, scratch: Scratch) -> NDArray[np.float64]:
+        """Distances of all partitions of group `g`: float64 of shape (partitions of it,)."""
+        return distances(self.layout.groups[g], self.tensors[g], self._saved[g], norm, scratch)
+
+    def sampled_squares(self, g: int, seed: int, turn: int) -> NDArray[np.float64]:
+        """Estimates of the squared distances of all partitions of group `g`; see `scarctl.sampling`."""
+        per_partition = self.layout.groups[g].rows_per_partition
+        return sampled_squares(self.tensors[g][0], self._saved[g][0], per_partition, seed, turn)
+
+    def saved_squares_of(self, g: int, ids: Ids) -> NDArray[np.float64]:
+        """Squared norms of the copies of some partitions (ascending) of group `g`: float64 of the shape of `ids`."""
+        saved = self._saved[g][:1]
+        zeros = [torch.zeros((), dtype=saved[0].dtype).expand(saved[0].shape)]
+        first = int(self.layout.base[g])
+        return np.square(distances_of(self.layout.groups[g], saved, zeros, ids - first))
 
     def changed(self) -> NDArray[np.bool_]:
         """Which partitions differ from their copy in the arena in any byte: bool of shape (layout.partitions,)."""

@@ -130,7 +130,7 @@ def recover_live(
         return _roll_back(engine, live, together, lost=ids.size)
     report = together.agree(lambda: _fetch_lost(engine, live, ids, head_step))
     live.load(ids)
-    engine.arena.distance[ids] = 0.0
+    engine.equal(ids)
     together.spread()
     return report, None
 
@@ -187,7 +187,7 @@ def _roll_back(
         together.agree(lambda: engine.forget_after(report.plan))
     live.load(everything)
     together.spread()
-    engine.arena.distance[:] = 0.0
+    engine.equal(everything)
     return report, extras
 
 

@@ -38,6 +38,7 @@ from scarctl.requests import Due, Requests
 from scarctl.restore import Resumed, recover_live
 from scarctl.resuming import Resumption
 from scarctl.together import Alone, Together
+from scarctl.tracker import touched_of
 from scarctl.worker import Worker
 
 log = logging.getLogger("scarctl")
@@ -81,6 +82,7 @@ class Session:
         """A signal ends this process any moment: what was flushed has to stay as it is."""
         with contextlib.ExitStack() as undo:
             undo.callback(self._together.close)
+            self._touched = touched_of(adapter, settings, auto=auto)
             self.store = self._together.open_store(settings)
             undo.callback(self.store.close)
             self._binding = Binding(adapter, self.store)
@@ -268,6 +270,17 @@ class Session:
         self._between_steps()
         with self.stats.stalled():
             self._gate.enter()
+            # Not before: a flush that comes in between would take what the coming step changes for saved.
+            self._note_touched()
+
+    def _note_touched(self) -> None:
+        if self._engine is None or self._touched is None:
+            return
+        try:
+            self._engine.tracker.touch(self._touched())
+        except Exception as error:
+            self._engine.tracker.give_up_touched()
+            self._fault(error)
 
     def _between_steps(self) -> None:
         if self._engine is None and self.head_step == 0 and not self._looked:

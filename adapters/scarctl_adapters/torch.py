@@ -73,6 +73,14 @@ class TorchAdapter:
         self._sharded: dict[str, Any] = {}
         # Going through all modules takes longer than all else that is done after every step.
         self._places: list[tuple[str, nn.Module, str]] = []
+        self._trained: list[tuple[str, nn.Parameter, int]] = []
+        """Name, parameter, and number of the optimizer that changes it."""
+        self._tables: set[str] = set()
+        """Weights of embedding modules."""
+        self._sparse: set[str] = set()
+        """What has had a sparse gradient."""
+        self._stepping: int | None = None
+        """Number of the optimizer whose step is about to begin."""
 
     @classmethod
     def build(
@@ -128,7 +136,16 @@ class TorchAdapter:
         templates = {id(o): _slot_template(o) for o in owners.values()}
         zeros = self._zeros()
         groups = []
+        numbers = {id(p): i for i, o in enumerate(self._optimizers) for p in params_of(o)}
+        self._trained = []
+        tables = {
+            id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
+        }
         for name, wrapped, parameter in self._parameters():
+            if id(parameter) in numbers:
+                self._trained.append((name, parameter, numbers[id(parameter)]))
+                if id(parameter) in tables:
+                    self._tables.add(name)
             if is_elsewhere(parameter):
                 continue
             tensors = {"": local_part(parameter)}
@@ -168,6 +185,28 @@ class TorchAdapter:
             for name, buffer in found
             if buffer is not None
         }
+
+    @torch.no_grad()
+    def touched_rows(self, *, dense: bool) -> dict[str, torch.Tensor]:
+        """Of a sparse gradient its indices; of a dense one a mask, for which it is read once.
+
+        Tables are what has had a sparse gradient, and with `dense` the weights of `nn.Embedding` and
+        `nn.EmbeddingBag` too.
+        """
+        found = {}
+        for name, parameter, number in self._trained:
+            grad = parameter.grad
+            if grad is None or self._stepping not in (None, number):
+                continue
+            if grad.layout == torch.sparse_coo:
+                self._sparse.add(name)
+                found[name] = grad._indices()[0]
+            elif name in self._sparse or (dense and name in self._tables):
+                part = local_part(grad)
+                if part.dim() and part.numel():
+                    largest = torch.linalg.vector_norm(part.reshape(part.shape[0], -1), torch.inf, dim=1)
+                    found[name] = largest != 0
+        return found
 
     def capture_early(self) -> dict[str, Any]:
         """Random number generators, and the user's extras."""
@@ -250,7 +289,14 @@ class TorchAdapter:
             raise UsageError(
                 "no optimizer to hook into", hint="pass the optimizer, or auto=False and session.step()"
             )
-        handles = [o.register_step_pre_hook(lambda *_: before()) for o in self._optimizers]
+        handles = []
+        for number, optimizer in enumerate(self._optimizers):
+
+            def entering(*_: Any, number: int = number) -> None:
+                self._stepping = number
+                before()
+
+            handles.append(optimizer.register_step_pre_hook(entering))
         handles.append(self._optimizers[-1].register_step_post_hook(lambda *_: after()))
 
         def remove() -> None:

@@ -51,8 +51,8 @@ from scarctl.wishes import Wish
 T = TypeVar("T")
 log = logging.getLogger("scarctl")
 
-_ALIKE = ("store", "fraction", "interval", "max_bandwidth", "policy", "max_staleness", "seed", "partition_bytes",
-          "by_layer", "rows", "on_error")  # fmt: skip
+_ALIKE = ("store", "fraction", "interval", "max_bandwidth", "policy", "tracker", "max_staleness", "seed",
+          "partition_bytes", "by_layer", "rows", "on_error")  # fmt: skip
 """Settings that all ranks have to share."""
 _RANK = "rank:"
 

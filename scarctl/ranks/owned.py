@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import distributed as dist
 
-from scarctl.adapter import Adapter, StateGroup
+from scarctl.adapter import Adapter, StateGroup, touched_rows_of
 from scarctl.dtypes import name_of
 from scarctl.layout import Layout, TensorSpec, build_layout
 from scarctl.ranks.holdings import Division, Holding
@@ -65,6 +65,9 @@ class OwnedAdapter:
             if groups[owned.group].kind == "buffer"
         }
         self._slots: Slots = {}
+        touched = touched_rows_of(adapter)
+        if touched is not None:
+            self.touched_rows = lambda *, dense: self._cut(touched(dense=dense))
 
     @property
     def automatic(self) -> bool:
@@ -92,6 +95,19 @@ class OwnedAdapter:
                 tensors = {slot: _narrowed(t, owned.start, owned.stop) for slot, t in group.tensors.items()}
                 groups.append(StateGroup(owned.name, group.kind, tensors, owned.place))
         return groups
+
+    def _cut(self, touched: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of the rows that the whole adapter names, those that this rank owns."""
+        found = {}
+        for name, owned in zip(self._original, self._owned, strict=True):
+            rows = touched.get(name)
+            if rows is None:
+                continue
+            if rows.dtype == torch.bool:
+                found[owned.name] = rows[owned.start : owned.stop]
+            else:
+                found[owned.name] = rows[(rows >= owned.start) & (rows < owned.stop)] - owned.start
+        return found
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that this rank owns. They are never divided."""

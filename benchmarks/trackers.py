@@ -1,0 +1,256 @@
+"""What the ways of finding distances are worth, and what they take: small real trainings, and passes over large states.
+
+python benchmarks/trackers.py [--only NAME] [--rounds 7] [--mb 128]
+
+First table: trainings with Adam on data made from a seed, and on scikit-learn's digits. Beside each of them running
+checkpoints save 1/8 of the state every 10 iterations: round-robin, and priority with each tracker. Measured is the
+perturbation of losing everything, right before each checkpoint of the second half of the training (root mean square).
+"exact" is how much smaller it is than round-robin's; the others, what share of that reduction they keep.
+
+Second table: the time of one distance pass, beside one `a.sub_(b)` over the same parameters and one plain copy of 1/8
+of the state's bytes, all in one process, interleaved.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import torch
+from timing import interleaved, parser, print_table, spread
+from torch import nn
+from torch.nn import functional
+
+from scarctl.binding import layout_of, tensors_of
+from scarctl.config import TRACKERS
+from scarctl.daemon.arena import Arena
+from scarctl.layout import Layout, TensorSpec, build_layout
+from scarctl.live import LiveState
+from scarctl.policy import select, squared
+from scarctl.sampling import NARROW
+from scarctl.store import Settings
+from scarctl.tracker import Tracker
+from scarctl.version import pack, step_of
+from scarctl_adapters.torch import TorchAdapter
+
+FRACTION = Fraction(1, 8)
+INTERVAL = 10
+ITERATIONS = 300
+SLOTS = ("", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, its optimizers, what one iteration's loss is, and how its state is cut."""
+
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    loss: Callable[[], torch.Tensor]
+    rows: dict[str, int]
+
+
+class Keeper:
+    """A running checkpoint beside a training, as `scarctl.engine` keeps it."""
+
+    def __init__(self, layout: Layout, policy: str, tracker: str) -> None:
+        self.arena = Arena.anonymous(layout)
+        self.tracker = Tracker(layout, tracker)
+        self._policy = policy
+        self._live: LiveState | None = None
+        self._credit = self._cursor = 0
+
+    def live(self, tensors: list[list[torch.Tensor]]) -> LiveState:
+        if self._live is None:
+            self._live = LiveState(self.arena.layout, tensors, self.arena)
+        return self._live.with_tensors(dict(enumerate(tensors)))
+
+    def save(self, live: LiveState, step: int, *, everything: bool = False) -> None:
+        layout = self.arena.layout
+        if everything:
+            live.save(np.arange(layout.partitions), pack(1, step))
+            self.tracker.saved_all(but=np.empty(0, np.int64))
+            return
+        staleness = step - step_of(self.arena.version)
+        distance = self.tracker.distances(live, staleness, step)
+        chosen = select(
+            self._policy,
+            distance_sq=squared(distance),
+            nbytes=layout.partition_bytes,
+            staleness=staleness,
+            eligible=np.ones(layout.partitions, dtype=bool),
+            budget=int(FRACTION * layout.nbytes),
+            credit=self._credit,
+            cursor=self._cursor,
+        )
+        self._credit, self._cursor = chosen.credit, chosen.cursor
+        ids, _ = self.tracker.check(live, chosen.ids, distance)
+        live.save(ids, pack(1, step))
+        self.tracker.saved(ids)
+
+
+def perturbations(training: Training) -> dict[str, float]:
+    """Root mean square of the perturbation, by tracker; "round": of round-robin."""
+    adapter = TorchAdapter.build(training.model, training.optimizers)
+    keepers: dict[str, Keeper] = {}
+    squares: dict[str, list[float]] = {}
+    for step in range(1, ITERATIONS + 1):
+        for optimizer in training.optimizers:
+            optimizer.zero_grad()
+        training.loss().backward()
+        touched = adapter.touched_rows(dense=True)
+        for keeper in keepers.values():
+            keeper.tracker.touch(touched)
+        for optimizer in training.optimizers:
+            optimizer.step()
+        if step == 1:
+            layout = layout_of(adapter, Settings(rows=tuple(training.rows.items())))
+            for name in ("round", *TRACKERS[:3]):
+                policy = "round" if name == "round" else "priority"
+                keepers[name] = Keeper(layout, policy, "exact" if name == "round" else name)
+        if step > 1 and step % INTERVAL:
+            continue
+        tensors = tensors_of(adapter, layout)
+        for name, keeper in keepers.items():
+            live = keeper.live(tensors)
+            if step > ITERATIONS // 2:
+                squares.setdefault(name, []).append(float(np.square(live.distances()).sum()))
+            keeper.save(live, step, everything=step == 1)
+    return {name: math.sqrt(sum(found) / len(found)) for name, found in squares.items()}
+
+
+# --- trainings ----------------------------------------------------------------------------------------------
+
+
+def zipf(rng: np.random.Generator, rows: int, size: tuple[int, ...], exponent: float = 1.1) -> torch.Tensor:
+    """Rows by Zipf's law, in an order of their own."""
+    weights = 1.0 / np.arange(1, rows + 1) ** exponent
+    drawn = np.searchsorted(np.cumsum(weights) / weights.sum(), rng.random(size))
+    return torch.from_numpy(np.minimum(drawn, rows - 1) * 7919 % rows)
+
+
+def embedding(width: int, per_partition: int, *, sparse: bool, rows: int = 20_011) -> Training:
+    """A table whose bags of rows say a class; the teacher is such a table too."""
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    teacher = torch.randn(rows, 4)
+    model = nn.Sequential(nn.EmbeddingBag(rows, width, mode="sum", sparse=sparse), nn.Linear(width, 4))
+    nn.init.normal_(model[0].weight, std=0.1)
+    if sparse:
+        table = [torch.optim.SparseAdam([model[0].weight], lr=0.01)]
+        optimizers: list[torch.optim.Optimizer] = [*table, torch.optim.Adam(model[1].parameters(), lr=0.01)]
+    else:
+        optimizers = [torch.optim.Adam(model.parameters(), lr=0.01)]
+
+    def loss() -> torch.Tensor:
+        bags = zipf(rng, rows, (256, 4))
+        return functional.cross_entropy(model(bags), teacher[bags].sum(dim=1).argmax(dim=1))
+
+    return Training(model, optimizers, loss, {"0.weight": per_partition})
+
+
+class Experts(nn.Module):
+    """A mixture of experts, one per input, before a linear layer."""
+
+    def __init__(self, count: int, width: int, hidden: int, classes: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, count)
+        self.up = nn.ModuleList(nn.Linear(width, hidden) for _ in range(count))
+        self.down = nn.ModuleList(nn.Linear(hidden, width) for _ in range(count))
+        self.out = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, expert = self.router(x).softmax(dim=1).max(dim=1)
+        y = x.clone()
+        for number, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            mine = expert == number
+            y[mine] = y[mine] + weight[mine, None] * down(up(x[mine]).relu())
+        return self.out(y)  # type: ignore[no-any-return]
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Images, float32 of shape (1797, 64), and labels."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    return torch.tensor(data.data / 16, dtype=torch.float32), torch.tensor(data.target)
+
+
+def classifier(build: Callable[[], nn.Module], values: int) -> Training:
+    """A network that reads digits, cut into partitions of about so many values."""
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    images, labels = digits()
+    model = build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    rows = {
+        name: max(1, values // max(1, math.prod(p.shape[1:])))
+        for name, p in model.named_parameters()
+        if p.dim() > 1
+    }
+
+    def loss() -> torch.Tensor:
+        batch = torch.from_numpy(rng.integers(len(images), size=64))
+        return functional.cross_entropy(model(images[batch]), labels[batch])
+
+    return Training(model, [optimizer], loss, rows)
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(64, 128, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(2048, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+
+
+def mlp() -> nn.Module:
+    layers = (nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    return nn.Sequential(*layers)
+
+
+TRAININGS: dict[str, Callable[[], Training]] = {
+    "rows of 16, sparse": lambda: embedding(16, 1, sparse=True),
+    "rows of 16, dense": lambda: embedding(16, 1, sparse=False),
+    "rows of 64, sparse": lambda: embedding(64, 1, sparse=True),
+    "rows of 64, dense": lambda: embedding(64, 1, sparse=False),
+    "64 wide, blocks of 16 rows": lambda: embedding(64, 16, sparse=True),
+    "64 wide, blocks of 64 rows": lambda: embedding(64, 64, sparse=True),
+    "experts, 1,024 values": lambda: classifier(lambda: Experts(16, 64, 128, 10), 1024),
+    "experts, 8,192 values": lambda: classifier(lambda: Experts(16, 64, 128, 10), 8192),
+    "CNN, 1,152 values": lambda: classifier(cnn, 1152),
+    "CNN, 8,192 values": lambda: classifier(cnn, 8192),
+    "MLP, 1,024 values": lambda: classifier(mlp, 1024),
+    "MLP, 4,096 values": lambda: classifier(mlp, 4096),
+}
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--only", default="", help="trainings with this in their name")
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--mb", type=int, default=128, help="MB of parameters of a pass")
+    args = options.parse_args()
+    lines = []
+    for name, build in TRAININGS.items():
+        if args.only not in name:
+            continue
+        found = perturbations(build())
+        gained = found["round"] - found["exact"]
+        kept = ((found["round"] - found[way]) / gained for way in ("sampled", "touched"))
+        lines.append([name, f"{gained / found['round']:.1%}", *(f"{share:.1%}" for share in kept)])
+    print_table(["training", "exact", "sampled", "touched"], lines)
+
+
+if __name__ == "__main__":
+    main()
