@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 import torch
-from timing import interleaved, parser, print_table, spread
+from timing import interleaved, parser, print_table, ratio, spread
 from torch import nn
 from torch.nn import functional
 
@@ -31,7 +31,6 @@ from scarctl.daemon.arena import Arena
 from scarctl.layout import Layout, TensorSpec, build_layout
 from scarctl.live import LiveState
 from scarctl.policy import select, squared
-from scarctl.sampling import NARROW
 from scarctl.store import Settings
 from scarctl.tracker import Tracker
 from scarctl.version import pack, step_of
@@ -39,7 +38,7 @@ from scarctl_adapters.torch import TorchAdapter
 
 FRACTION = Fraction(1, 8)
 INTERVAL = 10
-ITERATIONS = 300
+ITERATIONS = 200
 SLOTS = ("", "exp_avg", "exp_avg_sq")
 
 
@@ -75,7 +74,7 @@ class Keeper:
             self.tracker.saved_all(but=np.empty(0, np.int64))
             return
         staleness = step - step_of(self.arena.version)
-        distance = self.tracker.distances(live, staleness, step)
+        distance = self.tracker.distances(live, step)
         chosen = select(
             self._policy,
             distance_sq=squared(distance),
@@ -126,13 +125,15 @@ def perturbations(training: Training) -> dict[str, float]:
 
 
 def zipf(rng: np.random.Generator, rows: int, size: tuple[int, ...], exponent: float = 1.1) -> torch.Tensor:
-    """Rows by Zipf's law, in an order of their own."""
+    """Rows by Zipf's law, the most frequent first."""
     weights = 1.0 / np.arange(1, rows + 1) ** exponent
     drawn = np.searchsorted(np.cumsum(weights) / weights.sum(), rng.random(size))
-    return torch.from_numpy(np.minimum(drawn, rows - 1) * 7919 % rows)
+    return torch.from_numpy(np.minimum(drawn, rows - 1))
 
 
-def embedding(width: int, per_partition: int, *, sparse: bool, rows: int = 20_011) -> Training:
+def embedding(
+    width: int, per_partition: int, *, sparse: bool, ranked: bool = False, rows: int = 4_001
+) -> Training:
     """A table whose bags of rows say a class; the teacher is such a table too."""
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
@@ -147,6 +148,8 @@ def embedding(width: int, per_partition: int, *, sparse: bool, rows: int = 20_01
 
     def loss() -> torch.Tensor:
         bags = zipf(rng, rows, (256, 4))
+        if not ranked:
+            bags = bags * 1999 % rows
         return functional.cross_entropy(model(bags), teacher[bags].sum(dim=1).argmax(dim=1))
 
     return Training(model, optimizers, loss, {"0.weight": per_partition})
@@ -202,13 +205,13 @@ def classifier(build: Callable[[], nn.Module], values: int) -> Training:
 def cnn() -> nn.Module:
     return nn.Sequential(
         nn.Unflatten(1, (1, 8, 8)),
-        nn.Conv2d(1, 64, 3, padding=1),
+        nn.Conv2d(1, 32, 3, padding=1),
         nn.ReLU(),
-        nn.Conv2d(64, 128, 3, padding=1),
+        nn.Conv2d(32, 128, 3, padding=1),
         nn.ReLU(),
-        nn.MaxPool2d(2),
+        nn.MaxPool2d(4),
         nn.Flatten(),
-        nn.Linear(2048, 128),
+        nn.Linear(512, 128),
         nn.ReLU(),
         nn.Linear(128, 10),
     )
@@ -224,8 +227,8 @@ TRAININGS: dict[str, Callable[[], Training]] = {
     "rows of 16, dense": lambda: embedding(16, 1, sparse=False),
     "rows of 64, sparse": lambda: embedding(64, 1, sparse=True),
     "rows of 64, dense": lambda: embedding(64, 1, sparse=False),
-    "64 wide, blocks of 16 rows": lambda: embedding(64, 16, sparse=True),
-    "64 wide, blocks of 64 rows": lambda: embedding(64, 64, sparse=True),
+    "64 wide, blocks of 16 rows": lambda: embedding(64, 16, sparse=True, ranked=True),
+    "64 wide, blocks of 64 rows": lambda: embedding(64, 64, sparse=True, ranked=True),
     "experts, 1,024 values": lambda: classifier(lambda: Experts(16, 64, 128, 10), 1024),
     "experts, 8,192 values": lambda: classifier(lambda: Experts(16, 64, 128, 10), 8192),
     "CNN, 1,152 values": lambda: classifier(cnn, 1152),
@@ -235,21 +238,95 @@ TRAININGS: dict[str, Callable[[], Training]] = {
 }
 
 
+# --- times --------------------------------------------------------------------------------------------------
+
+PASSES = {
+    "rows of 16": (16, 1),
+    "rows of 64": (64, 1),
+    "64 wide, blocks of 16 rows": (64, 16),
+    "64 wide, blocks of 64 rows": (64, 64),
+    "1,024 wide, 8 rows": (1024, 8),
+    "1,024 wide, 256 rows": (1024, 256),
+}
+"""Width of a matrix, and rows per partition."""
+TOUCHED = 1 / 64
+"""Share of the rows that got a gradient since the last look."""
+
+
+def times(width: int, per_partition: int, mb: int, rounds: int) -> list[str]:
+    """Cells of one line: seconds of a pass of each tracker by those of `a.sub_(b)`, and seconds of the copy."""
+    rows = mb * 1_000_000 // 4 // width
+    specs = tuple(TensorSpec(slot, "F32", (rows, width)) for slot in SLOTS)
+    layout = build_layout([("a", "parameter", specs)], rows={"a": per_partition})
+    tensors = [[torch.randn(rows, width) if not t else torch.zeros(1).expand(rows, width) for t in range(3)]]
+    arena = Arena.anonymous(layout)
+    live = LiveState(layout, tensors, arena)
+    live.save(np.arange(layout.partitions), pack(1, 1))
+    a, b = tensors[0][0], tensors[0][0] + 0.01
+    source = torch.zeros(int(FRACTION * layout.nbytes) // 4)
+    target = torch.zeros_like(source)
+    touched = torch.randint(rows, (int(TOUCHED * rows),))
+
+    def timed(call: Callable[[], object]) -> Callable[[], float]:
+        def run() -> float:
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+
+        return run
+
+    def look(kind: str) -> Callable[[], float]:
+        tracker = Tracker(layout, kind)
+        if kind == "touched":
+            tracker.touch({"a": touched})
+            tracker.saved_all(but=np.empty(0, np.int64))
+            live.save(np.arange(layout.partitions), pack(1, 1))
+
+        def run() -> float:
+            if kind == "touched":
+                tracker.touch({"a": touched})
+            return timed(lambda: tracker.distances(live, 1))()
+
+        return run
+
+    cases = {"sub": timed(lambda: b.sub_(a)), "copy": timed(lambda: target.copy_(source))}
+    cases |= {kind: look(kind) for kind in TRACKERS[:3]}
+    seconds = interleaved(cases, rounds)
+    cells = [f"{ratio(seconds[kind], seconds['sub']):.2f}x" for kind in TRACKERS[:3]]
+    of_copy = [f"{ratio(seconds[kind], seconds['copy']):.1f}x" for kind in TRACKERS[:3]]
+    return [*cells, *of_copy, spread(seconds["sub"], 1e-3, 0), spread(seconds["copy"], 1e-3, 0)]
+
+
+def share(kept: float, gained: float) -> str:
+    """Of a reduction that is next to nothing a share says nothing."""
+    return f"{kept / gained:.1%}" if gained > 0.05 else "-"
+
+
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--only", default="", help="trainings with this in their name")
+    options.add_argument("--only", default="", help="cases with this in their name")
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--mb", type=int, default=128, help="MB of parameters of a pass")
     args = options.parse_args()
     lines = []
     for name, build in TRAININGS.items():
-        if args.only not in name:
-            continue
-        found = perturbations(build())
-        gained = found["round"] - found["exact"]
-        kept = ((found["round"] - found[way]) / gained for way in ("sampled", "touched"))
-        lines.append([name, f"{gained / found['round']:.1%}", *(f"{share:.1%}" for share in kept)])
-    print_table(["training", "exact", "sampled", "touched"], lines)
+        if args.only in name:
+            found = perturbations(build())
+            gains = {way: 1 - found[way] / found["round"] for way in TRACKERS[:3]}
+            exact = gains["exact"]
+            shares = [share(gains[way], exact) for way in TRACKERS[1:3]]
+            lines.append([name, f"{exact:.1%}", *shares])
+    if lines:
+        print_table(["training", "exact", "sampled", "touched"], lines)
+        print()
+    passes = [
+        [name, *times(width, rows, args.mb, args.rounds)]
+        for name, (width, rows) in PASSES.items()
+        if args.only in name
+    ]
+    if passes:
+        heads = ["pass", *TRACKERS[:3], *(f"{way}, of copy" for way in TRACKERS[:3]), "sub_, ms", "copy, ms"]
+        print_table(heads, passes)
 
 
 if __name__ == "__main__":

@@ -177,15 +177,14 @@ class Engine:
     def copy(self, live: LiveState, step: int) -> Copied:
         """One partial checkpoint: pick at most the budget and copy it into the arena."""
         version = pack(self.arena.epoch, step)
-        staleness = np.maximum(step - step_of(self.arena.newest()), 0)
-        distance = self.tracker.distances(live, staleness, step)
+        distance = self.tracker.distances(live, step)
         pending = self.arena.pending()
         self._warn_if_stuck(pending)
         chosen = self.selector.select(
             self.settings.policy,
             distance_sq=squared(distance),
             nbytes=self.layout.partition_bytes,
-            staleness=staleness,
+            staleness=np.maximum(step - step_of(self.arena.newest()), 0),
             eligible=~pending,
             budget=self.budget_now,
             credit=self.credit,

@@ -1,10 +1,10 @@
 """Squared distances of partitions, estimated from some of their values.
 
-A partition's values are cut, in the order of memory, into strata of `stride` runs of `RUN` values, and one run of
-each stratum is looked at: stratified sampling, so that every row and every part of a row has its say. Which run it is
-begins at random in every stratum, and moves on by one at every turn: after `stride` turns each value was looked at once.
-Every value is looked at with probability 1 / stride over all seeds, so the sum of the sampled squares, times
-`stride`, is an unbiased estimate of the squared distance (Horvitz and Thompson, 1952).
+A partition's values are cut, in the order of memory, into strata of `stride` adjacent values, and one value of each is
+looked at (stratified sampling), so that every row and every part of a row has its say. Which one begins at random
+in every stratum, and moves on by one at every turn: after `stride` turns each value was looked at once. Over all seeds
+every value is looked at with probability 1 / stride, so `stride` times the sum of the sampled squares is an
+unbiased estimate of the squared distance (Horvitz and Thompson, 1952).
 
 The same values are taken of all partitions of a group: what is special about a column is so for all that are compared.
 Live values are gathered where they are, and only they are moved to the host.
@@ -21,13 +21,12 @@ from numpy.typing import NDArray
 from scarctl.layout import mix64
 
 NARROW = 1024
-"""Partitions with fewer values are never sampled (docs/benchmarks.md has what a sample would lose there)."""
-LEAST = 128
-"""Values that are looked at in a partition, if it has so many strata."""
+"""Partitions with fewer values are never sampled: more than a quarter of them would be needed, which is somewhere in
+every cache line, and takes as long as all of them."""
+LEAST = 256
+"""Values that are looked at in a partition, at least."""
 STRIDE = 64
 """Of a large partition one in so many values is looked at."""
-RUN = 1
-"""Adjacent values that are looked at together."""
 _CHUNK = 1 << 20
 """Sampled values that are gathered at once."""
 
@@ -43,14 +42,13 @@ def sample(values: int, seed: int, turn: int) -> NDArray[np.int64]:
     seed: of the group. turn: number of the look, any whole number from 0.
     """
     stride = stride_of(values)
-    strata = -(-values // (stride * RUN))
+    strata = -(-values // stride)
     start = np.arange(strata, dtype=np.uint64)
     start += mix64(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
     offset = (mix64(start) + np.uint64(turn)) % np.uint64(stride)
-    runs = (np.arange(strata, dtype=np.int64) * stride + offset.astype(np.int64)) * RUN
-    if RUN > 1:
-        runs = (runs[:, None] + np.arange(RUN)).reshape(-1)
-    return runs[: np.searchsorted(runs, values)]
+    picked = np.arange(strata, dtype=np.int64) * stride + offset.astype(np.int64)
+    # The last stratum may be short: then nothing of it is looked at in some turns.
+    return picked[: np.searchsorted(picked, values)]
 
 
 def sampled_squares(
@@ -129,7 +127,9 @@ def _squares(now: torch.Tensor, then: torch.Tensor) -> NDArray[np.float64]:
     """Sums of squared differences per row; the few that are not finite are looked at again (see `distances`)."""
     kind = torch.float32 if now.dtype.is_floating_point and now.element_size() <= 4 else torch.float64
     difference = now.to(kind) - then.to(kind)
-    squares = torch.linalg.vector_norm(difference, dim=1).to(torch.float64).square_().numpy()
+    squares: NDArray[np.float64] = (
+        torch.linalg.vector_norm(difference, dim=1).to(torch.float64).square_().numpy()
+    )
     again = np.flatnonzero(~np.isfinite(squares))
     if again.size:
         a, b = now[again].to(torch.float64), then[again].to(torch.float64)

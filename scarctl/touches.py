@@ -1,8 +1,8 @@
-"""In how many steps each row of a table got a gradient since it was saved.
+"""Which partitions of a table got a gradient since they were last looked at, and how far each had moved by then.
 
-This is the score "most frequently used" of Maeng et al., "CPR: Understanding and Improving Failure Tolerant Training for
-Deep Learning Recommendation with Partial Recovery" (MLSys 2021). Counts lie where the gradients are, so that to count
-waits for no device.
+What gets no gradient does not move, so its distance is what it was: only touched partitions are compared again. Maeng
+et al. (CPR, MLSys 2021) count touches instead and save the rows that are used most. With Adam a count says little about
+how far a row has moved (docs/benchmarks.md), and the rows that were touched between two checkpoints are few.
 """
 
 from __future__ import annotations
@@ -14,58 +14,51 @@ from numpy.typing import NDArray
 from scarctl.group import Group
 
 Ids = NDArray[np.int64]
-_ALL = 0.5
-"""A table of which a step touches a larger share of the rows is no table that counts tell anything about."""
 
 
 class Touches:
-    """Counts of one group. The training thread adds; the copy thread, which it waits for first, reads and resets."""
+    """Of one group. The training thread marks; the copy thread, which it waits for first, reads and resets.
+
+    Marks lie where the gradients are, one byte per partition, so that to mark waits for no device.
+    """
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        self._group = group
-        self._counts = torch.zeros(group.rows, dtype=torch.int32, device=device)
-        self._steps = 0
-        self._rows: int | torch.Tensor = 0
+        """Nothing is known yet: all partitions are marked."""
+        self._per_partition = group.rows_per_partition
+        self._marks = torch.ones(group.partitions, dtype=torch.bool, device=device)
+        self.known: NDArray[np.float64] = np.full(group.partitions, np.nan)
+        """Distances as they were last seen, float64 of shape (partitions,)."""
 
-    def add(self, rows: torch.Tensor) -> None:
-        """One step's rows: a mask, bool of shape (rows,), or numbers, int64, that may repeat: they count once."""
-        self._steps += 1
+    def mark(self, rows: torch.Tensor) -> None:
+        """Rows that a step changes: a mask, bool of shape (rows,), or numbers, int64, in any order, repeated or not."""
         if rows.dtype == torch.bool:
-            self._counts += rows
-            self._rows = self._rows + rows.sum()
-        else:
-            # Rows that are repeated get the same value several times.
-            self._counts[rows] = self._counts[rows] + 1
-            self._rows = self._rows + min(rows.numel(), self._group.rows)
+            if self._per_partition == 1:
+                self._marks |= rows
+                return
+            rows = rows.nonzero()[:, 0]
+        if self._per_partition > 1:
+            rows = torch.div(rows, self._per_partition, rounding_mode="floor")
+        self._marks[rows] = True
 
-    def busy(self) -> bool:
-        """Whether the steps since it was last asked have touched most rows."""
-        rows, steps = int(self._rows), self._steps
-        self._rows = self._steps = 0
-        return rows > _ALL * steps * self._group.rows
+    def mark_partitions(self, ids: Ids) -> None:
+        """Partitions `ids` of the group have to be looked at again."""
+        self._marks[torch.from_numpy(ids).to(self._marks.device)] = True
 
-    def counts(self) -> NDArray[np.int32]:
-        """Touches of every partition, summed over its rows: int32 of shape (partitions,). Not to be written to."""
-        rows = self._counts.cpu().numpy()
-        per_partition = self._group.rows_per_partition
-        if per_partition == 1:
-            return rows
-        starts = np.arange(0, self._group.rows, per_partition)
-        return np.add.reduceat(rows, starts, dtype=np.int32)
+    def marked(self) -> NDArray[np.bool_]:
+        """Which partitions are marked: bool of shape (partitions,). Not to be written to."""
+        marks: NDArray[np.bool_] = self._marks.cpu().numpy()
+        return marks
 
-    def reset(self, ids: Ids | None = None) -> None:
-        """Partitions `ids` of the group (None: all) are saved."""
-        if ids is None:
-            self._counts.zero_()
-        else:
-            self._counts[self._rows_of(ids)] = 0
+    def looked(self) -> None:
+        """`known` is of now, for all of them."""
+        self._marks.zero_()
 
-    def spoiled(self, ids: Ids) -> None:
-        """Partitions `ids` of the group have no good copy: they count as touched."""
-        rows = self._rows_of(ids)
-        self._counts[rows] = torch.clamp(self._counts[rows], min=1)
+    def saved(self, ids: Ids) -> None:
+        """Partitions `ids` of the group are equal to their copies."""
+        self.known[ids] = 0.0
+        self._marks[torch.from_numpy(ids).to(self._marks.device)] = False
 
-    def _rows_of(self, ids: Ids) -> torch.Tensor:
-        per_partition = self._group.rows_per_partition
-        rows = (ids[:, None] * per_partition + np.arange(per_partition)).reshape(-1)
-        return torch.from_numpy(rows[rows < self._group.rows]).to(self._counts.device)
+    def saved_all(self) -> None:
+        """All are equal to their copies."""
+        self.known[:] = 0.0
+        self._marks.zero_()

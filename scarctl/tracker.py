@@ -3,18 +3,15 @@
 exact     compares all values of the parameter with the copy: `scarctl.distance`.
 sampled   compares a few values of every partition, others at every checkpoint: `scarctl.sampling`. Only where a
           partition has `sampling.NARROW` values or more.
-touched   counts in how many steps the rows of an embedding table got a gradient: `scarctl.touches`.
+touched   compares the rows of embedding tables that got a gradient since the last look, and remembers the distances of
+          all others: `scarctl.touches`. Of groups that are no tables it compares all.
 auto      touched for what gets sparse gradients, sampled where partitions are large, exact for all else.
 
-Whatever is chosen is compared exactly before it is copied. Sealed checkpoints never look at estimates.
+Whatever is chosen is compared exactly before it is copied. Sealed checkpoints look at everything, whatever the tracker.
 
-**From counts to distances.** Groups are compared with each other, so counts have to become distances. At every
-checkpoint a few hundred partitions of a table are compared exactly, those that were touched and those that were not, and
-
-    squared distance  ~  gain * touches + drift * iterations since it was saved
-
-is fitted to their sums. Drift is what weight decay and momentum do to rows without a gradient. Where it is zero, what was
-not touched is not saved again; where it is not, such rows are chosen too, the oldest first, after those that moved more.
+**Rows without a gradient may move:** by weight decay, by momentum, when somebody writes to them. So at every look a
+few hundred of the others are compared too. Where more than one in 64 of them has moved, the whole table is
+compared, as `exact` does; fewer that moved unseen are found by a later look, or by the next sealed checkpoint.
 """
 
 from __future__ import annotations
@@ -37,10 +34,14 @@ from scarctl.touches import Touches
 
 Ids = NDArray[np.int64]
 _NONE = np.empty(0, dtype=np.int64)
-_TOUCHED = 1024
-"""Touched partitions of a table that are compared exactly at a checkpoint."""
-_UNTOUCHED = 256
-"""And of those that were not touched."""
+_OTHERS = 512
+"""Partitions of a table that are looked at for a move without a gradient."""
+_DRIFT = 1 / 64
+"""Share of them that may have moved."""
+_SAME = 1e-3
+"""Relative difference of two distances that is rounding."""
+_FEW = 1 / 4
+"""Share of a table's partitions of which to gather them takes less than to compare all."""
 
 
 def touched_of(
@@ -77,11 +78,11 @@ class Tracker:
         self._turn: int | None = None
         self._number = {group.name: g for g, group in enumerate(layout.groups)}
         self._touches: dict[int, Touches] = {}
-        self._counting = kind in ("touched", "auto")
+        self._marking = kind in ("touched", "auto")
         self._suspects = _NONE
         """Partitions that were not finite when they were looked at exactly, ascending."""
         self._scale: dict[int, NDArray[np.float64]] = {}
-        """For "relative": squared norms of the copies of a sampled group; NaN: not known."""
+        """For the norm "relative": squared norms of the copies of a sampled group; NaN: not known."""
         self._estimated: list[int] = []
         """Groups whose newest distances are estimates, ascending."""
 
@@ -89,7 +90,7 @@ class Tracker:
 
     def touch(self, rows: Mapping[str, torch.Tensor]) -> None:
         """The coming step changes these rows: see `KnowsTouched`. Called in the training thread, before the step."""
-        if not self._counting:
+        if not self._marking:
             return
         for name, touched in rows.items():
             g = self._number.get(name)
@@ -97,11 +98,11 @@ class Tracker:
                 continue
             if g not in self._touches:
                 self._touches[g] = Touches(self._layout.groups[g], touched.device)
-            self._touches[g].add(touched)
+            self._touches[g].mark(touched)
 
     def give_up_touched(self) -> None:
-        """Counts have become wrong: from now on tables are like all else."""
-        self._counting = False
+        """Marks have become wrong: from now on tables are like all else."""
+        self._marking = False
         self._touches.clear()
 
     def saved(self, ids: Ids) -> None:
@@ -110,7 +111,7 @@ class Tracker:
         for g, touches in self._touches.items():
             mine = ids[bounds[g] : bounds[g + 1]]
             if mine.size:
-                touches.reset(mine - self._layout.base[g])
+                touches.saved(mine - self._layout.base[g])
         for g, scale in self._scale.items():
             scale[ids[bounds[g] : bounds[g + 1]] - self._layout.base[g]] = np.nan
 
@@ -120,7 +121,7 @@ class Tracker:
             self.saved(np.setdiff1d(np.arange(self._layout.partitions), but, assume_unique=True))
             return
         for touches in self._touches.values():
-            touches.reset()
+            touches.saved_all()
         self._scale.clear()
         self._suspects = _NONE
 
@@ -128,15 +129,14 @@ class Tracker:
         """Partitions `ids` (ascending) have no good copy."""
         bounds = np.searchsorted(ids, self._layout.base)
         for g, touches in self._touches.items():
-            touches.spoiled(ids[bounds[g] : bounds[g + 1]] - self._layout.base[g])
+            touches.mark_partitions(ids[bounds[g] : bounds[g + 1]] - self._layout.base[g])
 
     # -- what a checkpoint asks -----------------------------------------------------------------------------------
 
-    def distances(self, live: LiveState, staleness: Ids, step: int) -> NDArray[np.float64]:
+    def distances(self, live: LiveState, step: int) -> NDArray[np.float64]:
         """Distance of every partition from its copy: float64 of shape (layout.partitions,).
 
-        staleness: iterations since the copies, int64 of the same shape. NaN or Inf where values are known not to be
-        finite. What is chosen by these has to go through `check`.
+        NaN or Inf where values are known not to be finite. What is chosen by these has to go through `check`.
         """
         self._turn = step if self._turn is None else self._turn + 1
         result, scratch = np.zeros(self._layout.partitions), Scratch()
@@ -146,8 +146,8 @@ class Tracker:
             if span.start == span.stop:
                 continue
             touches = self._touches.get(g)
-            if touches is not None and not touches.busy():
-                result[span] = self._from_touches(live, g, touches.counts(), staleness[span])
+            if touches is not None:
+                result[span] = self._from_touches(live, g, touches, scratch)
             elif self._samples(g):
                 result[span] = self._from_sample(live, g)
             else:
@@ -160,7 +160,7 @@ class Tracker:
     def check(self, live: LiveState, ids: Ids, distance: NDArray[np.float64]) -> tuple[Ids, Ids]:
         """Of `ids` (ascending), chosen by `distance`: those that may be copied, and those that are not finite.
 
-        Sets the distances of what was only estimated.
+        Sets the distances of what was not compared as a whole.
         """
         bounds = np.searchsorted(ids, self._layout.base)
         for g in self._estimated:
@@ -202,32 +202,30 @@ class Tracker:
         return scale
 
     def _from_touches(
-        self, live: LiveState, g: int, counts: NDArray[np.int32], staleness: Ids
+        self, live: LiveState, g: int, touches: Touches, scratch: Scratch
     ) -> NDArray[np.float64]:
-        first = int(self._layout.base[g])
+        first, marked = int(self._layout.base[g]), touches.marked()
+        ids = np.flatnonzero(marked)
+        if ids.size <= _FEW * marked.size:
+            touches.known[ids] = live.distances_of(g, first + ids, self._norm)
+            if self._has_drifted(live, g, touches.known, marked):
+                ids = np.arange(marked.size)
+        if ids.size > _FEW * marked.size:
+            touches.known = live.group_distances(g, self._norm, scratch)
+        touches.looked()
+        return touches.known
+
+    def _has_drifted(
+        self, live: LiveState, g: int, known: NDArray[np.float64], marked: NDArray[np.bool_]
+    ) -> bool:
+        """Whether partitions have moved without a gradient. Those that it has seen are set right."""
         rng = np.random.Generator(np.random.PCG64([self._seed & 0xFFFFFFFFFFFFFFFF, g, self._turn or 0]))
-        touched = np.flatnonzero(counts)
-        some = _choice(rng, touched, _TOUCHED)
-        # Hardly any are touched in a large table: no list of the others is made.
-        others = np.unique(rng.integers(counts.size, size=2 * _UNTOUCHED))
-        others = others[counts[others] == 0]
-
-        squares = np.square(live.distances_of(g, first + some, self._norm))
-        drifted = np.square(live.distances_of(g, first + others, self._norm))
-        good, fine = np.isfinite(squares), np.isfinite(drifted)
-        drift = drifted[fine].sum() / max(1, int(staleness[others[fine]].sum()))
-        moved = squares[good].sum() - drift * staleness[some[good]].sum()
-        gain = max(0.0, moved) / max(1, int(counts[some[good]].sum()))
-
-        result = np.zeros(counts.size)
-        if drift:
-            np.multiply(staleness, drift, out=result)
-        result[touched] += gain * counts[touched]
-        np.sqrt(result, out=result)
-        bad = np.union1d(some[~good], others[~fine])
-        result[bad] = np.nan
-        self._suspects = np.union1d(self._suspects, first + bad)
-        return result
+        some = np.unique(rng.integers(marked.size, size=_OTHERS))
+        some = some[~marked[some]]
+        now = live.distances_of(g, int(self._layout.base[g]) + some, self._norm)
+        moved = ~np.isclose(now, known[some], rtol=_SAME, atol=0.0, equal_nan=True)
+        known[some] = now
+        return bool(np.count_nonzero(moved) > _DRIFT * some.size)
 
     def _look_again(self, live: LiveState, distance: NDArray[np.float64]) -> None:
         """Partitions that were not finite are looked at exactly until they are."""
@@ -237,10 +235,3 @@ class Tracker:
             if mine.size:
                 distance[mine] = live.distances_of(g, mine, self._norm)
         self._suspects = self._suspects[~np.isfinite(distance[self._suspects])]
-
-
-def _choice(rng: np.random.Generator, ids: Ids, count: int) -> Ids:
-    """At most `count` of `ids`, ascending."""
-    if ids.size <= count:
-        return ids
-    return ids[np.unique(rng.integers(ids.size, size=count))]

@@ -1,0 +1,119 @@
+"""An embedding table of millions of rows, each a partition of its own, with sparse gradients: what a checkpoint takes.
+
+python benchmarks/ten_million_rows.py [--rows 10000000] [--tracker touched] [--steps 41]
+
+The table is N x 64 float32 with SparseAdam's two moments, 768 bytes per row. 10 M rows need 7.7 GB live and as much in
+the arena, beside 0.6 GB of arrays per partition and what selecting takes: 20 GB. Every step trains a batch of bags drawn
+by Zipf's law. Printed are the times of the parts of a checkpoint that saves 1/64, and what reached the store.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from timing import arenas, parser, print_table, scratch, spread
+from torch import nn
+from training import wait_durable
+
+import scarctl
+
+WIDTH = 64
+ROW_BYTES = 3 * 4 * WIDTH
+NEEDED_PER_ROW = 2 * ROW_BYTES + 460
+"""Live values, the arena, and arrays over partitions."""
+
+
+def available() -> int:
+    """Bytes of memory that can be had without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("no MemAvailable in /proc/meminfo")
+
+
+def timed(times: dict[str, list[float]], name: str, owner: Any, method: str) -> None:
+    """Have a method note how long each call takes."""
+    inner = getattr(owner, method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            times.setdefault(name, []).append(time.perf_counter() - start)
+
+    setattr(owner, method, call)
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--rows", type=int, default=10_000_000)
+    options.add_argument("--tracker", default="touched", choices=["exact", "touched", "auto"])
+    options.add_argument("--steps", type=int, default=41)
+    options.add_argument("--batch", type=int, default=4096, help="bags of 8 rows")
+    args = options.parse_args()
+    need, have = args.rows * NEEDED_PER_ROW, available()
+    if need > have:
+        sys.exit(
+            f"{args.rows:,} rows need {need / 1e9:.1f} GB of memory, and {have / 1e9:.1f} GB are free: "
+            f"give --rows {int(0.9 * have / NEEDED_PER_ROW):,}"
+        )
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    table = nn.EmbeddingBag(args.rows, WIDTH, mode="sum", sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.01)
+    edges = np.cumsum(1.0 / np.arange(1, args.rows + 1))
+    edges /= edges[-1]
+
+    def step() -> None:
+        bags = torch.from_numpy(np.minimum(np.searchsorted(edges, rng.random((args.batch, 8))), args.rows - 1))
+        optimizer.zero_grad()
+        table(bags).square().mean().backward()
+        optimizer.step()
+
+    times: dict[str, list[float]] = {}
+    with scratch(args.folder) as folder, arenas(folder) as arena_dir:
+        os.environ["SCARCTL_ARENA_DIR"] = arena_dir
+        session = scarctl.attach(
+            table,
+            optimizer,
+            store=folder / "store",
+            rows={"weight": 1},
+            fraction=1 / 64,
+            tracker=args.tracker,
+            daemon=False,
+        )
+        start = time.perf_counter()
+        step()
+        session.checkpoint(full=True, wait=True)
+        first = time.perf_counter() - start
+        engine = session._started()
+        timed(times, "distances", engine.tracker, "distances")
+        timed(times, "choose", engine.selector, "select")
+        timed(times, "check what is chosen", engine.tracker, "check")
+        timed(times, "copy in all", engine, "copy")
+        timed(times, "persist in all", engine.saver._runner._persister, "persist")  # type: ignore[attr-defined]
+        saved = session.stats.saved_bytes
+        written: list[int] = []
+        for number in range(2, args.steps + 1):
+            step()
+            session._finish()
+            if session.stats.saved_bytes > saved:
+                written.append(session.stats.saved_bytes - saved)
+                saved = session.stats.saved_bytes
+                wait_durable(session, number)
+        rows = [[name, spread(found, 1e-3, 1), str(len(found))] for name, found in times.items()]
+        session.close(seal=False)
+    print(f"{args.rows:,} rows, tracker {args.tracker}; the first checkpoint, of all, took {first:.1f} s")
+    print_table(["part", "ms", "times"], rows)
+    print(f"rows per checkpoint: {[nbytes // ROW_BYTES for nbytes in written]}")
+
+
+if __name__ == "__main__":
+    main()
