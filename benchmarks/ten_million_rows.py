@@ -72,7 +72,9 @@ def main() -> None:
     edges /= edges[-1]
 
     def step() -> None:
-        bags = torch.from_numpy(np.minimum(np.searchsorted(edges, rng.random((args.batch, 8))), args.rows - 1))
+        bags = torch.from_numpy(
+            np.minimum(np.searchsorted(edges, rng.random((args.batch, 8))), args.rows - 1)
+        )
         optimizer.zero_grad()
         table(bags).square().mean().backward()
         optimizer.step()
@@ -98,7 +100,7 @@ def main() -> None:
         timed(times, "choose", engine.selector, "select")
         timed(times, "check what is chosen", engine.tracker, "check")
         timed(times, "copy in all", engine, "copy")
-        timed(times, "persist in all", engine.saver._runner._persister, "persist")  # type: ignore[attr-defined]
+        timed(times, "persist in all", engine.saver.thread._persister, "persist")
         saved = session.stats.saved_bytes
         written: list[int] = []
         for number in range(2, args.steps + 1):
