@@ -184,7 +184,7 @@ class Engine:
             self.settings.policy,
             distance_sq=squared(distance),
             nbytes=self.layout.partition_bytes,
-            staleness=np.maximum(step - step_of(self.arena.newest()), 0),
+            staleness=self._staleness(step),
             eligible=~pending,
             budget=self.budget_now,
             credit=self.credit,
@@ -198,6 +198,12 @@ class Engine:
         ids, bad = self.tracker.check(live, chosen.ids, distance)
         self._save(live, ids, distance, version)
         return Copied(version, ids, sealed=False, nonfinite=np.union1d(chosen.nonfinite, bad))
+
+    def _staleness(self, step: int) -> Ids:
+        """Iterations since every copy; zeros where nobody asks, for it takes longer than all else of a selection."""
+        if self.settings.max_staleness is None and self.settings.policy == "priority":
+            return np.broadcast_to(np.int64(0), self.layout.partitions)
+        return np.maximum(step - step_of(self.arena.newest()), 0)
 
     @property
     def budget_now(self) -> int:

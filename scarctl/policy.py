@@ -41,8 +41,14 @@ class Selection:
 
 def squared(distance: NDArray[np.float64]) -> NDArray[np.float64]:
     """Squares for `select`, clipped: one that overflows would look like a value that is not finite."""
-    finite = np.isfinite(distance)
-    return np.square(np.minimum(distance, _LARGEST, where=finite, out=distance.copy()))
+    result = np.empty_like(distance)
+    for first in range(0, distance.size, _CHUNK):
+        part, out = distance[first : first + _CHUNK], result[first : first + _CHUNK]
+        with np.errstate(over="ignore"):
+            np.square(part, out=out)
+        if np.isinf(out).any():
+            out[np.isinf(out) & np.isfinite(part)] = _LARGEST**2
+    return result
 
 
 def select(
@@ -84,25 +90,20 @@ def select(
     if not distance_sq.shape == nbytes.shape == staleness.shape == eligible.shape == (n,):
         raise UsageError("the arrays of partitions have different shapes")
 
-    finite = np.isfinite(distance_sq)
-    nonfinite = np.flatnonzero(eligible & ~finite)
+    ids, nonfinite = _candidates(distance_sq, eligible, equal_too=policy == "full")
     if policy == "full":
-        ids = np.flatnonzero(eligible & finite)
         return Selection(ids, int(nbytes[ids].sum()), credit, cursor, nonfinite)
 
     cap = budget + int(nbytes.max(initial=0))
     room = budget + min(max(credit, 0), cap)
-    candidates = eligible & finite & (distance_sq > 0)
     stale = np.empty(0, dtype=np.int64)
-    waiting = 0
     if max_staleness is not None:
-        due = np.flatnonzero(candidates & (staleness >= max_staleness))
+        is_due = staleness[ids] >= max_staleness
+        due = ids[is_due]
         stale = _prefix(due, staleness[due].astype(np.uint64), nbytes, room)
-        waiting = due.size - stale.size
-        candidates[due] = False
+        # Where one that is due did not fit, all others wait until the credit covers it.
+        ids = ids[~is_due] if stale.size == due.size else np.empty(0, dtype=np.int64)
         room -= int(nbytes[stale].sum())
-    # Where one that is due did not fit, all others wait until the credit covers it.
-    ids = np.empty(0, dtype=np.int64) if waiting else np.flatnonzero(candidates)
     if policy == "round":
         split = np.searchsorted(ids, cursor)
         in_turn = _fitting(np.concatenate((ids[split:], ids[:split])), nbytes, room)
@@ -116,6 +117,20 @@ def select(
     return Selection(taken, int(nbytes[taken].sum()), min(room, cap), cursor, nonfinite)
 
 
+def _candidates(
+    distance_sq: NDArray[np.float64], eligible: NDArray[np.bool_], *, equal_too: bool
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Eligible ids that have changed, or all that are finite; and those that are not finite. Both ascending."""
+    found, bad = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    for first in range(0, distance_sq.size, _CHUNK):
+        values, may = distance_sq[first : first + _CHUNK], eligible[first : first + _CHUNK]
+        finite = np.isfinite(values)
+        if not finite.all():
+            bad.append(np.flatnonzero(may & ~finite) + first)
+        found.append(np.flatnonzero(may & finite if equal_too else may & finite & (values > 0)) + first)
+    return np.concatenate(found), np.concatenate(bad)
+
+
 def _keys(
     policy: str,
     ids: NDArray[np.int64],
@@ -127,7 +142,9 @@ def _keys(
     """A number per candidate, the larger the sooner: uint64 of shape (candidates,)."""
     if policy == "priority":
         # Positive floats are ordered like their bits. A partition without bytes counts as one byte.
-        return (distance_sq[ids] / np.maximum(nbytes[ids], 1)).view(np.uint64)
+        keys = distance_sq[ids]
+        keys /= np.maximum(nbytes[ids], 1)
+        return keys.view(np.uint64)
     # Raw output of a bit generator, which numpy keeps the same for ever. Drawn for all ids, so that an id's place
     # does not depend on what else is a candidate.
     entropy = np.random.SeedSequence([seed & 0xFFFFFFFFFFFFFFFF, step])
@@ -157,10 +174,13 @@ def _prefix(
         edge = int(np.count_nonzero(reaching > room)) - 1
         if edge < 0:
             break
-        digits = (keys >> np.uint64(shift)) & np.uint64((1 << bits) - 1)
-        taken.append(ids[digits > edge])
+        # What comes before the digit is the same in all keys, so keys are ordered like it.
+        least = ((low >> shift >> bits << bits) + edge) << shift
+        in_or_same = np.flatnonzero(keys >= np.uint64(least))
+        ids, keys = ids[in_or_same], keys[in_or_same]
+        same = keys - np.uint64(least) < np.uint64(1 << shift)
+        taken.append(ids[~same])
         room -= int(totals[edge + 1 :].sum())
-        same = digits == edge
         ids, keys = ids[same], keys[same]
     # The sort is a merge of the few pieces, each ascending.
     return np.sort(np.concatenate([*taken, ids]), kind="stable")

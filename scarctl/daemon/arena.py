@@ -59,6 +59,8 @@ log = logging.getLogger("scarctl")
 Ids = NDArray[np.int64]
 
 _TEMPORARY = ".arena-new"
+_CHUNK = 1 << 16
+"""Partitions that are looked at together, so that temporaries stay in the cache."""
 
 
 class Arena:
@@ -326,12 +328,20 @@ class Arena:
 
     def pending(self) -> NDArray[np.bool_]:
         """Partitions whose copy still waits for the store: bool of shape (layout.partitions,)."""
-        waiting: NDArray[np.bool_] = (self.version != self.durable) & (self.version >= 0)
+        waiting = np.empty(self.version.size, dtype=bool)
+        for first in range(0, waiting.size, _CHUNK):
+            part = slice(first, first + _CHUNK)
+            version = self.version[part]
+            np.logical_and(version != self.durable[part], version >= 0, out=waiting[part])
         return waiting
 
     def intact(self) -> NDArray[np.bool_]:
         """Partitions that have a complete copy: bool of shape (layout.partitions,)."""
-        whole: NDArray[np.bool_] = ((self.generation & np.uint64(1)) == 0) & (self.version >= 0)
+        whole = np.empty(self.version.size, dtype=bool)
+        for first in range(0, whole.size, _CHUNK):
+            part = slice(first, first + _CHUNK)
+            even = (self.generation[part] & np.uint64(1)) == 0
+            np.logical_and(even, self.version[part] >= 0, out=whole[part])
         return whole
 
     # -- the end ------------------------------------------------------------------------------------------------
