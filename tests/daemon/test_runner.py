@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from scarctl.daemon import runner
-from scarctl.daemon.persister import Persister, adopt_orphans
+from scarctl.daemon.persister import adopt_orphans
 from scarctl.daemon.runner import PersisterThread
 from scarctl.errors import AccessDenied, Corruption, Fenced, Unavailable
 from tests.daemon.rig import Rig
