@@ -29,6 +29,7 @@ from scarctl.daemon.saver import Saver
 from scarctl.errors import ScarError
 from scarctl.layout import Layout
 from scarctl.live import LiveState
+from scarctl.motion import Motion
 from scarctl.policy import Selection, select, squared
 from scarctl.recovery import Plan
 from scarctl.store import Store
@@ -148,6 +149,7 @@ class Engine:
         self.selector: Selector = selector or _OneSession()
         self.credit = 0
         self.cursor = 0
+        self.motion = Motion(layout)
         self.cadence = Cadence(
             None if settings.interval == "auto" else settings.interval,
             checkpoint_bytes=layout.nbytes if settings.policy == "full" else self.budget,
@@ -169,6 +171,7 @@ class Engine:
     def copy(self, live: LiveState, step: int) -> Copied:
         """One partial checkpoint: pick at most the budget and copy it into the arena."""
         version = pack(self.arena.epoch, step)
+        self._look(live, step)
         distance = live.distances(self.settings.norm)
         pending = self.arena.pending()
         self._warn_if_stuck(pending)
@@ -204,6 +207,7 @@ class Engine:
         it is the running checkpoint's x(0) (Qiao et al., section 4.2).
         """
         version = pack(self.arena.epoch, step)
+        self._look(live, step)
         first = not (self.arena.version >= 0).any()
         if first:
             distance = np.zeros(self.layout.partitions)
@@ -218,6 +222,11 @@ class Engine:
             ids, nonfinite = np.flatnonzero(changed & good), np.flatnonzero(changed & ~good)
         self._save(live, ids, distance, version)
         return Copied(version, ids, sealed=not nonfinite.size, nonfinite=nonfinite)
+
+    def _look(self, live: LiveState, step: int) -> None:
+        # Not when somebody has asked for a checkpoint: all ranks have to look after the same iterations.
+        if self.settings.interval == "auto" or step % self.settings.interval == 0:
+            self.motion.look(live.tensors, step)
 
     def _save(self, live: LiveState, ids: Ids, distance: NDArray[np.float64], version: int) -> None:
         live.save(ids, version)

@@ -23,6 +23,7 @@ WITH_TORCH = {
     "scarctl.engine",
     "scarctl.live",
     "scarctl.moment",
+    "scarctl.motion",
     "scarctl.naming",
     "scarctl.ranks.crew",
     "scarctl.ranks.exchange",

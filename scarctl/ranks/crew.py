@@ -23,6 +23,7 @@ from scarctl.dtypes import plain, torched
 from scarctl.engine import Selector
 from scarctl.errors import Unavailable, UsageError
 from scarctl.layout import Layout
+from scarctl.outlook import FIELD as HISTORY
 from scarctl.parts import find_parts
 from scarctl.ranks.agreement import Agreement, Standing, agree_on_step, perturbation_of
 from scarctl.ranks.exchange import Exchange
@@ -233,7 +234,9 @@ class Crew:
         shared = {n: v for n, v in theirs["early"]["extras"].items() if n not in self._rank_extras}
         early = {"rng": own["early"]["rng"], "extras": {**shared, **mine}}
         late = self.adapter.mix_late(theirs["late"], own["late"])
-        return {**theirs, "early": {**theirs["early"], **early}, "late": late}
+        mixed = {**theirs, "early": {**theirs["early"], **early}, "late": late}
+        mixed.pop(HISTORY, None)  # of how far the other one's part has moved
+        return mixed | ({HISTORY: own[HISTORY]} if HISTORY in own else {})
 
     def _summary(self, agreement: Agreement, everyone: list[Standing], store: Store) -> dict[str, Any]:
         summary = None

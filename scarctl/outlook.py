@@ -1,0 +1,89 @@
+"""How fast the run of a store converges, as far as its checkpoints tell: read from their extras, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.convergence import CannotTell
+from scarctl.errors import Corruption
+from scarctl.history import History
+from scarctl.prediction import Outlook, Rework, rework_of_loss
+from scarctl.store import ShardState, Store
+
+FIELD = "history"
+"""Of a checkpoint's extras."""
+
+
+def history_of(extras: Any) -> tuple[History, str]:
+    """History and norm of the session that saved these extras; no points when it has saved none."""
+    found = extras.get(FIELD) if isinstance(extras, dict) else None
+    if not isinstance(found, dict):
+        return History(), ""
+    norm = found.get("norm")
+    return History.from_array(found.get("points")), norm if isinstance(norm, str) else ""
+
+
+def to_extras(history: History, norm: object) -> dict[str, Any]:
+    """What `history_of` reads, as one more field of extras. norm: of the session's distances."""
+    return {FIELD: {"norm": norm if isinstance(norm, str) else "a function", "points": history.to_array()}}
+
+
+def stored_outlook(
+    writers: Sequence[tuple[Store, Mapping[int, ShardState]]], step: int
+) -> tuple[Outlook, str]:
+    """What the newest extras say of convergence at `step`, and the norm of the run's distances.
+
+    writers: each store as its writer sees it, with the states of its shards: one, or one for each rank that has some of
+    the state. What cannot be read is no error: the outlook says so.
+    """
+    parts, norm = [], ""
+    for store, states in writers:
+        newest = max(
+            (state for state in states.values() if state.extras is not None),
+            key=lambda state: state.extras or (0, 0),
+            default=None,
+        )
+        try:
+            found = None if newest is None else store.read_extras(newest)
+        except Corruption as error:
+            return Outlook(step, CannotTell(f"the run's extras are damaged: {error.message}")), ""
+        history, norm = history_of(None if found is None else found[1])
+        parts.append(history.until(step))
+    if not parts or not all(part.points for part in parts):
+        return Outlook(step, CannotTell("no session has saved how far the run moves")), norm
+    return Outlook(step, History.joined(parts).convergence(step)), norm
+
+
+def parameters_of(layout: Any) -> NDArray[np.bool_]:
+    """Which partitions are of parameters: bool of shape (layout.partitions,)."""
+    kinds = np.array([group.kind == "parameter" for group in layout.groups], dtype=bool)
+    found: NDArray[np.bool_] = kinds[layout.group_of(np.arange(layout.partitions))]
+    return found
+
+
+def rework_of(
+    outlook: Outlook,
+    ids: NDArray[np.int64],
+    *,
+    parameters: NDArray[np.bool_],
+    ages: NDArray[np.int64],
+    distance: NDArray[np.float64] | None,
+    since: int = 0,
+) -> Rework:
+    """Predicted rework after the partitions `ids` went back to their copies.
+
+    parameters, ages, distance: over all partitions; see `rework_of_loss`. distance: in the l2 norm, `since` iterations
+    ago; None when it is not known.
+    """
+    mine = ids[parameters[ids]]
+    whole = int(parameters.sum())
+    if not mine.size:
+        return Rework(0.0, 0.0, 0.0, "distances")
+    norm = None
+    if distance is not None and np.isfinite(distance[mine]).all():
+        norm = float(np.linalg.norm(distance[mine]))
+    return rework_of_loss(outlook, norm, ages[mine], mine.size / whole, since=since)
