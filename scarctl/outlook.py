@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scarctl.convergence import CannotTell
 from scarctl.errors import Corruption
 from scarctl.history import History
-from scarctl.prediction import Outlook, Rework, rework_of_loss
+from scarctl.prediction import Outlook, Rework, grouped, rework_of_loss
 from scarctl.store import ShardState, Store
 
 FIELD = "history"
@@ -86,4 +86,5 @@ def rework_of(
     norm = None
     if distance is not None and np.isfinite(distance[mine]).all():
         norm = float(np.linalg.norm(distance[mine]))
-    return rework_of_loss(outlook, norm, ages[mine], mine.size / whole, since=since)
+    old, counts = grouped(ages[mine])
+    return rework_of_loss(outlook, norm, old, mine.size / whole, counts=counts, since=since)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from scarctl.convergence import CannotTell, Convergence
 from scarctl.errors import ScarError
@@ -94,10 +94,17 @@ class Outlook:
 
         return self._over_the_interval(bound, "distances")
 
-    def of_ages(self, ages: ArrayLike, share: float) -> Rework:
-        """Rework after a `share` of the state went back to copies that are so many iterations old."""
+    def of_ages(self, ages: ArrayLike, share: float, counts: ArrayLike | None = None) -> Rework:
+        """Rework after a `share` of the state went back to copies that are so many iterations old.
+
+        counts: how many copies are of each age; default one.
+        """
         root = math.sqrt(share)
-        return self._over_the_interval(lambda c, _: rework_bound_of_ages(c, ages, root), "ages")
+
+        def bound(c: float, _: float) -> float:
+            return rework_bound_of_ages(c, ages, root, counts=counts)
+
+        return self._over_the_interval(bound, "ages")
 
     def _over_the_interval(self, bound: Callable[[float, float], float], basis: str) -> Rework:
         fit = self.convergence
@@ -118,6 +125,7 @@ def rework_of_loss(
     ages: ArrayLike,
     share: float,
     *,
+    counts: ArrayLike | None = None,
     since: int = 0,
 ) -> Rework:
     """Rework after a `share` of the state went back to its copies.
@@ -125,13 +133,21 @@ def rework_of_loss(
     norm: the perturbation, `since` iterations ago; None where it is not known, then the copies' ages count.
     """
     old = np.asarray(ages, dtype=np.float64)
-    if norm == 0.0 and not since:
-        return Rework(0.0, 0.0, 0.0, "distances")
     if not old.size or (norm is None and not old.any()):
         return Rework(0.0, 0.0, 0.0, "ages")
+    if norm == 0.0 and not since:
+        return Rework(0.0, 0.0, 0.0, "distances")
     if norm is None:
-        return outlook.of_ages(old, share)
+        return outlook.of_ages(old, share, counts)
     return outlook.of_perturbation(norm, share=share, since=since)
+
+
+def grouped(ages: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The different ones, ascending, and how often each is there."""
+    # Not np.unique: it loads numpy.ma, which a command that is to start fast does without.
+    ordered = np.sort(ages)
+    first = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))[: len(ordered)])
+    return ordered[first], np.diff(np.append(first, len(ordered)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from scarctl.errors import Corruption
 from scarctl.history import History
 from scarctl.live import LiveState
 from scarctl.outlook import history_of, parameters_of
-from scarctl.prediction import Cost, Outlook, choose, rework_of_loss
+from scarctl.prediction import Cost, Outlook, choose, grouped, rework_of_loss
 from scarctl.store import ShardState, complete_sets
 from scarctl.together import Together
 from scarctl.version import NEVER, step_of
@@ -77,7 +77,7 @@ def _seen(
     """What one process knows of the loss: plain values, as small as can be."""
     parameters = parameters_of(engine.layout)
     mine = ids[parameters[ids]]
-    old, counts = np.unique(np.maximum(step - newest[mine], 0), return_counts=True)
+    old, counts = grouped(np.maximum(step - newest[mine], 0))
     norm = float(np.linalg.norm(distance[mine]))
     return {
         "norm": norm if np.isfinite(norm) else None,
@@ -98,14 +98,14 @@ def _decide(
 ) -> tuple[str, Cost]:
     whole = sum(one["parameters"] for one in everyone)
     parts = [History(tuple(point) for point in one["points"]) for one in everyone if one["parameters"]]
-    ages = np.concatenate([np.repeat(one["ages"], one["counts"]) for one in everyone])
+    ages, counts = ([number for one in everyone for number in one[name]] for name in ("ages", "counts"))
     known = [one["norm"] for one in everyone if one["ages"]]
     norm = None if None in known else float(np.linalg.norm(known)) if known else 0.0
     if parts and all(part.points for part in parts):
         fit = History.joined(parts).convergence(step)
     else:
         fit = CannotTell("the session has not seen yet how far the run moves")
-    rework = rework_of_loss(Outlook(step, fit), norm, ages, len(ages) / max(1, whole))
+    rework = rework_of_loss(Outlook(step, fit), norm, ages, sum(counts) / max(1, whole), counts=counts)
     # One looks for all: they have to come to the same.
     back = next(found for found in together.gather(_back(engine, step) if together.leads else None) if found)[
         0
