@@ -1,7 +1,8 @@
 """What a recovery would cost: predicted rework, and which way back to take. Pure.
 
-The rework of a partial recovery is Theorem 3.2's bound of the SCAR paper, with what a run's own history says of its
-convergence (`scarctl.history`). A bound: that a perturbation points straight away from the optimum is the worst case.
+The rework of a partial recovery is told by Theorem 3.2 of the SCAR paper, with what a run's own history says of its
+convergence (`scarctl.history`). Its bound is the worst case, a perturbation straight away from the optimum: the upper
+end of the interval. What is expected is that the lost part goes back on the way that it came.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from scarctl.convergence import CannotTell, Convergence
 from scarctl.errors import ScarError
-from scarctl.theory import rework_bound_now, rework_bound_of_ages
+from scarctl.theory import rework_at_angle, rework_bound_now, rework_bound_of_ages
 
 MODES = ("partial", "rollback", "auto")
 
@@ -26,10 +27,11 @@ class Rework:
     """Iterations that a recovery costs."""
 
     iterations: float | None
-    """None: it cannot be told."""
+    """As expected. None: it cannot be told."""
     low: float | None = None
-    """Ends of the 95 % interval that comes from the history's."""
+    """The least of what is expected over the history's 95 % interval."""
     high: float | None = None
+    """The largest bound over it."""
     basis: str | None = None
     """"distances": from how far values are from their copies; "ages": from how old the copies are, as if every part
     went straight; "steps": the iterations that are done again, exactly."""
@@ -82,41 +84,44 @@ class Outlook:
             "reason": None,
         }
 
-    def of_perturbation(self, norm: float, *, share: float = 0.0, since: int = 0) -> Rework:
-        """Rework after a perturbation of this norm: (6) of the paper.
+    def of_perturbation(self, norm: float, share: float, *, since: int = 0) -> Rework:
+        """Rework after a perturbation of this norm, of a `share` of the state.
 
-        share, since: where `norm` is of `since` iterations ago, how much of the state is lost: it has moved on since.
+        since: how many iterations ago that was its norm: the lost part has moved on.
         """
 
         def bound(c: float, distance: float) -> float:
             moved = math.sqrt(share) * distance * math.expm1(-since * math.log(c)) if since else 0.0
             return rework_bound_now(c, distance, norm + moved)
 
-        return self._over_the_interval(bound, "distances")
+        return self._over_the_interval(bound, share, "distances")
 
     def of_ages(self, ages: ArrayLike, share: float, counts: ArrayLike | None = None) -> Rework:
         """Rework after a `share` of the state went back to copies that are so many iterations old.
 
         counts: how many copies are of each age; default one.
         """
-        root = math.sqrt(share)
 
         def bound(c: float, _: float) -> float:
-            return rework_bound_of_ages(c, ages, root, counts=counts)
+            return rework_bound_of_ages(c, ages, math.sqrt(share), counts=counts)
 
-        return self._over_the_interval(bound, "ages")
+        return self._over_the_interval(bound, share, "ages")
 
-    def _over_the_interval(self, bound: Callable[[float, float], float], basis: str) -> Rework:
+    def _over_the_interval(self, bound: Callable[[float, float], float], share: float, basis: str) -> Rework:
         fit = self.convergence
         if isinstance(fit, CannotTell):
             return Rework(None, reason=fit.reason)
         if fit.x0_distance is None or any(near <= 0 for _, near, _ in fit.profile):
             return Rework(None, reason="how far the optimum is cannot be told from the history")
-        best = bound(fit.c, fit.x0_distance)
-        ends = [bound(c, distance) for c, near, far in fit.profile for distance in (near, far)]
-        if not math.isfinite(max(best, *ends)):
+        rates = [(fit.c, fit.x0_distance)]
+        rates += [(c, distance) for c, near, far in fit.profile for distance in (near, far)]
+        bounds = [bound(c, distance) for c, distance in rates]
+        if not math.isfinite(max(bounds)):
             return Rework(None, reason="the perturbation is too large for a bound")
-        return Rework(best, min(best, *ends), max(best, *ends), basis)
+        expected = [
+            rework_at_angle(c, most, math.sqrt(share)) for (c, _), most in zip(rates, bounds, strict=True)
+        ]
+        return Rework(expected[0], min(expected), max(bounds), basis)
 
 
 def rework_of_loss(
@@ -139,7 +144,7 @@ def rework_of_loss(
         return Rework(0.0, 0.0, 0.0, "distances")
     if norm is None:
         return outlook.of_ages(old, share, counts)
-    return outlook.of_perturbation(norm, share=share, since=since)
+    return outlook.of_perturbation(norm, share, since=since)
 
 
 def grouped(ages: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -20,6 +20,8 @@ from scarctl.errors import UsageError
 
 SGD_LIMIT = 1_000_000
 """Iterations after which the recursion of SGD is taken not to arrive."""
+_LARGEST = 300.0
+"""Exponents above it are not taken: their squares overflow."""
 
 
 def rework_bound(c: float, x0_distance: float, perturbations: Mapping[int, float]) -> float:
@@ -82,6 +84,23 @@ def rework_bound_of_ages(
     log_sum = float(np.logaddexp.reduce(2 * moved + np.log(weights[old > 0])))
     log_mean = (log_sum - math.log(float(weights.sum()))) / 2
     return float(np.logaddexp(0.0, math.log(share) + log_mean)) / decay
+
+
+def rework_at_angle(c: float, bound: float, cosine: float) -> float:
+    """What a perturbation of this bound (6) costs that is at an angle to x(T) - x*, where (3) holds with equality.
+
+    log(‖x(T) - x* + δ‖ / ‖x(T) - x*‖) / log(1/c): the bound itself for a cosine of 1. A share p of a run that goes
+    straight, taken back some way, has the cosine √p: it is the same part of both vectors.
+    """
+    _check_rate(c)
+    _check("the bound", bound)
+    if not -1 <= cosine <= 1:
+        raise UsageError(f"the cosine is {cosine}, not in -1..1")
+    decay = -math.log(c)
+    if bound * decay > _LARGEST:
+        return bound  # so large a perturbation is all that is left, whatever its angle
+    ratio = math.expm1(bound * decay)
+    return math.log1p(ratio * (2 * cosine + ratio)) / (2 * decay)
 
 
 def irreducible_error(c: float, perturbation: float) -> float:

@@ -140,6 +140,12 @@ _PAUSE = 30.0
     envvar="SCARCTL_PLOT",
     help="Draw the result.",
 )
+@click.option(
+    "--predictions",
+    is_flag=True,
+    envvar="SCARCTL_PREDICTIONS",
+    help="Show beside it what a session would have predicted for each failure, and how good that is.",
+)
 @output_options
 def command(
     workload: str,
@@ -159,6 +165,7 @@ def command(
     jobs: int | None,
     results: Path | None,
     plot: Path | None,
+    predictions: bool,
     as_json: bool,
     debug: bool,
 ) -> int:
@@ -202,7 +209,8 @@ def command(
                     progress.advance()
         finally:
             kept.close()
-    summary = summarise(study, [kept.by_trial[trial] for trial in range(trials)])
+    chosen = [kept.by_trial[trial] for trial in range(trials)]
+    summary = summarise(study, chosen)
     if summary.irreproducible:
         warn(
             f"in {summary.irreproducible} of {trials} trials the same seed gave another run: part of what is shown "
@@ -213,7 +221,14 @@ def command(
 
         _write(plot, draw(study, summary))
     fields = {"study": study.to_json(), **summary.to_json(), "plot": None if plot is None else str(plot)}
-    emit(fields, as_json=as_json, text=_text(summary))
+    text = _text(summary)
+    if predictions:
+        from scarctl.simulate.forecast import compare
+
+        comparison = compare(study, chosen)
+        fields["predictions"] = comparison.to_json()
+        text += "\n\n" + "\n".join(comparison.text())
+    emit(fields, as_json=as_json, text=text)
     return EXIT_OK
 
 
