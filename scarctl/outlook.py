@@ -131,14 +131,15 @@ def weigh(
         ids.append(loss.ids + base)
         base += loss.layout.partitions
         if loss.arena is not None:
-            since = max(since, step - int(step_of(loss.arena.newest()).max(initial=step)))
+            last = int(loss.arena.newest().max(initial=NEVER))
+            since = max(since, step - int(step_of(last)) if last >= 0 else 0)
     rework = rework_of(
         outlook,
         np.concatenate(ids),
         parameters=np.concatenate(parameters),
         ages=np.concatenate(ages),
         distance=np.concatenate(distance) if norm == "l2" else None,
-        since=max(since, 0),
+        since=since,
     )
     back = None if sealed_step is None else max(0, step - sealed_step)
     choice = choose(mode, rework, back, max_rework)

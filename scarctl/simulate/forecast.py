@@ -17,6 +17,17 @@ from scarctl.errors import UsageError
 from scarctl.simulate.study import Cell, Study
 
 BASES = ("distances", "ages")
+_COLUMNS = (
+    "predicted from",
+    "saves",
+    "lost",
+    "told",
+    "predicted",
+    "simulated",
+    "within bound",
+    "within interval",
+    "rank correlation",
+)
 _LEAST = 5
 """Pairs of numbers that a rank correlation takes."""
 
@@ -91,8 +102,7 @@ class Comparison:
 
     def text(self) -> list[str]:
         """Lines for people."""
-        table: list[tuple[str, ...]] = [("predicted from", "saves", "lost", "told", "predicted", "simulated", "within bound",
-                  "within interval", "rank correlation")]  # fmt: skip
+        table: list[tuple[str, ...]] = [_COLUMNS]
         for row in self.rows:
             table.append(
                 (
