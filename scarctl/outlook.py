@@ -61,9 +61,7 @@ def stored_outlook(
             return Outlook(step, CannotTell(f"the run's extras are damaged: {error.message}")), ""
         history, norm = history_of(None if found is None else found[1])
         parts.append(history.until(step))
-    if not parts or not all(part.points for part in parts):
-        return Outlook(step, CannotTell("no session has saved how far the run moves")), norm
-    return Outlook(step, History.joined(parts).convergence(step)), norm
+    return Outlook.of(step, parts), norm
 
 
 def parameters_of(layout: Any) -> NDArray[np.bool_]:

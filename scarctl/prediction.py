@@ -8,7 +8,7 @@ end of the interval. What is expected is that the lost part goes back on the way
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from scarctl.convergence import CannotTell, Convergence
 from scarctl.errors import ScarError
+from scarctl.history import History
 from scarctl.theory import rework_at_angle, rework_bound_now, rework_bound_of_ages
 
 MODES = ("partial", "rollback", "auto")
@@ -68,6 +69,13 @@ class Outlook:
     step: int
     convergence: Convergence | CannotTell
     """`x0_distance` is ‖x(step) - x*‖."""
+
+    @staticmethod
+    def of(step: int, parts: Sequence[History]) -> Outlook:
+        """What the histories of all parts of a state say together."""
+        if not parts or not all(part.points for part in parts):
+            return Outlook(step, CannotTell("no session has saved how far the run moves"))
+        return Outlook(step, History.joined(parts).convergence(step))
 
     def to_json(self) -> dict[str, Any]:
         """Numbers are None where they cannot be told; then `reason` says why."""

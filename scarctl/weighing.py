@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.convergence import CannotTell
 from scarctl.engine import Engine
 from scarctl.errors import Corruption
 from scarctl.history import History
@@ -101,11 +100,7 @@ def _decide(
     ages, counts = ([number for one in everyone for number in one[name]] for name in ("ages", "counts"))
     known = [one["norm"] for one in everyone if one["ages"]]
     norm = None if None in known else float(np.linalg.norm(known)) if known else 0.0
-    if parts and all(part.points for part in parts):
-        fit = History.joined(parts).convergence(step)
-    else:
-        fit = CannotTell("the session has not seen yet how far the run moves")
-    rework = rework_of_loss(Outlook(step, fit), norm, ages, sum(counts) / max(1, whole), counts=counts)
+    rework = rework_of_loss(Outlook.of(step, parts), norm, ages, sum(counts) / max(1, whole), counts=counts)
     # One looks for all: they have to come to the same.
     back = next(found for found in together.gather(_back(engine, step) if together.leads else None) if found)[
         0

@@ -191,6 +191,29 @@ def test_recovering_a_rank_of_a_running_job_changes_that_rank_alone(tmp_path: Pa
     assert {report["head"] for report in found} == {13}, "that is where it resumed, sealed"
 
 
+def test_all_ranks_predict_the_same_cost_of_a_loss(tmp_path: Path) -> None:
+    descend, folder = "tests.ranks.jobs:descend", str(tmp_path)
+    launch(descend, 2, folder, 40, {})
+    found = launch(descend, 2, folder, 10, {"refused": 0.1, "recover": {"mode": "auto", "max_rework": 20}})
+    for one in found:
+        report = one["report"]
+        assert (one["step"], report["mode"]) == (40, "partial")
+        assert report["rework"]["iterations"] == pytest.approx(report["truth"], abs=0.5)
+        assert report["rework"]["high"] >= report["truth"] - 0.1
+        assert report["rollback_steps"] == 10
+        assert report["rework"] == found[0]["report"]["rework"]
+        assert one["refused"] == "too-much-rework"
+    command = [sys.executable, "-m", "scarctl", "inspect", "--store", f"{folder}/store", "--json"]
+    seen = json.loads(subprocess.run(command, capture_output=True, timeout=60, check=True).stdout)
+    assert seen["convergence"]["c"] == pytest.approx(0.95, abs=5e-3)
+    assert seen["convergence"]["points"] >= 8
+    with pytest.raises(AssertionError, match="-9"):
+        launch(descend, 2, folder, 5, {"die": 1})
+    found = launch(descend, 2, folder, 1, {})
+    assert found[0]["ranks"]["rework"]["iterations"] is not None
+    assert 0 <= found[0]["ranks"]["rework"]["iterations"] < 20
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
