@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.convergence import CannotTell, Convergence, fit_increments
+from scarctl.convergence import LEAST_POINTS, CannotTell, Convergence, fit_increments
 from scarctl.version import MAX_STEP
 
 MOST = 64
@@ -56,8 +56,8 @@ class History:
         if not self._points:
             return CannotTell("the run has not saved how far it moves")
         late = [point for point in self._points if 2 * point[0] >= step]
-        if not late:
-            return CannotTell("the run has not saved how far it moves, in its later half")
+        if len(late) < LEAST_POINTS:
+            return CannotTell(f"{len(late)} checkpoints in the run's later half; {LEAST_POINTS} are needed")
         steps, gaps, norms = np.array(late, dtype=np.float64).T
         return fit_increments(steps - step, norms, gaps)
 

@@ -52,8 +52,8 @@ class Rework:
     def __str__(self) -> str:
         if self.iterations is None or self.low is None or self.high is None:
             return "cannot tell"
-        if self.basis == "steps":
-            return f"{self.iterations:.0f}"
+        if self.low == self.high:
+            return f"{self.iterations:.10g}"
         return f"{self.iterations:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 

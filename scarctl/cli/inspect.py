@@ -371,6 +371,10 @@ def summary(view: Survey) -> list[str]:
         )
     if view.outlook is not None:
         lines.append(_outlook_line(view.outlook))
+        expected = [line["expected_perturbation"] for line in view.shards()]
+        if len(expected) > 1 and None not in expected:
+            mean = math.sqrt(sum(change * change for change in expected) / len(expected))
+            lines.append(f"losing one of {len(expected)} shards at random is expected to change {mean:.4g}")
     return lines
 
 
@@ -378,7 +382,7 @@ def _outlook_line(outlook: Outlook) -> str:
     """How fast the run converges, and where the predictions come from."""
     fit = outlook.to_json()
     if fit["c"] is None:
-        return f"rework of a loss: cannot tell: {fit['reason']}"
+        return f"rework of a loss cannot be told: {fit['reason']}"
     low, high = fit["c_interval"]
     return f"convergence: c = {fit['c']:.4g} ({low:.4g} to {high:.4g}) per iteration, from {fit['points']} points"
 
