@@ -11,12 +11,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from scarctl.history import History
 from scarctl.layout import Layout
 
-VALUES = 1 << 16
-"""Size of the sample, which is all of a smaller state."""
+VALUES = 1 << 15
+"""Size of the sample, which is all of a smaller state. Torch does as little as this in one thread, without waiting for
+others that a busy machine may not run."""
+
+Sample = NDArray[np.float64]
 
 
 class Motion:
@@ -40,7 +44,7 @@ class Motion:
             drawn = np.random.default_rng(g).integers(0, size, count)
             self._index[g] = torch.from_numpy(np.sort(drawn))
             self._weight[g] = size / count
-        self._reference: tuple[int, dict[int, torch.Tensor]] | None = None
+        self._reference: tuple[int, dict[int, Sample]] | None = None
 
     def look(self, tensors: Sequence[Sequence[torch.Tensor]], step: int) -> None:
         """Note how far the parameters have moved since an earlier look.
@@ -53,7 +57,9 @@ class Motion:
         before, self._reference = self._reference, (step, now)
         if before is None or not now:
             return
-        square = sum(self._weight[g] * float((now[g] - before[1][g]).square().sum()) for g in now)
+        with np.errstate(invalid="ignore", over="ignore"):
+            changes = {g: now[g] - before[1][g] for g in now}
+            square = sum(self._weight[g] * float(change @ change) for g, change in changes.items())
         if not math.isfinite(square):
             self.forget()
             return
@@ -68,15 +74,17 @@ class Motion:
         self.history = history
         self.forget()
 
-    def _sample(self, g: int, tensor: torch.Tensor) -> torch.Tensor:
+    def _sample(self, g: int, tensor: torch.Tensor) -> Sample:
         """A private copy of the sample, float64 in host memory."""
         tensor, index = tensor.detach(), self._index[g]
         if index is not None:
             if index.device != tensor.device:
                 index = self._index[g] = index.to(tensor.device)
             # Not of a reshaped tensor: that would copy all of one with other strides.
-            tensor = tensor.view(-1)[index] if tensor.is_contiguous() else torch.take(tensor, index)
-        return tensor.cpu().to(torch.float64, copy=True).reshape(-1)
+            flat = tensor.is_contiguous()
+            tensor = tensor.view(-1).index_select(0, index) if flat else torch.take(tensor, index)
+        found: Sample = tensor.cpu().to(torch.float64, copy=True).reshape(-1).numpy()
+        return found
 
 
 def _moves(tensor: torch.Tensor) -> bool:

@@ -79,9 +79,11 @@ def rework_bound_of_ages(
     _check_rate(c)
     decay = -math.log(c)
     # Logarithms, because c^-age overflows. Parts that have just been saved have not moved.
-    grown = old[old > 0] * decay
+    grown = old * decay
+    has_moved = grown > 0
+    grown = grown[has_moved]
     moved = grown + np.log(-np.expm1(-grown))
-    log_sum = float(np.logaddexp.reduce(2 * moved + np.log(weights[old > 0])))
+    log_sum = float(np.logaddexp.reduce(2 * moved + np.log(weights[has_moved])))
     log_mean = (log_sum - math.log(float(weights.sum()))) / 2
     return float(np.logaddexp(0.0, math.log(share) + log_mean)) / decay
 

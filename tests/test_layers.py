@@ -40,6 +40,7 @@ WITH_TORCH = {
     "scarctl.simulate.extrapolate",
     "scarctl.simulate.trial",
     "scarctl.together",
+    "scarctl.weighing",
 }
 
 # Imported where they are used, so that a command on a local store starts fast.
