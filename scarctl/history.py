@@ -31,7 +31,7 @@ class History:
         self.least_gap = 1
         """Iterations that the next point has to span."""
         if len(self._points) > 1:
-            self.least_gap = self._points[-1][1]
+            self.least_gap = min(gap for _, gap, _ in self._points[-LEAST_POINTS:])
 
     @property
     def points(self) -> tuple[Point, ...]:

@@ -119,7 +119,9 @@ def weigh(
     """
     step = max(max((state.step for state in loss.states.values()), default=0) for loss in losses)
     step = max([step, *(loss.arena.head_step for loss in losses if loss.arena is not None)])
-    outlook, norm = stored_outlook([(loss.store, loss.states) for loss in losses], step)
+    outlook, norm = stored_outlook(
+        [(loss.store, loss.states) for loss in losses if parameters_of(loss.layout).any()], step
+    )
     parameters, ages, distance, ids, since, base = [], [], [], [], 0, 0
     for loss in losses:
         newest, known = _copies(loss)

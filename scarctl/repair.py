@@ -17,7 +17,7 @@ from scarctl.daemon.client import wait_until_released
 from scarctl.daemon.folder import arena_folder, host_folder
 from scarctl.daemon.handover import HandOverQueue
 from scarctl.daemon.peek import open_stopped
-from scarctl.errors import NoIntactCopy, UsageError
+from scarctl.errors import Corruption, NoIntactCopy, UsageError
 from scarctl.execution import Report, Sink, execute
 from scarctl.joint import (
     Arenas,
@@ -44,6 +44,7 @@ from scarctl.statefile import StateFile, open_state
 from scarctl.statewriter import StateWriter, new_state, patch_state
 from scarctl.store import (
     SealedSet,
+    ShardState,
     Snapshot,
     Store,
     StoreWriter,
@@ -151,8 +152,7 @@ def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
         wait_until_released(host_folder(settings.arena_dir), store.run_id)
     with ExitStack() as stack:
         arena = stack.enter_context(_stopped_arena(store, layout, settings))
-        states = store.states(np.unique(shard_of).tolist(), layout)
-        sealed = next(iter(sealed_sets(states.values())), None)
+        states, sealed = _states(store, layout, shard_of, ids)
         snapshot = named_snapshot(store, settings.snapshot)
         loss = Loss(store, states, layout, ids, arena, from_arena=not changes_arena)
         choice, cost = weigh([loss], _sealed_step(snapshot or sealed), settings.mode, settings.max_rework)
@@ -163,6 +163,20 @@ def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
         elif changes_arena and not dry_run:
             stack.callback(store.take_lock().release)
         return _Recovery(settings, store, layout, shard_of, ids, arena, cost).run(writer, dry_run=dry_run)
+
+
+def _states(
+    store: Store, layout: Layout, shard_of: NDArray[np.int32], ids: Ids
+) -> tuple[dict[int, ShardState], SealedSet | None]:
+    """States of all shards, and what they were sealed at together.
+
+    Where another shard than those of `ids` is damaged, only theirs: they can be restored all the same.
+    """
+    try:
+        states = store.states(np.unique(shard_of).tolist(), layout)
+    except Corruption:
+        return store.states(np.unique(shard_of[ids]).tolist(), layout), None
+    return states, next(iter(sealed_sets(states.values())), None)
 
 
 def _sealed_step(sealed: Snapshot | SealedSet | None) -> int | None:

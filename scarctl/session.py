@@ -211,7 +211,7 @@ class Session:
             self._adapter.restore(extras["early"], extras["late"])
             engine.credit, engine.cursor = extras["policy"]["credit"], extras["policy"]["cursor"]
             if resumed.report is not None:  # else the state was in other parts, and so is its history
-                engine.motion.go_on(shared_history(extras, resumed.step, self._together))
+                engine.motion.go_on(shared_history(engine, extras, resumed.step, self._together))
         self._engine = engine
         self.head_step = resumed.step
         engine.arena.head_step = resumed.step
@@ -245,7 +245,7 @@ class Session:
             self._flushed = self._moment = None
             if extras is not None:
                 self._adapter.restore(extras["early"], extras["late"])
-                engine.motion.go_on(shared_history(extras, report.step or 0, self._together))
+                engine.motion.go_on(shared_history(engine, extras, report.step or 0, self._together))
             if report.mode == "rollback" and report.step is not None:
                 self.head_step = report.step
                 engine.arena.head_step = report.step

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.engine import Engine
-from scarctl.errors import Corruption
+from scarctl.errors import ScarError
 from scarctl.history import History
 from scarctl.live import LiveState
 from scarctl.outlook import history_of, parameters_of
@@ -17,6 +18,8 @@ from scarctl.store import ShardState, complete_sets
 from scarctl.together import Together
 from scarctl.version import NEVER, step_of
 
+log = logging.getLogger("scarctl")
+log = logging.getLogger("scarctl")
 Ids = NDArray[np.int64]
 
 
@@ -84,6 +87,7 @@ def _seen(
         "counts": counts.tolist(),
         "parameters": int(parameters.sum()),
         "points": [list(point) for point in history.until(step).points],
+        "sealed": step_of(engine.arena.sealed),
     }
 
 
@@ -101,10 +105,15 @@ def _decide(
     known = [one["norm"] for one in everyone if one["ages"]]
     norm = None if None in known else float(np.linalg.norm(known)) if known else 0.0
     rework = rework_of_loss(Outlook.of(step, parts), norm, ages, sum(counts) / max(1, whole), counts=counts)
-    # One looks for all: they have to come to the same.
-    back = next(found for found in together.gather(_back(engine, step) if together.leads else None) if found)[
-        0
-    ]
+    sealed = {one["sealed"] for one in everyone}
+    back: int | None
+    if mode == "partial":
+        # Without asking the store, which may be away: memory may have all that is needed.
+        back = step - sealed.pop() if len(sealed) == 1 and min(sealed) >= 0 else None
+    else:
+        # One looks for all: they have to come to the same.
+        looked = together.gather(_back(engine, step) if together.leads else None)
+        back = next(found for found in looked if found)[0]
     choice = choose(mode, rework, back, max_rework)
     return choice.mode, choice.cost(rework, back)
 
@@ -113,17 +122,20 @@ def _back(engine: Engine, step: int) -> list[int | None]:
     """In a list, what a rollback would cost: iterations since the newest state of one step."""
     try:
         sealed = next(iter(complete_sets(engine.store.again())), None)
-    except Corruption:
-        return [None]  # a rollback that is asked for finds out more
+    except ScarError as error:
+        # A rollback that was asked for finds out for itself.
+        log.warning("what a rollback would cost cannot be told: %s", error)
+        return [None]
     return [None if sealed is None else max(0, step - sealed.step)]
 
 
-def shared_history(extras: Any, step: int, together: Together) -> History:
+def shared_history(engine: Engine, extras: Any, step: int, together: Together) -> History:
     """The history of a session that goes on from `step` with these extras: the points that all ranks have.
 
-    So that they go on to have the same, whatever some of them have lost.
+    So that they go on to have the same, whatever some of them have lost. Ranks without parameters have none.
     """
     mine = history_of(extras)[0].until(step).points
-    everyone = together.gather([[start, gap] for start, gap, _ in mine])
-    common = set.intersection(*({(start, gap) for start, gap in one} for one in everyone))
-    return History(point for point in mine if point[:2] in common)
+    measures = bool(parameters_of(engine.layout).any())
+    everyone = together.gather([[start, gap] for start, gap, _ in mine] if measures else None)
+    common = [{(start, gap) for start, gap in one} for one in everyone if one is not None]
+    return History(point for point in mine if all(point[:2] in one for one in common))

@@ -119,6 +119,18 @@ def test_what_nobody_can_tell_is_refused_too(tmp_path: Path) -> None:
     job.session.close()
 
 
+def test_a_store_that_is_away_keeps_nobody_from_recovering(tmp_path: Path) -> None:
+    job = Descent(tmp_path / "store")
+    job.train(41)
+    (tmp_path / "store").rename(tmp_path / "away")
+    job.state["x"][:32] = np.nan
+    assert job.session.recover([0, 1]).mode == "partial"
+    assert job.session.recover([0, 1], mode="auto").mode == "partial"
+    (tmp_path / "away").rename(tmp_path / "store")
+    assert np.isfinite(job.state["x"][16:]).any()
+    job.session.close()
+
+
 def test_auto_goes_back_where_that_is_nearer(tmp_path: Path) -> None:
     job = Descent(tmp_path / "store", max_staleness=1000)
     job.train(40)

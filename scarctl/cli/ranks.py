@@ -14,7 +14,7 @@ from scarctl.cli.output import human_bytes
 from scarctl.daemon.peek import ArenaView, peek
 from scarctl.joint import fallback_note
 from scarctl.layout import Layout
-from scarctl.outlook import stored_outlook
+from scarctl.outlook import parameters_of, stored_outlook
 from scarctl.parts import Parts
 from scarctl.prediction import Rework
 from scarctl.store import Store, newest_topology, snapshots, topology_epochs
@@ -180,7 +180,9 @@ def survey_ranks(store: Store, arena_dir: str | None, parts: Parts | None) -> Su
             arenas[shard] = None
         at += layout.partitions
     here = [arena for arena in arenas.values() if arena is not None]
-    own = [(store, {shard: states[shard]}) for shard, layout in layouts.items() if layout.partitions]
+    own = [
+        (store, {shard: states[shard]}) for shard, layout in layouts.items() if parameters_of(layout).any()
+    ]
     outlook, norm = stored_outlook(own, max(step, 0))
     view = Survey(
         store.url,

@@ -218,7 +218,8 @@ class Crew:
             extras = self._mixed(torched(theirs), own)
         extras = self._completed(extras)
         points = history_of(found.extras)[0].until(agreement.step).points
-        moved = self.team.gather([list(point) for point in points] if found.owns else None)
+        measures = any(group.kind == "parameter" for group in self.adapter.groups())
+        moved = self.team.gather([list(point) for point in points] if measures else None)
         outlook = _outlook(agreement.step, [points for points in moved if points is not None])
         summary = self._summary(agreement, everyone, store, outlook)
         return GoOn(agreement.step, extras, agreement.exact, summary)
