@@ -68,17 +68,15 @@ class History:
     @staticmethod
     def from_array(points: Any) -> History:
         """What `to_array` gave; no points for anything else, for nothing depends on them but a forecast."""
-        try:
-            array = np.asarray(points, dtype=np.float64)
-        except (TypeError, ValueError):
+        if not isinstance(points, np.ndarray) or points.dtype != np.float64:
             return History()
-        if array.ndim != 2 or array.shape[1] != 3 or len(array) > MOST or not np.isfinite(array).all():
+        if points.ndim != 2 or points.shape[1] != 3 or len(points) > MOST or not np.isfinite(points).all():
             return History()
-        steps, gaps, norms = array.T
+        steps, gaps, norms = points.T
         in_order = (steps >= 0).all() and (steps[1:] >= (steps + gaps)[:-1]).all()
         if not (in_order and (gaps >= 1).all() and (norms >= 0).all() and (steps + gaps <= MAX_STEP).all()):
             return History()
-        return History((int(step), int(gap), norm) for step, gap, norm in array.tolist())
+        return History((int(step), int(gap), norm) for step, gap, norm in points.tolist())
 
     @staticmethod
     def joined(parts: Sequence[History]) -> History:

@@ -26,7 +26,7 @@ from scarctl.sinks import ArenaSink
 from scarctl.store import ShardState, Snapshot, Store
 from scarctl.together import Found, Together
 from scarctl.version import NEVER, pack, step_of
-from scarctl.weighing import weigh_loss, weigh_resume
+from scarctl.weighing import shared_history, weigh_loss, weigh_resume
 
 log = logging.getLogger("scarctl")
 
@@ -60,6 +60,7 @@ def resume_live(
     if mode == "rollback":
         report, extras = _roll_back(engine, live, together, snapshot=snapshot)
         assert report.step is not None
+        engine.motion.go_on(shared_history(engine, extras, report.step, together))
         return Resumed(report.step, True, replace(report, cost=cost)), extras
     # Meanwhile nothing moves from the queue to the store: extras would be seen in neither. Nor after a failure: what
     # waits may be of later steps than the one from which another attempt goes on.
@@ -67,6 +68,8 @@ def resume_live(
     resumed, extras = _resume(engine, live, together)
     engine.saver.resume()
     engine.adopt_orphans()
+    if extras is not None:
+        engine.motion.go_on(shared_history(engine, extras, resumed.step, together))
     if resumed.report is not None:
         resumed = replace(resumed, report=replace(resumed.report, cost=cost))
     return resumed, extras
@@ -154,10 +157,12 @@ def recover_live(
     mode, cost = weigh_loss(engine, live, ids, head_step, together, mode, max_rework)
     if mode == "rollback":
         report, extras = _roll_back(engine, live, together, lost=ids.size)
+        engine.motion.go_on(shared_history(engine, extras, report.step or 0, together))
         return replace(report, cost=cost), extras
     report = together.agree(lambda: _fetch_lost(engine, live, ids, head_step))
     live.load(ids)
     engine.arena.distance[ids] = 0.0
+    engine.motion.forget()
     together.spread()
     return replace(report, cost=cost), None
 

@@ -38,7 +38,6 @@ from scarctl.requests import Due, Requests
 from scarctl.restore import Resumed, recover_live
 from scarctl.resuming import Resumption
 from scarctl.together import Alone, Together
-from scarctl.weighing import shared_history
 from scarctl.worker import Worker
 
 log = logging.getLogger("scarctl")
@@ -210,8 +209,6 @@ class Session:
         if extras is not None:
             self._adapter.restore(extras["early"], extras["late"])
             engine.credit, engine.cursor = extras["policy"]["credit"], extras["policy"]["cursor"]
-            if resumed.report is not None:  # else the state was in other parts, and so is its history
-                engine.motion.go_on(shared_history(engine, extras, resumed.step, self._together))
         self._engine = engine
         self.head_step = resumed.step
         engine.arena.head_step = resumed.step
@@ -240,12 +237,10 @@ class Session:
             report, extras = recover_live(
                 engine, live, lost, mode, self.head_step, self._together, max_rework
             )
-            engine.motion.forget()
             # Whatever was flushed or taken before is not what the state is now.
             self._flushed = self._moment = None
             if extras is not None:
                 self._adapter.restore(extras["early"], extras["late"])
-                engine.motion.go_on(shared_history(engine, extras, report.step or 0, self._together))
             if report.mode == "rollback" and report.step is not None:
                 self.head_step = report.step
                 engine.arena.head_step = report.step

@@ -72,19 +72,22 @@ def test_it_comes_back_from_its_array() -> None:
         None,
         "text",
         {"a": 1},
-        [[1, 2]],
-        [[1, 0, 1.0]],
-        [[1, 1, -1.0]],
-        [[1, 1, float("nan")]],
-        [[5, 1, 1.0], [5, 1, 1.0]],
-        [[5, 3, 1.0], [7, 1, 1.0]],
-        [[1e300, 1, 1.0]],
+        [[1, 1, 1.0]],
+        np.ones((1, 3), dtype=complex),
+        np.array([[1, 2]], dtype=np.float64),
+        np.array([[1, 0, 1.0]], dtype=np.float64),
+        np.array([[1, 1, -1.0]], dtype=np.float64),
+        np.array([[1, 1, float("nan")]], dtype=np.float64),
+        np.array([[5, 1, 1.0], [5, 1, 1.0]], dtype=np.float64),
+        np.array([[5, 3, 1.0], [7, 1, 1.0]], dtype=np.float64),
+        np.array([[1e300, 1, 1.0]], dtype=np.float64),
         np.ones((MOST + 1, 3)),
         np.ones((2, 2, 3)),
-        [[-1, 1, 1.0]],
+        np.array([[-1, 1, 1.0]], dtype=np.float64),
     ],
 )
 def test_what_is_no_history_has_no_points(foreign: Any) -> None:
+    assert History.from_array(np.array([[1.0, 1.0, 1.0]])).points == ((1, 1, 1.0),)
     assert History.from_array(foreign).points == ()
 
 

@@ -254,6 +254,7 @@ def test_a_running_job_does_what_it_is_asked_for_on_all_ranks_after_the_same_ste
         job = pool.submit(launch, TRAIN, 2, "fsdp", str(tmp_path), 1 << 20, options, timeout=100)
         while not job.done() and "ranks" not in ask("checkpoint", "--live", "--full"):
             time.sleep(0.2)
+        refused = ask("recover", "--lost", "rank:1", "--live", "--max-rework", "0")
         recovered = ask("recover", "--lost", "rank:1", "--live")
         unknown = ask("recover", "--lost", "nowhere", "--live")
         snapshot = ask("checkpoint", "--live", "--snapshot", "now")
@@ -261,6 +262,8 @@ def test_a_running_job_does_what_it_is_asked_for_on_all_ranks_after_the_same_ste
         ends = job.result()
     assert [rank["restored_partitions"] > 0 for rank in recovered["by_rank"]] == [False, True]
     assert unknown["error"]["kind"] == "usage"
+    assert refused["error"]["kind"] == "too-much-rework"
+    assert recovered["rework"].keys() == {"iterations", "low", "high", "basis", "reason"}
     assert snapshot["exact"]
     assert {rank["step"] for rank in snapshot["ranks"]} == {snapshot["step"]}
     assert len({end["head"] for end in ends}) == 1
