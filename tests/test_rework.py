@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from safetensors.numpy import load_file
 
 import scarctl
 from scarctl.cli.main import cli
+from scarctl.daemon.arena import Arena
+from scarctl.daemon.folder import arena_folder
 from scarctl.errors import ScarError
 from scarctl.history import History
 from scarctl.outlook import history_of
@@ -173,6 +176,51 @@ job = Descent(Path(sys.argv[1]), daemon=False)
 job.train(int(sys.argv[2]))
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+SEALED = """
+import os, signal, sys
+from pathlib import Path
+from tests.test_rework import Descent
+
+job = Descent(Path(sys.argv[1]), daemon=False, fraction=1 / 32)
+job.train(40)
+job.session.checkpoint(full=True, wait=True)
+job.train(3)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.leaves_arena
+def test_the_command_goes_back_where_that_is_nearer(tmp_path: Path, arena_dir: Path) -> None:
+    store, output = tmp_path / "store", tmp_path / "whole.safetensors"
+    command = [sys.executable, "-c", SEALED, str(store)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], env={**os.environ}, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    # As its last look would have found a run that was thrown off its way right before.
+    run = Store.open(store).run_id
+    arena = Arena.open_existing(arena_folder(str(arena_dir), run), run_id=run)
+    assert arena is not None
+    arena.distance[:] = 5.0
+    arena.close()
+    call = ("recover", "--store", store, "--lost", "all", "--output", output, "--mode", "auto")
+    plan = invoke(*call, "--dry-run")
+    assert (plan["mode"], plan["rollback_steps"]) == ("rollback", 3)
+    with pytest.raises(AssertionError, match="too-much-rework"):
+        invoke(*call, "--max-rework", 2)
+    assert not output.exists()
+    found = invoke(*call, "--max-rework", 3)
+    assert (found["mode"], found["step"], found["exact"]) == ("rollback", 40, True)
+    assert found["rework"] == {"iterations": 3.0, "low": 3.0, "high": 3.0, "basis": "steps", "reason": None}
+    assert "rollback 3" in found["reason"]
+    assert np.allclose(load_file(output)["x"], RATE**40)
+    # In place the store goes back as well, and what the stopped run had of later is forgotten.
+    into = invoke("recover", "--store", store, "--lost", "all", "--mode", "auto", "--into", output)
+    assert into["mode"] == "rollback"
+    job = Descent(store)
+    assert job.session.resume().step == 40
+    assert job.history.points[-1][:2] == (38, 2)
+    job.session.close()
 
 
 @pytest.fixture
