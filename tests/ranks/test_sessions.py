@@ -114,6 +114,15 @@ def test_a_job_that_could_not_begin_can_be_started_again(tmp_path: Path) -> None
     assert {report["head"] for report in found} == {5}
 
 
+def test_ranks_keep_one_interval_that_the_slowest_sets(tmp_path: Path) -> None:
+    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 120, {"settings": {"interval": "auto"}, "slow": 1})
+    assert found[0]["saved_at"] == found[1]["saved_at"]
+    assert len(found[0]["saved_at"]) > 3
+    assert found[0]["interval"] == found[1]["interval"]
+    assert found[0]["proposed"] < found[0]["interval"], "alone it would save more often"
+    assert {report["errors"] for report in found} == {0}
+
+
 def test_death_in_a_checkpoint_then_while_resuming_then_again(tmp_path: Path) -> None:
     options = [
         {"die": 0, "die_in": "checkpoint"},
@@ -183,6 +192,23 @@ def test_a_snapshot_is_of_all_ranks_and_can_be_gone_back_to(tmp_path: Path) -> N
     assert same(tmp_path / "moved.pt", tmp_path / "kept.pt")
 
 
+def test_a_rollback_goes_to_what_all_ranks_can_read(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    launch(TRAIN, 2, "fsdp", folder, 8, {"keep": f"{folder}/kept.pt"})
+    launch(TRAIN, 2, "fsdp", folder, 14)
+    newest = Store.open(tmp_path / "store").log(1).newest()
+    assert newest is not None
+    assert newest.segment is not None
+    path = tmp_path / "store" / "shards" / "1" / "seg" / newest.segment.name
+    data = bytearray(path.read_bytes())
+    for at in range(len(data) // 2, len(data), 64):
+        data[at] ^= 1
+    path.write_bytes(data)
+    found = launch(TRAIN, 2, "fsdp", folder, 8, {"mode": "rollback", "resumed": f"{folder}/back.pt"})
+    assert [(report["step"], report["exact"]) for report in found] == [(8, True)] * 2
+    assert same(tmp_path / "back.pt", tmp_path / "kept.pt")
+
+
 def test_recovering_a_rank_of_a_running_job_changes_that_rank_alone(tmp_path: Path) -> None:
     found = launch(TRAIN, 2, "fsdp", str(tmp_path), 13, {"recover": "rank:1"})
     assert found[0]["recovered"] == 0
@@ -219,7 +245,7 @@ def test_all_ranks_predict_the_same_cost_of_a_loss(tmp_path: Path) -> None:
     [
         ({"settings": {"fraction": 0.5}}, "usage: rank 1 has another fraction"),
         ({"model": {"width": 41}}, "usage: "),
-        ({"settings": {"interval": "auto"}}, "usage: "),
+        ({"settings": {"interval": "auto"}}, "usage: rank 1 has another interval"),
         ({"store": "elsewhere"}, "usage: rank 1 has another store"),
         ({"absent": True}, "rank-missing: not all 2 ranks have come within 3 s: rank 1 is missing"),
     ],
