@@ -219,14 +219,13 @@ def test_recovering_a_rank_of_a_running_job_changes_that_rank_alone(tmp_path: Pa
 
 def test_all_ranks_predict_the_same_cost_of_a_loss(tmp_path: Path) -> None:
     descend, folder = "tests.ranks.jobs:descend", str(tmp_path)
-    launch(descend, 2, folder, 40, {})
-    found = launch(descend, 2, folder, 10, {"refused": 0.1, "recover": {"mode": "auto", "max_rework": 20}})
+    found = launch(descend, 2, folder, 50, {"refused": 0.1, "recover": {"mode": "auto", "max_rework": 20}})
     for one in found:
         report = one["report"]
-        assert (one["step"], report["mode"]) == (40, "partial")
+        assert report["mode"] == "partial"
         assert report["rework"]["iterations"] == pytest.approx(report["truth"], abs=0.5)
         assert report["rework"]["high"] >= report["truth"] - 0.1
-        assert report["rollback_steps"] == 10
+        assert report["rollback_steps"] == 49
         assert report["rework"] == found[0]["report"]["rework"]
         assert one["refused"] == "too-much-rework"
     command = [sys.executable, "-m", "scarctl", "inspect", "--store", f"{folder}/store", "--json"]
