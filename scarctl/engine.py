@@ -29,6 +29,7 @@ from scarctl.daemon.saver import Saver
 from scarctl.errors import ScarError
 from scarctl.layout import Layout
 from scarctl.live import LiveState
+from scarctl.motion import Motion
 from scarctl.policy import Selection, select, squared
 from scarctl.recovery import Plan
 from scarctl.store import Store
@@ -152,6 +153,7 @@ class Engine:
         self.selector: Selector = selector or _OneSession()
         self.credit = 0
         self.cursor = 0
+        self.motion = Motion(layout)
         self.cadence = Cadence(
             None if settings.interval == "auto" else settings.interval,
             checkpoint_bytes=layout.nbytes if settings.policy == "full" else self.budget,
@@ -161,6 +163,8 @@ class Engine:
         )
         self.arena = _open_arena(folder, layout, store.run_id)
         self.queue = HandOverQueue(self.arena.folder)
+        self._due_at = -1
+        """The step of the newest regular checkpoint."""
         self._orphaned = False
         """Copies could not be queued: to be tried again."""
         self._oldest, self._oldest_since = NEVER, math.inf
@@ -175,6 +179,7 @@ class Engine:
     def copy(self, live: LiveState, step: int) -> Copied:
         """One partial checkpoint: pick at most the budget and copy it into the arena."""
         version = pack(self.arena.epoch, step)
+        self._look(live, step)
         distance = live.distances(self.settings.norm)
         pending = self.arena.pending()
         self._warn_if_stuck(pending)
@@ -210,6 +215,7 @@ class Engine:
         it is the running checkpoint's x(0) (Qiao et al., section 4.2).
         """
         version = pack(self.arena.epoch, step)
+        self._look(live, step)
         first = not (self.arena.version >= 0).any()
         if first:
             distance = np.zeros(self.layout.partitions)
@@ -224,6 +230,11 @@ class Engine:
             ids, nonfinite = np.flatnonzero(changed & good), np.flatnonzero(changed & ~good)
         self._save(live, ids, distance, version)
         return Copied(version, ids, sealed=not nonfinite.size, nonfinite=nonfinite)
+
+    def _look(self, live: LiveState, step: int) -> None:
+        # Not when somebody has asked for a checkpoint: all ranks have to look after the same iterations.
+        if step == self._due_at:
+            self.motion.look(live.tensors, step)
 
     def _save(self, live: LiveState, ids: Ids, distance: NDArray[np.float64], version: int) -> None:
         live.save(ids, version)
@@ -263,6 +274,8 @@ class Engine:
             waiting = self.cadence.waiting
         due = self.cadence.due(time.monotonic(), step, waiting)
         self.selector.proposed = self.cadence.proposed
+        if due:
+            self._due_at = step
         return due
 
     def lag(self) -> int:

@@ -181,7 +181,8 @@ class Session:
     def resume(self, mode: str = "partial", snapshot: str | None = None) -> Resumed:
         """Restore what the store and this host's memory have, in place; an empty store changes nothing.
 
-        mode: "partial" takes every partition's newest copy; "rollback" the newest state that is of one step everywhere.
+        mode: "partial" takes every partition's newest copy; "rollback" the newest state that is of one step everywhere;
+        "auto" what is predicted to cost fewer iterations (see `recover`).
         snapshot: go back to the snapshot of this name, exactly.
         Returns the step to go on after, whether the state is exact, and the report.
         Raises LayoutMismatch (another model or optimizer), NoIntactCopy, Corruption; then nothing was changed.
@@ -212,20 +213,30 @@ class Session:
         self.head_step = resumed.step
         engine.arena.head_step = resumed.step
 
-    def recover(self, lost: str | int | Iterable[str | int], mode: str = "partial") -> Report:
+    def recover(
+        self,
+        lost: str | int | Iterable[str | int],
+        mode: str = "partial",
+        max_rework: float | None = None,
+    ) -> Report:
         """Restore lost partitions in the running process, in place; the others keep their progress.
 
         lost: shard numbers, patterns of group names ("layers.3.*", "emb.weight[0:512]"), or "all"; where several ranks
         train together numbers are those of ranks ("rank:2"), and all of them call this after the same step.
         mode: "partial", or "rollback" to the newest sealed state (everything, with its extras); that waits up to
-        `drain_timeout` seconds for a sealed state that is on its way to the store.
-        Raises UsageError for a part that does not exist, NoIntactCopy when one has no copy; then nothing was changed.
+        `drain_timeout` seconds for a sealed state that is on its way to the store; or "auto", which of the two is
+        predicted to cost fewer iterations, partial where that cannot be told. The report's `cost` says both.
+        max_rework: iterations that the way back may cost.
+        Raises UsageError for a part that does not exist, NoIntactCopy when one has no copy, ScarError (kind
+        "too-much-rework") when it may cost more, or that cannot be told; then nothing was changed.
         """
         engine = self._started()
         with self._gate.held():
             self._finish()
             live = self._binding.live(engine.arena)
-            report, extras = recover_live(engine, live, lost, mode, self.head_step, self._together)
+            report, extras = recover_live(
+                engine, live, lost, mode, self.head_step, self._together, max_rework
+            )
             # Whatever was flushed or taken before is not what the state is now.
             self._flushed = self._moment = None
             if extras is not None:
