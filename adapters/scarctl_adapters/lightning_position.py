@@ -179,6 +179,9 @@ class DataOrder:
             fetcher.done = fetcher.length is not None and fetcher.fetched >= fetcher.length
             return
         else:
+            if loaded["made"]["new"]:
+                # Workers that stay for later epochs draw a number more when they are started.
+                fetcher.combined_loader.reset()
             self._restore(loaded["made"])
         iter(fetcher)
         if loaded is not None and loaded["begun"] is not None:
@@ -211,7 +214,8 @@ class DataOrder:
     def random_now(self) -> Any:
         """The random states that loaders on this host draw from."""
         generators = [generator.get_state() for generator in self._generators()]
-        return plain({"host": capture_host_rng(), "torch": torch.get_rng_state(), "own": generators})
+        new = all(getattr(loader, "_iterator", None) is None for loader in self._loaders())
+        return plain({"host": capture_host_rng(), "torch": torch.get_rng_state(), "own": generators, "new": new})
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         restore_host_rng(state["host"])

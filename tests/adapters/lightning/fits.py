@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from scarctl.dtypes import plain
 from scarctl_adapters.lightning import ScarCallback
 
 Point = tuple[str, int, int]
@@ -135,7 +136,7 @@ def numbers(count: int = 22) -> TensorDataset:
 
 def loader(**options: Any) -> DataLoader[Any]:
     """Six shuffled batches, the last one shorter."""
-    return DataLoader(numbers(), batch_size=4, **{"shuffle": True, **options})
+    return DataLoader(numbers(), **{"batch_size": 4, "shuffle": True, **options})
 
 
 def fit(
@@ -157,7 +158,8 @@ def fit(
     own = [ScarCallback(store=store, **{**EXACT, **(callback or {})})] if store else []
     settings = {"max_epochs": 2, "accumulate_grad_batches": 2 if net.automatic_optimization else 1}
     made = pl.Trainer(**{**QUIET, **settings, **trainer}, callbacks=[*own, *callbacks])
-    made.fit(net, train or loader(), DataLoader(numbers(11), batch_size=4), ckpt_path=ckpt_path)
+    data = loader() if train is None else train
+    made.fit(net, data, DataLoader(numbers(11), batch_size=4), ckpt_path=ckpt_path)
     return net, made
 
 
@@ -168,7 +170,7 @@ def outcome(net: Net, trainer: pl.Trainer) -> dict[str, Any]:
     for optimizer in trainer.optimizers:
         for parameter, slots in optimizer.state.items():
             for slot, value in slots.items():
-                state[f"{names[id(parameter)]}/{slot}"] = torch.as_tensor(value).numpy().tobytes()
+                state[f"{names[id(parameter)]}/{slot}"] = str(plain(value))
     epoch_loop = trainer.fit_loop.epoch_loop
     return {
         **state,
