@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from scarctl.attaching import attach
 from scarctl.dtypes import plain
-from scarctl.errors import UsageError
+from scarctl.errors import NoIntactCopy, UsageError
 from scarctl.extras import encode
 from scarctl.restore import Resumed, check_mode
 from scarctl_adapters.lightning_position import DataOrder, FitPosition, Settled, Watch
@@ -71,7 +71,8 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
 
     It does nothing in validate, test and predict, nor with `fast_dev_run`. Lightning's own checkpoints are not touched.
 
-    resume: "partial" takes every partition's newest copy; "rollback" the newest state that is of one step everywhere.
+    resume: "partial" takes every partition's newest copy; "rollback" the newest state that is of one step everywhere, if
+        there is one yet.
     options: see `scarctl.attach`. Optimizers, schedulers, gradient scaler, the loops' counters, the order of the
         training data, the data module's and the other callbacks' states are known without being named.
 
@@ -142,7 +143,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
         fit.replaced = {s: (old, new) for s, old in handlers.items() if (new := _handlers()[s]) != old}
         self.resumed = None
         if not trainer.ckpt_path and not self._trained:
-            self.resumed = self._session.resume(self._mode)
+            self.resumed = _resume(self._session, self._mode)
         if self.resumed is not None and self.resumed.step:
             fit.watch.resume()
             log.info(
@@ -290,6 +291,17 @@ class _Fit:
         for signum, (before, after) in self.replaced.items():
             if noted.get(signum) == after:
                 noted[signum] = before
+
+
+def _resume(session: Session, mode: str) -> Resumed:
+    try:
+        return session.resume(mode)
+    except NoIntactCopy as error:
+        if error.kind != "no-sealed-state":
+            raise
+        # The run died before its first checkpoint was durable; what is in memory, if this is its host, is all there is.
+        log.warning("%s: going on from the newest copies", error.message)
+        return session.resume()
 
 
 def _check_callbacks(callbacks: Iterable[Any]) -> None:
