@@ -215,7 +215,9 @@ class DataOrder:
         """The random states that loaders on this host draw from."""
         generators = [generator.get_state() for generator in self._generators()]
         new = all(getattr(loader, "_iterator", None) is None for loader in self._loaders())
-        return plain({"host": capture_host_rng(), "torch": torch.get_rng_state(), "own": generators, "new": new})
+        return plain(
+            {"host": capture_host_rng(), "torch": torch.get_rng_state(), "own": generators, "new": new}
+        )
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         restore_host_rng(state["host"])
@@ -323,7 +325,9 @@ class Watch:
         if self._inside:
             # It warns of data that cannot be resumed, and here it is.
             self._quiet.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch")
+            warnings.filterwarnings(
+                "ignore", message=".*resuming from a checkpoint that ended before the epoch"
+            )
         else:
             restore_rng(self._random)
             self._random = None
@@ -407,9 +411,7 @@ def _loops(loop: Any) -> list[Any]:
 
 def _numbers(counter: Any) -> dict[str, Any]:
     """A counter's fields, as its own state_dict() gives them, which takes much longer."""
-    return {
-        key: value if isinstance(value, int) else _numbers(value) for key, value in vars(counter).items()
-    }
+    return {key: value if isinstance(value, int) else _numbers(value) for key, value in vars(counter).items()}
 
 
 def _completed(batches: Mapping[str, Any]) -> dict[str, Any]:

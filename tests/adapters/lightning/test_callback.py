@@ -64,8 +64,8 @@ def test_more_steps_go_on_within_the_epoch(tmp_path: Path) -> None:
     fit(Net, tmp_path / "store", max_epochs=-1, max_steps=4)
     net, trainer = fit(Net, tmp_path / "store", max_epochs=-1, max_steps=4)
     assert net.seen == []
-    net, trainer = fit(Net, tmp_path / "store", max_epochs=-1, max_steps=7)
-    whole, straight = fit(Net, None, max_epochs=-1, max_steps=7)
+    net, _trainer = fit(Net, tmp_path / "store", max_epochs=-1, max_steps=7)
+    whole, _straight = fit(Net, None, max_epochs=-1, max_steps=7)
     assert net.seen == whole.seen[8:]
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), whole.parameters(), strict=True))
 
@@ -76,13 +76,13 @@ def test_other_callbacks_go_on_with_their_state(tmp_path: Path) -> None:
         return [best, EarlyStopping("validation", patience=2)]
 
     options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 8}
-    whole, trainer = fit(Net, None, callbacks=others(), **options)
+    _whole, trainer = fit(Net, None, callbacks=others(), **options)
     wanted, stopped = trainer.callbacks[-1].best_model_score, trainer.current_epoch
     for path in (tmp_path / "best").iterdir():
         path.unlink()
     with pytest.raises(Interrupted):
         fit(Net, tmp_path / "store", ("train", 1, 3), callbacks=others(), **options)
-    net, trainer = fit(Net, tmp_path / "store", callbacks=others(), **options)
+    _net, trainer = fit(Net, tmp_path / "store", callbacks=others(), **options)
     assert trainer.callbacks[-1].best_model_score == wanted
     assert trainer.current_epoch == stopped
     assert len(trainer.callbacks[-1].best_k_models) == 2
@@ -170,7 +170,7 @@ def test_the_session_is_there_while_training(tmp_path: Path) -> None:
 
 def test_signals_and_hooks_are_put_back(tmp_path: Path) -> None:
     before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
-    net, trainer = fit(Net, tmp_path / "store")
+    _net, trainer = fit(Net, tmp_path / "store")
     assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
     with pytest.raises(Interrupted):
         fit(Net, tmp_path / "store", ("train", 2, 1), max_epochs=3)
@@ -253,7 +253,11 @@ def test_strategies_that_scarctl_cannot_see_into_are_refused(tmp_path: Path) -> 
         root_device = None
 
     OwnStrategy.__abstractmethods__ = frozenset()
-    for kind, hint in ((DeepSpeedStrategy, "ddp"), (FSDPStrategy, "fully_shard"), (OwnStrategy, "DDPStrategy")):
+    for kind, hint in (
+        (DeepSpeedStrategy, "ddp"),
+        (FSDPStrategy, "fully_shard"),
+        (OwnStrategy, "DDPStrategy"),
+    ):
         with pytest.raises(UsageError, match=f"{kind.__name__} keeps .*{hint}"):
             _check_strategy(kind.__new__(kind))  # made properly they want a GPU, or a package
     _check_strategy(DDPStrategy.__new__(DDPStrategy))
@@ -272,7 +276,7 @@ def test_a_store_that_fails_does_not_end_the_fit(tmp_path: Path, caplog: pytest.
             seen.append(trainer.callbacks[0].session.lag)
 
     with caplog.at_level(logging.ERROR, "scarctl"):
-        net, trainer = fit(
+        _net, trainer = fit(
             Net, store, callbacks=[Unmount()], accumulate_grad_batches=1, callback={"drain_timeout": 0.5}
         )
     assert trainer.global_step == 12
@@ -321,6 +325,6 @@ def test_the_other_lightning(tmp_path: Path) -> None:
         return net, callback
 
     run(1)
-    net, callback = run(2)
+    _net, callback = run(2)
     assert callback.resumed.step == 6
     assert callback.resumed.exact

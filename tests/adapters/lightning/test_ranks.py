@@ -1,60 +1,63 @@
-"""Fits of several processes, under torchrun and under Lightning's own launcher."""
+"""Fits of two processes, under torchrun and under Lightning's own launcher."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.ranks.launch import ROOT, environment
 
-from tests.ranks.launch import ROOT, free_port
+JOB = ["-m", "tests.adapters.lightning.rank_job"]
+TORCHRUN = [
+    *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"),
+    *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
+]
+_LAUNCHERS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
-JOB = "tests.adapters.lightning.rank_job"
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
 
-
-def run(folder: Path, settings: dict[str, Any], *, restarts: int | None = None) -> subprocess.CompletedProcess[str]:
-    """Two ranks of the job; restarts: how often torchrun starts them again. None: Lightning starts the second one."""
-    folder.mkdir(exist_ok=True)
-    launcher = (
-        [*TORCHRUN, "--master-port", str(free_port()), "--max-restarts", str(restarts), "-m", JOB]
-        if restarts is not None
-        else ["-m", JOB]
-    )
-    return subprocess.run(
-        [sys.executable, *launcher, json.dumps({**settings, "result": str(folder)})],
+def run(folder: Path, launcher: list[str], **settings: Any) -> list[dict[str, Any]]:
+    """Two ranks of the job; what came of each."""
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, *launcher, *JOB, json.dumps({**settings, "result": str(folder)})],
         cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters")]),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-        },
+        env={k: v for k, v in environment(0, 2, 0).items() if k not in _LAUNCHERS_OWN},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=110,
     )
-
-
-def results(folder: Path, process: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    assert process.returncode == 0, process.stderr[-5000:]
+    assert done.returncode == 0, done.stderr[-6000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.leaves_arena
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_ranks_go_on_exactly_after_an_exception(strategy: str, tmp_path: Path) -> None:
-    whole = results(tmp_path / "whole", run(tmp_path / "whole", {"strategy": strategy, "store": ""}, restarts=0))
-    settings = {"strategy": strategy, "store": str(tmp_path / "store"), "die": ["batch_end", 1, 0]}
-    again = results(tmp_path / "again", run(tmp_path / "again", settings, restarts=1))
+def test_ddp_goes_on_exactly_after_an_exception(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", [], strategy="ddp", store="")
+    again = run(
+        tmp_path / "again", TORCHRUN, strategy="ddp", store=str(tmp_path / "store"), die=["batch_end", 1, 0]
+    )
     for rank in range(2):
         assert {**again[rank], "seen": 0, "resumed": 0} == {**whole[rank], "seen": 0, "resumed": 0}
         assert again[rank]["seen"] == whole[rank]["seen"][4:]
         assert again[rank]["resumed"]["step"] == 4
         assert again[rank]["resumed"]["exact"]
+
+
+def test_fsdp2_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
+    ranks = run(
+        tmp_path / "job",
+        TORCHRUN,
+        strategy="fsdp2",
+        store=str(tmp_path / "store"),
+        die=["train", 1, 1],
+        how="kill",
+    )
+    for rank in ranks:
+        resumed = rank["resumed"]
+        assert 0 < resumed["step"] <= 4
+        assert rank["step"] == 9
+        assert rank["epoch"] == 3
+        assert len(rank["seen"]) == 9 - resumed["step"]
+        assert rank["digest"] == ranks[0]["digest"]
