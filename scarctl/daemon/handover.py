@@ -1,8 +1,9 @@
 """The queue between the training process and the persister: small files in the arena's folder.
 
 A hand-over names partitions whose copies in the arena are complete, and brings the extras of their step. It is a
-safetensors file that appears at once, under a number that nobody else gets, so the queue outlives both processes, and what is found in it is whole. It
-is not synced: like the arena it means nothing any more when the machine was started anew.
+safetensors file that appears at once, under a number that nobody else gets, so the queue outlives both processes, and
+what is found in it is whole. It is not synced: like the arena it means nothing any more when the machine was started
+anew.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from scarctl.parts import find_parts
 from scarctl.ranks.agreement import Agreement, Standing, agree_on_step, perturbation_of
 from scarctl.ranks.exchange import Exchange
 from scarctl.ranks.holdings import Division, Holding, divide
-from scarctl.ranks.leftovers import save_leftovers
+from scarctl.ranks.leftovers import fence, save_leftovers
 from scarctl.ranks.moved import Moved
 from scarctl.ranks.owned import OwnedAdapter, broadcast_over, holdings_of, slots_of, spread
 from scarctl.ranks.rescue import Rescue
@@ -97,10 +97,6 @@ class Crew:
         Raises UsageError on every rank when settings, versions or models of the ranks do not fit together.
         """
         _check_alike(team.gather(_settings_of(settings)))
-        if settings.interval == "auto":
-            raise UsageError(
-                'interval="auto": each rank would find its own', hint="give a number of iterations"
-            )
         if settings.shards not in (None, 1):
             raise UsageError(
                 f"shards={settings.shards}: with several ranks each of them is one shard",
@@ -138,6 +134,7 @@ class Crew:
         if any(self.team.gather(otherwise)):
             self.moved = True
             save_leftovers(store, settings, self.team)
+            self.agree(lambda: fence(store) if self.team.rank == 0 else None)
         decided = self.agree(lambda: self._decide(store) if self.team.rank == 0 else None)
         self._epoch, shards, self._earlier = self.team.from_rank(0, decided)
         self.shards = tuple(shards)
