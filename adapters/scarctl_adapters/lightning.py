@@ -3,13 +3,13 @@
     from scarctl_adapters.lightning import ScarCallback
     trainer = Trainer(callbacks=[ScarCallback(store="ckpt")])
 
-Lightning is published twice, as `lightning` and as `pytorch_lightning`: two copies with unrelated classes. A callback is
-called by its methods' names, and those are the same in both, so one class does for both. It derives from the `Callback`
-of each that is loaded when this module is, or else of the one that is installed.
+Lightning is published twice, as `lightning` and as `pytorch_lightning`: two copies with unrelated classes. A callback
+is called by its methods' names, and those are the same in both, so one class does for both. It derives from the
+`Callback` of each that is loaded when this module is, or else of the one that is installed.
 
-An iteration is a training batch in which an optimizer has stepped. It begins when the first parameter is about to change,
-and ends with the batch: Lightning runs forward and backward inside the optimizer's step, may step several optimizers in
-one batch, and moves schedules and counters on after it.
+An iteration is a training batch in which an optimizer has stepped. It begins when the first parameter is about to
+change, and ends with the batch: Lightning runs forward and backward inside the optimizer's step, may step several
+optimizers in one batch, and moves schedules and counters on after it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterable
@@ -71,8 +72,9 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
 
     It does nothing in validate, test and predict, nor with `fast_dev_run`. Lightning's own checkpoints are not touched.
 
-    resume: "partial" takes every partition's newest copy; "rollback" the newest state that is of one step everywhere, if
-        there is one yet.
+    resume: "partial" takes every partition's newest copy; "rollback" the newest state that is of one step everywhere,
+        if there is one yet.
+    snapshot: go back to the snapshot of this name, exactly.
     options: see `scarctl.attach`. Optimizers, schedulers, gradient scaler, the loops' counters, the order of the
         training data, the data module's and the other callbacks' states are known without being named.
 
@@ -83,7 +85,14 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
     raise, and UsageError for what cannot be saved; from the first step on, see `on_error`.
     """
 
-    def __init__(self, store: Any = None, *, resume: str = "partial", **options: Any) -> None:
+    def __init__(
+        self,
+        store: str | os.PathLike[str] | None = None,
+        *,
+        resume: str = "partial",
+        snapshot: str | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
         check_mode(resume)
         unknown = sorted(set(options) - set(_OPTIONS))
@@ -100,7 +109,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
         self.resumed: Resumed | None = None
         """What the newest fit found to go on from; None when it did not look, because it has another state."""
         self._options = {"store": store, **options}
-        self._mode = resume
+        self._mode, self._snapshot = resume, snapshot
         self._session: Session | None = None
         self._fit: _Fit | None = None
         self._trained = False
@@ -143,7 +152,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
         fit.replaced = {s: (old, new) for s, old in handlers.items() if (new := _handlers()[s]) != old}
         self.resumed = None
         if not trainer.ckpt_path and not self._trained:
-            self.resumed = _resume(self._session, self._mode)
+            self.resumed = _resume(self._session, self._mode, self._snapshot)
         if self.resumed is not None and self.resumed.step:
             fit.watch.resume()
             log.info(
@@ -174,7 +183,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """See `Callback`. An iteration is over, if there was one."""
-        if self._session is None or self._fit is None or self._fit.waits:
+        if self._session is None or self._fit is None or self._fit.is_waiting():
             return
         if self._session.stepping:
             self._fit.position.batch_ended()
@@ -192,7 +201,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
         if self._fit is None:
             return
         self._fit.settled.settle()
-        for number in self._fit.waits:
+        for number in sorted(self._fit.waits):
             log.warning(
                 "optimizer %d has not stepped yet: nothing is saved before it has, for what it will keep is not known",
                 number,
@@ -264,26 +273,31 @@ class _Fit:
         """Iterations that the fit began with."""
         self.replaced: dict[int, tuple[Any, Any]] = {}
         """Signals' handlers before and after the session has put its own in their place."""
-        self.waits: dict[int, Any] = {}
-        """Optimizers by number that have not stepped yet, as their hooks. The first iteration ends when all have: by then
-        they have made the state that they keep per parameter, and from then on the layout is fixed."""
+        self.waits: set[int] = set()
+        """Optimizers by number that have not stepped yet. The first iteration ends when all have: by then they have
+        made the state that they keep per parameter, and from then on the layout is fixed."""
+        self._hooks: list[Any] = []
 
     def wait_for(self, optimizers: list[Any]) -> None:
         """To be called before the first step of a new run."""
         for number, optimizer in enumerate(optimizers):
-            self.waits[number] = optimizer.register_step_post_hook(
-                lambda *_, number=number: self._has_stepped(number)
-            )
+            self.waits.add(number)
+            hook = optimizer.register_step_post_hook(lambda *_, number=number: self.waits.discard(number))
+            self._hooks.append(hook)
 
-    def _has_stepped(self, number: int) -> None:
-        self.waits.pop(number).remove()
+    def is_waiting(self) -> bool:
+        """Whether an optimizer has not stepped yet. Not to be called in a step: torch goes through the hooks then."""
+        if not self.waits:
+            while self._hooks:
+                self._hooks.pop().remove()
+        return bool(self.waits)
 
     def close(self, trainer: Any) -> None:
         """Leave the trainer as it was."""
         self.watch.close()
         self.forget_handlers(trainer)
-        for number in list(self.waits):
-            self._has_stepped(number)
+        self.waits.clear()
+        self.is_waiting()
 
     def forget_handlers(self, trainer: Any) -> None:
         """Lightning has noted the session's handlers, and would put them back after the session has gone."""
@@ -293,11 +307,11 @@ class _Fit:
                 noted[signum] = before
 
 
-def _resume(session: Session, mode: str) -> Resumed:
+def _resume(session: Session, mode: str, snapshot: str | None) -> Resumed:
     try:
-        return session.resume(mode)
+        return session.resume(mode, snapshot)
     except NoIntactCopy as error:
-        if error.kind != "no-sealed-state":
+        if error.kind != "no-sealed-state" or snapshot is not None:
             raise
         # The run died before its first checkpoint was durable; what is in memory, if this is its host, is all there is.
         log.warning("%s: going on from the newest copies", error.message)
@@ -329,7 +343,7 @@ def _optimizers(trainer: Any) -> list[Any]:
     found = [getattr(optimizer, "_optimizer", optimizer) for optimizer in trainer.optimizers]
     if not found or any(type(optimizer).__name__ == "_MockOptimizer" for optimizer in found):
         raise UsageError(
-            f"{type(trainer.lightning_module).__name__}.configure_optimizers returns no optimizer: no step would be saved",
+            f"{type(trainer.lightning_module).__name__}.configure_optimizers returns no optimizer: nothing has steps",
             hint="return one, or leave out the callback",
         )
     return found

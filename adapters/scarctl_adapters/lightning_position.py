@@ -45,6 +45,8 @@ class FitPosition:
         self._end: dict[str, Any] | None = None
         self.loaded: dict[str, Any] | None = None
         """What a resumed run has to get to."""
+        self.running = False
+        """Training has begun: a state that is loaded now is that of a rollback within the run."""
 
     def batch_ended(self) -> None:
         """Take the position: to be called at the end of a training batch in which an optimizer stepped."""
@@ -65,7 +67,9 @@ class FitPosition:
         return {**self._now, "end": self._end, "datamodule": data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Remember where to go; `restore_counters` goes there."""
+        """Remember where to go; `restore_counters` goes there. In a running fit the loops go on."""
+        if self.running:
+            return
         self.loaded = dict(state)
         if state["datamodule"] and self._datamodule is not None:
             self._datamodule.load_state_dict(state["datamodule"])
@@ -76,7 +80,7 @@ class FitPosition:
         return {"counters": counters, "stepped": stepped}
 
     def restore_counters(self) -> bool:
-        """Set the loops to `loaded`. Returns whether the fit goes on inside an epoch, else it is between two, or over."""
+        """Set the loops to `loaded`. Returns whether the fit goes on within an epoch, and not between two."""
         assert self.loaded is not None
         self._now = {key: self.loaded[key] for key in ("counters", "stepped")}
         end = self.loaded["end"]
@@ -104,7 +108,7 @@ class FitPosition:
             steps = counters["epoch_loop.manual_optimization.optim_step_progress"]
         epochs = counters["epoch_progress"]["current"]["processed"]
         enough = loop.max_epochs is not None and 0 <= loop.max_epochs <= epochs
-        return enough or 0 <= loop.max_steps <= steps["total"]["completed"]
+        return bool(enough or 0 <= loop.max_steps <= steps["total"]["completed"])
 
     def _load(self, state: Mapping[str, Any]) -> None:
         loop = self._trainer.fit_loop
@@ -159,7 +163,9 @@ class DataOrder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Remember what to draw from; `advance` does it."""
+        """Remember what to draw from; `advance` does it. In a running fit the data goes on."""
+        if self._position.running:
+            return
         self.loaded = dict(state)
         self._made, self._begun = plain(state["made"]), plain(state["begun"])
 
@@ -265,6 +271,7 @@ class Settled:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put all of it back. Raises UsageError when there are other schedulers."""
+        self._before = None
         configs = self._trainer.lr_scheduler_configs
         if len(state["schedulers"]) != len(configs):
             raise UsageError(
@@ -320,6 +327,7 @@ class Watch:
 
     def train_starts(self) -> None:
         """The first epoch is about to begin."""
+        self._position.running = True
         if self._random is None:
             return
         if self._inside:

@@ -1,4 +1,4 @@
-"""Sessions for a recommender: Python's own source. A file is a visitor, its names are the items it looks at, in order."""
+"""Sessions for a recommender: Python's own source. A file is a visitor, its names are what it looks at, in order."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]+")
 def visits(items: int, limit: int) -> tuple[TensorDataset, TensorDataset, int]:
     """Training data, held out data, and how many items there are.
 
-    Each is of pairs: what was looked at, int64 of shape (n, 5), and what was looked at next, int64 of shape (n,). items:
-    take the most frequent ones. limit: take so many pairs for training; a tenth as many are held out, from other files.
+    Each is of pairs: what was looked at, int64 of shape (n, 5), and what was looked at next, int64 of shape (n,).
+    items: take the most frequent ones. limit: take so many pairs for training; a tenth as many are held out, from
+    other files.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [

@@ -3,8 +3,8 @@
 python examples/lightning_recommender/train.py --store run
 python examples/lightning_recommender/train.py --kill
 
-With --kill it starts itself, kills that process with SIGKILL in the middle of its second epoch, starts it again with the
-same command, and says what was lost; and trains once without being killed, to compare.
+With --kill it starts itself, kills that process with SIGKILL in the middle of its second epoch, starts it again with
+the same command, and says what was lost; and trains once without being killed, to compare.
 """
 
 from __future__ import annotations

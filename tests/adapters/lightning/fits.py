@@ -153,7 +153,7 @@ def fit(
     **trainer: Any,
 ) -> tuple[Any, pl.Trainer]:
     """What a user's script does: make all things, and train beside `store`, if there is one."""
-    pl.seed_everything(seed, verbose=False)
+    pl.seed_everything(seed)
     net = kind(at, then)
     own = [ScarCallback(store=store, **{**EXACT, **(callback or {})})] if store else []
     settings = {"max_epochs": 2, "accumulate_grad_batches": 2 if net.automatic_optimization else 1}

@@ -58,7 +58,7 @@ def digest(net: Net) -> str:
 def main(settings: dict[str, Any]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    pl.seed_everything(1, verbose=False)
+    pl.seed_everything(1)
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     die: Point | None = tuple(settings["die"]) if settings.get("die") and first else None  # type: ignore[assignment]
     sharded = settings["strategy"] == "fsdp2"

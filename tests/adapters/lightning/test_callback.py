@@ -62,7 +62,7 @@ def test_a_fit_that_is_over_is_over(tmp_path: Path) -> None:
 
 def test_more_steps_go_on_within_the_epoch(tmp_path: Path) -> None:
     fit(Net, tmp_path / "store", max_epochs=-1, max_steps=4)
-    net, trainer = fit(Net, tmp_path / "store", max_epochs=-1, max_steps=4)
+    net, _ = fit(Net, tmp_path / "store", max_epochs=-1, max_steps=4)
     assert net.seen == []
     net, _trainer = fit(Net, tmp_path / "store", max_epochs=-1, max_steps=7)
     whole, _straight = fit(Net, None, max_epochs=-1, max_steps=7)
@@ -112,7 +112,7 @@ def test_a_checkpoint_of_the_users_wins_over_the_store(
 
 def test_two_fits_with_one_callback(tmp_path: Path) -> None:
     callback = ScarCallback(tmp_path / "store", **EXACT)
-    pl.seed_everything(1, verbose=False)
+    pl.seed_everything(1)
     net, trainer = Net(), trainer_with(callback)
     trainer.fit(net, loader())
     trainer.fit_loop.max_epochs = 2
@@ -318,7 +318,7 @@ def test_the_other_lightning(tmp_path: Path) -> None:
             return torch.optim.Adam(self.parameters())
 
     def run(epochs: int) -> tuple[Other, Any]:
-        pytorch_lightning.seed_everything(1, verbose=False)
+        pytorch_lightning.seed_everything(1)
         net, callback = Other(), ScarCallback(tmp_path / "store", **EXACT)
         trainer = pytorch_lightning.Trainer(**QUIET, max_epochs=epochs, callbacks=[callback])
         trainer.fit(net, loader())

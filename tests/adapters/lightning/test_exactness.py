@@ -80,13 +80,14 @@ class Resumable:
         return 6
 
     def __iter__(self) -> Iterator[Any]:
-        if self.order is None:
-            self.order = torch.randperm(24)
-        while self.position < 6:
+        order = self.order = torch.randperm(24) if self.order is None else self.order
+        while order is self.order:
+            start = 4 * self.position
             self.position += 1
             Resumable.read += 1
-            yield [self.order[4 * self.position - 4 : 4 * self.position] * 7 % 64]
-        self.order, self.position = None, 0
+            if self.position == 6:
+                self.order, self.position = None, 0
+            yield [order[start : start + 4] * 7 % 64]
 
     def state_dict(self) -> dict[str, Any]:
         return {"order": self.order, "position": self.position}
