@@ -119,6 +119,8 @@ class FitPosition:
     def correct_counters(self, *, validation_due: bool) -> None:
         """What Lightning's restart has changed in the counters, and what only a restart with a validation needs."""
         epoch_loop = self._trainer.fit_loop.epoch_loop
+        # Before 2.5.1 an epoch that is restarted is counted as one more.
+        self._trainer.fit_loop.epoch_progress.load_state_dict(self._now["counters"]["epoch_progress"])
         # Counted after the validation.
         epoch_loop._batches_that_stepped = self._now["stepped"] + (0 if validation_due else 1)
         if not validation_due:

@@ -1,18 +1,18 @@
 """What the Lightning callback adds to a training step, beside the bare framework and its own ModelCheckpoint.
 
-python benchmarks/lightning.py [--rounds 7] [--items 50000] [--steps 64] [--interval 4] [--folder DIR]
+python benchmarks/lightning_step.py [--rounds 7] [--items 50000] [--cycles 2] [--interval 4] [--folder DIR]
 
-A recommender: an embedding table of `items` x 64 and a small network, Adam, batches of 256 rows. Every arm is one fit of
-`steps` steps in this process; arms take turns. scarctl saves 1/8 of the state every `interval` steps, ModelCheckpoint
-all of it every 8 * interval steps: the same bytes per time. Making trainer, session and store is not measured, nor is
-closing them: the time is that from the end of the first step to the end of the last one.
+A recommender: an embedding table of `items` x 64 and a small network, Adam, batches of 256 rows. Every arm is one fit in
+this process; arms take turns. scarctl saves 1/8 of the state every `interval` steps, ModelCheckpoint all of it every
+8 * interval steps, a cycle: the same bytes per time. The first cycle of a fit is not measured (scarctl's first
+checkpoint is of everything), nor is the end; `cycles` cycles between them are.
 
   none             no checkpoints
   ModelCheckpoint  every_n_train_steps, the last file only
   scarctl          ScarCallback, saving from the host's daemon
 
 One line per arm: time per step as a ratio to the arm without checkpoints of the same round, median over rounds and
-range; milliseconds per step, median and range; bytes saved per arm.
+range; milliseconds per step, median and range; bytes saved meanwhile.
 """
 
 from __future__ import annotations
@@ -58,23 +58,30 @@ class Recommender(pl.LightningModule):
 
 
 class Clock(pl.Callback):
-    """Seconds from the end of the first step to the end of the last one."""
+    """Seconds and saved bytes between two steps, both times before that step's checkpoint of ModelCheckpoint."""
+
+    def __init__(self, first: int, last: int, saving: ScarCallback | None) -> None:
+        self._first, self._last, self._saving = first, last, saving
+        self.seconds, self.nbytes = 0.0, 0
 
     def on_train_batch_end(self, trainer: Any, net: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """See `Callback`. The last callback of the list."""
-        if trainer.global_step == 1:
-            self.start = time.perf_counter()
-        self.end = time.perf_counter()
+        """See `Callback`."""
+        if trainer.global_step not in (self._first, self._last):
+            return
+        sign = 1 if trainer.global_step == self._last else -1
+        self.seconds += sign * time.perf_counter()
+        if self._saving is not None:
+            self.nbytes += sign * self._saving.session.stats.saved_bytes
 
 
 class Arms:
     """The three ways, each with its bytes."""
 
-    def __init__(self, folder: Path, arena: str, items: int, steps: int, interval: int) -> None:
+    def __init__(self, folder: Path, arena: str, items: int, cycles: int, interval: int) -> None:
         self.folder, self.arena, self.items = folder, arena, items
-        self.steps, self.interval = steps, interval
+        self.cycles, self.interval, self.cycle = cycles, interval, FULL * interval
         self.saved = dict.fromkeys(("none", "ModelCheckpoint", "scarctl"), 0)
-        ids = torch.randint(0, items, (steps * BATCH,))
+        ids = torch.randint(0, items, ((self.cycle * (1 + cycles) + 1) * BATCH,))
         self.data = TensorDataset(ids, torch.randn(len(ids)))
 
     def cases(self) -> dict[str, Callable[[], float]]:
@@ -82,18 +89,16 @@ class Arms:
         return {name: lambda name=name: self._fit(name) for name in self.saved}  # type: ignore[misc]
 
     def _fit(self, name: str) -> float:
-        callbacks: list[Any] = []
         target = self.folder / "arm"
+        saving = None
+        callbacks: list[Any] = []
         if name == "scarctl":
-            callbacks = [
-                ScarCallback(
-                    target, fraction=1 / FULL, interval=self.interval, arena_dir=self.arena, on_error="raise"
-                )
-            ]
-            callbacks.append(_Counts(self, callbacks[0]))
+            options: Any = {"fraction": 1 / FULL, "interval": self.interval, "on_error": "raise"}
+            saving = ScarCallback(target, arena_dir=self.arena, **options)
+            callbacks = [saving]
         elif name == "ModelCheckpoint":
-            callbacks = [ModelCheckpoint(target, every_n_train_steps=FULL * self.interval, filename="last")]
-        clock = Clock()
+            callbacks = [ModelCheckpoint(target, every_n_train_steps=self.cycle, filename="last")]
+        clock = Clock(self.cycle + 1, self.cycle * (1 + self.cycles) + 1, saving)
         trainer = pl.Trainer(
             accelerator="cpu",
             max_epochs=1,
@@ -106,37 +111,27 @@ class Arms:
         settle()
         pl.seed_everything(0)
         trainer.fit(Recommender(self.items), DataLoader(self.data, batch_size=BATCH))
+        self.saved[name] = clock.nbytes
         if name == "ModelCheckpoint":
-            size = sum(file.stat().st_size for file in target.iterdir())
-            self.saved[name] = size * (self.steps // (FULL * self.interval))
+            self.saved[name] = self.cycles * sum(file.stat().st_size for file in target.iterdir())
         shutil.rmtree(target, ignore_errors=True)
-        return (clock.end - clock.start) / (self.steps - 1)
-
-
-class _Counts(pl.Callback):
-    """Bytes that a session saves."""
-
-    def __init__(self, arms: Arms, saving: ScarCallback) -> None:
-        self._arms, self._saving = arms, saving
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._arms.saved["scarctl"] = self._saving.session.stats.saved_bytes
+        return clock.seconds / (self.cycle * self.cycles)
 
 
 def main() -> None:
     """Measure and print."""
     options = parser(__doc__)
     options.add_argument("--items", type=int, default=50_000)
-    options.add_argument("--steps", type=int, default=64)
+    options.add_argument("--cycles", type=int, default=2)
     options.add_argument("--interval", type=int, default=4)
-    options.set_defaults(rounds=7)
+    options.add_argument("--rounds", type=int, default=7)
     arguments = options.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     os.environ["SCARCTL_DAEMON"] = "1"
-    with scratch(arguments.folder) as folder, arenas() as arena:
-        arms = Arms(folder, arena, arguments.items, arguments.steps, arguments.interval)
+    with scratch(arguments.folder) as folder, arenas(arguments.folder) as arena:
+        arms = Arms(folder, arena, arguments.items, arguments.cycles, arguments.interval)
         seconds = interleaved(arms.cases(), arguments.rounds)
     rows = []
     for name, taken in seconds.items():
