@@ -2,8 +2,8 @@
 
 python benchmarks/lightning_step.py [--rounds 7] [--items 50000] [--cycles 2] [--interval 4] [--folder DIR]
 
-A recommender: an embedding table of `items` x 64 and a small network, Adam, batches of 256 rows. Every arm is one fit in
-this process; arms take turns. scarctl saves 1/8 of the state every `interval` steps, ModelCheckpoint all of it every
+A recommender: an embedding table of `items` x 64 and a small network, Adam, batches of 256 rows. Every arm is one fit
+in this process; arms take turns. scarctl saves 1/8 of the state every `interval` steps, ModelCheckpoint all of it every
 8 * interval steps, a cycle: the same bytes per time. The first cycle of a fit is not measured (scarctl's first
 checkpoint is of everything), nor is the end; `cycles` cycles between them are.
 

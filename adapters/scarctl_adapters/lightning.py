@@ -52,7 +52,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def _callback_classes() -> tuple[Any, ...]:
-    loaded = [name for name in _DISTRIBUTIONS if name in sys.modules]
+    loaded = [name for name in _DISTRIBUTIONS if sys.modules.get(name) is not None]
     found: list[Any] = []
     for name in loaded or _DISTRIBUTIONS:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from scarctl.errors import Contention, LayoutMismatch, UsageError
 from scarctl.store import Store, verify
-from scarctl_adapters.lightning import ScarCallback, _check_strategy
+from scarctl_adapters.lightning import ScarCallback, _callback_classes, _check_strategy
 from tests.adapters.lightning.fits import (
     EXACT,
     QUIET,
@@ -328,3 +329,12 @@ def test_the_other_lightning(tmp_path: Path) -> None:
     _net, callback = run(2)
     assert callback.resumed.step == 6
     assert callback.resumed.exact
+
+
+def test_which_lightning_it_is_a_callback_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _callback_classes() == (pl.Callback, pytorch_lightning.Callback)
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    assert _callback_classes() == (pytorch_lightning.Callback,)
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
+    with pytest.raises(ImportError, match=r"scarctl\[lightning\]"):
+        _callback_classes()
