@@ -12,6 +12,9 @@ from torch.utils.data import TensorDataset
 
 HISTORY = 5
 """Items that a recommendation is made from."""
+BATCH = 256
+SAID_EVERY = 20
+"""Batches between two lines of output."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]+")
 

@@ -3,87 +3,21 @@
 python examples/lightning_recommender/train.py --store run
 python examples/lightning_recommender/train.py --kill
 
-With --kill it starts itself, kills that process with SIGKILL in the middle of its second epoch, starts it again with
-the same command, and says what was lost; and trains once without being killed, to compare.
+The training is in fit.py. With --kill this starts itself, kills that process with SIGKILL in the middle of its second
+epoch, starts it again with the same command, and says what was lost; and trains once undisturbed, to compare.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as pl
-from data import visits
-from model import Recommender
-from torch.utils.data import DataLoader
-
-from scarctl_adapters.lightning import ScarCallback
-
-BATCH = 256
-SAID_EVERY = 20
-
-
-class Says(pl.Callback):
-    """Says where training is, one line per so many batches."""
-
-    def __init__(self, saving: ScarCallback) -> None:
-        self._saving = saving
-
-    def on_train_start(self, trainer: Any, net: Any) -> None:
-        """See `Callback`."""
-        resumed = self._saving.resumed
-        if resumed is not None and resumed.step:
-            exactly = "exact" if resumed.exact else "perturbed, partitions of several steps"
-            print(f"resumed after step {resumed.step} ({exactly})", flush=True)
-
-    def on_train_batch_end(self, trainer: Any, net: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """See `Callback`."""
-        if (batch_idx + 1) % SAID_EVERY == 0:
-            loss = float(trainer.callback_metrics["loss"])
-            print(
-                f"epoch {trainer.current_epoch + 1}, batch {batch_idx + 1} of {trainer.num_training_batches}, "
-                f"step {trainer.global_step}: loss {loss:.3f}",
-                flush=True,
-            )
-
-    def on_validation_end(self, trainer: Any, net: Any) -> None:
-        """See `Callback`."""
-        if not trainer.sanity_checking:
-            found = float(trainer.callback_metrics["found"])
-            print(f"epoch {trainer.current_epoch + 1}: {found:.1%} of the held out items found", flush=True)
-
-
-def train(arguments: argparse.Namespace) -> None:
-    """What a user's script does."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    pl.seed_everything(0, verbose=False)
-    training, held_out, items = visits(arguments.items, arguments.pairs)
-    saving = ScarCallback(store=arguments.store, interval=10, shards=8)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=arguments.epochs,
-        callbacks=[saving, Says(saving)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    net = Recommender(items)
-    trainer.fit(
-        net,
-        DataLoader(training, batch_size=BATCH, shuffle=True),
-        DataLoader(held_out, batch_size=BATCH),
-    )
-    print(f"done: step {trainer.global_step}, epoch {trainer.current_epoch}", flush=True)
+from data import BATCH, SAID_EVERY
 
 
 def kill(arguments: argparse.Namespace, folder: Path) -> None:
@@ -93,11 +27,11 @@ def kill(arguments: argparse.Namespace, folder: Path) -> None:
     store = folder / "run"
     before = _run(arguments, store, until=f"epoch 2, batch {middle} ")
     after = _run(arguments, store)
-    undisturbed = _run(arguments, folder / "undisturbed", quiet=True)
+    undisturbed = [] if arguments.quick else _run(arguments, folder / "undisturbed", quiet=True)
     died, again = _step(before[-1]), _first_step(after)
     print(f"killed at step {died}, in the middle of an epoch")
     print(f"went on after step {again}: {died - again} of {died} steps were made twice")
-    print(f"in the end: {_found(after)}; undisturbed: {_found(undisturbed)}")
+    print(f"in the end: {_found(after)}{f'; undisturbed: {_found(undisturbed)}' if undisturbed else ''}")
 
 
 def _run(
@@ -149,7 +83,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=40_000, help="train on so many")
     parser.add_argument("--items", type=int, default=10_000, help="recommend the most frequent ones")
     parser.add_argument("--kill", action="store_true", help="kill a training and start it again")
+    parser.add_argument(
+        "--quick", action="store_true", help="with --kill: less data, and nothing to compare with"
+    )
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.pairs, arguments.items = 2 * SAID_EVERY * BATCH, 2000
     if arguments.kill:
         if arguments.epochs < 2 or arguments.pairs < 2 * SAID_EVERY * BATCH:
             parser.error(f"--kill needs two epochs, and {2 * SAID_EVERY * BATCH} pairs")
@@ -158,7 +97,10 @@ def main() -> None:
     elif arguments.store is None:
         parser.error("--store is missing")
     else:
-        train(arguments)
+        # Not above: Lightning takes seconds to import, and with --kill only other processes need it.
+        from fit import train
+
+        train(arguments.store, arguments.epochs, arguments.pairs, arguments.items)
 
 
 if __name__ == "__main__":

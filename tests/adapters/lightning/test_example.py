@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("usual_saver")
 def test_the_example_is_killed_and_goes_on() -> None:
     script = ROOT / "examples" / "lightning_recommender" / "train.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--kill", "--pairs", "10240", "--items", "2000"],
+        [sys.executable, str(script), "--kill", "--quick"],
         capture_output=True,
         text=True,
         timeout=110,

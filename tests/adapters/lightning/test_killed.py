@@ -53,10 +53,13 @@ def test_what_lightning_does_with_a_signal_it_still_does(signum: int, tmp_path: 
         except BaseException as error:
             tell(type(error).__name__)
             raise
+        tell("returned")
 
     with Forked(train) as child:
-        child.expect({signal.SIGTERM: "SIGTERMException", signal.SIGINT: "SystemExit"}[signum], 60)
-        assert child.wait(60) == 1
+        if signum == signal.SIGTERM:
+            child.expect("SIGTERMException", 60)
+        # Interrupted, Lightning 2.2 returns from fit, and later ones exit.
+        assert child.wait(60) in ([1] if signum == signal.SIGTERM else [0, 1])
     whole, trainer = fit(Net, None)
     expected = outcome(whole, trainer)
     net, trainer = fit(Net, store)
