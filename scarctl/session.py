@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from scarctl import signals
 from scarctl.adapter import Adapter
@@ -54,9 +54,14 @@ class Session:
     """One training process's checkpoints. Made by `attach`; `close` it, or use it in a `with` statement."""
 
     def __init__(
-        self, adapter: Adapter, settings: SessionSettings, *, auto: bool, together: Together | None = None
+        self,
+        adapter: Adapter,
+        settings: SessionSettings,
+        *,
+        auto: bool | Literal["begin"],
+        together: Together | None = None,
     ) -> None:
-        """together: the other ranks that train with this process, if there are any."""
+        """auto: see `attach`. together: the other ranks that train with this process, if there are any."""
         self.settings = settings
         self._together = together or Alone()
         self.stats = Stats()
@@ -68,10 +73,13 @@ class Session:
         """The same, also while it is not known from which step to go on."""
         self._looked = False
         """What the store has was read; it may be nothing that is whole."""
+        self._superseding = False
+        """What the store has is not to be gone on from."""
+        self._hooked_begin = auto == "begin"
         self._closed = False
         self._pid = os.getpid()
         self._requests = Requests(self._together, self.recover, self._fault)
-        self._gate = Gate(stepping=not auto)
+        self._gate = Gate(stepping=auto is False)
         self._moments = Moments(adapter)
         self._moment: Moment | None = None
         """The end of the newest step, if it is taken after every step."""
@@ -86,9 +94,7 @@ class Session:
             self._binding = Binding(adapter, self.store)
             self._saver = self._together.agree(self._claim, undo=lambda saver: saver.close())
             undo.callback(self._saver.close)
-            self._remove_hooks = (
-                adapter.install(self._before_step, self._after_step) if auto else lambda: None
-            )
+            self._remove_hooks = self._install(auto)
             undo.pop_all()
         self._worker = Worker("scarctl-copy")
         self._checkpoints = Checkpoints(
@@ -99,6 +105,12 @@ class Session:
         self._unwatch: Callable[[], None] = lambda: None
         if settings.flush_on_signal:
             self._unwatch = signals.watch(self._before_signal)
+
+    def _install(self, auto: bool | Literal["begin"]) -> Callable[[], None]:
+        if auto is False:
+            return lambda: None
+        after = self._after_step if auto is True else lambda: None
+        return self._adapter.install(self._before_step, after)
 
     def _claim(self) -> Saver:
         # Better now than at the first step.
@@ -111,12 +123,18 @@ class Session:
     def step(self, step: int | None = None) -> None:
         """Say that an iteration is over, where no hook says it. `step`: its number, if the loop counts itself.
 
+        With `auto="begin"` it is none, and nothing happens, when no optimizer has stepped since the last one.
         Raises UsageError when `step` goes backwards or is negative.
         """
         self._check_open()
+        if self._hooked_begin and not self.stepping:
+            return
         if step is not None:
             check_step(step, self.head_step)
             self.head_step = step - 1
+        if self._hooked_begin:
+            self._after_step()
+            return
         self._between_steps()
         self._after_step()
         with self._gate.held():
@@ -205,6 +223,28 @@ class Session:
                 self._seal(self._take())
             return resumed
 
+    def supersede(self, step: int = 0) -> None:
+        """Instead of `resume`: go on with the live state, whatever an earlier run has saved to the store.
+
+        The first step saves all of it, sealed, as the newest state. Until that is durable the store has the earlier
+        run's; what of that waits for the store, or is newer in this host's memory, is given up.
+        step: iterations that the live state has behind it.
+        Raises UsageError after `resume` and after the first step, LayoutMismatch for another model or optimizer.
+        """
+        self._check_open()
+        if self._engine is not None:
+            raise UsageError(
+                "supersede() comes before the first step, and instead of resume()",
+                hint="to go on with the live state in a running loop nothing needs to be called",
+            )
+        if step:
+            check_step(step, 0)
+        layout = self._together.agree(self.store.current_layout)
+        if layout is not None:
+            self._together.agree(lambda: self._binding.check(layout))
+        self._looked = self._superseding = True
+        self.head_step = step
+
     def _go_on(self, engine: Engine, resumed: Resumed, extras: Any) -> None:
         if extras is not None:
             self._adapter.restore(extras["early"], extras["late"])
@@ -256,6 +296,11 @@ class Session:
         """
         failed = sys.exc_info()[1] is not None
         self._close(seal=seal, as_it_is=not failed, failed=failed)
+
+    @property
+    def stepping(self) -> bool:
+        """Whether an iteration has begun to change parameters and is not over. Always true where nothing says so."""
+        return self._gate.stepping
 
     @property
     def lag(self) -> int:
@@ -387,7 +432,11 @@ class Session:
         return self._opened
 
     def _start(self, layout: Layout) -> None:
-        self._engine = self._open(layout)
+        engine = self._open(layout, stopped=self._superseding)
+        if self._superseding:
+            engine.start_over()
+            engine.saver.resume()
+        self._engine = engine
         self._engine.arena.head_step = self.head_step
 
     def _started(self) -> Engine:
