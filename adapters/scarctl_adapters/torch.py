@@ -171,7 +171,7 @@ class TorchAdapter:
 
     def capture_early(self) -> dict[str, Any]:
         """Random number generators, and the user's extras."""
-        return {"rng": _capture_rng(), "extras": {name: state_of(item) for name, item in self._early.items()}}
+        return {"rng": capture_rng(), "extras": {name: state_of(item) for name, item in self._early.items()}}
 
     def capture_late(self) -> dict[str, Any]:
         """Optimizers' param_groups and scalars, schedulers, gradient scaler, modules' extra state."""
@@ -218,7 +218,7 @@ class TorchAdapter:
                 module.set_extra_state(late["modules"][name])
         for name, item in self._early.items():
             restore_state(item, early["extras"][name])
-        _restore_rng(early["rng"])
+        restore_rng(early["rng"])
 
     def create_slots(self, layout: Layout) -> Callable[[], None]:
         """Tensors in the optimizers' state for every slot of `layout` that is not there yet."""
@@ -382,7 +382,7 @@ def _restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             states[parameter][key] = value
 
 
-def _capture_rng() -> dict[str, Any]:
+def capture_rng() -> dict[str, Any]:
     """Global random number generators of Python, numpy, torch, and of CUDA where it is in use."""
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return capture_host_rng() | {
@@ -391,8 +391,8 @@ def _capture_rng() -> dict[str, Any]:
     }
 
 
-def _restore_rng(state: Mapping[str, Any]) -> None:
-    """Put `_capture_rng` back; CUDA's only as far as there are devices."""
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Put `capture_rng` back; CUDA's only as far as there are devices."""
     restore_host_rng(state)
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
