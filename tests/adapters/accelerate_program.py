@@ -1,0 +1,121 @@
+"""A small loop with Accelerate, in this process or as a rank: torchrun ... tests/adapters/accelerate_program.py JSON.
+
+A model with dropout, shuffled data, two batches per step, schedules that the loop steps after a step and after an epoch,
+evaluation that draws random numbers, and a registered object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
+
+from scarctl_adapters.accelerate import attach
+
+
+class Meter:
+    """What a user counts."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self.losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = list(state["losses"])
+
+
+class Loop:
+    """11 batches of an epoch make 6 steps, the last of one batch."""
+
+    def __init__(self, seed: int = 3, *, rows: int = 44, precision: str = "no") -> None:
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Embedding(16, 8), nn.BatchNorm1d(8), nn.Dropout(0.25), nn.Linear(8, 16))
+        data = torch.utils.data.TensorDataset(torch.arange(rows) % 16, torch.arange(rows) * 7 % 16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+        scheduler = CosineAnnealingLR(optimizer, T_max=40)
+        self.by_epoch = ExponentialLR(optimizer, 0.9)
+        self.meter = Meter()
+        self.accelerator.register_for_checkpointing(self.meter, self.by_epoch)
+        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
+        self.steps = 0
+
+    def train(self, run: Any = None, *, epochs: int = 3, on_step: Callable[[int], None] = lambda _: None) -> None:
+        self.steps = run.session.head_step if run is not None else 0
+        for _ in run.epochs(epochs) if run is not None else range(epochs):
+            self.model.train()
+            for ids, labels in run.batches(self.loader) if run is not None else self.loader:
+                with self.accelerator.accumulate(self.model):
+                    loss = nn.functional.cross_entropy(self.model(ids), labels)
+                    self.accelerator.backward(loss)
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                if self.accelerator.sync_gradients:
+                    self.steps += 1
+                    self.meter.losses.append(loss.item())
+                    if self.steps % 4 == 0:
+                        torch.rand(3)  # as an evaluation does
+                    on_step(self.steps)
+            torch.rand(2)
+            self.by_epoch.step()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """All of it, to compare bit for bit."""
+        model = self.accelerator.unwrap_model(self.model)
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        for number, slots in self.optimizer.state_dict()["state"].items():
+            state |= {f"{number}.{key}": torch.as_tensor(value).clone() for key, value in slots.items()}
+        state["lr"] = torch.tensor([g["lr"] for g in self.optimizer.param_groups], dtype=torch.float64)
+        state["losses"] = torch.tensor(self.meter.losses, dtype=torch.float64)
+        state["torch"] = torch.get_rng_state()
+        return state
+
+
+def forget_accelerators() -> None:
+    """Accelerate keeps what it is set to for the whole process."""
+    for shared in (AcceleratorState, GradientState, PartialState):
+        shared._reset_state()
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    loop = Loop(given.get("seed", 3))
+    rank = loop.accelerator.process_index
+
+    def on_step(step: int) -> None:
+        if "kill" in given and step == given["kill"][1] and rank == given["kill"][0]:
+            assert run is not None
+            assert run.session._engine is not None
+            run.session._engine.saver.drain(30)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run = None
+    if "scar" in given:
+        run = attach(loop.accelerator, store=given["store"], **given["scar"])
+        resumed = run.resume()
+        given["resumed"] = [resumed.step, resumed.exact]
+    loop.train(run, on_step=on_step)
+    torch.save({"state": loop.state(), "resumed": given.get("resumed")}, Path(given["out"]) / f"{rank}.pt")
+    if run is not None:
+        run.close()
+    loop.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
