@@ -163,6 +163,7 @@ class Engine:
         try:
             saver.open(self.arena, stopped=stopped)
         except BaseException:
+            self.selector.close()
             self.arena.close()
             raise
 

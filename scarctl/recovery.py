@@ -96,6 +96,8 @@ class Plan:
     """The step of everything restored, None when steps are mixed."""
     seqs: Mapping[int, int] = field(default_factory=dict)
     """Rollback: per shard the sealed record that is gone back to."""
+    sealed: tuple[int, int] | None = None
+    """Rollback: epoch and step of the sealed state, by which all ranks know it."""
     degraded: bool = False
     """A newer acknowledged version exists, but no intact copy of it."""
     snapshot: str | None = None
@@ -189,19 +191,22 @@ def plan_rollback(
     *,
     lost: int | None = None,
     before: int | None = None,
+    until: tuple[int, int] | None = None,
     snapshot: Snapshot | None = None,
 ) -> Plan:
     """Take everything back to the newest step at which every shard was sealed (by version: epoch, then step).
 
     lost: number of partitions that were lost, for the report; default all. before: only versions below this
-    one. snapshot: this state and no other.
+    one. until: what was sealed later (epoch, step) is damaged elsewhere. snapshot: this state and no other.
 
     Raises NoIntactCopy (kind "no-sealed-state") when there is none; LayoutMismatch.
     """
     shards = np.unique(shard_of).tolist()
     damage: list[str] = []
-    passed_over = False
+    passed_over = until is not None
     for one in _sealed_states(store, layout, shards, snapshot):
+        if until is not None and (one.epoch, one.step) > until:
+            continue
         step = one.step
         seqs = {shard: one.seqs[shard] for shard in shards}
         try:
@@ -237,6 +242,7 @@ def plan_rollback(
             True,
             step,
             seqs=seqs,
+            sealed=(one.epoch, one.step),
             # The newest complete sealed state is never collected: if it cannot be read, it is damaged.
             degraded=passed_over,
             snapshot=name,

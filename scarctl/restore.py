@@ -6,10 +6,12 @@ there.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,16 +54,15 @@ def resume_live(
 
     Raises NoIntactCopy, Corruption, UsageError; then no live value was changed.
     """
-    _check_mode(mode)
     if mode == "rollback":
         report, extras = _roll_back(engine, live, together, snapshot=snapshot)
         assert report.step is not None
         return Resumed(report.step, True, report), extras
     # Meanwhile nothing moves from the queue to the store: extras would be seen in neither. Nor after a failure: what
     # waits may be of later steps than the one from which another attempt goes on.
-    engine.saver.stop()
+    together.agree(engine.saver.stop)
     resumed, extras = _resume(engine, live, together)
-    engine.saver.resume()
+    together.agree(engine.saver.resume)
     engine.adopt_orphans()
     return resumed, extras
 
@@ -123,7 +124,7 @@ def recover_live(
 
     Raises UsageError, NoIntactCopy; then no live value was changed.
     """
-    _check_mode(mode)
+    check_mode(mode)
     ids = together.lost_ids(lost, engine.layout, engine.store)
     if mode == "rollback":
         return _roll_back(engine, live, together, lost=ids.size)
@@ -156,22 +157,33 @@ def _roll_back(
     """Go back to the newest state that all shards sealed at one step; forget what came after, here and in the store."""
     known = engine.arena.distance.copy()
     # The newest sealed state may still be on its way to the store.
-    engine.saver.resume()
-    engine.saver.drain(engine.settings.drain_timeout)
+    together.agree(lambda: _drain(engine))
     everything = np.arange(engine.layout.partitions)
 
-    def fetch() -> tuple[Report, Any]:
+    def fetch(until: tuple[int, int] | None) -> tuple[Report, Any]:
         plan = plan_rollback(
-            engine.store, engine.layout, engine.shard_of, engine.arena, lost=lost, snapshot=snapshot
+            engine.store,
+            engine.layout,
+            engine.shard_of,
+            engine.arena,
+            lost=lost,
+            until=until,
+            snapshot=snapshot,
         )
         report = execute(plan, engine.store, engine.arena, ArenaSink(engine.arena))
         report = replace(report, perturbation=_perturbation(live, everything, known))
         return report, _sealed_extras(engine.store, report.plan)
 
-    with engine.nothing_saved():
-        together.agree(lambda: None)  # now nobody saves, and all look at the same logs
-        report, extras = together.agree(fetch)
-        _check_one_step(together.gather(report.step))
+    with contextlib.ExitStack() as stopped:
+        # Only when nobody saves any more do all look at the same logs.
+        together.agree(lambda: stopped.enter_context(engine.nothing_saved()))
+        report, extras = together.agree(lambda: fetch(None))
+        # Where a part is damaged somewhere, all go back to the newest state that everybody can read.
+        found = together.gather(report.plan.sealed)
+        while min(found) < max(found):
+            until = min(found)
+            report, extras = together.agree(partial(fetch, until))
+            found = together.gather(report.plan.sealed)
         together.agree(lambda: engine.forget_after(report.plan))
     live.load(everything)
     together.spread()
@@ -179,18 +191,13 @@ def _roll_back(
     return report, extras
 
 
-def _check_one_step(steps: list[int | None]) -> None:
-    """Each process has found the newest sealed state that is intact where it looked: its own part."""
-    if len(set(steps)) > 1:
-        shown = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps[:8]))
-        raise NoIntactCopy(
-            f"parts of the newest sealed state are damaged, and ranks have others that are intact ({shown})",
-            hint="nothing was changed; `scarctl verify` lists what is damaged, a snapshot can be gone back to",
-            kind="no-sealed-state",
-        )
+def _drain(engine: Engine) -> None:
+    engine.saver.resume()
+    engine.saver.drain(engine.settings.drain_timeout)
 
 
-def _check_mode(mode: str) -> None:
+def check_mode(mode: str) -> None:
+    """Raise UsageError for a mode that there is not."""
     if mode not in MODES:
         raise UsageError(f"unknown mode {mode!r}", hint=f"use one of {', '.join(MODES)}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -11,9 +12,11 @@ from scarctl.adapter import Adapter
 from scarctl.binding import Binding
 from scarctl.engine import Engine
 from scarctl.layout import Layout
-from scarctl.restore import Resumed, resume_live
+from scarctl.restore import Resumed, check_mode, resume_live
 from scarctl.store import Store, read_snapshot
 from scarctl.together import Elsewhere, Together
+
+log = logging.getLogger("scarctl")
 
 
 class Open(Protocol):
@@ -47,9 +50,18 @@ class Resumption:
 
         Raises what `Session.resume` raises.
         """
+        check_mode(mode)
         if not self._together.moved:
             layout = self._together.agree(self._store.current_layout)
-            if all(self._together.gather(layout is not None)) and layout is not None:
+            missing = [n for n, there in enumerate(self._together.gather(layout is not None)) if not there]
+            if missing and layout is not None:
+                log.warning(
+                    "%s has nothing of ranks %s, though others have saved: they died before they could, or their logs "
+                    "are lost. Going on from a state that was saved before, if there is one",
+                    self._store.url,
+                    ", ".join(map(str, missing)),
+                )
+            if not missing and layout is not None:
                 resumed = self._in_place(layout, mode, snapshot)
                 if resumed.report is not None:
                     return resumed, False

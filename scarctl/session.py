@@ -84,7 +84,7 @@ class Session:
             self.store = self._together.open_store(settings)
             undo.callback(self.store.close)
             self._binding = Binding(adapter, self.store)
-            self._saver = self._together.agree(self._claim)
+            self._saver = self._together.agree(self._claim, undo=lambda saver: saver.close())
             undo.callback(self._saver.close)
             self._remove_hooks = (
                 adapter.install(self._before_step, self._after_step) if auto else lambda: None
@@ -373,7 +373,8 @@ class Session:
                 self._saver,
                 stopped=stopped,
                 selector=self._together.selector(),
-            )
+            ),
+            undo=lambda engine: engine.leave(),
         )
         return self._opened
 

@@ -75,8 +75,8 @@ class Together(Protocol):
     def open_store(self, settings: SessionSettings) -> Store:
         """The store, as this process sees it. Raises what `Store.create` raises."""
 
-    def agree(self, call: Callable[[], T]) -> T:
-        """Make the call everywhere; when it fails in one process it has failed in all."""
+    def agree(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
+        """Make the call everywhere; when it fails in one process it has failed in all, and is undone."""
 
     def selector(self) -> Selector | None:
         """What chooses for all of them what a checkpoint saves; None: each for itself."""
@@ -153,7 +153,7 @@ class Alone:
             )
         return store
 
-    def agree(self, call: Callable[[], T]) -> T:
+    def agree(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
         """See `Together`."""
         return call()
 

@@ -35,15 +35,15 @@ pytestmark = pytest.mark.usefixtures("warm_torch")
 @contextmanager
 def full_queue() -> Iterator[None]:
     """No hand-over can be put, for want of room."""
-    rename = os.rename
+    link = os.link
 
     def full(source: Any, target: Any) -> None:
         if "handover" in str(target):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        rename(source, target)
+        link(source, target)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "rename", full)
+        patch.setattr(os, "link", full)
         yield
 
 

@@ -15,7 +15,7 @@ import torch
 
 from scarctl.daemon import client
 from scarctl.errors import Corruption, NoIntactCopy, ScarError, Unavailable, UsageError
-from tests.daemon.trainer import status, wait_until
+from tests.daemon.trainer import idle, wait_until
 from tests.support.elsewhere import elsewhere
 from tests.support.process import Forked, Tell
 from tests.support.training import Loop, differing, drained
@@ -66,7 +66,7 @@ def test_a_daemon_that_is_replaced_between_copy_and_hand_over(tmp_path: Path, da
 
     with Forked(body) as child:
         left_by(child, tmp_path)
-    wait_until(lambda: status(daemon_folder) is None)
+    wait_until(lambda: idle(daemon_folder))
     resumed, state = elsewhere(tmp_path / "store")
     assert resumed.step == 10
     assert differing(state, torch.load(tmp_path / "copied.pt")) == []
@@ -125,7 +125,7 @@ def test_what_has_no_extras_is_not_saved_before_it_is_clear_where_to_go_on(
 
     with Forked(body) as child:
         left_by(child, tmp_path)
-    wait_until(lambda: status(daemon_folder) is None)
+    wait_until(lambda: idle(daemon_folder))
     again = Loop(tmp_path / "store", interval=1)
     assert again.session.resume().step == 3
     again.train(10, settle=True)
@@ -140,17 +140,17 @@ def test_what_has_no_extras_is_not_saved_before_it_is_clear_where_to_go_on(
 @contextmanager
 def at_hand_over(number: int, happens: Any) -> Iterator[None]:
     """`happens()` instead of the hand-over that would be put as this one, from 1."""
-    rename, left = os.rename, [number]
+    link, left = os.link, [number]
 
-    def renaming(source: Any, target: Any) -> None:
+    def linking(source: Any, target: Any) -> None:
         if "handover" in str(target):
             left[0] -= 1
             if left[0] == 0:
                 happens()
-        rename(source, target)
+        link(source, target)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "rename", renaming)
+        patch.setattr(os, "link", linking)
         yield
 
 

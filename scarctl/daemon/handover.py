@@ -1,18 +1,22 @@
 """The queue between the training process and the persister: small files in the arena's folder.
 
 A hand-over names partitions whose copies in the arena are complete, and brings the extras of their step. It is a
-safetensors file that appears by one rename, so the queue outlives both processes, and what is found in it is whole. It
-is not synced: like the arena it means nothing any more when the machine was started anew.
+safetensors file that appears at once, under a number that nobody else gets, so the queue outlives both processes, and
+what is found in it is whole. It is not synced: like the arena it means nothing any more when the machine was started
+anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
 import re
 import threading
+import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +36,10 @@ log = logging.getLogger("scarctl")
 Ids = NDArray[np.int64]
 
 _NAME = re.compile(r"handover-([0-9]{20})\.safetensors", re.ASCII)
-_TEMPORARY = ".handover-new"
+_TEMPORARY = ".handover-"
+_ABANDONED = 60.0
+"""Seconds after which a file that is not in the queue yet is of a process that was killed."""
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 _IDS = "scarctl/partitions"
 _EXTRAS = "scarctl/extras/"
 
@@ -53,7 +60,10 @@ class HandOver:
 
 
 class HandOverQueue:
-    """Hand-overs in an arena's folder, in the order in which they were put: by one process at a time."""
+    """Hand-overs in an arena's folder, in the order in which they were put.
+
+    By one process, as a rule; when it has died its daemon and a rank that rescues its state may both put some.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -70,21 +80,29 @@ class HandOverQueue:
             [(_IDS, "I64", (len(ids),)), *((_EXTRAS + n, t.dtype, t.shape) for n, t in tensors.items())],
             metadata,
         )
+        temporary = self._folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
         with self._lock:
-            # Looked up every time: whoever reconciled the queue has put into it, too.
-            number = max(self._next, max(_numbers(self._folder), default=0) + 1)
-            temporary = self._folder / _TEMPORARY
             try:
-                temporary.unlink(missing_ok=True)  # of a process that was killed
                 with open(temporary, "xb", opener=_private) as file:
                     file.writelines([encode_header(header), *parts])
-                os.rename(temporary, self._path(number))
+                while True:
+                    # Looked up every time: others may have put into it, too.
+                    number = max(self._next, max(_numbers(self._folder), default=0) + 1)
+                    if _publish(temporary, self._path(number)):
+                        break
             except OSError as error:
                 raise folder_error(error, temporary) from error
             finally:
-                temporary.unlink(missing_ok=True)  # also after an interrupt: the next one needs the name
+                temporary.unlink(missing_ok=True)
             self._next = number + 1
         return number
+
+    def sweep(self) -> None:
+        """Delete what processes that were killed had not put into the queue yet."""
+        for path in self._folder.glob(f"{_TEMPORARY}*"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _ABANDONED:
+                    path.unlink()
 
     def numbers(self) -> list[int]:
         """Numbers of all that waits, in order."""
@@ -171,6 +189,19 @@ def _numbers(folder: Path) -> list[int]:
 
 def _digest(metadata: Mapping[str, str], data: bytes) -> str:
     return hashlib.sha256(canonical(dict(metadata)) + data).hexdigest()
+
+
+def _publish(temporary: Path, path: str) -> bool:
+    """Give a file its name, unless another one has it."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        os.rename(temporary, path)  # a folder without hard links
+    return True
 
 
 def _private(path: str, flags: int) -> int:

@@ -1,7 +1,7 @@
 """How long the daemon keeps a run, and when it ends: a pure state machine, like `scarctl.daemon.state`.
 
 A run is attached while its training process lives. When that dies the run is orphaned: the daemon finishes saving, then
-lets the run go, which takes as long as what is being written. A daemon without runs ends after a short while. Times are
+lets the run go, which takes as long as what is being written. A daemon without runs ends after a while. Times are
 seconds on one monotonic clock, and come in with the events.
 """
 
@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 LINGER = 0.5
-"""Seconds without any run after which the daemon ends: a trainer that restarts at once finds it."""
+"""Seconds without any run after which the daemon ends."""
+RETURN = 60.0
+"""The same after a training process has died: whoever starts it again shall not have to wait for a new daemon."""
 LAST_WORDS = 3.0
 """Seconds after a SIGTERM in which training processes may end; those that go on by then did not get one."""
 LAST_SAVES = 20.0
@@ -118,6 +120,8 @@ class Lifecycle:
     runs: dict[str, Phase] = field(default_factory=dict)
     idle_since: float | None = None
     held_until: float = 0.0
+    bereaved: bool = False
+    """A training process has died, and none has come since."""
     terminated: float | None = None
     """When a SIGTERM came."""
     stopping: bool = False
@@ -133,10 +137,11 @@ class Lifecycle:
                 assert run not in self.runs
                 assert not self.stopping
                 self.runs[run] = Phase.ATTACHED
-                self.idle_since, self.held_until = None, 0.0
+                self.idle_since, self.held_until, self.bereaved = None, 0.0, False
             case TrainerGone(run):
                 if self.runs.get(run) is Phase.ATTACHED:
                     self.runs[run] = Phase.ORPHANED
+                    self.bereaved = True
             case Settled(run):
                 if self.runs.get(run) is Phase.ORPHANED:
                     return self._release(run)
@@ -180,7 +185,7 @@ class Lifecycle:
             return []
         if self.idle_since is None:
             self.idle_since = now
-        if now < max(self.idle_since + LINGER, self.held_until):
+        if now < max(self.idle_since + (RETURN if self.bereaved else LINGER), self.held_until):
             return []
         return self._end()
 

@@ -202,6 +202,7 @@ def reconcile(arena: Arena, queue: HandOverQueue, stored: Ids, epoch: int) -> No
     others count as saved in `epoch`: what of them still waits will be committed in it, and must not look newer in the
     store than in the arena.
     """
+    queue.sweep()
     arena.unseal()
     stale = arena.lifted(stored) > arena.lifted(arena.version)
     arena.begin(np.flatnonzero(stale))

@@ -6,6 +6,7 @@ A rank's session is an ordinary one. It sees only what its rank owns of the stat
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import platform
@@ -27,7 +28,7 @@ from scarctl.parts import find_parts
 from scarctl.ranks.agreement import Agreement, Standing, agree_on_step, perturbation_of
 from scarctl.ranks.exchange import Exchange
 from scarctl.ranks.holdings import Division, Holding, divide
-from scarctl.ranks.leftovers import save_leftovers
+from scarctl.ranks.leftovers import fence, save_leftovers
 from scarctl.ranks.moved import Moved
 from scarctl.ranks.owned import OwnedAdapter, broadcast_over, holdings_of, slots_of, spread
 from scarctl.ranks.rescue import Rescue
@@ -118,8 +119,16 @@ class Crew:
         def make() -> Store:
             return Store.create(settings.store, **settings.fixed(), **settings.place())
 
-        made = self.agree(lambda: make() if self.team.rank == 0 else None)
-        store = self.agree(lambda: made or make())
+        made = self.agree(lambda: make() if self.team.rank == 0 else None, _close)
+        store = self.agree(lambda: made or make(), _close)
+        with contextlib.ExitStack() as undo:
+            undo.callback(store.close)
+            view = self._view(store, settings)
+            undo.pop_all()
+        return view
+
+    def _view(self, store: Store, settings: SessionSettings) -> Store:
+        """The store as this rank sees it, once all know which shards they have."""
         ids = self.team.gather(store.id)
         if len(set(ids)) > 1:
             raise UsageError(
@@ -129,6 +138,7 @@ class Crew:
         if any(self.team.gather(otherwise)):
             self.moved = True
             save_leftovers(store, settings, self.team)
+            self.agree(lambda: fence(store) if self.team.rank == 0 else None)
         decided = self.agree(lambda: self._decide(store) if self.team.rank == 0 else None)
         self._epoch, shards, self._earlier = self.team.from_rank(0, decided)
         self.shards = tuple(shards)
@@ -177,9 +187,9 @@ class Crew:
 
     # -- going on -----------------------------------------------------------------------------------------------
 
-    def agree(self, call: Callable[[], T]) -> T:
+    def agree(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
         """See `Together`."""
-        return self.team.agree(call)
+        return self.team.agree(call, undo)
 
     @property
     def several(self) -> bool:
@@ -336,6 +346,11 @@ class Crew:
     def close(self) -> None:
         """See `Together`."""
         self.team.close()
+
+
+def _close(store: Store | None) -> None:
+    if store is not None:
+        store.close()
 
 
 def _rank_of(item: str | int) -> int | None:

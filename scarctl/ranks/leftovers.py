@@ -1,4 +1,4 @@
-"""What ranks of an earlier division left in this host's memory: made durable before anybody reads it from the store."""
+"""A state that other ranks than these have saved: nobody may go on saving it, and all of it has to be in the store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scarctl.daemon.handover import HandOverQueue
 from scarctl.daemon.persister import adopt_orphans
 from scarctl.errors import Unavailable
 from scarctl.ranks.team import Team
-from scarctl.store import Store, topology_epochs
+from scarctl.store import Store, newest_topology, topology_epochs
 from scarctl.store.topology import read_topology
 
 log = logging.getLogger("scarctl")
@@ -29,6 +29,18 @@ def save_leftovers(store: Store, settings: SessionSettings, team: Team) -> None:
     hosts = team.gather(socket.gethostname())
     first = hosts.index(hosts[team.rank]) == team.rank
     team.agree(lambda: _save(store, settings) if first else None)
+
+
+def fence(store: Store) -> None:
+    """Begin an epoch in the logs that the state is saved to now, so that a job that still runs elsewhere is fenced.
+
+    Raises Contention when it runs here.
+    """
+    newest = newest_topology(store)
+    for view in [store] if newest is None else [store.of_shard(shard) for shard in newest.shards]:
+        layout = view.current_layout()
+        if layout is not None:
+            view.writer(layout=layout, shard_of=view.shard_of(layout)).close()
 
 
 def _save(store: Store, settings: SessionSettings) -> None:
@@ -66,3 +78,4 @@ def _save_one(view: Store, settings: SessionSettings) -> None:
             arena.close()
     finally:
         saver.close()
+        view.unlock()

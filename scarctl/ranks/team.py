@@ -85,9 +85,10 @@ class Team:
         self.told(lambda: dist.broadcast(mine, src=rank, group=self.group))
         return _unpack(mine.numpy())
 
-    def agree(self, call: Callable[[], T]) -> T:
+    def agree(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
         """Make the call on every rank; when it fails on one it has failed on all.
 
+        undo: takes back what succeeded here, when it failed elsewhere.
         Raises what it raised here, else the first other rank's error, naming that rank.
         """
         value, error = None, None
@@ -95,11 +96,18 @@ class Team:
             value = call()
         except Exception as caught:
             error = caught
-        mine = None if error is None else _fields(error)
-        failed = [(rank, fields) for rank, fields in enumerate(self.gather(mine)) if fields is not None]
+        try:
+            answers = self.gather(None if error is None else _fields(error))
+        except BaseException:
+            if error is None and undo is not None:
+                undo(value)  # type: ignore[arg-type]
+            raise
+        failed = [(rank, fields) for rank, fields in enumerate(answers) if fields is not None]
         if error is not None:
             raise error
         if failed:
+            if undo is not None:
+                undo(value)  # type: ignore[arg-type]
             rank, fields = failed[0]
             raise error_from({**fields, "message": f"rank {rank}: {fields['message']}"})
         return value  # type: ignore[return-value]
@@ -134,7 +142,7 @@ class Solo(Team):
         """See `Team`."""
         return value
 
-    def agree(self, call: Callable[[], T]) -> T:
+    def agree(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
         """See `Team`."""
         return call()
 

@@ -223,7 +223,7 @@ class LocalBlobs:
     def begin(self) -> None:
         make_folder(self.root)
         sync_folder(self.root.parent)
-        # Whoever made the folders above may have died before they became durable. Not all need be ours to read.
+        # Those above may be new too, or of one who died before they were durable. Not all need be ours to read.
         for folder in self.root.parent.parents:
             with contextlib.suppress(ScarError):
                 sync_folder(folder)
@@ -377,7 +377,7 @@ def _create(path: Path) -> int:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and its missing parents, each durable in its parent. Existing ones are fine."""
+    """Makes a folder and its missing parents; existing ones are fine. The caller makes their names durable."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -388,7 +388,6 @@ def make_folder(path: Path) -> None:
             raise corrupt(path, "a folder is expected") from None
     except OSError as error:
         raise os_error(error, path, "make the folder") from error
-    sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:

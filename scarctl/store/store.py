@@ -200,19 +200,24 @@ class Store:
         return layout.shards(self.settings.shards, self.settings.seed)
 
     def close(self) -> None:
-        """Frees the lock, if this store holds it; a writer that is still open keeps it until it is closed."""
+        """Frees the lock, and what belongs to the address."""
         self._closed = True
-        if self._lock is not None:
-            self._lock.release()
+        self.unlock()
         self.blobs.close()
 
     def lock(self) -> None:
-        """Takes the store's lock before there is a layout to write with; `close` frees it. Raises Contention.
+        """Takes the store's lock before there is a layout to write with; `unlock` frees it. Raises Contention.
 
         A remote store has none: there an older writer learns of a newer one by its epoch.
         """
         self._lock = self.take_lock()
         self._locked = True
+
+    def unlock(self) -> None:
+        """Frees the lock, if this store holds it; a writer that is still open keeps it until it is closed."""
+        lock, self._lock, self._locked = self._lock, None, False
+        if lock is not None:
+            lock.release()
 
     def take_lock(self) -> Lock:
         """The lock, from this store if it holds it. Whoever takes it gives it to `return_lock`. Raises

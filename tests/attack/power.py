@@ -44,6 +44,14 @@ NEEDLESS = {
         "a store that holds nothing yet may be forgotten, for whoever makes a folder in it syncs its name first; "
         "but who was told that it is there shall find it"
     ),
+    **dict.fromkeys(
+        (
+            "prepare: folder a/run/layout",
+            "prepare: folder a/run/shards/N/index",
+            "prepare: folder a/run/shards/N/seg",
+        ),
+        "whoever puts a file there syncs the folder then; logs and snapshots matter: others act on their names",
+    ),
 }
 """Call sites whose fsync nothing depends on, and why it stays."""
 

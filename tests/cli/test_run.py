@@ -28,7 +28,7 @@ from scarctl.errors import ScarError
 from scarctl.store import Store
 from scarctl.version import step_of
 from tests.cli.conftest import Run
-from tests.daemon.trainer import Trainer, assert_sound, status, stop, wait_until
+from tests.daemon.trainer import Trainer, assert_sound, idle, status, stop, wait_until
 
 ROOT = Path(__file__).parents[2]
 HEARS = """
@@ -338,7 +338,7 @@ class TestDead:
         training.disk(full=False)
         assert training.ends(137).stderr == ""
         assert at_least(training.stored(), told["handed"])
-        wait_until(lambda: status(folder) is None)
+        wait_until(lambda: idle(folder))
 
     def test_the_wait_has_an_end(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
         training = Training(tmp_path, arena_dir, "--wait", 0.5)
@@ -350,7 +350,7 @@ class TestDead:
         assert f"{training.store}: " in training.stderr
         assert "B are not durable yet; the daemon goes on with it" in training.stderr
         training.disk(full=False)
-        wait_until(lambda: status(folder) is None)
+        wait_until(lambda: idle(folder))
         assert at_least(training.stored(), told["handed"])
 
     def test_a_daemon_that_does_not_answer(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ class TestDead:
         training.ends(137, seconds=10.0)
         assert "does not answer" in training.stderr
         os.kill(training.daemon, signal.SIGCONT)
-        wait_until(lambda: status(folder) is None)
+        wait_until(lambda: idle(folder))
 
     def test_a_dead_daemon(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
         training = Training(tmp_path, arena_dir)
@@ -385,7 +385,7 @@ class TestDead:
         told = training.kill()
         assert training.ends(137).stderr == ""
         assert at_least(training.stored(), told["handed"])
-        wait_until(lambda: status(folder) is None)
+        wait_until(lambda: idle(folder))
 
     def test_another_store_is_left_alone(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
         training = Training(tmp_path, arena_dir, "--store", "other")

@@ -23,7 +23,7 @@ from scarctl.daemon.peek import peek
 from scarctl.errors import AccessDenied, ScarError, Unavailable
 from scarctl.store import Store
 from scarctl.version import step_of
-from tests.daemon.trainer import Trainer, assert_sound, orphans, status, stop, wait_until, wide_layout
+from tests.daemon.trainer import Trainer, assert_sound, idle, orphans, status, stop, wait_until, wide_layout
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
@@ -116,14 +116,13 @@ class TestKilled:
             assert_stored(tmp_path / "store", told["durable"])
             training.goes_on()
         told = training.kill()
-        wait_until(lambda: status(folder) is None)
+        wait_until(lambda: idle(folder))
         assert_stored(tmp_path / "store", told["handed"])
         assert training.process.stderr is not None
 
     def test_the_training_process(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
         told = Training(tmp_path / "store", arena_dir, tmp_path / "log").kill()
-        # It finishes, then ends by itself.
-        wait_until(lambda: status(folder) is None)
+        wait_until(lambda: idle(folder))
         assert_stored(tmp_path / "store", told["handed"])
         assert list(folder.glob("*/handover-*")) == []
         view = peek(str(arena_dir), Store.open(str(tmp_path / "store")).id)
@@ -136,11 +135,11 @@ class TestKilled:
         told = training.kill()
         assert_stored(tmp_path / "store", told["durable"])
         # Perhaps the session had just started another one.
-        wait_until(lambda: status(folder) is None)
+        wait_until(lambda: idle(folder))
         training = Training(tmp_path / "store", arena_dir, tmp_path / "log")
         assert training.told()[0]["step"] > told["step"] - 2, "it goes on from the memory that was left"
         training.kill()
-        wait_until(lambda: status(folder) is None)
+        wait_until(lambda: idle(folder))
 
     def test_stopped_and_continued(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
         training = Training(tmp_path / "store", arena_dir, tmp_path / "log")

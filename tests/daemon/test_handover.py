@@ -141,16 +141,16 @@ def test_what_is_no_plain_file_is_set_aside(tmp_path: Path, kind: str) -> None:
 
 def test_a_full_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = HandOverQueue(tmp_path)
-    rename = os.rename
+    link = os.link
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "rename", full)
+    monkeypatch.setattr(os, "link", full)
     with pytest.raises(Unavailable, match="No space left"):
         put(queue)
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(os, "link", link)
     assert queue.numbers() == []
     put(queue)
     assert len(queue.pending()) == 1
@@ -165,7 +165,7 @@ def test_an_interrupt_while_writing_does_not_block_the_next(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", interrupt)
+        patch.setattr(os, "link", interrupt)
         with pytest.raises(KeyboardInterrupt):
             put(queue)
     put(queue)
@@ -179,6 +179,45 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     folder.rmdir()
     with pytest.raises((Unavailable, AccessDenied)):
         put(queue)
+
+
+def test_two_processes_that_put_at_once_lose_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys, numpy as np\n"
+        "from pathlib import Path\n"
+        "from scarctl.daemon.handover import HandOverQueue\n"
+        "queue, mine = HandOverQueue(Path(sys.argv[1])), int(sys.argv[2])\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "for i in range(100):\n"
+        "    queue.put(version=(1 << 40) | 7, ids=np.array([mine]), sealed=False, extras={'i': i})\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    children = [
+        subprocess.Popen([sys.executable, "-c", code, tmp_path, str(n)], **pipes)  # type: ignore[call-overload]
+        for n in range(2)
+    ]
+    for child in children:
+        child.stdout.readline()
+    for child in children:
+        child.communicate(b"go\n")
+        assert child.returncode == 0
+    found = HandOverQueue(tmp_path).pending()
+    for n in range(2):
+        assert [h.extras["i"] for h in found if h.ids[0] == n] == list(range(100))
+
+
+def test_what_a_killed_process_had_not_queued_is_swept_away(tmp_path: Path) -> None:
+    old, new = tmp_path / ".handover-old", tmp_path / ".handover-new"
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (1, 1))
+    queue = HandOverQueue(tmp_path)
+    put(queue)
+    queue.sweep()
+    assert not old.exists()
+    assert new.exists()
+    assert len(queue.pending()) == 1
 
 
 WRITER = """

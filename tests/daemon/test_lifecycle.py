@@ -11,6 +11,7 @@ from scarctl.daemon.lifecycle import (
     LAST_SAVES,
     LAST_WORDS,
     LINGER,
+    RETURN,
     Attached,
     Detached,
     Event,
@@ -63,6 +64,29 @@ def test_another_process_takes_a_dead_run_over(life: Lifecycle) -> None:
     life.handle(Released("a"))
     assert life.handle(Attached("a")) == []
     assert life.runs == {"a": Phase.ATTACHED}
+
+
+def test_after_a_death_the_daemon_waits_for_a_process_that_comes_back(life: Lifecycle) -> None:
+    life.handle(Attached("b"))
+    life.handle(TrainerGone("a"))
+    life.handle(Settled("a"))
+    life.handle(Released("a"))
+    life.handle(Detached("b"))
+    life.handle(Released("b"))
+    assert life.handle(Tick(10.0)) == []
+    assert life.handle(Tick(9.9 + RETURN)) == []
+    assert life.handle(Tick(10.0 + RETURN)) == [Exit()]
+
+
+def test_who_came_back_and_left_is_not_waited_for(life: Lifecycle) -> None:
+    life.handle(TrainerGone("a"))
+    life.handle(Detached("a"))
+    life.handle(Released("a"))
+    life.handle(Attached("a"))
+    life.handle(Detached("a"))
+    life.handle(Released("a"))
+    assert life.handle(Tick(10.0)) == []
+    assert life.handle(Tick(10.0 + LINGER)) == [Exit()]
 
 
 def test_a_new_run_starts_the_time_anew(life: Lifecycle) -> None:
@@ -243,7 +267,7 @@ class Model(RuleBasedStateMachine):
         self.end_if_terminated()
         self.send(Tick(self.now))
         if not self.runs and self.now >= self.busy_until:
-            self.send(Tick(self.now + LINGER))
+            self.send(Tick(self.now + (RETURN if self.life.bereaved else LINGER)))
             assert self.ended, "nobody needs it any more"
 
     @rule(sure=st.integers(0, 7))

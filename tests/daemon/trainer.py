@@ -111,6 +111,11 @@ def status(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+def idle(folder: Path) -> bool:
+    """Whether no daemon has a run: what dead processes left is in their stores, or cannot be."""
+    return not (status(folder) or {"runs": []})["runs"]
+
+
 def wait_until(condition: Any, seconds: float = 10.0) -> Any:
     """The first value of `condition()` that is true; fails after `seconds`."""
     deadline = time.monotonic() + seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from pathlib import Path
@@ -127,6 +128,10 @@ def train(
     options = options or {}
     if rank == options.get("die") and "die_in" in options:
         die_in(options["die_in"])
+    warned: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("scarctl").addHandler(handler)
     model, optimizer = build(kind)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
     Path(folder, "arena").mkdir(exist_ok=True)
@@ -173,6 +178,7 @@ def train(
         "head": session.head_step,
         "errors": session.stats.errors,
         "last_error": session.stats.last_error,
+        "warned": warned,
     }
 
 

@@ -183,6 +183,23 @@ def test_a_snapshot_is_of_all_ranks_and_can_be_gone_back_to(tmp_path: Path) -> N
     assert same(tmp_path / "moved.pt", tmp_path / "kept.pt")
 
 
+def test_a_rollback_goes_to_what_all_ranks_can_read(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    launch(TRAIN, 2, "fsdp", folder, 8, {"keep": f"{folder}/kept.pt"})
+    launch(TRAIN, 2, "fsdp", folder, 14)
+    newest = Store.open(tmp_path / "store").log(1).newest()
+    assert newest is not None
+    assert newest.segment is not None
+    path = tmp_path / "store" / "shards" / "1" / "seg" / newest.segment.name
+    data = bytearray(path.read_bytes())
+    for at in range(len(data) // 2, len(data), 64):
+        data[at] ^= 1
+    path.write_bytes(data)
+    found = launch(TRAIN, 2, "fsdp", folder, 8, {"mode": "rollback", "resumed": f"{folder}/back.pt"})
+    assert [(report["step"], report["exact"]) for report in found] == [(8, True)] * 2
+    assert same(tmp_path / "back.pt", tmp_path / "kept.pt")
+
+
 def test_recovering_a_rank_of_a_running_job_changes_that_rank_alone(tmp_path: Path) -> None:
     found = launch(TRAIN, 2, "fsdp", str(tmp_path), 13, {"recover": "rank:1"})
     assert found[0]["recovered"] == 0
