@@ -22,11 +22,14 @@ import difflib
 import glob
 import inspect
 import logging
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import scarctl
 from scarctl.errors import UsageError
@@ -206,11 +209,16 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
                 group.update(values)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """In the place of random numbers: called before a new epoch, or after batches were skipped."""
+        """In the place of random numbers: called before the epoch's data are drawn, or when batches were skipped."""
         del checkpoint
         held, self._generators.held = self._generators.held, None
-        if held is not None:
-            restore_rng(held)
+        if held is None:
+            return
+        epoch = self._generators.epoch
+        if epoch is None or torch.equal(torch.get_rng_state(), epoch["torch"]):
+            # Nothing was drawn yet: it is another epoch than that of the step before.
+            self._generators.epoch = held
+        restore_rng(held)
 
     def _load_best_model(self) -> None:
         self._end()
@@ -230,8 +238,11 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
             if self.resumed is not None and self.resumed.step:
                 self.session.checkpoint(full=True)
             return
-        # Shares of all steps, which were not known when the state was made.
-        state.compute_steps(args, state.max_steps)
+        for kind in ("logging_steps", "eval_steps", "save_steps"):
+            # A share is one of all steps, which were not known when the state was made.
+            steps = getattr(args, kind)
+            if steps is not None:
+                setattr(state, kind, math.ceil(state.max_steps * steps) if steps < 1 else steps)
         self._progress.restore_callbacks()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -241,20 +252,9 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         if self._generators.held is None:
             self._progress.settle()
             self._generators.epoch = capture_rng()
-        elif self._within_epoch(kwargs.get("train_dataloader")):
-            if self._generators.epoch is not None:
-                restore_rng(self._generators.epoch)
-        else:
-            self._generators.epoch = self._generators.held
-
-    def _within_epoch(self, loader: Any) -> bool:
-        """Whether the restored run was between two steps of one epoch."""
-        args, state = self._trainer.args, self._trainer.state
-        try:
-            batches = len(loader)
-        except TypeError:  # a stream: all is one epoch
-            return True
-        return bool(state.global_step % max(1, -(-batches // args.gradient_accumulation_steps)))
+        elif self._generators.epoch is not None:
+            # An order of the data may be drawn from these. See `_load_rng_state`.
+            restore_rng(self._generators.epoch)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """All that belongs to the last step is done."""

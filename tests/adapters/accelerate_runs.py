@@ -1,4 +1,4 @@
-"""A small loop with Accelerate, in this process or as a rank: torchrun ... tests/adapters/accelerate_program.py JSON.
+"""A small loop with Accelerate, in this process or as a rank: torchrun -m tests.adapters.accelerate_runs JSON.
 
 A model with dropout, shuffled data, two batches per step, schedules that the loop steps after a step and after an epoch,
 evaluation that draws random numbers, and a registered object.
@@ -23,6 +23,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 from scarctl_adapters.accelerate import attach
 
 
+EXACT = {"policy": "full", "interval": 1}
+"""Every step is sealed."""
+
+
 class Meter:
     """What a user counts."""
 
@@ -39,8 +43,8 @@ class Meter:
 class Loop:
     """11 batches of an epoch make 6 steps, the last of one batch."""
 
-    def __init__(self, seed: int = 3, *, rows: int = 44, precision: str = "no") -> None:
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
+    def __init__(self, seed: int = 3, *, rows: int = 44) -> None:
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Embedding(16, 8), nn.BatchNorm1d(8), nn.Dropout(0.25), nn.Linear(8, 16))
         data = torch.utils.data.TensorDataset(torch.arange(rows) % 16, torch.arange(rows) * 7 % 16)
@@ -77,7 +81,7 @@ class Loop:
 
     def state(self) -> dict[str, torch.Tensor]:
         """All of it, to compare bit for bit."""
-        model = self.accelerator.unwrap_model(self.model)
+        model = getattr(self.model, "module", self.model)
         state = {name: value.detach().clone() for name, value in model.state_dict().items()}
         for number, slots in self.optimizer.state_dict()["state"].items():
             state |= {f"{number}.{key}": torch.as_tensor(value).clone() for key, value in slots.items()}
@@ -93,25 +97,57 @@ def forget_accelerators() -> None:
         shared._reset_state()
 
 
+def go(
+    folder: Path,
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str = "partial",
+    seed: int = 3,
+    rows: int = 44,
+    on_step: Callable[[Any, int], None] = lambda run, step: None,
+) -> tuple[dict[str, torch.Tensor], Any]:
+    """A run in this process, up to the end; its state, and what it was resumed from. options None: without scarctl."""
+    forget_accelerators()
+    loop = Loop(seed, rows=rows)
+    if options is None:
+        loop.train()
+        return loop.state(), None
+    run = attach(loop.accelerator, store=folder / "store", **{**EXACT, **options})
+    with run:
+        resumed = run.resume(mode)
+
+        def drained(step: int) -> None:
+            if run.session._engine is not None:
+                assert run.session._engine.saver.drain(30)
+            on_step(run, step)
+
+        loop.train(run, on_step=drained)
+        return loop.state(), resumed
+
+
 def main() -> None:
+    """One rank. Its store keeps up, so that what a killed one leaves is known."""
     given = json.loads(sys.argv[1])
-    loop = Loop(given.get("seed", 3))
-    rank = loop.accelerator.process_index
+    loop = Loop(3)
+    rank, out = loop.accelerator.process_index, Path(given["out"])
+    killed = out / "killed"
 
     def on_step(step: int) -> None:
-        if "kill" in given and step == given["kill"][1] and rank == given["kill"][0]:
-            assert run is not None
-            assert run.session._engine is not None
-            run.session._engine.saver.drain(30)
+        if run is None or run.session._engine is None:
+            return
+        assert run.session._engine.saver.drain(30)
+        if step == given.get("kill_at") and rank == 1 and not killed.exists():
+            killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    run = None
-    if "scar" in given:
-        run = attach(loop.accelerator, store=given["store"], **given["scar"])
-        resumed = run.resume()
-        given["resumed"] = [resumed.step, resumed.exact]
+    Path(given.get("arena", out), str(rank)).mkdir(exist_ok=True)
+    run, resumed = None, None
+    if given.get("store") is not None:
+        run = attach(loop.accelerator, store=given["store"], arena_dir=f"{given['arena']}/{rank}", **EXACT)
+        resumed = run.resume("rollback" if killed.exists() else "partial")
     loop.train(run, on_step=on_step)
-    torch.save({"state": loop.state(), "resumed": given.get("resumed")}, Path(given["out"]) / f"{rank}.pt")
+    found = [resumed.step, resumed.exact] if resumed is not None else None
+    torch.save({"state": loop.state(), "resumed": found}, out / f"{rank}.pt")
     if run is not None:
         run.close()
     loop.accelerator.end_training()

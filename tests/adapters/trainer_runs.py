@@ -1,7 +1,7 @@
 """Small runs of Hugging Face's Trainer, in this process or in a forked one that is killed.
 
 Models of some hundred parameters with dropout, shuffled data, two batches per step, a schedule, and an evaluation that draws
-random numbers between two steps. U = 6 steps in an epoch of 11 batches, the last of one batch.
+random numbers between two steps. An epoch of 12 batches has 6 steps.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Drained(TrainerCallback):  # type: ignore[misc]
     def __init__(self, callback: ScarCallback) -> None:
         self.callback = callback
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         session = self.callback.session
         if session is not None and session._engine is not None:
             assert session._engine.saver.drain(30)
@@ -93,7 +93,7 @@ def gpt() -> GPT2LMHeadModel:
 
 
 def make_trainer(
-    folder: Path, *, model: Callable[[], nn.Module] = Net, data: type[Rows] = Rows, **arguments: Any
+    folder: Path, *, model: Callable[[], nn.Module] = Net, data: type[Rows] = Rows, rows: int = 48, **arguments: Any
 ) -> Trainer:
     torch.manual_seed(3)
     settings = {
@@ -114,7 +114,7 @@ def make_trainer(
         **arguments,
     }
     args = TrainingArguments(output_dir=str(folder / "out"), **settings)
-    trainer = Trainer(model=model(), args=args, train_dataset=data(44), eval_dataset=data(8))
+    trainer = Trainer(model=model(), args=args, train_dataset=data(rows), eval_dataset=data(8))
     trainer.remove_callback(PrinterCallback)
     return trainer
 
