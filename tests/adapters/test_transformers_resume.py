@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from transformers import EarlyStoppingCallback, Trainer
 
@@ -132,6 +133,9 @@ def test_a_partial_checkpoint_is_gone_on_with_too(tmp_path: Path) -> None:
     assert trainer.state.global_step == 18
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5"), reason="a Trainer that resumes scales that step otherwise"
+)
 def test_an_epoch_that_ends_with_a_smaller_step(tmp_path: Path) -> None:
     bare = make_trainer(tmp_path / "bare", rows=44)
     bare.train()
