@@ -9,7 +9,7 @@
                 ...
     run.close()
 
-An Accelerator does not know where its data are, and its schedulers, meters and averages are changed by the loop after the
+An Accelerator does not know where its data are, and the loop changes its schedulers, meters and averages after the
 optimizer's step. `epochs` and `batches` say when all that belongs to a step is done: when the loop asks for the next
 batch, or for the next epoch. What a resumed run goes on with is the state of then.
 """
@@ -281,7 +281,9 @@ def _check_plain(item: Any) -> None:
     try:
         encode(plain(state_of(item)))
     except UsageError as error:
-        raise UsageError(f"{name} has a state that cannot be saved: {error.message}", hint=error.hint) from error
+        raise UsageError(
+            f"{name} has a state that cannot be saved: {error.message}", hint=error.hint
+        ) from error
 
 
 def _check_strategy(accelerator: Accelerator) -> None:

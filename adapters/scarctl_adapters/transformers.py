@@ -42,7 +42,8 @@ try:
     from transformers.trainer_utils import TrainOutput
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"scarctl_adapters.transformers needs {error.name}: pip install 'scarctl[transformers]'", name=error.name
+        f"scarctl_adapters.transformers needs {error.name}: pip install 'scarctl[transformers]'",
+        name=error.name,
     ) from error
 
 from scarctl_adapters.transformers_progress import Generators, Progress, Scheduler
@@ -56,8 +57,8 @@ _OURS = frozenset(("model", "optimizer", "schedulers", "scaler", "replicated", "
 class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
     """Saves a Trainer's run while it trains, and lets `trainer.train()` go on with it.
 
-    A checkpoint that `train(resume_from_checkpoint=...)` names wins over the store: the run goes on from the checkpoint,
-    a warning says so, and the store gets all of that state before the next step. Otherwise the store counts. A run that
+    A checkpoint that `train(resume_from_checkpoint=...)` names wins over the store: the run goes on from there, a
+    warning says so, and the store gets all of that state before the next step. Otherwise the store counts. A run that
     has taken all its steps is not trained again.
 
     `session` is the `scarctl.Session` while the Trainer trains, `resumed` what it found at the start.
@@ -89,6 +90,8 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         self._progress = Progress(self._trainer)
         self._generators = Generators()
         self._scheduler = Scheduler(self._trainer)
+        self._theirs: dict[str, Callable[..., None]] = {}
+        """What the Trainer does by itself."""
         self._folder: Path | None = None
         """Of the trainer_state.json; None where the user's own checkpoint counts."""
         self._groups: list[dict[str, Any]] = []
@@ -104,7 +107,9 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
                 log.warning("the ScarCallback is not among the Trainer's callbacks: nothing is saved")
             return self._train(resume_from_checkpoint, *args, **kwargs)
         if len(added) > 1:
-            raise UsageError("the Trainer has two ScarCallbacks", hint="add one of them, once; nothing was trained")
+            raise UsageError(
+                "the Trainer has two ScarCallbacks", hint="add one of them, once; nothing was trained"
+            )
         _check_trainer(self._trainer)
         if kwargs.get("trial") is not None or (args and args[0] is not None):
             raise UsageError(
@@ -142,7 +147,9 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
                 "_load_scaler": lambda *_: None,
                 "_load_callback_state": lambda *_: None,
             }
-        self._theirs = {name: getattr(trainer, name, None) for name in own}
+        self._theirs = {
+            name: getattr(trainer, name) for name in ("_load_from_checkpoint", "_load_best_model")
+        }
         vars(trainer).update(own)
         try:
             yield
@@ -191,7 +198,9 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
             if self._progress.finished():
                 raise _Finished
             for name in self._progress.other_data():
-                log.warning("%s is not as it was in %s: other batches come next", name, self.session.store.url)
+                log.warning(
+                    "%s is not as it was in %s: other batches come next", name, self.session.store.url
+                )
             held = self._progress.rng or self._generators.held or capture_rng()
             self._generators.held = held
             self._progress.hold(held)
@@ -318,7 +327,9 @@ def _check_options(options: dict[str, Any], mode: str) -> None:
             raise UsageError(f"{name} comes from the Trainer", hint=f"leave {name} out")
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
-            raise UsageError(f"no option {name!r}", hint=f"{close[0]}?" if close else f"there are: {', '.join(known)}")
+            raise UsageError(
+                f"no option {name!r}", hint=f"{close[0]}?" if close else f"there are: {', '.join(known)}"
+            )
     if mode not in MODES:
         raise UsageError(f"unknown mode {mode!r}", hint=f"use one of {', '.join(MODES)}")
     if any("trainer" in (options.get(kind) or {}) for kind in ("extras", "rank_extras")):
@@ -342,10 +353,14 @@ def _check_trainer(trainer: Trainer) -> None:
     if args.fsdp or trainer.is_fsdp_enabled:
         raise UsageError(
             "a Trainer with fsdp shards the model after it has decided where to go on",
-            hint="use scarctl_adapters.accelerate with FSDP2, scarctl.attach with fully_shard, or DistributedDataParallel",
+            hint="use DistributedDataParallel; or FSDP2 in a loop with Accelerate (scarctl_adapters.accelerate)",
         )
-    if kind in ("XLA", "TPU", "MEGATRON_LM") or str(args.parallel_mode).endswith(("TPU", "SAGEMAKER_MODEL_PARALLEL")):
-        raise UsageError(f"{kind} is not supported", hint="train on CPUs or GPUs, on one or with DistributedDataParallel")
+    if kind in ("XLA", "TPU", "MEGATRON_LM") or str(args.parallel_mode).endswith(
+        ("TPU", "SAGEMAKER_MODEL_PARALLEL")
+    ):
+        raise UsageError(
+            f"{kind} is not supported", hint="train on CPUs or GPUs, on one or with DistributedDataParallel"
+        )
     if args.auto_find_batch_size:
         raise UsageError(
             "auto_find_batch_size starts again with other batches after some steps",

@@ -26,10 +26,17 @@ from transformers.trainer_callback import ExportableState
 
 from scarctl_adapters.torch import capture_rng
 
-_FIELDS = ("epoch", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step", "best_model_checkpoint")
+_FIELDS = (
+    "epoch",
+    "num_input_tokens_seen",
+    "total_flos",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
 """What of a TrainerState belongs to the run. The rest (intervals, ranks) belongs to the process."""
-_DATA = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "seed", "data_seed", "group_by_length",
-         "train_sampling_strategy")  # fmt: skip
+_DATA = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "seed", "data_seed",
+         "group_by_length", "train_sampling_strategy")  # fmt: skip
 """Arguments that decide which batches come in which order."""
 _LENGTH = ("max_steps", "num_train_epochs")
 
@@ -168,8 +175,12 @@ class Progress:
         args, saved = self._trainer.args, self.restored
         if saved is None:
             return False
-        of = saved["max_steps"] if saved["length"] == {n: getattr(args, n) for n in _LENGTH} else args.max_steps
-        return 0 < of <= saved["step"]
+        of = (
+            saved["max_steps"]
+            if saved["length"] == {n: getattr(args, n) for n in _LENGTH}
+            else args.max_steps
+        )
+        return bool(0 < of <= saved["step"])
 
     def other_data(self) -> list[str]:
         """Arguments, other than in the restored run, for which the batches that come next are others."""

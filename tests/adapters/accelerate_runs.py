@@ -1,7 +1,7 @@
 """A small loop with Accelerate, in this process or as a rank: torchrun -m tests.adapters.accelerate_runs JSON.
 
-A model with dropout, shuffled data, two batches per step, schedules that the loop steps after a step and after an epoch,
-evaluation that draws random numbers, and a registered object.
+A model with dropout, shuffled data, two batches per step, schedules that the loop steps after a step and after an
+epoch, evaluation that draws random numbers, and a registered object.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 from scarctl_adapters.accelerate import attach
-
 
 EXACT = {"policy": "full", "interval": 1}
 """Every step is sealed."""
@@ -59,7 +58,9 @@ class Loop:
         )
         self.steps = 0
 
-    def train(self, run: Any = None, *, epochs: int = 3, on_step: Callable[[int], None] = lambda _: None) -> None:
+    def train(
+        self, run: Any = None, *, epochs: int = 3, on_step: Callable[[int], None] = lambda _: None
+    ) -> None:
         self.steps = run.session.head_step if run is not None else 0
         for _ in run.epochs(epochs) if run is not None else range(epochs):
             self.model.train()

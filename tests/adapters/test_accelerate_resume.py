@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("accelerate")
-
 from accelerate import Accelerator
 from torch import nn
 
@@ -164,12 +161,30 @@ def test_two_models_with_an_optimizer_each(tmp_path: Path) -> None:
 
 def torchrun(folder: Path, given: dict[str, Any], restarts: int = 0) -> list[dict[str, Any]]:
     """Two ranks of `accelerate_runs`; what each has saved at its end."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        str(restarts),
+    ]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--monitor-interval", "0.1"]
     command += ["-m", "tests.adapters.accelerate_runs"]
-    env = {k: v for k, v in environment(0, 1, free_port()).items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    env = {
+        k: v
+        for k, v in environment(0, 1, free_port()).items()
+        if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
     done = subprocess.run(
-        [*command, json.dumps(given)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=110, check=False
+        [*command, json.dumps(given)],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(Path(given["out"]) / f"{rank}.pt") for rank in range(2)]
@@ -181,7 +196,12 @@ def test_two_ranks_one_of_which_is_killed(tmp_path: Path, arena_dir: Path) -> No
     for name in ("whole", "run"):
         (tmp_path / name).mkdir()
     whole = torchrun(tmp_path, {"out": str(tmp_path / "whole")})
-    given = {"out": str(tmp_path / "run"), "store": str(tmp_path / "store"), "arena": str(arena_dir), "kill_at": 3}
+    given = {
+        "out": str(tmp_path / "run"),
+        "store": str(tmp_path / "store"),
+        "arena": str(arena_dir),
+        "kill_at": 3,
+    }
     found = torchrun(tmp_path, given, restarts=1)
     assert found[0]["resumed"] == found[1]["resumed"]
     step, exact = found[0]["resumed"]

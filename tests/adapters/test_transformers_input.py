@@ -12,11 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import nn
-
-pytest.importorskip("transformers")
-
 from accelerate.utils import DistributedType
+from torch import nn
 
 from scarctl.errors import Contention, Corruption, LayoutMismatch, UsageError
 from scarctl_adapters.transformers import ScarCallback
@@ -39,7 +36,9 @@ def test_options(tmp_path: Path, options: dict[str, Any], said: str) -> None:
 
 
 def test_what_is_no_trainer(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"trainer is a Net, not a transformers.Trainer .trainer.add_callback"):
+    with pytest.raises(
+        UsageError, match=r"trainer is a Net, not a transformers.Trainer .trainer.add_callback"
+    ):
         ScarCallback(Net(), store=tmp_path / "store")
 
 

@@ -6,13 +6,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 from packaging.version import Version
 from torch import nn
-
-transformers = pytest.importorskip("transformers")
-
 from transformers import EarlyStoppingCallback, Trainer
 
 from scarctl_adapters.transformers import ScarCallback
@@ -134,7 +133,8 @@ def test_a_partial_checkpoint_is_gone_on_with_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5"), reason="a Trainer that resumes scales that step otherwise"
+    Version(transformers.__version__) < Version("5"),
+    reason="a Trainer that resumes scales that step otherwise",
 )
 def test_an_epoch_that_ends_with_a_smaller_step(tmp_path: Path) -> None:
     bare = make_trainer(tmp_path / "bare", rows=44)
@@ -264,7 +264,6 @@ def test_a_checkpoint_of_the_user_wins_and_the_store_gets_its_state(
 
 
 def test_lora_saves_the_frozen_base_once(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
 
     def lora() -> nn.Module:
         config = peft.LoraConfig(
@@ -280,7 +279,9 @@ def test_lora_saves_the_frozen_base_once(tmp_path: Path) -> None:
     callback = scar(trainer, tmp_path)
     saved: list[int] = []
     for step in (1, 2, 12):
-        trainer.add_callback(At("on_step_end", step, lambda: saved.append(callback.session.stats.saved_bytes)))
+        trainer.add_callback(
+            At("on_step_end", step, lambda: saved.append(callback.session.stats.saved_bytes))
+        )
     trainer.add_callback(At("on_step_begin", 13, lambda: (_ for _ in ()).throw(KeyboardInterrupt())))
     with pytest.raises(KeyboardInterrupt):
         trainer.train()

@@ -1,7 +1,7 @@
 """Small runs of Hugging Face's Trainer, in this process or in a forked one that is killed.
 
-Models of some hundred parameters with dropout, shuffled data, two batches per step, a schedule, and an evaluation that draws
-random numbers between two steps. An epoch of 12 batches has 6 steps.
+Models of some hundred parameters with dropout, shuffled data, two batches per step, a schedule, and an evaluation that
+draws random numbers between two steps. An epoch of 12 batches has 6 steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from scarctl_adapters.transformers import ScarCallback
 from tests.support.process import Forked
@@ -93,7 +100,12 @@ def gpt() -> GPT2LMHeadModel:
 
 
 def make_trainer(
-    folder: Path, *, model: Callable[[], nn.Module] = Net, data: type[Rows] = Rows, rows: int = 48, **arguments: Any
+    folder: Path,
+    *,
+    model: Callable[[], nn.Module] = Net,
+    data: type[Rows] = Rows,
+    rows: int = 48,
+    **arguments: Any,
 ) -> Trainer:
     torch.manual_seed(3)
     settings = {
@@ -128,7 +140,13 @@ def scar(trainer: Trainer, folder: Path, **options: Any) -> ScarCallback:
 
 
 def ended_at(
-    folder: Path, event: str, step: int, signum: int, *, options: dict[str, Any] | None = None, **arguments: Any
+    folder: Path,
+    event: str,
+    step: int,
+    signum: int,
+    *,
+    options: dict[str, Any] | None = None,
+    **arguments: Any,
 ) -> None:
     """A run in a forked process that `signum` ends at an event after `step` steps."""
 
@@ -147,7 +165,9 @@ def ended_at(
         assert child.wait() == -signum
 
 
-def resumed(folder: Path, *, options: dict[str, Any] | None = None, **arguments: Any) -> tuple[Trainer, ScarCallback]:
+def resumed(
+    folder: Path, *, options: dict[str, Any] | None = None, **arguments: Any
+) -> tuple[Trainer, ScarCallback]:
     """The same command again, up to the end."""
     trainer = make_trainer(folder, **arguments)
     callback = scar(trainer, folder, **(options or {}))
