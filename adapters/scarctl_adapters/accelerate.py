@@ -262,12 +262,23 @@ def _after(loader: Any, skip: int) -> Iterator[Any]:
     if not skip:
         yield from loader
     elif isinstance(loader, DataLoaderShard | DataLoaderDispatcher) and not loader.use_stateful_dataloader:
-        rest = skip_first_batches(loader, skip)
-        rest.set_epoch(loader.iteration)
-        yield from rest
-        loader.set_epoch(rest.iteration)
+        iteration = loader.iteration
+        if not (_has_length(loader) and skip >= len(loader)):  # older versions hand out None where nothing is left
+            rest = skip_first_batches(loader, skip)
+            rest.set_epoch(iteration)
+            yield from rest
+        loader.set_epoch(iteration + 1)
     else:
         yield from itertools.islice(loader, skip, None)
+
+
+def _has_length(loader: Any) -> bool:
+    """Whether a loader knows how many batches it has: one of a stream does not."""
+    try:
+        len(loader)
+    except TypeError:
+        return False
+    return True
 
 
 def _unique(items: Iterable[Any]) -> list[Any]:
