@@ -57,8 +57,9 @@ def attach(
     assume_single_writer: make the store also where nothing can be created exclusively.
     fraction: largest share of the state's bytes that one partial checkpoint may write (the paper's r).
     interval: iterations between two partial checkpoints (the paper's rC), or "auto": as often as the store keeps up,
-        and smaller ones, down to an eighth of `fraction`, where that would be rare.
-    max_bandwidth: bytes per second that an "auto" interval may write on average.
+        and smaller ones, down to an eighth of `fraction`, where that would be rare. Of several ranks, which save at
+        the same steps, the slowest sets the interval.
+    max_bandwidth: bytes per second that an "auto" interval may write on average; of several ranks, each of them.
     policy: "priority", "round", "random" or "full".
     norm: "l2", "rms", "relative", or a function (see `scarctl.distance`).
     max_staleness: iterations after which a changed partition is saved before all others.

@@ -48,13 +48,17 @@ class Cadence:
         checkpoint_bytes: int,
         max_bandwidth: float | None = None,
         divisible: bool = True,
+        shared: bool = False,
     ) -> None:
         """interval: iterations, None for "auto". checkpoint_bytes: of the largest checkpoint.
 
         max_bandwidth: bytes per second that saving may use on average. divisible: there may be smaller checkpoints.
+        shared: others keep the same interval, and it changes by `agree` alone.
         """
         self.interval = interval if interval is not None else FIRST_INTERVAL
         """Iterations between two checkpoints, as it is now."""
+        self.proposed = self.interval
+        """What the measurements ask for: the interval, unless that is shared."""
         self.share = 1.0
         """Of the bytes of the largest checkpoint, what one may take now: 1, 1/2, 1/4 or 1/8."""
         self.bandwidth: float | None = None
@@ -63,6 +67,7 @@ class Cadence:
         """Time of an iteration, None before the first."""
         self._fixed = interval is not None
         self._divisible = divisible
+        self.shared = shared
         self._bytes = checkpoint_bytes
         self._budget = math.inf if max_bandwidth is None else max_bandwidth
         self._waiting: dict[int, int] = {}  # number -> bytes
@@ -74,6 +79,11 @@ class Cadence:
         # Seconds that a checkpoint took at the share before, to be compared, and the bandwidth then.
         self._before: tuple[float, float] | None = None
         self._halving_helps = True
+
+    @property
+    def waiting(self) -> Collection[int]:
+        """Numbers of the hand-overs that were not durable when somebody looked last."""
+        return self._waiting.keys()
 
     def handed_over(self, now: float, number: int, nbytes: int) -> None:
         """Hand-over `number` of `nbytes` of state waits for the store from now on."""
@@ -100,8 +110,18 @@ class Cadence:
             return False
         self._saved_at = step
         if self.bandwidth is None and self._waiting:
-            self.interval = _whole(2 * self.interval)  # slow, and nobody knows yet how slow
+            self._propose(_whole(2 * self.proposed))  # slow, and nobody knows yet how slow
         return True
+
+    def agree(self, interval: int) -> None:
+        """All who share the interval keep this one from the checkpoint on that is due now; 0: the one they have."""
+        if interval and not self._fixed:
+            self.interval = _whole(interval)
+
+    def _propose(self, interval: int) -> None:
+        self.proposed = interval
+        if not self.shared:
+            self.interval = interval
 
     def _time_step(self, now: float) -> bool:
         """Take the time of an iteration; returns whether the loop did something else meanwhile."""
@@ -156,10 +176,10 @@ class Cadence:
             self._resize()
         least = self._least()
         shorter = _whole(least * HYSTERESIS)
-        if least > self.interval or self.share != before:
-            self.interval = _whole(least)
-        elif shorter < self.interval:
-            self.interval = shorter
+        if least > self.proposed or self.share != before:
+            self._propose(_whole(least))
+        elif shorter < self.proposed:
+            self._propose(shorter)
 
     def _resize(self) -> None:
         """Halve or double the share, if need be.

@@ -144,11 +144,11 @@ def _blocks(live: torch.Tensor, saved: torch.Tensor, per_partition: int) -> Iter
 
     A partition larger than a chunk comes in several pieces with the same `first`: the caller adds them up.
     """
+    if not live.numel():
+        return
     chunk = _CPU_CHUNK if live.device.type == "cpu" else _DEVICE_CHUNK
     rows = live.shape[0] if live.dim() else 1
     values = (live.numel() // rows) * (2 if live.dtype.is_complex else 1)
-    if values == 0:
-        return
     whole = rows // per_partition
     together = max(1, chunk // (per_partition * values))
     now, then = _cutter(live, whole, per_partition), _cutter(saved, whole, per_partition)

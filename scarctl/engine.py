@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +66,10 @@ class Selector(Protocol):
 
     wish: int
     """What this process wants all others to know."""
+    proposed: int
+    """Iterations between regular checkpoints that this process would leave; the largest wins."""
+    interval: int
+    """The interval that `agreed` has learnt; 0: nothing new."""
 
     def agreed(self) -> int:
         """What some process wanted them all to know, a while ago; to be asked before each `expect`."""
@@ -103,7 +107,7 @@ class Selector(Protocol):
 class _OneSession:
     """Nobody else to ask."""
 
-    wish = 0
+    wish = proposed = interval = 0
 
     def agreed(self) -> int:
         return 0
@@ -152,7 +156,8 @@ class Engine:
             None if settings.interval == "auto" else settings.interval,
             checkpoint_bytes=layout.nbytes if settings.policy == "full" else self.budget,
             max_bandwidth=settings.max_bandwidth,
-            divisible=settings.policy != "full",
+            divisible=settings.policy != "full" and selector is None,
+            shared=selector is not None,
         )
         self.arena = _open_arena(folder, layout, store.run_id)
         self.queue = HandOverQueue(self.arena.folder)
@@ -251,10 +256,14 @@ class Engine:
     def due(self, step: int) -> bool:
         """Whether a partial checkpoint is due, to be asked after every iteration; `step`: iterations finished."""
         try:
-            waiting = self.queue.numbers() if self.settings.interval == "auto" else []
+            waiting: Collection[int] = self.queue.numbers() if self.settings.interval == "auto" else []
         except ScarError:
-            return True  # the checkpoint will meet the same fault, and report it
-        return self.cadence.due(time.monotonic(), step, waiting)
+            if not self.cadence.shared:
+                return True  # the checkpoint will meet the same fault, and report it
+            waiting = self.cadence.waiting
+        due = self.cadence.due(time.monotonic(), step, waiting)
+        self.selector.proposed = self.cadence.proposed
+        return due
 
     def lag(self) -> int:
         """Iterations between now and the oldest copy that the store has not, 0 when it has all."""

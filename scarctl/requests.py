@@ -60,6 +60,7 @@ class Requests:
         self._fulfil(engine, step, regular=regular)
         whole = engine.settings.policy == "full"
         if regular:
+            engine.cadence.agree(engine.selector.interval)
             engine.selector.expect(step, engine.budget_now)
         # A part of what is all on its way would be nothing: whoever asked waits until there is something to take.
         if self._requested or (self._requested is not None and not engine.arena.pending().all()):

@@ -337,7 +337,7 @@ def test_a_session_finds_its_pace(tmp_path: Path) -> None:
 
 
 def test_a_session_stays_within_its_budget(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", interval="auto", max_bandwidth=1.0, on_error="raise")
+    loop = Loop(tmp_path / "store", interval="auto", max_bandwidth=1e-3, on_error="raise")
     loop.train(30)
     engine = loop.session._engine
     assert engine is not None

@@ -88,6 +88,7 @@ def test_shapes(shape: tuple[int, ...]) -> None:
 def test_empty_groups_have_no_distances() -> None:
     empty = torch.empty(0, 4)
     assert distances(group_of(empty, 1), [empty], [empty]).shape == (0,)
+    assert changed(group_of(empty, 1), [empty], [empty]).shape == (0,)
     thin = torch.empty(3, 0)
     assert distances(group_of(thin, 1), [thin], [thin]).shape == (0,)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import shutil
 import signal
 import sys
@@ -24,6 +25,7 @@ from scarctl.daemon.peek import peek
 from scarctl.engine import Copied, Engine
 from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.live import LiveState
+from scarctl.store.faults import Patience
 from tests.daemon.trainer import status, wait_until
 from tests.support.elsewhere import elsewhere
 from tests.support.process import Forked, Tell
@@ -107,6 +109,14 @@ def test_an_arena_that_was_deleted_is_no_durable_checkpoint(tmp_path: Path, both
         loop.session.checkpoint(full=True, wait=True)
     loop.session.close()
     assert loop.session.stats.errors > 0
+
+
+def test_what_is_tried_again_draws_nothing_from_the_generator_of_training() -> None:
+    """Pauses are of random length, and end in threads of the training process."""
+    state = random.getstate()
+    patience = Patience(60.0)
+    assert all(patience.pause() for _ in range(3))
+    assert random.getstate() == state
 
 
 # -- copies ------------------------------------------------------------------------------------------------------

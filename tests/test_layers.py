@@ -38,6 +38,14 @@ WITH_TORCH = {
     "scarctl.session",
     "scarctl.simulate.extrapolate",
     "scarctl.simulate.trial",
+    "scarctl.testing",
+    "scarctl.testing.child",
+    "scarctl.testing.residue",
+    "scarctl.testing.runs",
+    "scarctl.testing.seen",
+    "scarctl.testing.state",
+    "scarctl.testing.suite",
+    "scarctl.testing.training",
     "scarctl.together",
 }
 

@@ -24,6 +24,7 @@ DOCUMENTS = [
     "README.md",
     "docs/ARCHITECTURE.md",
     "docs/FORMAT.md",
+    "docs/adapters.md",
     "docs/theory.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-LINGER = 0.5
-"""Seconds without any run after which the daemon ends."""
+LINGER = 5.0
+"""Seconds without any run after which the daemon ends: one run may end just before the next begins."""
 RETURN = 60.0
 """The same after a training process has died: whoever starts it again shall not have to wait for a new daemon."""
 LAST_WORDS = 3.0

@@ -36,6 +36,8 @@ from scarctl.errors import Corruption, ScarError, Unavailable
 log = logging.getLogger("scarctl")
 
 _NICENESS = 10
+# A generator of its own: the global one is training's, and this thread may live in the same process.
+_random = random.Random()
 
 
 @dataclass(slots=True)
@@ -216,12 +218,12 @@ class PersisterThread:
             self.stats.nbytes += written
         except ScarError as error:
             self._note(error)
-            return Failed(number, error.retryable, time.monotonic(), random.random())
+            return Failed(number, error.retryable, time.monotonic(), _random.random())
         except PutOff:
             return Failed(number, True, time.monotonic())
         except (OSError, MemoryError) as error:
             self._note(Unavailable(f"hand-over {number} cannot be handled: {error}"))
-            return Failed(number, True, time.monotonic(), random.random())
+            return Failed(number, True, time.monotonic(), _random.random())
         except Exception as error:
             # A defect of ours: never silent, never the end of training.
             log.exception("saving failed unexpectedly")

@@ -97,10 +97,6 @@ class Crew:
         Raises UsageError on every rank when settings, versions or models of the ranks do not fit together.
         """
         _check_alike(team.gather(_settings_of(settings)))
-        if settings.interval == "auto":
-            raise UsageError(
-                'interval="auto": each rank would find its own', hint="give a number of iterations"
-            )
         if settings.shards not in (None, 1):
             raise UsageError(
                 f"shards={settings.shards}: with several ranks each of them is one shard",

@@ -57,11 +57,11 @@ class Group(Protocol):
 class Round:
     """A round that this rank has joined. What its turn learnt is good once it is `done` and not `failed`."""
 
-    def __init__(self, step: int, turn: Turn, wish: int) -> None:
+    def __init__(self, step: int, turn: Turn, told: tuple[int, int]) -> None:
         self.step = step
         self.turn = turn
-        self.wish = wish
-        """The largest of all ranks' wishes, once the round is done."""
+        self.told = told
+        """Two numbers of this rank's; once the round is done the largest of all ranks'."""
         self.done = False
         self.failed = False
         self.given_up = False
@@ -97,9 +97,12 @@ class Exchange:
 
     # -- what the session calls -----------------------------------------------------------------------------------
 
-    def join(self, step: int, turn: Turn, wish: int = 0) -> Round:
-        """Join the round of `step`, after all that were joined before. Returns at once."""
-        joined = Round(step, turn, wish)
+    def join(self, step: int, turn: Turn, told: tuple[int, int] = (0, 0)) -> Round:
+        """Join the round of `step`, after all that were joined before. Returns at once.
+
+        told: numbers for `result`.
+        """
+        joined = Round(step, turn, told)
         with self._changed:
             if self.failure is None and not self._closing and len(self._rounds) >= BEHIND:
                 self._fail(f"another rank is {BEHIND} rounds behind")
@@ -128,11 +131,11 @@ class Exchange:
             joined.given_up = not joined.done
             return joined.done and not joined.failed
 
-    def result(self, joined: Round) -> int:
-        """The largest wish of a round, as soon as that is done; 0 when it failed."""
+    def result(self, joined: Round) -> tuple[int, int]:
+        """The largest of each of the numbers told in a round, as soon as that is done; (0, 0) when it failed."""
         with self._changed:
             self._changed.wait_for(lambda: joined.done)
-            return 0 if joined.failed else joined.wish
+            return (0, 0) if joined.failed else joined.told
 
     def replace(self, joined: Round, turn: Callable[[], Turn]) -> bool:
         """Put another turn in place of one that has not begun; returns whether that was possible."""
@@ -184,15 +187,15 @@ class Exchange:
         while more:
             most, sums = joined.turn.send()
             place = np.array([joined.step, level], dtype=np.int64)
-            head = np.concatenate((place, -place, np.array([joined.wish], dtype=np.int64)))
+            head = np.concatenate((place, -place, np.array(joined.told, dtype=np.int64)))
             most, sums = self._reduce(np.concatenate((head, most)), sums)
             (step, level_most), (least_step, least_level) = most[:2].tolist(), (-most[2:4]).tolist()
             if least_step != step:
                 return f"some ranks are at the round of step {least_step} and others at that of step {step}"
             if least_level != level_most:
                 return f"ranks disagree about the round of step {step}"
-            joined.wish = int(most[4])
-            more = joined.turn.receive(most[5:], sums)
+            joined.told = int(most[4]), int(most[5])
+            more = joined.turn.receive(most[6:], sums)
             level += 1
         return None
 

@@ -11,7 +11,7 @@ from scarctl.errors import NoIntactCopy, UsageError
 from scarctl.group import Group, TensorSpec
 from scarctl.layout import Layout, build_layout
 from scarctl.parts import Parts, check_fits, with_slots
-from scarctl.ranks.agreement import Standing, agree_on_step, perturbation_of
+from scarctl.ranks.agreement import MAX_APART, Standing, agree_on_step, perturbation_of
 from scarctl.ranks.holdings import Division
 from scarctl.ranks.owned import OwnedAdapter
 from scarctl.ranks.team import Team
@@ -104,7 +104,9 @@ class Moved:
         exact = {shard: bool((step_of(states[shard].version) == step).all()) for shard, step in steps.items()}
         owns = {shard: bool(len(state.ids)) for shard, state in states.items()}
         head = max((steps[shard] for shard in states if exact[shard] and owns[shard]), default=-1)
-        found = [Standing(steps[s], exact[s], exact[s] and steps[s] == head, owns=owns[s]) for s in states]
+        # What survived was in memory, and has come to the store since: of ranks that were in the same iteration.
+        survived = {shard: exact[shard] and steps[shard] >= head - MAX_APART for shard in states}
+        found = [Standing(steps[s], exact[s], survived[s], owns=owns[s]) for s in states]
         return found, list(states)
 
     def _extras(self, shard: int) -> Any:

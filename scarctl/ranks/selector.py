@@ -31,6 +31,10 @@ class GlobalSelector:
         """shard: of this rank, which no other rank has. patience: seconds, see `Exchange.wait`."""
         self.wish = 0
         """What this rank wants all to know; the largest wins. See `agreed`."""
+        self.proposed = 0
+        """Interval that this rank would keep, in iterations."""
+        self.interval = 0
+        """The largest that a rank proposed `LAG` rounds ago, as of the last `agreed`; 0: there was no such round."""
         self._rounds: deque[Round] = deque()
         self.late = 0
         """Rounds that this rank did not wait for."""
@@ -64,9 +68,13 @@ class GlobalSelector:
     def agreed(self) -> int:
         """The largest wish that ranks had `LAG` rounds ago. To be asked once before each `expect`, on all ranks.
 
-        So long ago, because by then every rank knows: nobody waits, unless a rank is that far behind.
+        So long ago, because by then every rank knows: nobody waits, unless a rank is that far behind. Sets `interval`.
         """
-        return self._exchange.result(self._rounds.popleft()) if len(self._rounds) >= LAG else 0
+        if len(self._rounds) < LAG:
+            self.interval = 0
+            return 0
+        wish, self.interval = self._exchange.result(self._rounds.popleft())
+        return wish
 
     def close(self) -> None:
         """Leave. Never hangs; see `Exchange.close`."""
@@ -124,7 +132,7 @@ class GlobalSelector:
         return Selection(ids, int(nbytes[ids].sum()), left, cursor, offer.nonfinite)
 
     def _join(self, step: int, turn: Turn) -> Round:
-        joined = self._exchange.join(step, turn, self.wish)
+        joined = self._exchange.join(step, turn, (self.wish, self.proposed))
         self._rounds.append(joined)
         return joined
 

@@ -18,6 +18,8 @@ from scarctl.store.blob import InDoubt
 
 FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 5.0
+# The global generator is training's: a request that is repeated must not change what training draws.
+_random = random.Random()
 
 _SAFE = "what was acknowledged is safe"
 
@@ -187,6 +189,6 @@ class Patience:
 
     def pause(self) -> float | None:
         """Seconds to wait before the next attempt; None when there is no time for one."""
-        pause = self._pause * random.uniform(0.5, 1.0)
+        pause = self._pause * _random.uniform(0.5, 1.0)
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         return pause if time.monotonic() + pause < self._deadline else None

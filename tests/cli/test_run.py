@@ -414,7 +414,7 @@ def test_nothing_stays(arena_dir: Path, tmp_path: Path) -> None:
     """A command that attaches nothing, under a daemon that was to wait for it: no process, no file."""
     Running(tmp_path, "true").ends(0)
     folder = host_folder(str(arena_dir))
-    wait_until(lambda: status(folder) is None, seconds=3.0)
+    wait_until(lambda: status(folder) is None)
 
 
 def test_training_that_is_killed_goes_on(folder: Path, run: Run, tmp_path: Path) -> None:

@@ -177,7 +177,8 @@ def test_held_in_vain_or_no_longer() -> None:
     life.handle(Held(60.0))
     life.handle(Tick(1.0))
     life.handle(Held(2.0))
-    assert life.handle(Tick(2.0)) == [Exit()]
+    assert life.handle(Tick(2.0)) == []
+    assert life.handle(Tick(1.0 + LINGER)) == [Exit()]
 
 
 @pytest.mark.parametrize("event", [TrainerGone("x"), Settled("x"), Detached("x"), Released("x")])

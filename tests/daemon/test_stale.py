@@ -22,7 +22,7 @@ from scarctl.daemon.stale import DAY, reap, survey
 from scarctl.errors import Contention
 from scarctl.version import pack
 from tests.daemon.rig import fill, small_layout
-from tests.daemon.trainer import wait_until
+from tests.daemon.trainer import stop, wait_until
 
 ID = "0123456789abcdef" * 2
 NO_PROCESS = 0x7FFFFFF0
@@ -242,4 +242,5 @@ def test_the_daemon_tidies_up_when_it_starts(arena_dir: Path) -> None:
     while old.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert (old.exists(), young.exists()) == (False, True)
+    stop(old.parent)
     (young / "arena").unlink()

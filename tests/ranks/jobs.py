@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import scarctl
+from scarctl.cadence import Cadence
 from scarctl.errors import ScarError
 from scarctl.live import LiveState
 from scarctl.ranks import team
 from scarctl.ranks.crew import Crew
+from scarctl.store import StoreWriter
 
 ROWS = 512
 
@@ -123,7 +126,8 @@ def train(
 
     Options: `die` (a rank, or "all") at the end of iteration `die_at`, or `die_in` a place of `PLACES`; a file to keep
     the state in that was `resumed`, and that of the end (`keep`); a file to train `until`; arguments of `attach`
-    (`settings`); `mode` and `snapshot` of `resume`; a `snapshot_at` iteration; what to `recover` at the end.
+    (`settings`); `mode` and `snapshot` of `resume`; a `snapshot_at` iteration; what to `recover` at the end; a rank
+    whose store is `slow`.
     """
     options = options or {}
     if rank == options.get("die") and "die_in" in options:
@@ -140,12 +144,15 @@ def train(
         optimizer,
         store=f"{folder}/store",
         fraction=0.25,
-        interval=5,
         partition_bytes=2048,
         schedulers=scheduler,
         replicated=["shared.*"] if kind == "experts" else (),
-        **{"daemon": False, "arena_dir": f"{folder}/arena", **options.get("settings", {})},
+        **{"interval": 5, "daemon": False, "arena_dir": f"{folder}/arena", **options.get("settings", {})},
     )
+    saved_at: list[int] = []
+    note_checkpoints(saved_at)
+    if rank == options.get("slow"):
+        slow_store(0.4)
     with session:
         resumed = session.resume(mode=options.get("mode", "partial"), snapshot=options.get("snapshot"))
         found = values(model, optimizer) if options.get("resumed") else {}
@@ -154,6 +161,7 @@ def train(
         for number in range(resumed.step + 1, steps + 1):
             step(model, optimizer, number)
             scheduler.step()
+            time.sleep(0.005 if "slow" in options else 0.0)
             if options.get("die_at") == number and options["die"] in (rank, "all"):
                 os.kill(os.getpid(), signal.SIGKILL)
             # The file may appear between two ranks' looks: they agree on what they saw.
@@ -165,6 +173,7 @@ def train(
         if "recover" in options:
             report = session.recover(options["recover"], mode=options.get("recover_mode", "partial"))
             recovered = report.to_json()["restored_partitions"]
+        cadence = session._engine.cadence if session._engine is not None else None
         end = values(model, optimizer)
         if rank == 0 and options.get("keep"):
             torch.save(end, options["keep"])
@@ -179,7 +188,34 @@ def train(
         "errors": session.stats.errors,
         "last_error": session.stats.last_error,
         "warned": warned,
+        "saved_at": saved_at,
+        "interval": cadence and cadence.interval,
+        "proposed": cadence and cadence.proposed,
     }
+
+
+def note_checkpoints(steps: list[int]) -> None:
+    """Add to `steps` each one after which a regular checkpoint is due."""
+    due = Cadence.due
+
+    def noting(self: Cadence, now: float, step: int, waiting: Any) -> bool:
+        found = due(self, now, step, waiting)
+        if found:
+            steps.append(step)
+        return found
+
+    Cadence.due = noting  # type: ignore[method-assign]
+
+
+def slow_store(seconds: float) -> None:
+    """From now on every commit of this process takes so much longer."""
+    commit = StoreWriter.commit
+
+    def slow(self: StoreWriter, *arguments: Any, **named: Any) -> Any:
+        time.sleep(seconds)
+        return commit(self, *arguments, **named)
+
+    StoreWriter.commit = slow  # type: ignore[method-assign]
 
 
 def die_in(place: str) -> None:

@@ -114,6 +114,15 @@ def test_a_job_that_could_not_begin_can_be_started_again(tmp_path: Path) -> None
     assert {report["head"] for report in found} == {5}
 
 
+def test_ranks_keep_one_interval_that_the_slowest_sets(tmp_path: Path) -> None:
+    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 120, {"settings": {"interval": "auto"}, "slow": 1})
+    assert found[0]["saved_at"] == found[1]["saved_at"]
+    assert len(found[0]["saved_at"]) > 3
+    assert found[0]["interval"] == found[1]["interval"]
+    assert found[0]["proposed"] < found[0]["interval"], "alone it would save more often"
+    assert {report["errors"] for report in found} == {0}
+
+
 def test_death_in_a_checkpoint_then_while_resuming_then_again(tmp_path: Path) -> None:
     options = [
         {"die": 0, "die_in": "checkpoint"},
@@ -213,7 +222,7 @@ def test_recovering_a_rank_of_a_running_job_changes_that_rank_alone(tmp_path: Pa
     [
         ({"settings": {"fraction": 0.5}}, "usage: rank 1 has another fraction"),
         ({"model": {"width": 41}}, "usage: "),
-        ({"settings": {"interval": "auto"}}, "usage: "),
+        ({"settings": {"interval": "auto"}}, "usage: rank 1 has another interval"),
         ({"store": "elsewhere"}, "usage: rank 1 has another store"),
         ({"absent": True}, "rank-missing: not all 2 ranks have come within 3 s: rank 1 is missing"),
     ],

@@ -1,0 +1,124 @@
+"""A training in a process of its own, which is killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scarctl.session import Session
+from scarctl.testing.seen import Description, Recorder, Seen
+
+SECONDS = 300.0
+"""For importing the framework and a few iterations, also on a busy machine."""
+
+
+def _checkpoint(session: Session) -> None:
+    session.checkpoint(full=True, wait=True)
+
+
+def _flush(session: Session) -> None:
+    assert session.flush(), "flush() returned False between two iterations"
+
+
+ACTIONS: dict[str, Callable[[Session], None]] = {"checkpoint": _checkpoint, "flush": _flush}
+
+
+def run_and_kill(
+    suite: type,
+    store: Path,
+    *,
+    action: str,
+    after: int,
+    die_after: int,
+    options: Mapping[str, Any],
+    hash_seed: int,
+) -> tuple[dict[int, Seen], dict[int, Description]]:
+    """Train in a new interpreter, do `action` after an iteration, and kill it after another one.
+
+    suite: a subclass of `AdapterConformance`, at the top of a module. hash_seed: of the interpreter, so that an order
+    that comes from hashing is another one. Returns what the process saw after every iteration.
+    """
+    if "<" in suite.__qualname__:
+        raise AssertionError(
+            f"{suite.__qualname__} is inside a function: another process cannot find it there"
+        )
+    report = store.parent / f"{store.name}-seen.json"
+    task = {
+        "file": inspect.getfile(suite),
+        "module": suite.__module__,
+        "suite": suite.__qualname__,
+        "store": str(store),
+        "action": action,
+        "after": after,
+        "die_after": die_after,
+        "options": dict(options),
+        "report": str(report),
+        "threads": torch.get_num_threads(),
+    }
+    search = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", "from scarctl.testing.child import main; main()", json.dumps(task)],
+        env={**os.environ, "PYTHONPATH": search, "PYTHONHASHSEED": str(hash_seed)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == -signal.SIGKILL, (
+        f"the process that trains ended with {done.returncode} before it was to be killed\n{done.stdout}{done.stderr}"
+    )
+    seen = json.loads(report.read_text())
+    return (
+        {int(step): Seen(**item) for step, item in seen["seen"].items()},
+        {int(step): item for step, item in seen["layouts"].items()},
+    )
+
+
+def main() -> None:
+    """The process that is killed: what `run_and_kill` starts."""
+    task = json.loads(sys.argv[1])
+    torch.set_num_threads(task["threads"])  # sums come out the same as in the process that compares
+    suite = _load(task["file"], task["module"], task["suite"])()
+    training = suite.training()
+
+    def die(session: Session) -> None:
+        Path(task["report"]).write_text(
+            json.dumps(
+                {
+                    "seen": {step: asdict(seen) for step, seen in recorder.seen.items()},
+                    "layouts": recorder.layouts,
+                }
+            )
+        )
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def act(session: Session) -> None:
+        ACTIONS[task["action"]](session)
+        if task["after"] == task["die_after"]:
+            die(session)
+
+    recorder = Recorder(training, suite.generators, {task["die_after"]: die} | {task["after"]: act})
+    training.run(Path(task["store"]), task["die_after"] + 1, recorder, resume={}, options=task["options"])
+
+
+def _load(file: str, module: str, name: str) -> Any:
+    """A class by the file of its module, which need not be importable: pytest has ways of its own."""
+    spec = importlib.util.spec_from_file_location(module, file)
+    if spec is None or spec.loader is None:
+        raise AssertionError(f"{file} is no Python file")
+    found: Any = importlib.util.module_from_spec(spec)
+    sys.modules[module] = found
+    spec.loader.exec_module(found)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

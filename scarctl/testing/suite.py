@@ -1,0 +1,406 @@
+"""What every adapter must do. A test module of an adapter makes a subclass, and says how a training is made.
+
+Each test runs whole trainings with real stores, in this process or in one that is killed, and compares bytes by a route
+that goes past the adapter (`Training.values`). None needs a fixture but pytest's `tmp_path`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import unittest
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from scarctl.errors import LayoutMismatch
+from scarctl.session import Session
+from scarctl.testing import residue
+from scarctl.testing.runs import LAST, OFTEN, RARELY, Runs, Stop, checkpoint, folder_at, stopped
+from scarctl.testing.seen import (
+    Description,
+    Recorder,
+    Seen,
+    adapter_of,
+    describe,
+    differing,
+    digest,
+    is_placeholder,
+    rows_of,
+)
+from scarctl.testing.state import (
+    State,
+    check_groups,
+    differing_rows,
+    files,
+    row_count,
+    rows_of_shard,
+    spoil,
+    stored,
+    stored_layout,
+)
+
+
+class AdapterConformance(Runs):
+    """Tests of one adapter, beside one way of training with it. For pytest: name the subclass `Test...`.
+
+    The subclass stands at the top of a module, since another process looks for it there.
+    """
+
+    # -- the training itself ------------------------------------------------------------------------------------
+
+    def test_the_training_is_one_that_shows_something(self, tmp_path: Path) -> None:
+        """The same in every run, and nothing stands still: else the other tests would prove little."""
+        expected = self._uninterrupted(tmp_path)
+        assert list(expected) == list(range(LAST + 1)), (
+            f"visit() was called after iterations {list(expected)}"
+        )
+        self._check_same(expected, self._run(tmp_path / "again", LAST).seen, "two runs are not the same")
+        before, after = expected[LAST - 1], expected[LAST]
+        still = {name for name, value in before.values.items() if after.values[name] == value}
+        assert still < set(before.values), "training changes no values"
+        still = {name for name, state in before.generators.items() if after.generators[name] == state}
+        assert not still, f"training draws nothing from {sorted(still)}: see `generators`"
+
+    # -- resuming -----------------------------------------------------------------------------------------------
+
+    def test_resuming_a_closed_run_is_exact(self, tmp_path: Path) -> None:
+        """The rest of the run is bit for bit that of a run that was not interrupted."""
+        self._resumes_exactly(tmp_path)
+
+    def test_resuming_a_killed_run_from_the_store_is_exact(self, tmp_path: Path) -> None:
+        """SIGKILL two iterations after a whole checkpoint, and the host's memory is lost."""
+        expected = self._uninterrupted(tmp_path)
+        seen = self._killed(tmp_path, "checkpoint", after=3, die_after=5, hash_seed=2, **RARELY)
+        self._check_same(expected, seen, "the training is not the same in another process")
+        run = self._run(tmp_path, LAST, arena_dir=str(folder_at(tmp_path / "other host")))
+        self._check_resumed(expected, run, 3)
+
+    def test_what_was_flushed_survives_a_kill(self, tmp_path: Path) -> None:
+        """`flush` brings the iteration into memory; SIGKILL right after it costs nothing."""
+        expected = self._uninterrupted(tmp_path)
+        self._killed(tmp_path, "flush", after=4, die_after=4, hash_seed=3, **RARELY)
+        self._check_resumed(expected, self._run(tmp_path, LAST), 4)
+
+    def test_a_snapshot_is_resumed_by_its_name(self, tmp_path: Path) -> None:
+        """Whatever was saved after it."""
+        self._run(tmp_path, 5, at={2: lambda session: session.snapshot("two")}, **OFTEN)
+        run = self._run(tmp_path, LAST, resume={"snapshot": "two"}, **OFTEN)
+        self._check_resumed(self._uninterrupted(tmp_path), run, 2)
+
+    def test_another_model_is_refused(self, tmp_path: Path) -> None:
+        """With LayoutMismatch, before it is trained. Nothing is changed, neither the model nor the store."""
+        self._run(tmp_path, 3)
+        before, other = files(tmp_path / "store"), self.training("changed")
+        values = {name: digest(value) for name, value in other.values().items()}
+        recorder = Recorder(other, self.generators)
+        try:
+            self._train(other, recorder, tmp_path, 5)
+        except LayoutMismatch:
+            pass
+        else:
+            raise AssertionError('training("changed") goes on from a state that is not its own')
+        assert not recorder.seen, "another model was trained before it was refused"
+        now = {name: digest(value) for name, value in other.values().items() if name in values}
+        assert now == values, f"a model that was refused has other values: {differing(values, now)}"
+        assert files(tmp_path / "store") == before, "a model that was refused has changed the store"
+        self._check_resumed(self._uninterrupted(tmp_path), self._run(tmp_path, LAST), 3)
+
+    # -- layout -------------------------------------------------------------------------------------------------
+
+    def test_the_layout_is_stable(self, tmp_path: Path) -> None:
+        """Names, order, shapes and dtypes: over iterations, over restarts, in another process."""
+        run = self._run(tmp_path, LAST, at={2: check_groups, LAST: check_groups})
+        first = run.layouts[1]
+        self._check_layouts(run.layouts, first)
+        self._check_layouts(self._run(tmp_path / "again", 2).layouts, first)
+        self._check_layouts(self._run(tmp_path, LAST + 2).layouts, first)  # goes on
+        self._check_layouts(self._layouts_elsewhere(tmp_path / "other"), first)
+
+    def _check_layouts(self, layouts: Mapping[int, Description], expected: Description) -> None:
+        """All are `expected`; before the first iteration slots may be missing."""
+        for step, layout in layouts.items():
+            if step == 0:
+                layout = [[*group[:-1], group[-1][:1]] for group in layout]
+            wanted = [[*group[:-1], group[-1][:1]] for group in expected] if step == 0 else expected
+            assert sorted(layout) == sorted(wanted), (
+                f"after iteration {step} the groups are {layout}, they were {wanted}"
+            )
+            assert layout == wanted, f"after iteration {step} the groups are in another order"
+
+    def test_slots_made_for_a_resume_can_be_taken_away(self, tmp_path: Path) -> None:
+        """What `create_slots` makes is what a layout has, and gone without a trace when there is nothing to load."""
+        self._run(tmp_path / "earlier", 2)
+        layout = stored_layout(tmp_path / "earlier" / "store")
+
+        def make_and_remove(session: Session) -> None:
+            adapter = adapter_of(session)
+            before = describe(adapter)
+            remove = adapter.create_slots(layout)
+            made = {group.name: set(group.tensors) for group in adapter.groups()}
+            for group in layout.groups:
+                missing = {spec.slot for spec in group.tensors} - made[group.name]
+                assert not missing, f"create_slots() has not made {sorted(missing)} of {group.name}"
+            remove()
+            assert describe(adapter) == before, (
+                "what create_slots() returns does not take away all that it made"
+            )
+
+        run = self._run(tmp_path, LAST, at={0: make_and_remove})
+        self._check_same(self._uninterrupted(tmp_path), run.seen, "slots that were taken away have an effect")
+
+    # -- recovering in a running process ------------------------------------------------------------------------
+
+    def test_partial_recovery_touches_only_the_lost_rows(self, tmp_path: Path) -> None:
+        """They get the store's bytes. All other rows, the extras and the random numbers stay as they are."""
+        training = self.training()
+        saved: State = {}
+
+        def save(session: Session) -> None:
+            session.checkpoint(full=True, wait=True)
+            saved.update(rows_of(adapter_of(session)))
+            assert differing_rows(saved, stored(tmp_path / "store")) == [], (
+                "the store has other bytes than groups()"
+            )
+
+        def lose_and_recover(session: Session) -> None:
+            lost = rows_of_shard(session, 1)
+            assert 0 < sum(map(np.sum, lost.values())) < sum(map(len, lost.values())), (
+                "a shard has all rows, or none"
+            )
+            before = rows_of(adapter_of(session))
+            seen = Seen.of(training, self.generators)
+            spoil(adapter_of(session), lost)
+            report = session.recover(lost=[1])
+            assert report.restored_partitions == report.lost_partitions
+            now = rows_of(adapter_of(session))
+            for (name, slot), rows in now.items():
+                mask = lost[name]
+                which = f"{name}, slot {slot!r}" if slot else name
+                assert np.array_equal(rows[~mask], before[name, slot][~mask]), (
+                    f"rows not lost were changed: {which}"
+                )
+                assert np.array_equal(rows[mask], saved[name, slot][mask]), (
+                    f"lost rows were not restored: {which}"
+                )
+            after = Seen.of(training, self.generators)
+            assert after.extras == seen.extras, f"extras were changed: {differing(seen.extras, after.extras)}"
+            assert after.generators == seen.generators, "random generators were changed"
+
+        options = self._options(tmp_path, shards=2, **RARELY)
+        recorder = Recorder(training, self.generators, {2: save, 4: lose_and_recover})
+        training.run(tmp_path / "store", LAST, recorder, resume={}, options=options)
+        assert list(recorder.seen) == list(range(LAST + 1)), "the training did not go on after a recovery"
+
+    def test_all_values_of_a_group_are_recovered_together(self, tmp_path: Path) -> None:
+        """Optimizer's slots go with their parameter: what `values` has comes back whole, what `extras` has stays."""
+        self._recovers_all(tmp_path)
+
+    def test_rolling_back_restores_values_extras_and_random_numbers(self, tmp_path: Path) -> None:
+        """`recover("all", mode="rollback")`, in the running process."""
+        training = self.training()
+
+        def roll_back(session: Session) -> None:
+            session.recover("all", mode="rollback")
+            assert session.head_step == 2
+            found = Seen.of(training, self.generators).differences(recorder.seen[2])
+            assert not found, f"not as after iteration 2: {found}"
+            raise Stop
+
+        recorder = Recorder(training, self.generators, {2: checkpoint, 4: roll_back})
+        with stopped():
+            self._train(training, recorder, tmp_path, LAST, **RARELY)
+
+    # -- faults -------------------------------------------------------------------------------------------------
+
+    def test_a_store_that_fails_does_not_end_the_run(self, tmp_path: Path) -> None:
+        """Nor make it another one. What was not saved waits in memory, and the next session goes on with it."""
+        expected, store, away = self._uninterrupted(tmp_path), tmp_path / "store", tmp_path / "unmounted"
+        options = {**OFTEN, "on_error": "warn", "drain_timeout": 0.5}
+        run = self._run(tmp_path, 4, at={2: lambda _: store.rename(away)}, **options)
+        self._check_same(expected, run.seen, "a store that fails makes training another one")
+        away.rename(store)
+        self._check_resumed(expected, self._run(tmp_path, LAST, **OFTEN), 4)
+
+    def test_an_exception_in_the_loop_comes_through(self, tmp_path: Path) -> None:
+        """It closes the session, and the next one resumes: where it was raised, if hooks say what is a step."""
+        training, automatic = self.training(), []
+
+        def stop(session: Session) -> None:
+            automatic.append(adapter_of(session).automatic)
+            raise Stop
+
+        before = residue.residue(tmp_path / "arena")
+        with stopped():
+            self._train(training, Recorder(training, self.generators, {3: stop}), tmp_path, LAST, **OFTEN)
+        left = residue.left_behind(before, tmp_path / "arena", "thread")
+        assert not left, f"an exception has left behind: {left}"
+        run = self._run(tmp_path, LAST, **OFTEN)
+        if automatic[0]:
+            self._check_resumed(self._uninterrupted(tmp_path), run, 3)
+
+    # -- iterations ---------------------------------------------------------------------------------------------
+
+    def test_hooks_are_called_around_every_iteration(self, tmp_path: Path) -> None:
+        """`before` before anything is changed, `after` once, when all is; and no more once they are removed."""
+        self._calls_hooks(tmp_path)
+
+    # -- after the end ------------------------------------------------------------------------------------------
+
+    def test_nothing_refers_to_a_closed_session(self, tmp_path: Path) -> None:
+        """A hook that was forgotten does."""
+        training = self.training()
+        recorder = Recorder(training, self.generators)
+        self._train(training, recorder, tmp_path, 3, **OFTEN)
+        assert recorder.session is not None
+        alive = residue.survivors({"session": recorder.session})
+        assert not alive, f"still there while the model is: {alive}"
+
+    def test_nothing_of_the_training_outlives_it(self, tmp_path: Path) -> None:
+        """What the attributes of the training refer to is freed: models are large."""
+        references = self._references(tmp_path)
+        assert references, "the training has no attributes that can be watched"
+        alive = residue.survivors(references)
+        assert not alive, f"still there after the training: {alive}"
+
+    def _references(self, tmp_path: Path) -> dict[str, weakref.ref[Any]]:
+        training = self.training()
+        self._train(training, Recorder(training, self.generators), tmp_path, 3, **OFTEN)
+        return residue.referred_to(training)
+
+    def test_runs_one_after_the_other_leave_nothing_in_the_process(self, tmp_path: Path) -> None:
+        """No threads, open files, files in the arena's folder. Signal handlers are looked at after every run."""
+        expected = self._uninterrupted(tmp_path)
+        self._run(tmp_path, 2, **OFTEN)  # what is made once per process is made here
+        gc.collect()
+        before = residue.residue(tmp_path / "arena")
+        for until in (4, LAST):
+            self._check_resumed(expected, self._run(tmp_path, until, **OFTEN), until - 2)
+            gc.collect()
+            left = residue.left_behind(before, tmp_path / "arena")
+            assert not left, f"left behind: {left}"
+
+    # -- what not every adapter supports ------------------------------------------------------------------------
+
+    def test_tensors_that_are_not_contiguous(self, tmp_path: Path) -> None:
+        self._supports(tmp_path, "non-contiguous", lambda t: not t.is_contiguous() and not is_placeholder(t))
+
+    def test_tensors_without_dimensions(self, tmp_path: Path) -> None:
+        self._supports(tmp_path, "0-dim", lambda t: t.dim() == 0)
+
+    def test_tensors_without_elements(self, tmp_path: Path) -> None:
+        self._supports(tmp_path, "empty", lambda t: t.numel() == 0)
+
+    def test_tensors_of_a_dtype_that_numpy_lacks(self, tmp_path: Path) -> None:
+        self._supports(tmp_path, "bfloat16", lambda t: t.dtype == torch.bfloat16)
+
+    def test_tied_parameters(self, tmp_path: Path) -> None:
+        self._supports(tmp_path, "tied", lambda t: True)
+        values = list(self._uninterrupted(tmp_path, "tied")[LAST].values.values())
+        assert len(set(values)) < len(values), 'training("tied") has no two values that are the same'
+
+    def test_frozen_parameters(self, tmp_path: Path) -> None:
+        self._supports(tmp_path, "frozen", lambda t: True)
+        seen = self._uninterrupted(tmp_path, "frozen")
+        same = [name for name, value in seen[1].values.items() if seen[LAST].values[name] == value]
+        assert same, 'training("frozen") has no value that stays'
+
+    def test_several_backward_passes_are_one_iteration(self, tmp_path: Path) -> None:
+        self._counts(tmp_path, "accumulation")
+
+    def test_several_optimizers_are_one_iteration(self, tmp_path: Path) -> None:
+        self._counts(tmp_path, "several-optimizers")
+
+    # -- what several tests do ----------------------------------------------------------------------------------
+
+    def _supports(self, tmp_path: Path, variant: str, has: Callable[[torch.Tensor], bool]) -> None:
+        self._need(variant)
+
+        def look(session: Session) -> None:
+            groups = adapter_of(session).groups()
+            assert any(has(t) for group in groups for t in group.tensors.values()), (
+                f"training({variant!r}) has no such tensor"
+            )
+            check_groups(session)
+
+        self._run(tmp_path / "look", 2, variant=variant, at={2: look})
+        self._resumes_exactly(tmp_path, variant)
+        self._recovers_all(tmp_path / "recovery", variant)
+
+    def _counts(self, tmp_path: Path, variant: str) -> None:
+        self._need(variant)
+        self._resumes_exactly(tmp_path, variant)
+        with contextlib.suppress(unittest.SkipTest):
+            self._calls_hooks(tmp_path / "hooks", variant)
+
+    def _need(self, variant: str) -> None:
+        if variant not in self.variants:
+            raise unittest.SkipTest(f"`variants` does not name {variant!r}")
+
+    def _resumes_exactly(self, tmp_path: Path, variant: str = "") -> None:
+        self._run(tmp_path, 3, variant=variant, **OFTEN)
+        run = self._run(tmp_path, LAST, variant=variant, **OFTEN)
+        self._check_resumed(self._uninterrupted(tmp_path, variant), run, 3)
+
+    def _recovers_all(self, tmp_path: Path, variant: str = "") -> None:
+        training = self.training(variant)
+
+        def recover(session: Session) -> None:
+            adapter = adapter_of(session)
+            spoil(adapter, {group.name: np.ones(row_count(group), bool) for group in adapter.groups()})
+            session.recover("all")
+            then, now, newest = recorder.seen[2], Seen.of(training, self.generators), recorder.seen[4]
+            other = differing(then.values, now.values)
+            assert not other, f"values that are not as they were saved: {other}"
+            assert now.extras == newest.extras, f"extras were changed: {differing(newest.extras, now.extras)}"
+            raise Stop
+
+        recorder = Recorder(training, self.generators, {2: checkpoint, 4: recover})
+        with stopped():
+            self._train(training, recorder, tmp_path, LAST, **RARELY)
+
+    def _calls_hooks(self, tmp_path: Path, variant: str = "") -> None:
+        training = self.training(variant)
+        calls: list[tuple[str, dict[tuple[str, str], str]]] = []
+        remove: list[Callable[[], None]] = []
+
+        def called(name: str, session: Session) -> None:
+            groups = [group for group in adapter_of(session).groups() if group.kind == "parameter"]
+            slots = {(group.name, slot): tensor for group in groups for slot, tensor in group.tensors.items()}
+            state = {key: digest(tensor) for key, tensor in slots.items() if not is_placeholder(tensor)}
+            calls.append((name, state))
+
+        def begin(session: Session) -> None:
+            if not adapter_of(session).automatic:
+                raise unittest.SkipTest("the loop says itself when an iteration is over")
+            remove.append(
+                adapter_of(session).install(
+                    lambda: called("before", session), lambda: called("after", session)
+                )
+            )
+            called("visit", session)
+
+        def end(session: Session) -> None:
+            called("visit", session)
+            remove.pop()()
+
+        at = {step: lambda session: called("visit", session) for step in range(1, LAST - 1)}
+        recorder = Recorder(training, self.generators, {**at, 0: begin, LAST - 1: end})
+        self._train(training, recorder, tmp_path, LAST)
+        names = [name for name, _ in calls]
+        ends = [i for i, name in enumerate(names) if name == "visit"]
+        assert ends[-1] == len(names) - 1, "hooks that were removed are called"
+        for step, (first, last) in enumerate(itertools.pairwise(ends), start=1):
+            between = names[first + 1 : last]
+            assert between[:1] == ["before"], f"iteration {step} has called {between}: `before` comes first"
+            assert between[-1] == "after", f"iteration {step} has called {between}: `after` comes last"
+            assert between.count("after") == 1, f"iteration {step} has called {between}: `after` comes once"
+            changed = differing(calls[first][1], calls[first + 1][1])
+            assert not changed, f"`before` of iteration {step} comes when these have been changed: {changed}"
+            changed = differing(calls[last][1], calls[last - 1][1])
+            assert not changed, f"`after` of iteration {step} comes before these are changed: {changed}"

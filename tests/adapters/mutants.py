@@ -1,0 +1,469 @@
+"""Adapters and loops with one defect each, as an author might make it. The conformance suite has to find them."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import scarctl
+import scarctl.attaching
+from scarctl.adapter import StateGroup
+from scarctl.layout import Layout
+from scarctl.testing import AdapterConformance, Training, Visit
+from scarctl_adapters.torch import TorchAdapter
+from tests.adapters.test_conformance_torch import TorchTraining
+
+Hook = Callable[[], None]
+
+
+class Mutated(AdapterConformance):
+    """The suite of the torch adapter, with another adapter or another loop."""
+
+    loop: ClassVar[type[TorchTraining]] = TorchTraining
+    variants = frozenset({"tied", "bfloat16", "non-contiguous", "several-optimizers"})
+
+    def training(self, variant: str = "") -> Training:
+        return self.loop(variant)
+
+
+def with_adapter(adapter: type[TorchAdapter]) -> type[TorchTraining]:
+    """The loop of the torch suite, whose session finds this adapter."""
+
+    class Loop(TorchTraining):
+        def run(self, store: Path, until: int, visit: Visit, **more: Any) -> None:
+            with finding(adapter):
+                super().run(store, until, visit, **more)
+
+    return Loop
+
+
+@contextmanager
+def finding(adapter: type[TorchAdapter]) -> Iterator[None]:
+    """`attach` takes this adapter for everything."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            scarctl.attaching,
+            "find_adapter",
+            lambda model, optimizers, **options: adapter.build(model, optimizers, **options),
+        )
+        yield
+
+
+# -- layout ------------------------------------------------------------------------------------------------------
+
+
+class TurnsOrder(TorchAdapter):
+    """Groups come in another order every time."""
+
+    turned = False
+
+    def groups(self) -> list[StateGroup]:
+        self.turned = not self.turned
+        return super().groups()[:: -1 if self.turned else 1]
+
+
+class OrderOfHashes(TorchAdapter):
+    """The order is that of a set of names: another one in every process."""
+
+    def groups(self) -> list[StateGroup]:
+        groups = {group.name: group for group in super().groups()}
+        return [groups[name] for name in set(groups)]
+
+
+class NamesOfAddresses(TorchAdapter):
+    """Groups are named by where they are in memory."""
+
+    def groups(self) -> list[StateGroup]:
+        return [replace(group, name=f"p{group.tensors[''].data_ptr()}") for group in super().groups()]
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {f"p{tensor.data_ptr()}": tensor for tensor in super().buffers().values()}
+
+
+class SameMemoryTwice(TorchAdapter):
+    """Tied parameters are two groups."""
+
+    def groups(self) -> list[StateGroup]:
+        groups = super().groups()
+        return [*groups, replace(groups[0], name="again")]
+
+
+class WindowsOverlap(TorchAdapter):
+    """A group is part of another one."""
+
+    def groups(self) -> list[StateGroup]:
+        groups = super().groups()
+        tensors = {slot: tensor[1:] for slot, tensor in groups[0].tensors.items()}
+        return [*groups, replace(groups[0], name="window", tensors=tensors)]
+
+
+# -- what is saved -----------------------------------------------------------------------------------------------
+
+
+class ForgetsBuffers(TorchAdapter):
+    """Batch norm's statistics are not saved."""
+
+    def groups(self) -> list[StateGroup]:
+        return [group for group in super().groups() if group.kind != "buffer"]
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {}
+
+
+class ForgetsSlot(TorchAdapter):
+    """Adam's second moments begin at zero again."""
+
+    def groups(self) -> list[StateGroup]:
+        return [
+            replace(group, tensors={slot: t for slot, t in group.tensors.items() if slot != "exp_avg_sq"})
+            for group in super().groups()
+        ]
+
+    def restore(self, early: Any, late: Any) -> None:
+        super().restore(early, late)
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+class SlotsAsExtras(TorchAdapter):
+    """Optimizer's slots are extras: a resume is exact, a recovery leaves them."""
+
+    def groups(self) -> list[StateGroup]:
+        return [replace(group, tensors={"": group.tensors[""]}) for group in super().groups()]
+
+    def capture_late(self) -> dict[str, Any]:
+        slots = [
+            {slot: t.detach().clone() for slot, t in group.tensors.items() if slot}
+            for group in super().groups()
+        ]
+        return {**super().capture_late(), "slots": slots}
+
+    def restore(self, early: Any, late: Any) -> None:
+        super().restore(early, late)
+        parameters = [parameter for _, _, parameter in self._parameters()]
+        for parameter, slots in zip(parameters, late["slots"], strict=False):
+            self._optimizers[0].state[parameter].update(slots)
+
+
+class Copies(TorchAdapter):
+    """Groups are copies of the live tensors."""
+
+    def groups(self) -> list[StateGroup]:
+        return [
+            replace(group, tensors={slot: t.detach().clone() for slot, t in group.tensors.items()})
+            for group in super().groups()
+        ]
+
+
+class Upcasts(TorchAdapter):
+    """What numpy has no dtype for is converted, and so copied."""
+
+    def groups(self) -> list[StateGroup]:
+        return [
+            replace(
+                group,
+                tensors={s: t.float() if t.is_floating_point() else t for s, t in group.tensors.items()},
+            )
+            for group in super().groups()
+        ]
+
+
+class MakesContiguous(TorchAdapter):
+    """What is not contiguous is copied."""
+
+    def groups(self) -> list[StateGroup]:
+        return [
+            replace(group, tensors={slot: t.detach().contiguous() for slot, t in group.tensors.items()})
+            for group in super().groups()
+        ]
+
+
+class ForgetsExtras(TorchAdapter):
+    """The data position is saved, and not restored."""
+
+    def restore(self, early: Any, late: Any) -> None:
+        position = dict(self._early["position"])
+        super().restore(early, late)
+        self._early["position"].update(position)
+
+
+class ForgetsSchedule(TorchAdapter):
+    """The schedule begins again."""
+
+    def restore(self, early: Any, late: Any) -> None:
+        schedules = {name: item.state_dict() for name, item in self._late.items()}
+        super().restore(early, {**late, "objects": schedules})
+
+
+class ForgetsRandomNumbers(TorchAdapter):
+    """Generators go on wherever they are."""
+
+    def restore(self, early: Any, late: Any) -> None:
+        state = torch.get_rng_state()
+        super().restore(early, late)
+        torch.set_rng_state(state)
+
+
+class ReadsTooLate(TorchAdapter):
+    """The schedule is read with what belongs to the end of a step: before it has stepped itself."""
+
+    def capture_early(self) -> dict[str, Any]:
+        return {**super().capture_early(), "late": super().capture_late()}
+
+    def restore(self, early: Any, late: Any) -> None:
+        super().restore(early, early["late"])
+
+
+class KeepsSlots(TorchAdapter):
+    """Slots that were made for a resume stay when there is nothing to resume from."""
+
+    def create_slots(self, layout: Layout) -> Hook:
+        super().create_slots(layout)
+        return lambda: None
+
+
+class ChangesBeforeRefusing(TorchAdapter):
+    """The model is made ready before it is known to be the right one."""
+
+    @classmethod
+    def build(cls, model: Any, optimizers: Any, **options: Any) -> TorchAdapter:
+        with torch.no_grad():
+            model.out.bias.zero_()
+        return super().build(model, optimizers, **options)
+
+
+class TakesAnything(TorchAdapter):
+    """What does not fit is left out."""
+
+    def groups(self) -> list[StateGroup]:
+        return [group for group in super().groups() if not group.name.startswith("out.")]
+
+    def restore(self, early: Any, late: Any) -> None:
+        super().restore(early, late)
+        for parameter in self._model.out.parameters():
+            self._optimizers[0].state.pop(parameter, None)
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------
+
+
+class KeepsHooks(TorchAdapter):
+    """The removal removes nothing."""
+
+    def install(self, before: Hook, after: Hook) -> Hook:
+        super().install(before, after)
+        return lambda: None
+
+
+class CountsTwice(TorchAdapter):
+    """`after` is called twice."""
+
+    def install(self, before: Hook, after: Hook) -> Hook:
+        return super().install(before, lambda: (after(), after(), None)[2])
+
+
+class CountsEveryOptimizer(TorchAdapter):
+    """Every optimizer ends an iteration."""
+
+    def install(self, before: Hook, after: Hook) -> Hook:
+        removals = [type(self)(self._model, [o], {}, {})._install(before, after) for o in self._optimizers]
+        return lambda: [remove() for remove in removals] and None
+
+    def _install(self, before: Hook, after: Hook) -> Hook:
+        return super().install(before, after)
+
+
+class NeverBefore(TorchAdapter):
+    """Nobody says that a step begins."""
+
+    def install(self, before: Hook, after: Hook) -> Hook:
+        return super().install(lambda: None, after)
+
+
+class AfterTooEarly(TorchAdapter):
+    """An iteration counts as over when its step begins."""
+
+    def install(self, before: Hook, after: Hook) -> Hook:
+        return super().install(lambda: (before(), after(), None)[2], lambda: None)
+
+
+# -- what is left ------------------------------------------------------------------------------------------------
+
+
+class KeepsModel(TorchAdapter):
+    """Every model is remembered."""
+
+    kept: ClassVar[list[torch.nn.Module]] = []
+
+    def install(self, before: Hook, after: Hook) -> Hook:
+        self.kept.append(self._model)
+        return super().install(before, after)
+
+
+class KeepsThread(TorchAdapter):
+    """A thread waits for ever."""
+
+    end: ClassVar[threading.Event] = threading.Event()
+
+    def install(self, before: Hook, after: Hook) -> Hook:
+        threading.Thread(target=self.end.wait, name="forgotten", daemon=True).start()
+        return super().install(before, after)
+
+
+class WaitsForExit(TorchAdapter):
+    """Something is left to do at the end of the process."""
+
+    kept: ClassVar[list[Callable[[], object]]] = []
+
+    def install(self, before: Hook, after: Hook) -> Hook:
+        self.kept.append(atexit.register(self.groups))
+        return super().install(before, after)
+
+
+class KeepsHandler(TorchAdapter):
+    """A signal is handled for ever."""
+
+    def install(self, before: Hook, after: Hook) -> Hook:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        return super().install(before, after)
+
+
+class KeepsFile(TorchAdapter):
+    """A file stays open."""
+
+    kept: ClassVar[list[Any]] = []
+
+    def install(self, before: Hook, after: Hook) -> Hook:
+        self.kept.append(Path(__file__).open())  # noqa: SIM115
+        return super().install(before, after)
+
+
+# -- loops, as a framework's adapter would be one ----------------------------------------------------------------
+
+
+class Loop(TorchTraining):
+    """The loop of the torch suite in its parts."""
+
+    def run(
+        self,
+        store: Path,
+        until: int,
+        visit: Visit,
+        *,
+        resume: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        extras = {"position": self.position}
+        session = scarctl.attach(
+            self.model,
+            self.optimizers,
+            store=store,
+            schedulers=self.schedulers,
+            extras=extras,
+            **options,
+        )
+        try:
+            self.begin(session, resume)
+            visit(session)
+            while session.head_step < until:
+                self.step()
+                self.step_done(session)
+                visit(session)
+        except BaseException as error:
+            if not self.failed(error):
+                raise
+        finally:
+            self.end(session)
+
+    def begin(self, session: scarctl.Session, resume: Mapping[str, Any]) -> None:
+        session.resume(**resume)
+
+    def step_done(self, session: scarctl.Session) -> None: ...
+
+    def failed(self, error: BaseException) -> bool:
+        return False
+
+    def end(self, session: scarctl.Session) -> None:
+        session.close()
+
+
+class NeverCloses(Loop):
+    """The session is left to the end of the process."""
+
+    left: ClassVar[list[scarctl.Session]] = []
+
+    def end(self, session: scarctl.Session) -> None:
+        self.left.append(session)
+
+
+class KeepsSession(Loop):
+    """The loop remembers its session."""
+
+    def end(self, session: scarctl.Session) -> None:
+        session.close()
+        self.session = session
+
+
+class NeverSeals(Loop):
+    """What is not saved yet when the loop ends is not saved."""
+
+    def end(self, session: scarctl.Session) -> None:
+        session.close(seal=False)
+
+
+class SwallowsExceptions(Loop):
+    """What a callback raises ends the loop, and nobody hears of it."""
+
+    def failed(self, error: BaseException) -> bool:
+        return True
+
+
+class IgnoresSnapshot(Loop):
+    """Resumes always from the newest state."""
+
+    def begin(self, session: scarctl.Session, resume: Mapping[str, Any]) -> None:
+        session.resume()
+
+
+class WaitsForStore(Loop):
+    """Every iteration has to be durable."""
+
+    def step_done(self, session: scarctl.Session) -> None:
+        session.checkpoint(wait=True)
+
+
+class CountsItself(Loop):
+    """The loop counts iterations beside the hooks."""
+
+    def step_done(self, session: scarctl.Session) -> None:
+        session.step()
+
+
+# -- their suites ------------------------------------------------------------------------------------------------
+
+
+class Suites:
+    """A suite for every mutant, by its name. In a module, so that another process finds it."""
+
+
+def suite_of(mutant: type[TorchAdapter] | type[TorchTraining]) -> type[Mutated]:
+    """The suite that runs this adapter, or this loop."""
+    found: type[Mutated] = getattr(Suites, mutant.__name__)
+    return found
+
+
+for _mutant in [item for item in vars().copy().values() if isinstance(item, type)]:
+    if issubclass(_mutant, TorchAdapter | TorchTraining) and _mutant.__module__ == __name__:
+        _loop = _mutant if issubclass(_mutant, TorchTraining) else with_adapter(_mutant)
+        _names = {"loop": _loop, "__qualname__": f"Suites.{_mutant.__name__}", "__module__": __name__}
+        setattr(Suites, _mutant.__name__, type(_mutant.__name__, (Mutated,), _names))

@@ -1,0 +1,93 @@
+"""The conformance suite finds what it is there for: for each defect, the test that fails and what it says."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scarctl.testing import residue
+from scarctl_adapters.torch import TorchAdapter
+from tests.adapters import mutants
+from tests.adapters.test_conformance_torch import TorchTraining
+
+FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
+    mutants.TurnsOrder: ("the_layout_is_stable", "in another order"),
+    mutants.OrderOfHashes: ("the_layout_is_stable", "in another order"),
+    mutants.NamesOfAddresses: ("the_layout_is_stable", "the groups are"),
+    mutants.SameMemoryTwice: ("the_layout_is_stable", "are the same memory"),
+    mutants.WindowsOverlap: ("partial_recovery_touches_only_the_lost_rows", "were changed"),
+    mutants.ForgetsBuffers: ("resuming_a_closed_run_is_exact", r"not restored: \['norm.running_mean"),
+    mutants.ForgetsSlot: ("resuming_a_closed_run_is_exact", r"not restored: .*exp_avg_sq"),
+    mutants.SlotsAsExtras: (
+        "all_values_of_a_group_are_recovered_together",
+        r"not as they were saved: .*exp_avg",
+    ),
+    mutants.Copies: ("partial_recovery_touches_only_the_lost_rows", "were not restored"),
+    mutants.Upcasts: ("tensors_of_a_dtype_that_numpy_lacks", "has no such tensor"),
+    mutants.MakesContiguous: ("tensors_that_are_not_contiguous", "has no such tensor"),
+    mutants.ForgetsExtras: ("resuming_a_closed_run_is_exact", "extras that were not restored: .*position"),
+    mutants.ForgetsSchedule: (
+        "resuming_a_closed_run_is_exact",
+        "extras that were not restored: .*schedulers",
+    ),
+    mutants.ForgetsRandomNumbers: ("resuming_a_closed_run_is_exact", "generators torch"),
+    mutants.ReadsTooLate: ("what_was_flushed_survives_a_kill", "extras that were not restored: .*schedulers"),
+    mutants.KeepsSlots: ("slots_made_for_a_resume_can_be_taken_away", "does not take away"),
+    mutants.ChangesBeforeRefusing: ("another_model_is_refused", "has other values"),
+    mutants.TakesAnything: ("another_model_is_refused", "not its own"),
+    mutants.KeepsHooks: ("nothing_refers_to_a_closed_session", "still there"),
+    mutants.CountsTwice: ("hooks_are_called_around_every_iteration", "has counted 2"),
+    mutants.CountsEveryOptimizer: ("several_optimizers_are_one_iteration", "has counted 2"),
+    mutants.NeverBefore: ("hooks_are_called_around_every_iteration", "`before` comes first"),
+    mutants.AfterTooEarly: ("hooks_are_called_around_every_iteration", "comes before these are changed"),
+    mutants.KeepsModel: ("nothing_of_the_training_outlives_it", "model"),
+    mutants.KeepsThread: ("runs_one_after_the_other_leave_nothing_in_the_process", "thread forgotten"),
+    mutants.WaitsForExit: ("nothing_of_the_training_outlives_it", "model"),
+    mutants.KeepsHandler: (
+        "runs_one_after_the_other_leave_nothing_in_the_process",
+        "other handlers: .*SIGUSR1",
+    ),
+    mutants.KeepsFile: ("runs_one_after_the_other_leave_nothing_in_the_process", "open files"),
+    mutants.NeverCloses: ("resuming_a_closed_run_is_exact", "other handlers: .*SIGTERM"),
+    mutants.KeepsSession: ("nothing_refers_to_a_closed_session", "still there"),
+    mutants.NeverSeals: ("resuming_a_closed_run_is_exact", "resumed after iteration"),
+    mutants.SwallowsExceptions: ("an_exception_in_the_loop_comes_through", "swallowed"),
+    mutants.IgnoresSnapshot: ("a_snapshot_is_resumed_by_its_name", "resumed after iteration 5, not 2"),
+    mutants.WaitsForStore: ("a_store_that_fails_does_not_end_the_run", "the folder is gone"),
+    mutants.CountsItself: ("hooks_are_called_around_every_iteration", "has counted 2"),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What mutants keep on purpose goes at the end of a test."""
+    monkeypatch.setattr(residue, "GRACE", 0.2)
+    mutants.KeepsThread.end.clear()
+    yield
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    mutants.KeepsModel.kept.clear()
+    while mutants.WaitsForExit.kept:
+        atexit.unregister(mutants.WaitsForExit.kept.pop())
+    mutants.KeepsThread.end.set()
+    for kept in (mutants.KeepsFile.kept, mutants.NeverCloses.left):
+        while kept:
+            kept.pop().close()
+
+
+@pytest.mark.parametrize("mutant", FOUND, ids=lambda mutant: mutant.__name__)
+def test_a_defect_is_found(mutant: type[TorchAdapter] | type[TorchTraining], tmp_path: Path) -> None:
+    name, said = FOUND[mutant]
+    with pytest.raises(Exception, match=said):
+        getattr(mutants.suite_of(mutant)(), f"test_{name}")(tmp_path)
+
+
+LOOPS = {name for mutant, (name, _) in FOUND.items() if issubclass(mutant, mutants.Loop)}
+
+
+@pytest.mark.parametrize("name", sorted(LOOPS))
+def test_the_loop_without_a_defect_passes(name: str, tmp_path: Path) -> None:
+    getattr(mutants.suite_of(mutants.Loop)(), f"test_{name}")(tmp_path)

@@ -1,0 +1,77 @@
+"""A dict of numpy arrays, whose loop says itself when an iteration is over."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import scarctl
+from scarctl.testing import AdapterConformance, Training, Visit
+
+
+class Factors(Training):
+    """Gradient descent with noise; arrays are changed in place, or replaced."""
+
+    def __init__(self, variant: str) -> None:
+        random.seed(1)
+        np.random.seed(2)
+        rng = np.random.default_rng(3)
+        self.state = {"users": rng.normal(size=(6, 3)), "items": rng.normal(size=(4, 3))}
+        if variant == "changed":
+            self.state["items"] = rng.normal(size=(5, 3))
+        elif variant == "non-contiguous":
+            self.state["turned"] = np.asfortranarray(rng.normal(size=(3, 5)))
+        elif variant == "0-dim":
+            self.state["bias"] = np.zeros(())
+        elif variant == "empty":
+            self.state["nothing"] = np.zeros((0, 3))
+        elif variant == "frozen":
+            self.state["fixed"] = rng.normal(size=(3, 2))
+        self.position = {"batch": 0}
+        self.shuffle = np.random.default_rng(4)
+
+    def run(
+        self,
+        store: Path,
+        until: int,
+        visit: Visit,
+        *,
+        resume: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        extras = {"position": self.position, "shuffle": self.shuffle}
+        with scarctl.attach(self.state, store=store, extras=extras, **options) as session:
+            start = session.resume(**resume).step
+            visit(session)
+            for _ in range(start, until):
+                self.step()
+                session.step()
+                visit(session)
+
+    def step(self) -> None:
+        self.position["batch"] += 1
+        rate = random.uniform(0.1, 0.2) + np.random.normal()
+        for name, array in self.state.items():
+            if name == "users":
+                self.state[name] = array * 0.9 + rate
+            elif name != "fixed":
+                array *= 0.9
+                array += rate + self.shuffle.normal()
+
+    def values(self) -> Mapping[str, Any]:
+        return self.state
+
+    def extras(self) -> Mapping[str, Any]:
+        return {"position": self.position, "shuffle": self.shuffle.bit_generator.state}
+
+
+class TestNumpy(AdapterConformance):
+    generators = ("python", "numpy")
+    variants = frozenset({"non-contiguous", "0-dim", "empty", "frozen"})
+
+    def training(self, variant: str = "") -> Training:
+        return Factors(variant)

@@ -1,0 +1,102 @@
+"""`torchrun --nnodes 1:2`: an agent dies with its rank, the other goes on without it; a new one comes, and joins it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.launch import ROOT, environment, free_port
+
+
+class Agents:
+    """torchrun's agents, each with one rank, as if on hosts of their own. The first one is where they meet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._port, self._running = free_port(), list[subprocess.Popen[bytes]]()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        env = {name: value for name, value in environment(0, 1, 0).items() if name not in unset}
+        first = int(not self._running)
+        meeting = f"is_host={first},last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=3"
+        options = [{"until": str(self.folder / "enough"), "settings": {"daemon": None}}]
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "job"),
+            *("--rdzv-conf", meeting, "--monitor-interval", "0.2", "--max-restarts", "3"),
+            *("--local-addr", "127.0.0.1", "-m", "tests.ranks.job", "fsdp", str(self.folder), str(1 << 20)),
+        ]
+        with (self.folder / f"agent-{len(self._running)}.log").open("wb") as log:
+            agent = subprocess.Popen(
+                [*command, json.dumps(options)], cwd=ROOT, env=env, stdout=log, stderr=log
+            )
+        self._running.append(agent)
+        return agent
+
+    def kill(self, agent: subprocess.Popen[bytes]) -> None:
+        """The agent and its rank, at once."""
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        for pid in [agent.pid, *map(int, children)]:
+            os.kill(pid, signal.SIGKILL)
+        agent.wait()
+
+    def started(self, times: int, world: int, seconds: float = 90.0) -> None:
+        """Wait until the job has begun that often, and saved something with so many ranks since."""
+        store, deadline = self.folder / "store", time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            topologies = sorted((store / "topology").glob("*")) if store.exists() else []
+            if len(topologies) >= times:
+                shards = json.loads(topologies[-1].read_text())["shards"]
+                if all(len(list((store / "shards" / str(s) / "seg").glob("*"))) > 3 for s in shards):
+                    assert len(shards) == world
+                    return
+            time.sleep(0.1)
+        raise AssertionError("\n".join(log.read_text()[-3000:] for log in self.folder.glob("agent-*.log")))
+
+    def end(self) -> None:
+        """Ask all that run to end, and wait."""
+        (self.folder / "enough").touch()
+        for agent in self._running:
+            if agent.returncode is None:
+                assert agent.wait(60) == 0
+
+    def stop(self) -> None:
+        for agent in self._running:
+            if agent.poll() is None:
+                agent.terminate()
+                agent.wait()
+
+
+@contextmanager
+def agents(folder: Path) -> Iterator[Agents]:
+    found = Agents(folder)
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+@pytest.mark.timeout(300)
+def test_agents_come_and_go(tmp_path: Path) -> None:
+    with agents(tmp_path) as elastic:
+        _, second = elastic.start(), elastic.start()
+        elastic.started(1, world=2)
+        elastic.kill(second)
+        elastic.started(2, world=1)
+        elastic.start()
+        elastic.started(3, world=2)
+        elastic.end()
+    reports = [json.loads((tmp_path / f"report-{rank}.jsonl").read_text()) for rank in range(2)]
+    assert len({report["step"] for report in reports}) == 1
+    assert all(report["step"] > 0 and report["errors"] == 0 for report in reports)
+    assert [report["ranks"]["lost"] for report in reports] == [[], []], "it made room for the other one"
