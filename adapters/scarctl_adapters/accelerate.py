@@ -263,7 +263,9 @@ def _after(loader: Any, skip: int) -> Iterator[Any]:
         yield from loader
     elif isinstance(loader, DataLoaderShard | DataLoaderDispatcher) and not loader.use_stateful_dataloader:
         iteration = loader.iteration
-        if not (_has_length(loader) and skip >= len(loader)):  # older versions hand out None where nothing is left
+        if not (
+            _has_length(loader) and skip >= len(loader)
+        ):  # older versions hand out None where nothing is left
             rest = skip_first_batches(loader, skip)
             rest.set_epoch(iteration)
             yield from rest

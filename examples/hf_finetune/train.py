@@ -47,7 +47,9 @@ def train(arguments: argparse.Namespace) -> None:
         def __init__(self) -> None:
             files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
             text = bytearray(b"".join(file.read_bytes() for file in files)[: 1 << 20])
-            self.pieces = torch.frombuffer(text, dtype=torch.uint8)[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
+            self.pieces = torch.frombuffer(text, dtype=torch.uint8)[: len(text) // LENGTH * LENGTH].view(
+                -1, LENGTH
+            )
 
         def __len__(self) -> int:
             return len(self.pieces)
@@ -64,7 +66,16 @@ def train(arguments: argparse.Namespace) -> None:
 
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+        GPT2Config(
+            vocab_size=256,
+            n_positions=LENGTH,
+            n_embd=64,
+            n_layer=2,
+            n_head=4,
+            bos_token_id=0,
+            eos_token_id=0,
+            loss_type="ForCausalLM",
+        )
     )
     if arguments.lora:
         import peft
@@ -126,7 +137,9 @@ def kill_and_run_again(arguments: argparse.Namespace) -> None:
     )
 
 
-def _run(arguments: argparse.Namespace, store: Path, kill_after: int | None) -> tuple[int, dict[str, list[str]]]:
+def _run(
+    arguments: argparse.Namespace, store: Path, kill_after: int | None
+) -> tuple[int, dict[str, list[str]]]:
     """This program in a process; the last step that it told of, and its last lines by their first word."""
     command = [sys.executable, __file__, "--store", str(store), "--steps", str(arguments.steps)]
     command += ["--lora"] * arguments.lora
