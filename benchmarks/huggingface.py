@@ -2,8 +2,8 @@
 
 python benchmarks/huggingface.py [--rounds 5] [--width 192] [--folder DIR]
 
-A GPT-2 of four layers with AdamW, from random values; two batches per step under the Trainer, one under Accelerate. Each
-arm runs 2 steps that are not measured and then 32 that are. scarctl saves 1/8 of the state every 4 steps; the Trainer
+A GPT-2 of four layers with AdamW, from random values; two batches per step under the Trainer, one under Accelerate.
+Each arm runs 2 steps that are not measured and then 32 that are. scarctl saves 1/8 of the state every 4 steps; the Trainer
 (`save_steps`) and Accelerate (`save_state`) save all of it once in 32: the same bytes per time. What scarctl has not
 written when the 32 steps are over is not waited for: it is written beside training.
 
@@ -140,16 +140,14 @@ def with_accelerate(folder: Path, arena: str, width: int, kind: str) -> float:
             run = attach(accelerator, store=place / "store", **options)
             clock.ready = lambda: drained(run.session)
             run.resume()
-        step = 0
-        for batch in run.batches(loader) if run is not None else loader:
+        for step, batch in enumerate(run.batches(loader) if run is not None else loader):
             clock.after(step)
             if step == WARM + STEPS:
                 break
             accelerator.backward(network(**batch).loss)
             optimizer.step()
             optimizer.zero_grad()
-            step += 1
-            if kind == "own" and step == STEPS:
+            if kind == "own" and step + 1 == STEPS:
                 accelerator.save_state(str(place / "state"))
         if run is not None:
             run.close()

@@ -194,14 +194,14 @@ class _Position:
         self._run, self._accelerator = run, accelerator
         self.epoch = self.batches = 0
         self._iteration: int | None = None
-        self._restored = False
+        self._begun = self._restored = False
         self._settled: _Where | None = None
 
     def begin(self, loader: Any) -> None:
         """A pass over `loader` begins. In a resumed run it is to be the iteration that was interrupted."""
         if self._restored and self._iteration is not None and hasattr(loader, "iteration"):
             loader.set_epoch(self._iteration)
-        self._restored = False
+        self._begun, self._restored = True, False
         self._iteration = getattr(loader, "iteration", None)
 
     def end(self, loader: Any) -> None:
@@ -231,7 +231,9 @@ class _Position:
         return {name: getattr(settled, name) for name in ("epoch", "batches", "iteration", "step", "rng")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put `state_dict` back."""
+        """Put `state_dict` back. In a loop that runs already the batches go on."""
+        if self._begun:
+            return
         self.epoch, self.batches, self._iteration = state["epoch"], state["batches"], state["iteration"]
         self._accelerator.step = state["step"]
         self._restored = True

@@ -64,11 +64,14 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
     `session` is the `scarctl.Session` while the Trainer trains, `resumed` what it found at the start.
     """
 
-    def __init__(self, trainer: Trainer, *, mode: str = "partial", **options: Any) -> None:
+    def __init__(
+        self, trainer: Trainer, *, mode: str = "partial", snapshot: str | None = None, **options: Any
+    ) -> None:
         """Beside `trainer`, which it still has to be added to (`trainer.add_callback`).
 
         mode: "partial" goes on with every partition's newest copy; "rollback" with the newest state that is of one step
             everywhere, which ends bit for bit like a run that was not interrupted.
+        snapshot: go back to this snapshot, exactly, at the beginning of every `train()`.
         options: those of `scarctl.attach` (store, fraction, interval, ...), but what the Trainer knows itself: model,
             optimizer, schedulers, scaler, replicated, ranks, auto.
 
@@ -79,7 +82,7 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         _check_trainer(trainer)
         if _added(trainer):
             raise UsageError("the Trainer has a ScarCallback already", hint="one saves all of its state")
-        self._trainer, self._mode, self._options = trainer, mode, options
+        self._trainer, self._mode, self._snapshot, self._options = trainer, mode, snapshot, options
         self.session: scarctl.Session | None = None
         self.resumed: Resumed | None = None
         self._reset()
@@ -182,7 +185,7 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
             replicated=_replicated(trainer),
             **options,
         )
-        self.resumed = self.session.resume(self._mode)
+        self.resumed = self.session.resume(self._mode, self._snapshot)
         if self._folder is None:
             self._progress.forget()
             self._theirs["_load_from_checkpoint"](checkpoint, model)
@@ -240,6 +243,7 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         if self.session is None:
             return
         self._remove_folder()
+        self._progress.training = True
         self._progress.counted()
         if self._folder is None:
             self._scheduler.made(keep=True)

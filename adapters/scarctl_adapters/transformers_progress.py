@@ -64,6 +64,8 @@ class Progress:
         self._settled: _Settled | None = None
         self._log = ""
         self._logged = 0
+        self.training = False
+        """The Trainer has its TrainerState."""
         self.restored: dict[str, Any] | None = None
         """What `load_state_dict` was given."""
 
@@ -103,8 +105,13 @@ class Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep what an earlier run has saved: the Trainer has no TrainerState yet that it could go to."""
+        """Keep what an earlier run has saved: the Trainer has no TrainerState yet that it could go to. While it trains
+        it has one: that goes back to what it was. The batches go on.
+        """
         self.restored = state
+        if self.training:
+            self._fill(self._trainer.state)
+            self._trainer.current_flos = 0
         self._step, self._max_steps = state["step"], state["max_steps"]
         self._log, self._logged = state["log"], state["logged"]
         fields, callbacks = json.loads(state["fields"]), json.loads(state["callbacks"])
@@ -144,20 +151,26 @@ class Progress:
 
     def trainer_state(self) -> TrainerState:
         """A TrainerState for this process that goes on where the restored one was; a new one if there is none."""
-        trainer, saved = self._trainer, self.restored
+        trainer = self._trainer
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         state = TrainerState(stateful_callbacks=[cb for cb in callbacks if isinstance(cb, ExportableState)])
         state.train_batch_size = trainer._train_batch_size
         for name in ("logging_steps", "eval_steps", "save_steps"):
             setattr(state, name, getattr(trainer.args, name))
-        if saved is not None:
-            known = {field.name for field in dataclasses.fields(TrainerState)}
-            for name, value in json.loads(saved["fields"]).items():
-                if name in known:
-                    setattr(state, name, value)
-            state.global_step = saved["step"]
-            state.log_history = json.loads(f"[{saved['log']}]")
+        if self.restored is not None:
+            self._fill(state)
         return state
+
+    def _fill(self, state: TrainerState) -> None:
+        """With what was restored."""
+        saved = self.restored
+        assert saved is not None
+        known = {field.name for field in dataclasses.fields(TrainerState)}
+        for name, value in json.loads(saved["fields"]).items():
+            if name in known:
+                setattr(state, name, value)
+        state.global_step = saved["step"]
+        state.log_history = json.loads(f"[{saved['log']}]")
 
     def restore_callbacks(self) -> None:
         """Give callbacks that have a state theirs, several of one class in their order."""
@@ -230,8 +243,10 @@ class Scheduler:
         return self._held or {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep it for `made`."""
+        """Into the scheduler, or kept for `made`."""
         self._held = state
+        if self._made:
+            self.made()
 
 
 def _states(trainer: Any) -> dict[str, list[dict[str, Any]]]:
