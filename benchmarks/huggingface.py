@@ -3,16 +3,18 @@
 python benchmarks/huggingface.py [--rounds 5] [--width 192] [--folder DIR]
 
 A GPT-2 of four layers with AdamW, from random values; two batches per step under the Trainer, one under Accelerate.
-Each arm runs 2 steps that are not measured and then 32 that are. scarctl saves 1/8 of the state every 4 steps; the Trainer
-(`save_steps`) and Accelerate (`save_state`) save all of it once in 32: the same bytes per time. What scarctl has not
-written when the 32 steps are over is not waited for: it is written beside training.
+Each arm runs 2 steps that are not measured and then 32 that are. scarctl saves 1/8 of the state every 4 steps; the
+Trainer (`save_steps`) and Accelerate (`save_state`) save all of it once in 32: the same bytes per time. What scarctl has
+not written when the 32 steps are over is not waited for: it is written beside training.
 
-One line per arm: time per step relative to the bare framework's of the same round (median and range over rounds), then
-milliseconds per step, and lines that a user adds to the program.
+One line per arm: time per step relative to the bare framework's of the same round (median and range over rounds); the
+same of the processor's time of the training thread, on which other work on the machine has little influence;
+milliseconds per step; and lines that a user adds to the program.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import warnings
@@ -48,15 +50,16 @@ class Clock:
     """Seconds of the measured steps."""
 
     def __init__(self, ready: Callable[[], object] = lambda: None) -> None:
-        self.ready, self.seconds, self.started = ready, 0.0, 0.0
+        self.ready, self.seconds, self.busy = ready, 0.0, 0.0
+        self.started = self.began = 0.0
 
     def after(self, step: int) -> None:
         """A step is over."""
         if step == WARM:
             self.ready()
-            self.started = time.perf_counter()
+            self.started, self.began = time.perf_counter(), time.thread_time()
         elif step == WARM + STEPS:
-            self.seconds = time.perf_counter() - self.started
+            self.seconds, self.busy = time.perf_counter() - self.started, time.thread_time() - self.began
 
 
 class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -93,8 +96,8 @@ def drained(session: Any) -> None:
         session._engine.saver.drain(60)
 
 
-def with_trainer(folder: Path, arena: str, width: int, kind: str) -> float:
-    """Seconds of STEPS steps."""
+def with_trainer(folder: Path, arena: str, width: int, kind: str) -> Clock:
+    """STEPS steps."""
     with scratch(folder) as place:
         args = TrainingArguments(
             output_dir=str(place / "out"),
@@ -121,11 +124,11 @@ def with_trainer(folder: Path, arena: str, width: int, kind: str) -> float:
         trainer.add_callback(Timed(clock))
         trainer.train()
         settle()
-        return clock.seconds
+        return clock
 
 
-def with_accelerate(folder: Path, arena: str, width: int, kind: str) -> float:
-    """Seconds of STEPS steps."""
+def with_accelerate(folder: Path, arena: str, width: int, kind: str) -> Clock:
+    """STEPS steps."""
     for shared in (AcceleratorState, GradientState, PartialState):
         shared._reset_state()
     with scratch(folder) as place:
@@ -152,7 +155,7 @@ def with_accelerate(folder: Path, arena: str, width: int, kind: str) -> float:
         if run is not None:
             run.close()
         settle()
-        return clock.seconds
+        return clock
 
 
 def main() -> None:
@@ -163,11 +166,19 @@ def main() -> None:
     arguments = options.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     nbytes = 3 * sum(p.nbytes for p in model(arguments.width).parameters())
     print(f"state: {nbytes / 1e6:.1f} MB; transformers {transformers.__version__}")
+    busy: dict[str, list[float]] = {}
     with arenas(arguments.folder) as arena:
+
+        def measured(name: str, run: Callable[..., Clock], kind: str) -> float:
+            clock = run(arguments.folder, arena, arguments.width, kind)
+            busy.setdefault(f"{name}, {kind}", []).append(clock.busy)
+            return clock.seconds
+
         cases = {
-            f"{name}, {kind}": lambda run=run, kind=kind: run(arguments.folder, arena, arguments.width, kind)
+            f"{name}, {kind}": functools.partial(measured, name, run, kind)
             for name, run in (("Trainer", with_trainer), ("Accelerate", with_accelerate))
             for kind in ("bare", "scarctl", "own")
         }
@@ -175,11 +186,12 @@ def main() -> None:
     rows = []
     for case, taken in seconds.items():
         framework, _, kind = case.partition(", ")
-        base = seconds[f"{framework}, bare"]
-        ratios = [t / b for t, b in zip(taken, base, strict=True)]
+        base = f"{framework}, bare"
+        ratios = [t / b for t, b in zip(taken, seconds[base], strict=True)]
+        shares = [t / b for t, b in zip(busy[case], busy[base], strict=True)][1:]  # the first round warms up
         lines = LINES.get(case, LINES[kind])
-        rows.append([case, spread(ratios), spread(taken, STEPS / 1000, 1), lines])
-    print_table(["arm", "of the bare time", "ms per step", "lines added"], rows)
+        rows.append([case, spread(ratios), spread(shares), spread(taken, STEPS / 1000, 1), lines])
+    print_table(["arm", "of the bare time", "of its thread's", "ms per step", "lines added"], rows)
 
 
 if __name__ == "__main__":
