@@ -4,8 +4,8 @@ python benchmarks/huggingface.py [--rounds 5] [--width 192] [--folder DIR]
 
 A GPT-2 of four layers with AdamW, from random values; two batches per step under the Trainer, one under Accelerate.
 Each arm runs 2 steps that are not measured and then 32 that are. scarctl saves 1/8 of the state every 4 steps; the
-Trainer (`save_steps`) and Accelerate (`save_state`) save all of it once in 32: the same bytes per time. What scarctl has
-not written when the 32 steps are over is not waited for: it is written beside training.
+Trainer (`save_steps`) and Accelerate (`save_state`) save all of it once in 32: the same bytes per time. What scarctl
+has not written when the 32 steps are over is not waited for: it is written beside training.
 
 One line per arm: time per step relative to the bare framework's of the same round (median and range over rounds); the
 same of the processor's time of the training thread, on which other work on the machine has little influence;

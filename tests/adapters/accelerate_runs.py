@@ -127,30 +127,31 @@ def go(
 
 
 def main() -> None:
-    """One rank. Its store keeps up, so that what a killed one leaves is known."""
+    """One rank: a run without scarctl, and one with it, in which rank 1 is killed once. Its store keeps up."""
     given = json.loads(sys.argv[1])
+    out, whole = Path(given["out"]), Loop(3)
+    rank, killed = whole.accelerator.process_index, out / "killed"
+    whole.train()
+    expected = whole.state()
     loop = Loop(3)
-    rank, out = loop.accelerator.process_index, Path(given["out"])
-    killed = out / "killed"
 
     def on_step(step: int) -> None:
-        if run is None or run.session._engine is None:
+        if run.session._engine is None:
             return
         assert run.session._engine.saver.drain(30)
-        if step == given.get("kill_at") and rank == 1 and not killed.exists():
+        if step == given["kill_at"] and rank == 1 and not killed.exists():
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Path(given.get("arena", out), str(rank)).mkdir(exist_ok=True)
-    run, resumed = None, None
-    if given.get("store") is not None:
-        run = attach(loop.accelerator, store=given["store"], arena_dir=f"{given['arena']}/{rank}", **EXACT)
+    arena = Path(given["arena"], str(rank))
+    arena.mkdir(exist_ok=True)
+    with attach(loop.accelerator, store=given["store"], arena_dir=arena, **EXACT) as run:
         resumed = run.resume("rollback" if killed.exists() else "partial")
-    loop.train(run, on_step=on_step)
-    found = [resumed.step, resumed.exact] if resumed is not None else None
-    torch.save({"state": loop.state(), "resumed": found}, out / f"{rank}.pt")
-    if run is not None:
-        run.close()
+        loop.train(run, on_step=on_step)
+        state = loop.state()
+    torch.save(
+        {"whole": expected, "state": state, "resumed": [resumed.step, resumed.exact]}, out / f"{rank}.pt"
+    )
     loop.accelerator.end_training()
 
 

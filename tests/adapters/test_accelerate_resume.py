@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +16,7 @@ from torch import nn
 
 from scarctl_adapters.accelerate import attach
 from tests.adapters.accelerate_runs import EXACT, Loop, forget_accelerators, go
-from tests.ranks.launch import ROOT, environment, free_port
+from tests.adapters.launched import check_ranks, torchrun
 from tests.support.process import Forked
 
 # A schedule that is stepped at the end of an epoch may be the first thing that a resumed process does.
@@ -159,55 +156,9 @@ def test_two_models_with_an_optimizer_each(tmp_path: Path) -> None:
         assert differing(dict(model.state_dict()), dict(other.state_dict())) == []
 
 
-def torchrun(folder: Path, given: dict[str, Any], restarts: int = 0) -> list[dict[str, Any]]:
-    """Two ranks of `accelerate_runs`; what each has saved at its end."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        str(restarts),
-    ]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--monitor-interval", "0.1"]
-    command += ["-m", "tests.adapters.accelerate_runs"]
-    env = {
-        k: v
-        for k, v in environment(0, 1, free_port()).items()
-        if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    }
-    done = subprocess.run(
-        [*command, json.dumps(given)],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(Path(given["out"]) / f"{rank}.pt") for rank in range(2)]
-
-
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.leaves_arena
 def test_two_ranks_one_of_which_is_killed(tmp_path: Path, arena_dir: Path) -> None:
-    for name in ("whole", "run"):
-        (tmp_path / name).mkdir()
-    whole = torchrun(tmp_path, {"out": str(tmp_path / "whole")})
-    given = {
-        "out": str(tmp_path / "run"),
-        "store": str(tmp_path / "store"),
-        "arena": str(arena_dir),
-        "kill_at": 3,
-    }
-    found = torchrun(tmp_path, given, restarts=1)
-    assert found[0]["resumed"] == found[1]["resumed"]
-    step, exact = found[0]["resumed"]
-    assert 1 <= step <= 3
-    assert exact
-    for rank in range(2):
-        # Evaluations draw random numbers after a step: of several ranks only those of the step's end are saved.
-        now, before = found[rank]["state"], whole[rank]["state"]
-        assert differing(now, before) == []
+    found = torchrun("tests.adapters.accelerate_runs", tmp_path, arena_dir, kill_at=3)
+    check_ranks(found, killed_at=3)

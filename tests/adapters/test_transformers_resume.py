@@ -15,6 +15,7 @@ from torch import nn
 from transformers import EarlyStoppingCallback, Trainer
 
 from scarctl_adapters.transformers import ScarCallback
+from tests.adapters.launched import check_ranks, torchrun
 from tests.adapters.trainer_runs import (
     At,
     Texts,
@@ -294,3 +295,10 @@ def test_lora_saves_the_frozen_base_once(tmp_path: Path) -> None:
     assert callback.resumed is not None
     assert (callback.resumed.step, callback.resumed.exact) == (13, True)
     assert differing(state_of(again), state_of(bare)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.leaves_arena
+def test_two_ranks_one_of_which_is_killed(tmp_path: Path, arena_dir: Path) -> None:
+    check_ranks(torchrun("tests.adapters.trainer_runs", tmp_path, arena_dir, kill_at=8), killed_at=8)

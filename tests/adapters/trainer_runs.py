@@ -6,7 +6,10 @@ draws random numbers between two steps. An epoch of 12 batches has 6 steps.
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -133,7 +136,7 @@ def make_trainer(
 
 def scar(trainer: Trainer, folder: Path, **options: Any) -> ScarCallback:
     """With a ScarCallback whose store keeps up."""
-    callback = ScarCallback(trainer, store=folder / "store", **{**EXACT, **options})
+    callback = ScarCallback(trainer, **{"store": folder / "store", **EXACT, **options})
     trainer.add_callback(callback)
     trainer.add_callback(Drained(callback))
     return callback
@@ -198,3 +201,39 @@ def log_of(trainer: Trainer) -> list[dict[str, float]]:
         {k: v for k, v in entry.items() if k not in left_out and not k.endswith("_per_second")}
         for entry in trainer.state.log_history
     ]
+
+
+def main() -> None:
+    """One rank: a run without scarctl, and one with it, in which rank 1 is killed once."""
+    given = json.loads(sys.argv[1])
+    out, rank = Path(given["out"]), int(os.environ["RANK"])
+    # An evaluation draws random numbers after a step: of several ranks only those of the step's end are saved.
+    arguments = {
+        "ddp_backend": "gloo",
+        "ddp_find_unused_parameters": False,
+        "eval_strategy": "no",
+        "rows": 96,
+    }
+    whole = make_trainer(out / f"whole{rank}", **arguments)
+    whole.train()
+    expected = state_of(whole)
+    arena, killed = Path(given["arena"], str(rank)), out / "killed"
+    arena.mkdir(exist_ok=True)
+    trainer = make_trainer(out / f"out{rank}", **arguments)
+    mode = "rollback" if killed.exists() else "partial"
+    callback = scar(trainer, out, store=given["store"], arena_dir=arena, mode=mode)
+
+    def die() -> None:
+        if rank == 1 and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer.add_callback(At("on_step_end", given["kill_at"], die))
+    trainer.train()
+    assert callback.resumed is not None
+    resumed = [callback.resumed.step, callback.resumed.exact]
+    torch.save({"whole": expected, "state": state_of(trainer), "resumed": resumed}, out / f"{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
