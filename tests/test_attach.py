@@ -75,3 +75,11 @@ def test_memory_that_is_too_small_is_found_out_at_once(tmp_path: Path, arena_dir
         scarctl.attach(model, store=tmp_path / "store", auto=False)
     assert caught.value.kind == "arena-full"
     scarctl.attach(nn.Linear(2, 2), store=tmp_path / "store", auto=False).close()
+
+
+def test_an_arena_dir_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(Unavailable, match="No such file or directory"):
+        scarctl.attach(model, optimizer, store=tmp_path / "store", arena_dir=tmp_path / "none")
+    scarctl.attach(model, optimizer, store=tmp_path / "store").close()
