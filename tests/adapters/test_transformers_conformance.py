@@ -66,7 +66,7 @@ class TrainerTraining(Training):
             disable_tqdm=True,
             dataloader_pin_memory=False,
         )
-        self.trainer = Trainer(self.model, args, train_dataset=Rows(16))
+        self.trainer = Trainer(self.model, args, train_dataset=Rows(24))
         self.trainer.remove_callback(PrinterCallback)
 
     def run(
