@@ -221,6 +221,9 @@ class Session:
             if moved:
                 # Until this is durable the state is where it came from.
                 self._seal(self._take())
+            elif self._engine is not None and self.settings.flush_on_signal:
+                # Until the next step ends, this is the newest one: an exception on the way there saves no later extras.
+                self._take()
             return resumed
 
     def supersede(self, step: int = 0) -> None:

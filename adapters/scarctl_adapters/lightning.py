@@ -72,7 +72,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
 
     It does nothing in validate, test and predict, nor with `fast_dev_run`. Lightning's own checkpoints are not touched.
 
-    resume: "partial" takes every partition's newest copy; "rollback" the newest state that is of one step everywhere,
+    mode: "partial" takes every partition's newest copy; "rollback" the newest state that is of one step everywhere,
         if there is one yet.
     snapshot: go back to the snapshot of this name, exactly.
     options: see `scarctl.attach`. Optimizers, schedulers, gradient scaler, the loops' counters, the order of the
@@ -89,12 +89,12 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
         self,
         store: str | os.PathLike[str] | None = None,
         *,
-        resume: str = "partial",
+        mode: str = "partial",
         snapshot: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        check_mode(resume)
+        check_mode(mode)
         unknown = sorted(set(options) - set(_OPTIONS))
         if unknown:
             raise UsageError(
@@ -109,7 +109,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
         self.resumed: Resumed | None = None
         """What the newest fit found to go on from; None when it did not look, because it has another state."""
         self._options = {"store": store, **options}
-        self._mode, self._snapshot = resume, snapshot
+        self._mode, self._snapshot = mode, snapshot
         self._session: Session | None = None
         self._fit: _Fit | None = None
         self._trained = False

@@ -194,7 +194,7 @@ def test_unknown_options_are_refused() -> None:
     with pytest.raises(UsageError, match="callback's own"):
         ScarCallback("x", extras={"lightning": {}})
     with pytest.raises(UsageError):
-        ScarCallback("x", resume="sometimes")
+        ScarCallback("x", mode="sometimes")
 
 
 def test_two_callbacks_are_refused(tmp_path: Path) -> None:
