@@ -11,12 +11,13 @@ ATTACKS ?= model crash power races clocks faults corruption fuzz hostile secrets
 
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST := .venv-oldest
 SETUP := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks paper paper-quick test lint types layers unit format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks paper paper-quick test lint types layers unit oldest format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
@@ -24,6 +25,7 @@ help:
 	@echo "make paper    the paper's figures, into docs: long, goes on where it was stopped: DATA=$(DATA) TRIALS=$(TRIALS)"
 	@echo "make paper-quick  the same with a few iterations, into build: shows that it runs"
 	@echo "make test     lint, types, layers and unit, in this order"
+	@echo "make oldest   the adapters' tests with the oldest versions of their frameworks, in $(OLDEST): some minutes, most of it set-up"
 	@echo "make format   rewrite the sources the way that lint wants them"
 	@echo "make bench    every benchmark, one after the other"
 	@echo "make torture  kill, stop and end training and daemon at random moments: ROUNDS=$(ROUNDS) SEED=$(SEED)"
@@ -66,6 +68,9 @@ layers: $(VENV)/.dev
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS)
 
+oldest: $(OLDEST)/.oldest
+	$(OLDEST)/bin/python -m pytest -n $(WORKERS) tests/adapters
+
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -88,7 +93,7 @@ ceph: $(VENV)/.dev
 	$(BIN)/python -m tests.store.conformance.real_server
 
 clean:
-	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp per set of extras; the development set contains the one for the examples.
@@ -102,6 +107,12 @@ $(VENV)/.examples: $(SETUP) | $(BIN)/python
 
 $(VENV)/.paper: $(SETUP) | $(BIN)/python
 	$(INSTALL) '.[paper]'
+	@touch $@
+
+$(OLDEST)/.oldest: pyproject.toml constraints-oldest.txt | $(BIN)/python
+	$(BIN)/python -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e \
+	    '.[accelerate,lightning,transformers]' hypothesis peft 'pytest>=9' pytest-timeout pytest-xdist
 	@touch $@
 
 $(BIN)/python:

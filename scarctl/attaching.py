@@ -40,7 +40,7 @@ def attach(
     rank_extras: Mapping[str, Any] | None = None,
     replicated: Sequence[str] = (),
     ranks: bool | None = None,
-    auto: bool = True,
+    auto: bool | Literal["begin"] = True,
     flush_on_signal: bool | None = None,
     on_error: str | None = None,
     daemon: bool | None = None,
@@ -76,7 +76,8 @@ def attach(
         DistributedDataParallel or DTensor: each byte of them is saved once. All others count as each rank's own.
     ranks: save together with all ranks of `torch.distributed`, which all have to attach: by default where there are
         several. False: this process on its own, such as rank 0 of a data-parallel job.
-    auto: hook into the optimizers' steps; otherwise call `session.step()` at the end of every iteration.
+    auto: hook into the optimizers' steps; False: call `session.step()` at the end of every iteration; "begin": hook
+        only into where steps begin, and say with `session.step()` when the iteration that they are part of is over.
     flush_on_signal: on SIGTERM and SIGINT bring the newest step into this host's memory first (see `Session.flush`).
         For that, extras are read and small buffers copied after every step. Only from the main thread.
     on_error: "warn" logs and counts a fault while saving, "raise" raises it from the training loop.
@@ -124,7 +125,7 @@ def attach(
         extras={**(extras or {}), **(rank_extras or {})},
         replicated=_as_list(replicated),
     )
-    auto = auto and adapter.automatic
+    auto = auto if adapter.automatic else False
     several = world_size() > 1 and ranks is not False
     if ranks is False and any(group.place is not None for group in adapter.groups()):
         raise UsageError(

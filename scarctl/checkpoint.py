@@ -22,6 +22,7 @@ from scarctl.engine import Copied, Engine
 from scarctl.errors import Corruption
 from scarctl.live import LiveState
 from scarctl.moment import Moment
+from scarctl.outlook import to_extras
 from scarctl.worker import Job, Worker
 
 log = logging.getLogger("scarctl")
@@ -154,6 +155,7 @@ class Checkpoints:
             "early": moment.early,
             "late": plain(self._adapter.capture_late()),
             "policy": {"credit": engine.credit, "cursor": engine.cursor},
+            **to_extras(engine.motion.history, engine.settings.norm),
         }
 
     def _copy_again(self, under_way: _UnderWay, copied: Copied, engine: Engine) -> Copied:

@@ -6,7 +6,8 @@ Under linear convergence three things that a run can see decay by a known power 
     travelled     D - D c^k          for ‖x(k) - x(0)‖ of a run that goes straight: then D is ‖x(0) - x*‖
     increments    D (1 - c^g) c^k    for ‖x(k+g) - x(k)‖
 
-So one fit does for all: y = floor + A ρ^k by least squares, ρ by search and the other two linearly. Its interval is
+So one fit does for all: y = floor + A ρ^k by least squares, ρ by search and the other two linearly (increments are
+divided by their gaps g, which may differ). Its interval is
 the set of all ρ that fit hardly worse (a profile likelihood), with as many independent points as the residuals' own
 correlation leaves. Where that set does not tell ρ from 1, a power of k explains the history better (SGD at falling
 rates), or the curve is not such a curve, the answer is `CannotTell`.
@@ -48,6 +49,9 @@ class Convergence:
     """‖x(0) - x*‖ at iteration 0; None when what was seen does not show it."""
     x0_interval: tuple[float, float] | None
     points: int
+    profile: tuple[tuple[float, float, float], ...] = ()
+    """Rates in the interval, each with the least and the largest ‖x(0) - x*‖ that go with it: the two are far from
+    independent. () when the latter is None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,23 +89,21 @@ def fit_travelled(
 
 
 def fit_increments(
-    steps: ArrayLike, increments: ArrayLike, gap: int, *, confidence: float = 0.95
+    steps: ArrayLike, increments: ArrayLike, gaps: ArrayLike, *, confidence: float = 0.95
 ) -> Convergence | CannotTell:
-    """c and ‖x(0) - x*‖ from ‖x(k + gap) - x(k)‖ for the iterations k in `steps`."""
-    if gap < 1:
-        raise UsageError(f"the gap is {gap} iterations, not 1 or more")
-    fit = _fit(steps, increments, confidence, shape="fall")
+    """c and ‖x(0) - x*‖ from ‖x(k + gap) - x(k)‖ for the iterations k in `steps`.
+
+    gaps: iterations, one for all or one for each. Iteration 0 is where `steps` count from: they may be negative.
+    """
+    k, g = np.asarray(steps, np.float64).reshape(-1), np.asarray(gaps, np.float64)
+    if not (g >= 1).all() or g.shape not in ((), k.shape):
+        raise UsageError(f"the gaps are {g} iterations, not 1 or more, for all or for each of the steps")
+    fit = _fit(steps, increments, confidence, shape="fall", gaps=np.broadcast_to(g, k.shape))
     if isinstance(fit, CannotTell):
         return fit
     if fit.amplitude <= 0:
         return CannotTell("the steps of the run do not become smaller")
-
-    def distance(amplitude: float, decay: float) -> float:
-        return amplitude / -math.expm1(-decay * gap)
-
-    # A slower decay means a longer way: the ends go together crosswise.
-    ends = (distance(fit.amplitudes[0], fit.decays[1]), distance(fit.amplitudes[1], fit.decays[0]))
-    return _both(fit, distance(fit.amplitude, fit.decay), (min(ends), max(ends)))
+    return _both(fit, fit.amplitude, fit.amplitudes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +115,18 @@ class _Fit:
     """Of the decaying part at iteration 0."""
     amplitudes: tuple[float, float]
     points: int
+    profile: tuple[tuple[float, float, float], ...]
+    """Decays from the lowest to the highest, each with the least and the largest amplitude that go with it."""
 
 
 def _both(fit: _Fit, x0: float, x0_interval: tuple[float, float]) -> Convergence | CannotTell:
     interval = (math.exp(-fit.decays[1]), math.exp(-fit.decays[0]))
-    return _told(math.exp(-fit.decay), interval, x0, x0_interval, fit.points)
+    sign = math.copysign(1.0, fit.amplitude)
+    profile = tuple(
+        (math.exp(-decay), min(sign * low, sign * high), max(sign * low, sign * high))
+        for decay, low, high in fit.profile
+    )
+    return _told(math.exp(-fit.decay), interval, x0, x0_interval, fit.points, profile)
 
 
 def _told(
@@ -126,6 +135,7 @@ def _told(
     x0: float | None,
     x0_interval: tuple[float, float] | None,
     points: int,
+    profile: tuple[tuple[float, float, float], ...] = (),
 ) -> Convergence | CannotTell:
     if not (0 < c < 1 and interval[0] > 0 and interval[1] < 1):
         return CannotTell("convergence cannot be told from standing still")
@@ -135,15 +145,49 @@ def _told(
         )
     if x0_interval is not None and not 0 < x0_interval[0] <= x0_interval[1] < math.inf:
         return CannotTell("how far the optimum is cannot be told from the history")
-    return Convergence(c, interval, x0, x0_interval, points)
+    return Convergence(c, interval, x0, x0_interval, points, profile)
 
 
 Shape = Literal["free", "rise", "fall"]
 """What is known of floor and amplitude: nothing; that they cancel at iteration 0; that the floor is 0."""
 
 
-def _fit(steps: ArrayLike, values: ArrayLike, confidence: float, shape: Shape = "free") -> _Fit | CannotTell:
-    """y = floor + A exp(-decay k)."""
+@dataclass(frozen=True, slots=True)
+class _Data:
+    k: Floats
+    y: Floats
+    shape: Shape
+    gaps: Floats | None = None
+    """Of increments, which `y` has been divided by."""
+
+    def solve(self, decay: float) -> tuple[float, float, float, Floats]:
+        """Amplitude, its error per unit of noise, residual sum of squares and residuals, for a given decay."""
+        k, y = self.k, self.y
+        curve = np.exp(-decay * k)
+        if self.shape == "free":
+            amplitude, square, rest = _with_floor(curve, y)
+        else:
+            if self.shape == "rise":
+                curve = np.expm1(-decay * k)
+            elif self.gaps is not None:
+                curve *= -np.expm1(-decay * self.gaps) / self.gaps
+            square = max(float(curve @ curve), 1e-300)
+            amplitude = float(curve @ y) / square
+            rest = y - amplitude * curve
+        return amplitude, 1 / math.sqrt(square), float(rest @ rest), rest
+
+    def residue(self, decay: float) -> float:
+        return self.solve(decay)[2]
+
+
+def _fit(
+    steps: ArrayLike,
+    values: ArrayLike,
+    confidence: float,
+    shape: Shape = "free",
+    gaps: Floats | None = None,
+) -> _Fit | CannotTell:
+    """y = floor + A exp(-decay k); with gaps y = A exp(-decay k) (1 - exp(-decay gap))."""
     k, y = np.asarray(steps, np.float64).reshape(-1), np.asarray(values, np.float64).reshape(-1)
     if k.shape != y.shape or (np.diff(k) <= 0).any():
         raise UsageError("a history is one value for each of its ascending steps")
@@ -153,15 +197,16 @@ def _fit(steps: ArrayLike, values: ArrayLike, confidence: float, shape: Shape = 
         return CannotTell(f"{len(k)} points: at least {LEAST_POINTS} are needed")
     if not np.isfinite(y).all():
         return CannotTell("the history has values that are not finite")
+    data = _Data(k, y if gaps is None else y / gaps, shape, gaps)
+    y = data.y
     spread = float(np.sum((y - y.mean()) ** 2))
     if spread <= (1e-12 * max(1e-300, float(np.abs(y).max()))) ** 2:
         return CannotTell("nothing changes in the history")
-    span = float(k[-1] - k[0])
-    grid = np.geomspace(_SLOWEST, _FASTEST, _GRID) / span
-    residues = np.array([_solve(k, y, decay, shape)[2] for decay in grid])
+    grid = np.geomspace(_SLOWEST, _FASTEST, _GRID) / float(k[-1] - k[0])
+    residues = np.array([data.residue(decay) for decay in grid])
     best = int(residues.argmin())
-    decay = _refine(k, y, shape, grid[max(best - 1, 0)], grid[min(best + 1, _GRID - 1)])
-    amplitude, spread_of_amplitude, residue, rest = _solve(k, y, decay, shape)[:4]
+    decay = _refine(data, grid[max(best - 1, 0)], grid[min(best + 1, _GRID - 1)])
+    amplitude, spread_of_amplitude, residue, rest = data.solve(decay)
     if residue > (1 - LEAST_EXPLAINED) * spread:
         return CannotTell(
             "the history does not look like convergence: a decaying curve explains less than half of it"
@@ -176,29 +221,32 @@ def _fit(steps: ArrayLike, values: ArrayLike, confidence: float, shape: Shape = 
     inside = np.flatnonzero(residues <= allowed)
     low = min([decay, *grid[inside[:1]].tolist()])
     high = max([decay, *grid[inside[-1:]].tolist()])
-    low = _edge(k, y, shape, allowed, low, low * grid[0] / grid[1])
-    high = _edge(k, y, shape, allowed, high, high * grid[1] / grid[0])
+    low = _edge(data, allowed, low, low * grid[0] / grid[1])
+    high = _edge(data, allowed, high, high * grid[1] / grid[0])
     if low <= grid[0] or high >= grid[-1]:
         return CannotTell("convergence is too slow or too fast for this history to tell")
-    ends = [_solve(k, y, d, shape)[0] for d in (low, high)]
+    ends = [data.solve(d)[0] for d in (low, high)]
     # Noise of the amplitude at a given decay, on top of what the decay's own interval moves.
     margin = _student(confidence, freedom) * spread_of_amplitude * math.sqrt(residue / freedom)
     amplitudes = (min(*ends, amplitude) - margin, max(*ends, amplitude) + margin)
-    return _Fit(decay, (low, high), amplitude, amplitudes, len(k))
+    return _Fit(
+        decay, (low, high), amplitude, amplitudes, len(k), _profile(data, allowed, (low, decay, high))
+    )
 
 
-def _solve(k: Floats, y: Floats, decay: float, shape: Shape) -> tuple[float, float, float, Floats]:
-    """Amplitude, its error per unit of noise, residual sum of squares and residuals, for a given decay."""
-    curve = np.exp(-decay * k)
-    if shape == "free":
-        amplitude, square, rest = _with_floor(curve, y)
-    else:
-        if shape == "rise":
-            curve = np.expm1(-decay * k)
-        square = max(float(curve @ curve), 1e-300)
-        amplitude = float(curve @ y) / square
-        rest = y - amplitude * curve
-    return amplitude, 1 / math.sqrt(square), float(rest @ rest), rest
+def _profile(
+    data: _Data, allowed: float, decays: tuple[float, float, float]
+) -> tuple[tuple[float, float, float], ...]:
+    """The edge of all pairs of decay and amplitude whose residue is allowed."""
+    low, best, high = decays
+    points = [low]
+    points += [float(d) for a, b in ((low, best), (best, high)) if b > a for d in np.geomspace(a, b, 9)[1:]]
+    found = []
+    for decay in points:
+        amplitude, unit, residue, _ = data.solve(decay)
+        margin = unit * math.sqrt(max(0.0, allowed - residue))
+        found.append((decay, amplitude - margin, amplitude + margin))
+    return tuple(found)
 
 
 def _with_floor(curve: Floats, y: Floats) -> tuple[float, float, Floats]:
@@ -217,23 +265,23 @@ def _power_residue(k: Floats, y: Floats) -> float:
     return min(float(rest @ rest) for rest in rests)
 
 
-def _refine(k: Floats, y: Floats, shape: Shape, low: float, high: float) -> float:
+def _refine(data: _Data, low: float, high: float) -> float:
     """The decay of least residue between two, by golden section."""
     golden = (math.sqrt(5) - 1) / 2
     for _ in range(60):
         a, b = high - golden * (high - low), low + golden * (high - low)
-        if _solve(k, y, a, shape)[2] <= _solve(k, y, b, shape)[2]:
+        if data.residue(a) <= data.residue(b):
             high = b
         else:
             low = a
     return (low + high) / 2
 
 
-def _edge(k: Floats, y: Floats, shape: Shape, allowed: float, inside: float, outside: float) -> float:
+def _edge(data: _Data, allowed: float, inside: float, outside: float) -> float:
     """Where between two decays the residue passes what is allowed."""
     for _ in range(40):
         middle = (inside + outside) / 2
-        if _solve(k, y, middle, shape)[2] <= allowed:
+        if data.residue(middle) <= allowed:
             inside = middle
         else:
             outside = middle

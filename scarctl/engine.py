@@ -29,6 +29,7 @@ from scarctl.daemon.saver import Saver
 from scarctl.errors import ScarError
 from scarctl.layout import Layout
 from scarctl.live import LiveState
+from scarctl.motion import Motion
 from scarctl.policy import Selection, select, squared
 from scarctl.recovery import Plan
 from scarctl.store import Store
@@ -154,6 +155,7 @@ class Engine:
         self.tracker = Tracker(layout, settings.tracker, settings.norm, store.settings.seed)
         self.credit = 0
         self.cursor = 0
+        self.motion = Motion(layout)
         self.cadence = Cadence(
             None if settings.interval == "auto" else settings.interval,
             checkpoint_bytes=layout.nbytes if settings.policy == "full" else self.budget,
@@ -163,6 +165,8 @@ class Engine:
         )
         self.arena = _open_arena(folder, layout, store.run_id)
         self.queue = HandOverQueue(self.arena.folder)
+        self._due_at = -1
+        """The step of the newest regular checkpoint."""
         self._orphaned = False
         """Copies could not be queued: to be tried again."""
         self._oldest, self._oldest_since = NEVER, math.inf
@@ -177,6 +181,7 @@ class Engine:
     def copy(self, live: LiveState, step: int) -> Copied:
         """One partial checkpoint: pick at most the budget and copy it into the arena."""
         version = pack(self.arena.epoch, step)
+        self._look(live, step)
         distance = self.tracker.distances(live, step)
         pending = self.arena.pending()
         self._warn_if_stuck(pending)
@@ -220,6 +225,7 @@ class Engine:
         it is the running checkpoint's x(0) (Qiao et al., section 4.2).
         """
         version = pack(self.arena.epoch, step)
+        self._look(live, step)
         first = not (self.arena.version >= 0).any()
         if first:
             distance = np.zeros(self.layout.partitions)
@@ -235,6 +241,11 @@ class Engine:
         self._save(live, ids, distance, version)
         self.tracker.saved_all(but=nonfinite)
         return Copied(version, ids, sealed=not nonfinite.size, nonfinite=nonfinite)
+
+    def _look(self, live: LiveState, step: int) -> None:
+        # Not when somebody has asked for a checkpoint: all ranks have to look after the same iterations.
+        if step == self._due_at:
+            self.motion.look(live.tensors, step)
 
     def _save(self, live: LiveState, ids: Ids, distance: NDArray[np.float64], version: int) -> None:
         live.save(ids, version)
@@ -284,6 +295,8 @@ class Engine:
             waiting = self.cadence.waiting
         due = self.cadence.due(time.monotonic(), step, waiting)
         self.selector.proposed = self.cadence.proposed
+        if due:
+            self._due_at = step
         return due
 
     def lag(self) -> int:

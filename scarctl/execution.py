@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
 from scarctl.errors import NoIntactCopy
+from scarctl.prediction import Cost
 from scarctl.recovery import (
     MEMORY,
     STORE,
@@ -69,6 +70,8 @@ class Report:
     """Copies that were found damaged, for people."""
     output: str | None = None
     """The file that was written."""
+    cost: Cost | None = None
+    """What the recovery is predicted to cost; None where nobody has asked."""
 
     @property
     def mode(self) -> str:
@@ -108,6 +111,7 @@ class Report:
             "perturbation": self.perturbation.to_json(),
             "output": self.output,
             "seconds": round(self.seconds, 6),
+            **(self.cost.to_json() if self.cost is not None else {}),
         }
 
 

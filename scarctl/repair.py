@@ -17,7 +17,7 @@ from scarctl.daemon.client import wait_until_released
 from scarctl.daemon.folder import arena_folder, host_folder
 from scarctl.daemon.handover import HandOverQueue
 from scarctl.daemon.peek import open_stopped
-from scarctl.errors import NoIntactCopy, UsageError
+from scarctl.errors import Corruption, NoIntactCopy, UsageError
 from scarctl.execution import Report, Sink, execute
 from scarctl.joint import (
     Arenas,
@@ -33,17 +33,27 @@ from scarctl.joint import (
     open_joint,
     plan_lost,
     plans_back,
+    sealed_states,
 )
 from scarctl.layout import Layout
+from scarctl.outlook import Loss, weigh
+from scarctl.prediction import MODES, Cost
 from scarctl.recovery import Ids, Perturbation, Plan, estimate, lost_ids, plan_partial, plan_rollback
 from scarctl.sinks import ArenaSink, FileSink, PatchSink, check_fits, file_content
 from scarctl.statefile import StateFile, open_state
 from scarctl.statewriter import StateWriter, new_state, patch_state
-from scarctl.store import Store, StoreWriter, newest_topology, read_snapshot
+from scarctl.store import (
+    SealedSet,
+    ShardState,
+    Snapshot,
+    Store,
+    StoreWriter,
+    newest_topology,
+    read_snapshot,
+    sealed_sets,
+)
 from scarctl.version import step_of
 from scarctl.whole import BoxSink, PatchBoxSink, content, onto, whole_groups
-
-MODES = ("partial", "rollback")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +66,8 @@ class RecoverSettings:
     """What was lost: "all", shard numbers, ranks ("rank:2") where several have saved, patterns of names; each may be
     several, separated by commas."""
     mode: str = "partial"
-    """"partial", or "rollback": everything, from the newest state of one step."""
+    """"partial"; "rollback": everything, from the newest state of one step; "auto": what is predicted to cost fewer
+    iterations, partial where that cannot be told."""
     into: Path | None = None
     """State file that is patched."""
     output: Path | None = None
@@ -67,12 +78,16 @@ class RecoverSettings:
     """For the file system of a remote store. They may be secret."""
     snapshot: str | None = None
     """Rollback: to this snapshot, not to the newest sealed state."""
+    max_rework: float | None = None
+    """Iterations that the recovery may cost; None: any number."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UsageError(f"unknown mode {self.mode!r}", hint=f"use one of {', '.join(MODES)}")
         if self.snapshot is not None and self.mode != "rollback":
             raise UsageError("a snapshot is whole: it goes with --mode rollback")
+        if self.max_rework is not None and not self.max_rework >= 0:
+            raise UsageError(f"max_rework is {self.max_rework}, not a number of iterations from 0 on")
         if self.into is not None and self.output is not None:
             raise UsageError(
                 "both --into and --output are given", hint="give one: patch a file, or write a new one"
@@ -88,6 +103,8 @@ class Recovery:
     output: str | None
     seconds: float | None
     """None for a dry run."""
+    cost: Cost
+    """As it was predicted."""
     problems: tuple[str, ...] = ()
     left_out: frozenset[str] = frozenset()
     """Optimizer slots that the patched file does not hold."""
@@ -96,6 +113,7 @@ class Recovery:
         return {
             **self.plan.to_json(),
             "perturbation": self.perturbation.to_json(),
+            **self.cost.to_json(),
             "output": self.output,
             "seconds": self.seconds if self.seconds is None else round(self.seconds, 6),
             "problems": list(self.problems),
@@ -108,6 +126,7 @@ def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
     A rollback into a state file or an arena takes the store back too, so that saving can go on from there; one into
     a new file leaves the store alone.
 
+    Raises ScarError (kind "too-much-rework") when it may cost more than `max_rework` iterations, or nobody can tell.
     Raises UsageError, LayoutMismatch (the file is of another model), NoStore, NoIntactCopy, Contention (the run whose
     arena or store would be written is alive), Corruption, AccessDenied, Unavailable.
     """
@@ -127,18 +146,41 @@ def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
     shard_of = store.shard_of(layout)
     ids = lost_ids(settings.lost, layout, shard_of, store.settings.shards)
     # To be found out before anything is written: whether somebody else writes.
-    changes_store = settings.mode == "rollback" and settings.output is None and not dry_run
+    may_change_store = settings.mode != "partial" and settings.output is None and not dry_run
     changes_arena = settings.into is None and settings.output is None
-    if changes_store or changes_arena:
+    if may_change_store or changes_arena:
         wait_until_released(host_folder(settings.arena_dir), store.run_id)
     with ExitStack() as stack:
         arena = stack.enter_context(_stopped_arena(store, layout, settings))
+        states, sealed = _states(store, layout, shard_of, ids)
+        snapshot = named_snapshot(store, settings.snapshot)
+        loss = Loss(store, states, layout, ids, arena, from_arena=not changes_arena)
+        choice, cost = weigh([loss], _sealed_step(snapshot or sealed), settings.mode, settings.max_rework)
+        settings = replace(settings, mode=choice.mode)
         writer: StoreWriter | None = None
-        if changes_store:
+        if may_change_store and settings.mode == "rollback":
             writer = stack.enter_context(store.writer(layout=layout, shard_of=shard_of))
         elif changes_arena and not dry_run:
             stack.callback(store.take_lock().release)
-        return _Recovery(settings, store, layout, shard_of, ids, arena).run(writer, dry_run=dry_run)
+        return _Recovery(settings, store, layout, shard_of, ids, arena, cost).run(writer, dry_run=dry_run)
+
+
+def _states(
+    store: Store, layout: Layout, shard_of: NDArray[np.int32], ids: Ids
+) -> tuple[dict[int, ShardState], SealedSet | None]:
+    """States of all shards, and what they were sealed at together.
+
+    Where another shard than those of `ids` is damaged, only theirs: they can be restored all the same.
+    """
+    try:
+        states = store.states(np.unique(shard_of).tolist(), layout)
+    except Corruption:
+        return store.states(np.unique(shard_of[ids]).tolist(), layout), None
+    return states, next(iter(sealed_sets(states.values())), None)
+
+
+def _sealed_step(sealed: Snapshot | SealedSet | None) -> int | None:
+    return None if sealed is None else sealed.step
 
 
 def _refuse_inside(store: Store, settings: RecoverSettings) -> None:
@@ -161,6 +203,7 @@ class _Recovery:
         shard_of: NDArray[np.int32],
         ids: Ids,
         arena: Arena | None,
+        cost: Cost,
     ) -> None:
         self.settings = settings
         self.store = store
@@ -168,6 +211,7 @@ class _Recovery:
         self.shard_of = shard_of
         self.ids = ids
         self.arena = arena
+        self.cost = cost
         self.left_out: frozenset[str] = frozenset()
 
     def run(self, writer: StoreWriter | None, *, dry_run: bool) -> Recovery:
@@ -183,13 +227,19 @@ class _Recovery:
             self.left_out = check_fits(self.layout, plan.ids, state)
         if dry_run:
             known = np.full(len(plan.ids), np.nan) if self.arena is None else self.arena.distance[plan.ids]
-            return Recovery(plan, estimate(known), self._output(), None, left_out=self.left_out)
+            return Recovery(plan, estimate(known), self._output(), None, self.cost, left_out=self.left_out)
         report = self._into(plan, state) if state is not None else self._elsewhere(plan)
         if writer is not None:
             writer.roll_back(report.plan.seqs)
             self._forget()
         return Recovery(
-            report.plan, report.perturbation, self._output(), report.seconds, report.problems, self.left_out
+            report.plan,
+            report.perturbation,
+            self._output(),
+            report.seconds,
+            self.cost,
+            report.problems,
+            self.left_out,
         )
 
     def _plan(self) -> Plan:
@@ -258,13 +308,13 @@ class _RanksRecovery:
     """The same for a store of several ranks. What it opens is closed with `stack`."""
 
     def __init__(self, settings: RecoverSettings, joint: Joint, stack: ExitStack, *, dry_run: bool) -> None:
-        self.settings, self.joint, self.dry_run = settings, joint, dry_run
+        self.joint, self.dry_run = joint, dry_run
         self.ids = lost_of(settings.lost, joint)
         self.left_out: frozenset[str] = frozenset()
         self.to_arena = settings.into is None and settings.output is None
-        changes_store = settings.mode == "rollback" and settings.output is None and not dry_run
-        if changes_store:
-            self._refuse_older_ranks()
+        may_change_store = settings.mode != "partial" and settings.output is None and not dry_run
+        if may_change_store:
+            self._refuse_older_ranks(settings.snapshot)
         topology, store = joint.parts.topology, joint.store
         self.views = [share.store for share in joint.shares]
         if topology is not None:
@@ -272,14 +322,21 @@ class _RanksRecovery:
             epoch = 1 + max(state.epoch for state in joint.parts.states.values())
             # Those that own nothing have a log all the same.
             self.views += [store.of_shard(shard, epoch) for shard in topology.shards if shard not in known]
-        if changes_store or self.to_arena:
+        if may_change_store or self.to_arena:
             for view in [store, *self.views]:
                 wait_until_released(host_folder(settings.arena_dir), view.run_id)
         self.arenas = [
             stack.enter_context(_stopped_arena(share.store, share.layout, settings)) for share in joint.shares
         ]
+        losses = [
+            Loss(share.store, share.states, share.layout, ids, arena, from_arena=not self.to_arena)
+            for share, ids, arena in zip(joint.shares, self.ids, self.arenas, strict=True)
+        ]
+        sealed = named_snapshot(store, settings.snapshot) or next(iter(sealed_states(joint)), None)
+        choice, self.cost = weigh(losses, _sealed_step(sealed), settings.mode, settings.max_rework)
+        self.settings = replace(settings, mode=choice.mode)
         self.writers: list[StoreWriter] = []
-        if changes_store:
+        if may_change_store and choice.mode == "rollback":
             for view in self.views:
                 state = joint.parts.states[view.part.shard] if view.part is not None else None
                 layout = joint.shares[0].layout if state is None else state.layout
@@ -289,15 +346,15 @@ class _RanksRecovery:
         elif self.to_arena and not dry_run:
             stack.callback(store.take_lock().release)
 
-    def _refuse_older_ranks(self) -> None:
+    def _refuse_older_ranks(self, snapshot: str | None) -> None:
         """A state of other ranks than those of now cannot become the newest."""
         newest, topology = newest_topology(self.joint.store), self.joint.parts.topology
-        if self.settings.snapshot is None or newest is None:
+        if snapshot is None or newest is None:
             return
         if topology is None or topology.shards != newest.shards:
             others = "one process" if topology is None else f"{topology.world} other ranks"
             raise UsageError(
-                f"snapshot {self.settings.snapshot!r} is of {others}: the store cannot go back to it",
+                f"snapshot {snapshot!r} is of {others}: the store cannot go back to it",
                 hint="give --output for a file, or resume the job from it: resume(snapshot=...)",
                 kind="snapshot-of-other-ranks",
             )
@@ -364,7 +421,7 @@ class _RanksRecovery:
             self.left_out = check_fits(whole, np.arange(whole.partitions), state)
         if self.dry_run:
             known = estimated(plan, self.arenas)
-            return Recovery(plan, known, self._output(), None, problems, self.left_out)
+            return Recovery(plan, known, self._output(), None, self.cost, problems, self.left_out)
         with self._sinks(plan, state) as (sinks, out):
             report = execute_joint(plan, memory, sinks)
             if out is not None:
@@ -372,7 +429,13 @@ class _RanksRecovery:
         self._roll_back(report.plan)
         problems += report.problems
         return Recovery(
-            report.plan, report.perturbation, self._output(), report.seconds, problems, self.left_out
+            report.plan,
+            report.perturbation,
+            self._output(),
+            report.seconds,
+            self.cost,
+            problems,
+            self.left_out,
         )
 
     @contextmanager

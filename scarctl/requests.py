@@ -32,7 +32,7 @@ class Requests:
     def __init__(
         self,
         together: Together,
-        recover: Callable[[Sequence[str]], Report],
+        recover: Callable[[Sequence[str], str, float | None], Report],
         fault: Callable[[Exception], None],
     ) -> None:
         """recover: `Session.recover`. fault: told of what keeps ranks from hearing of each other's wishes."""
@@ -81,7 +81,7 @@ class Requests:
             self._requested = True
             return
         try:
-            report = self._recover(wish.lost).to_json()
+            report = self._recover(wish.lost, "partial", wish.max_rework).to_json()
             counts = self._together.gather([report["restored_partitions"], report["bytes"]])
             answer: dict[str, Any] = {"step": step, "report": report, "ranks": counts}
         except ScarError as error:

@@ -22,14 +22,15 @@ from scarctl.engine import Engine
 from scarctl.errors import Corruption, NoIntactCopy, UsageError
 from scarctl.execution import Report, execute
 from scarctl.live import LiveState
+from scarctl.prediction import MODES, Cost
 from scarctl.recovery import Lost, Perturbation, Plan, estimate, plan_partial, plan_rollback
 from scarctl.sinks import ArenaSink
 from scarctl.store import ShardState, Snapshot, Store
 from scarctl.together import Found, Together
 from scarctl.version import NEVER, pack, step_of
+from scarctl.weighing import shared_history, weigh_loss, weigh_resume
 
 log = logging.getLogger("scarctl")
-MODES = ("partial", "rollback")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +55,39 @@ def resume_live(
 
     Raises NoIntactCopy, Corruption, UsageError; then no live value was changed.
     """
+    cost = None
+    if mode == "auto":
+        mode, cost = _weigh(engine, together)
     if mode == "rollback":
         report, extras = _roll_back(engine, live, together, snapshot=snapshot)
         assert report.step is not None
-        return Resumed(report.step, True, report), extras
+        engine.motion.go_on(shared_history(engine, extras, report.step, together))
+        return Resumed(report.step, True, replace(report, cost=cost)), extras
     # Meanwhile nothing moves from the queue to the store: extras would be seen in neither. Nor after a failure: what
     # waits may be of later steps than the one from which another attempt goes on.
     together.agree(engine.saver.stop)
     resumed, extras = _resume(engine, live, together)
     together.agree(engine.saver.resume)
     engine.adopt_orphans()
+    if extras is not None:
+        engine.motion.go_on(shared_history(engine, extras, resumed.step, together))
+    if resumed.report is not None:
+        resumed = replace(resumed, report=replace(resumed.report, cost=cost))
     return resumed, extras
+
+
+def _weigh(engine: Engine, together: Together) -> tuple[str, Cost | None]:
+    """Which way to go on from what there is. Partial, without a cost, where some rank has nothing to go on from."""
+
+    def look() -> tuple[dict[int, ShardState], tuple[int, Any] | None] | None:
+        states = engine.store.states(engine.store.shards())
+        return None if _never_complete(engine, states) else (states, _newest_extras(engine, states))
+
+    found = together.agree(look)
+    everywhere = together.gather(found is not None)
+    if found is None or not all(everywhere):
+        return "partial", None
+    return weigh_resume(engine, *found, together)
 
 
 def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resumed, Any]:
@@ -118,21 +141,31 @@ def _believe_newest_seal(engine: Engine) -> None:
 
 
 def recover_live(
-    engine: Engine, live: LiveState, lost: Lost, mode: str, head_step: int, together: Together
+    engine: Engine,
+    live: LiveState,
+    lost: Lost,
+    mode: str,
+    head_step: int,
+    together: Together,
+    max_rework: float | None = None,
 ) -> tuple[Report, Any]:
-    """Restore what was lost in a running process. Returns the extras too when the mode is "rollback", else None.
+    """Restore what was lost in a running process. Returns the extras too when that is a rollback, else None.
 
-    Raises UsageError, NoIntactCopy; then no live value was changed.
+    Raises UsageError, NoIntactCopy, ScarError (kind "too-much-rework"); then no live value was changed.
     """
     check_mode(mode)
     ids = together.lost_ids(lost, engine.layout, engine.store)
+    mode, cost = weigh_loss(engine, live, ids, head_step, together, mode, max_rework)
     if mode == "rollback":
-        return _roll_back(engine, live, together, lost=ids.size)
+        report, extras = _roll_back(engine, live, together, lost=ids.size)
+        engine.motion.go_on(shared_history(engine, extras, report.step or 0, together))
+        return replace(report, cost=cost), extras
     report = together.agree(lambda: _fetch_lost(engine, live, ids, head_step))
     live.load(ids)
     engine.equal(ids)
+    engine.motion.forget()
     together.spread()
-    return report, None
+    return replace(report, cost=cost), None
 
 
 def _fetch_lost(engine: Engine, live: LiveState, ids: NDArray[np.int64], head_step: int) -> Report:

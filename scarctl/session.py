@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from scarctl import signals
 from scarctl.adapter import Adapter
@@ -55,9 +55,14 @@ class Session:
     """One training process's checkpoints. Made by `attach`; `close` it, or use it in a `with` statement."""
 
     def __init__(
-        self, adapter: Adapter, settings: SessionSettings, *, auto: bool, together: Together | None = None
+        self,
+        adapter: Adapter,
+        settings: SessionSettings,
+        *,
+        auto: bool | Literal["begin"],
+        together: Together | None = None,
     ) -> None:
-        """together: the other ranks that train with this process, if there are any."""
+        """auto: see `attach`. together: the other ranks that train with this process, if there are any."""
         self.settings = settings
         self._together = together or Alone()
         self.stats = Stats()
@@ -69,10 +74,13 @@ class Session:
         """The same, also while it is not known from which step to go on."""
         self._looked = False
         """What the store has was read; it may be nothing that is whole."""
+        self._superseding = False
+        """What the store has is not to be gone on from."""
+        self._hooked_begin = auto == "begin"
         self._closed = False
         self._pid = os.getpid()
         self._requests = Requests(self._together, self.recover, self._fault)
-        self._gate = Gate(stepping=not auto)
+        self._gate = Gate(stepping=auto is False)
         self._moments = Moments(adapter)
         self._moment: Moment | None = None
         """The end of the newest step, if it is taken after every step."""
@@ -88,9 +96,7 @@ class Session:
             self._binding = Binding(adapter, self.store)
             self._saver = self._together.agree(self._claim, undo=lambda saver: saver.close())
             undo.callback(self._saver.close)
-            self._remove_hooks = (
-                adapter.install(self._before_step, self._after_step) if auto else lambda: None
-            )
+            self._remove_hooks = self._install(auto)
             undo.pop_all()
         self._worker = Worker("scarctl-copy")
         self._checkpoints = Checkpoints(
@@ -101,6 +107,12 @@ class Session:
         self._unwatch: Callable[[], None] = lambda: None
         if settings.flush_on_signal:
             self._unwatch = signals.watch(self._before_signal)
+
+    def _install(self, auto: bool | Literal["begin"]) -> Callable[[], None]:
+        if auto is False:
+            return lambda: None
+        after = self._after_step if auto is True else lambda: None
+        return self._adapter.install(self._before_step, after)
 
     def _claim(self) -> Saver:
         # Better now than at the first step.
@@ -113,12 +125,18 @@ class Session:
     def step(self, step: int | None = None) -> None:
         """Say that an iteration is over, where no hook says it. `step`: its number, if the loop counts itself.
 
+        With `auto="begin"` it is none, and nothing happens, when no optimizer has stepped since the last one.
         Raises UsageError when `step` goes backwards or is negative.
         """
         self._check_open()
+        if self._hooked_begin and not self.stepping:
+            return
         if step is not None:
             check_step(step, self.head_step)
             self.head_step = step - 1
+        if self._hooked_begin:
+            self._after_step()
+            return
         self._between_steps()
         self._after_step()
         with self._gate.held():
@@ -183,7 +201,8 @@ class Session:
     def resume(self, mode: str = "partial", snapshot: str | None = None) -> Resumed:
         """Restore what the store and this host's memory have, in place; an empty store changes nothing.
 
-        mode: "partial" takes every partition's newest copy; "rollback" the newest state that is of one step everywhere.
+        mode: "partial" takes every partition's newest copy; "rollback" the newest state that is of one step everywhere;
+        "auto" what is predicted to cost fewer iterations (see `recover`).
         snapshot: go back to the snapshot of this name, exactly.
         Returns the step to go on after, whether the state is exact, and the report.
         Raises LayoutMismatch (another model or optimizer), NoIntactCopy, Corruption; then nothing was changed.
@@ -204,7 +223,32 @@ class Session:
             if moved:
                 # Until this is durable the state is where it came from.
                 self._seal(self._take())
+            elif self._engine is not None and self.settings.flush_on_signal:
+                # Until the next step ends, this is the newest one: an exception on the way there saves no later extras.
+                self._take()
             return resumed
+
+    def supersede(self, step: int = 0) -> None:
+        """Instead of `resume`: go on with the live state, whatever an earlier run has saved to the store.
+
+        The first step saves all of it, sealed, as the newest state. Until that is durable the store has the earlier
+        run's; what of that waits for the store, or is newer in this host's memory, is given up.
+        step: iterations that the live state has behind it.
+        Raises UsageError after `resume` and after the first step, LayoutMismatch for another model or optimizer.
+        """
+        self._check_open()
+        if self._engine is not None:
+            raise UsageError(
+                "supersede() comes before the first step, and instead of resume()",
+                hint="to go on with the live state in a running loop nothing needs to be called",
+            )
+        if step:
+            check_step(step, 0)
+        layout = self._together.agree(self.store.current_layout)
+        if layout is not None:
+            self._together.agree(lambda: self._binding.check(layout))
+        self._looked = self._superseding = True
+        self.head_step = step
 
     def _go_on(self, engine: Engine, resumed: Resumed, extras: Any) -> None:
         if extras is not None:
@@ -214,20 +258,30 @@ class Session:
         self.head_step = resumed.step
         engine.arena.head_step = resumed.step
 
-    def recover(self, lost: str | int | Iterable[str | int], mode: str = "partial") -> Report:
+    def recover(
+        self,
+        lost: str | int | Iterable[str | int],
+        mode: str = "partial",
+        max_rework: float | None = None,
+    ) -> Report:
         """Restore lost partitions in the running process, in place; the others keep their progress.
 
         lost: shard numbers, patterns of group names ("layers.3.*", "emb.weight[0:512]"), or "all"; where several ranks
         train together numbers are those of ranks ("rank:2"), and all of them call this after the same step.
         mode: "partial", or "rollback" to the newest sealed state (everything, with its extras); that waits up to
-        `drain_timeout` seconds for a sealed state that is on its way to the store.
-        Raises UsageError for a part that does not exist, NoIntactCopy when one has no copy; then nothing was changed.
+        `drain_timeout` seconds for a sealed state that is on its way to the store; or "auto", which of the two is
+        predicted to cost fewer iterations, partial where that cannot be told. The report's `cost` says both.
+        max_rework: iterations that the way back may cost.
+        Raises UsageError for a part that does not exist, NoIntactCopy when one has no copy, ScarError (kind
+        "too-much-rework") when it may cost more, or that cannot be told; then nothing was changed.
         """
         engine = self._started()
         with self._gate.held():
             self._finish()
             live = self._binding.live(engine.arena)
-            report, extras = recover_live(engine, live, lost, mode, self.head_step, self._together)
+            report, extras = recover_live(
+                engine, live, lost, mode, self.head_step, self._together, max_rework
+            )
             # Whatever was flushed or taken before is not what the state is now.
             self._flushed = self._moment = None
             if extras is not None:
@@ -247,6 +301,11 @@ class Session:
         """
         failed = sys.exc_info()[1] is not None
         self._close(seal=seal, as_it_is=not failed, failed=failed)
+
+    @property
+    def stepping(self) -> bool:
+        """Whether an iteration has begun to change parameters and is not over. Always true where nothing says so."""
+        return self._gate.stepping
 
     @property
     def lag(self) -> int:
@@ -389,7 +448,11 @@ class Session:
         return self._opened
 
     def _start(self, layout: Layout) -> None:
-        self._engine = self._open(layout)
+        engine = self._open(layout, stopped=self._superseding)
+        if self._superseding:
+            engine.start_over()
+            engine.saver.resume()
+        self._engine = engine
         self._engine.arena.head_step = self.head_step
 
     def _started(self) -> Engine:

@@ -20,6 +20,8 @@ from scarctl.errors import UsageError
 
 SGD_LIMIT = 1_000_000
 """Iterations after which the recursion of SGD is taken not to arrive."""
+_LARGEST = 300.0
+"""Exponents above it are not taken: their squares overflow."""
 
 
 def rework_bound(c: float, x0_distance: float, perturbations: Mapping[int, float]) -> float:
@@ -51,30 +53,56 @@ def rework_bound_now(c: float, distance: float, perturbation: float) -> float:
     return rework_bound(c, distance, {0: perturbation})
 
 
-def rework_bound_of_ages(c: float, ages: ArrayLike, share: float = 1.0) -> float:
+def rework_bound_of_ages(
+    c: float, ages: ArrayLike, share: float = 1.0, *, counts: ArrayLike | None = None
+) -> float:
     """(6) for a running checkpoint whose equal parts were saved `ages` iterations ago: log(1 + s M) / log(1/c).
 
     Under (3) a state has moved at least (c^-age - 1) ‖x(T) - x*‖ since, and exactly that if it went straight. M is the
     root mean square of that over the parts, relative to ‖x(T) - x*‖. `share` is ‖δ'‖ / ‖δ‖, the part of the movement
     that recovery takes back: 1 for a full recovery, which from one age costs that age, and √p for a partial one of a
     share p (Theorem 4.2). c = 1 is the limit of progress that is slow beside the ages: s times their root mean square.
+    counts: how many parts have each age; default one.
     """
     old = np.asarray(ages, dtype=np.float64).reshape(-1)
+    weights = np.ones(len(old)) if counts is None else np.asarray(counts, dtype=np.float64).reshape(-1)
     if not len(old) or not (old >= 0).all():
         raise UsageError("ages are numbers of iterations, from 0 on")
+    if weights.shape != old.shape or not (weights > 0).all():
+        raise UsageError("counts are one number above 0 for each age")
     if not 0 <= share < math.inf:
         raise UsageError(f"share is {share}, not a number from 0 on")
     if share == 0 or not old.any():
         return 0.0
     if c == 1.0:
-        return share * float(np.sqrt(np.mean(np.square(old))))
+        return share * float(np.sqrt(np.average(np.square(old), weights=weights)))
     _check_rate(c)
     decay = -math.log(c)
     # Logarithms, because c^-age overflows. Parts that have just been saved have not moved.
-    grown = old[old > 0] * decay
+    grown = old * decay
+    has_moved = grown > 0
+    grown = grown[has_moved]
     moved = grown + np.log(-np.expm1(-grown))
-    log_mean = (float(np.logaddexp.reduce(2 * moved)) - math.log(len(old))) / 2
+    log_sum = float(np.logaddexp.reduce(2 * moved + np.log(weights[has_moved])))
+    log_mean = (log_sum - math.log(float(weights.sum()))) / 2
     return float(np.logaddexp(0.0, math.log(share) + log_mean)) / decay
+
+
+def rework_at_angle(c: float, bound: float, cosine: float) -> float:
+    """What a perturbation of this bound (6) costs that is at an angle to x(T) - x*, where (3) holds with equality.
+
+    log(‖x(T) - x* + δ‖ / ‖x(T) - x*‖) / log(1/c): the bound itself for a cosine of 1. A share p of a run that goes
+    straight, taken back some way, has the cosine √p: it is the same part of both vectors.
+    """
+    _check_rate(c)
+    _check("the bound", bound)
+    if not -1 <= cosine <= 1:
+        raise UsageError(f"the cosine is {cosine}, not in -1..1")
+    decay = -math.log(c)
+    if bound * decay > _LARGEST:
+        return bound  # so large a perturbation is all that is left, whatever its angle
+    ratio = math.expm1(bound * decay)
+    return math.log1p(ratio * (2 * cosine + ratio)) / (2 * decay)
 
 
 def irreducible_error(c: float, perturbation: float) -> float:

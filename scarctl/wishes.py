@@ -20,9 +20,16 @@ class Wish:
     """"partial", "full": a checkpoint; "recover": the parts `lost`, from their newest copies."""
     number: int = 0
     lost: tuple[str, ...] = ()
+    max_rework: float | None = None
+    """Iterations that the recovery may cost."""
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "number": self.number, "lost": list(self.lost)}
+        return {
+            "kind": self.kind,
+            "number": self.number,
+            "lost": list(self.lost),
+            "max_rework": self.max_rework,
+        }
 
     @classmethod
     def from_json(cls, obj: object) -> Wish:
@@ -36,4 +43,7 @@ class Wish:
             raise UsageError(f"what is lost is a list of at most {MAX_LOST} texts")
         if (kind == "recover") != bool(lost):
             raise UsageError("to recover is to name what is lost")
-        return cls(kind, number, tuple(lost))
+        most = obj.get("max_rework")
+        if most is not None and not (type(most) in (int, float) and most >= 0):
+            raise UsageError("what a recovery may cost is a number from 0 on")
+        return cls(kind, number, tuple(lost), most)

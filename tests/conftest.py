@@ -62,6 +62,7 @@ def arena_dir(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield folder
+        _dismiss_daemons(folder)
         leaks = _settled(lambda: [*_new_threads(threads), *_new_processes(folder, processes).values()])
         for pid in _new_processes(folder, processes):
             os.kill(pid, signal.SIGKILL)  # so that it does not disturb the tests after this one
@@ -126,6 +127,15 @@ def _settled(leaks: Callable[[], list[object]]) -> list[object]:
 
 def _new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t not in before and not t.daemon and t.is_alive()]
+
+
+def _dismiss_daemons(folder: Path) -> None:
+    """End those that have no run: they would wait a while for another one. One that has a run is a leak."""
+    for socket in folder.glob("*/daemon.sock"):
+        from tests.daemon.trainer import idle, stop
+
+        if not _settled(lambda host=socket.parent: [] if idle(host) else [host]):
+            stop(socket.parent)
 
 
 def _new_processes(folder: Path, before: set[int]) -> dict[int, str]:

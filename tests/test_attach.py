@@ -13,7 +13,7 @@ from torch import nn
 
 import scarctl
 from scarctl.daemon.folder import host_folder
-from scarctl.errors import Unavailable
+from scarctl.errors import LayoutMismatch, Unavailable, UsageError
 from tests.daemon.trainer import status, stop
 from tests.support import stepper
 
@@ -75,3 +75,65 @@ def test_memory_that_is_too_small_is_found_out_at_once(tmp_path: Path, arena_dir
         scarctl.attach(model, store=tmp_path / "store", auto=False)
     assert caught.value.kind == "arena-full"
     scarctl.attach(nn.Linear(2, 2), store=tmp_path / "store", auto=False).close()
+
+
+def test_an_arena_dir_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(Unavailable, match="No such file or directory"):
+        scarctl.attach(model, optimizer, store=tmp_path / "store", arena_dir=tmp_path / "none")
+    scarctl.attach(model, optimizer, store=tmp_path / "store").close()
+
+
+def test_an_iteration_of_several_steps_that_the_loop_ends(tmp_path: Path) -> None:
+    """`auto="begin"`: steps begin by themselves, `step()` says when the iteration is over, and counts none without."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizers = [torch.optim.Adam(layer.parameters()) for layer in model]
+    session = scarctl.attach(model, optimizers, store=tmp_path / "store", auto="begin")
+    for batch in range(6):
+        session.step()
+        model(torch.randn(2, 4)).square().mean().backward()
+        assert not session.stepping
+        optimizers[0].step()
+        assert session.stepping
+        optimizers[1].step()
+        optimizers[0].step()
+        assert session.head_step == batch
+        session.step()
+        assert not session.stepping
+        session.step()
+        assert session.head_step == batch + 1
+    session.close()
+
+
+def test_the_live_state_takes_the_place_of_an_earlier_run(tmp_path: Path) -> None:
+    def run(steps: int) -> tuple[nn.Linear, torch.optim.Optimizer, scarctl.Session]:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.Adam(model.parameters())
+        session = scarctl.attach(model, optimizer, store=tmp_path / "store")
+        session.resume() if steps == 5 else session.supersede(2)
+        return model, optimizer, session
+
+    def train(model: nn.Linear, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            model(torch.randn(2, 4)).square().mean().backward()
+            optimizer.step()
+
+    model, optimizer, session = run(5)
+    train(model, optimizer, 5)
+    with pytest.raises(UsageError, match="comes before the first step"):
+        session.supersede()
+    session.close()
+    model, optimizer, session = run(1)
+    assert session.head_step == 2
+    train(model, optimizer, 1)
+    session.close()
+    other, _, session = run(5)
+    assert session.head_step == 3
+    assert torch.equal(other.weight, model.weight)
+    session.close()
+    wide = nn.Linear(4, 5)
+    session = scarctl.attach(wide, torch.optim.Adam(wide.parameters()), store=tmp_path / "store")
+    with pytest.raises(LayoutMismatch):
+        session.supersede()
+    session.close()

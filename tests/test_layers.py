@@ -23,6 +23,7 @@ WITH_TORCH = {
     "scarctl.engine",
     "scarctl.live",
     "scarctl.moment",
+    "scarctl.motion",
     "scarctl.naming",
     "scarctl.ranks.crew",
     "scarctl.ranks.exchange",
@@ -47,6 +48,7 @@ WITH_TORCH = {
     "scarctl.testing.suite",
     "scarctl.testing.training",
     "scarctl.together",
+    "scarctl.weighing",
 }
 
 # Imported where they are used, so that a command on a local store starts fast.

@@ -255,3 +255,24 @@ def test_a_store_that_did_not_answer_resume_is_asked_again(tmp_path: Path, both_
     assert (resumed.step, resumed.exact) == (3, True)
     assert differing(loop.state(), expected) == []
     loop.session.close()
+
+
+def test_what_fails_right_after_a_resume_saves_no_later_extras(tmp_path: Path) -> None:
+    first = Loop(tmp_path / "store", daemon=False)
+    first.train(4)
+    first.session.close()
+    second = Loop(tmp_path / "store", seed=99, daemon=False)
+
+    def interrupted() -> None:
+        with second.session:
+            second.session.resume()
+            second.position["batches"] += 1  # the next batch is drawn, and its step never ends
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    third = Loop(tmp_path / "store", daemon=False)
+    resumed = third.session.resume()
+    assert (resumed.step, resumed.exact) == (4, True)
+    assert third.position == {"batches": 4}
+    third.session.close()

@@ -169,3 +169,38 @@ def test_resuming_with_other_extras_is_refused() -> None:
     early, late = adapter.capture_early(), adapter.capture_late()
     with pytest.raises(UsageError, match=r"the store has the extras \['loader'\]"):
         TorchAdapter.build(model, []).restore(early, late)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_step_begins_when_its_closure_has_returned(named: bool) -> None:
+    """Forward and backward in a closure are no part of it; an optimizer of somebody else's may step before."""
+
+    class Own(torch.optim.SGD):
+        pass
+
+    for kind, expected in (
+        (torch.optim.SGD, ["closure", "before", "after"]),
+        (Own, ["before", "closure", "after"]),
+    ):
+        model, calls = nn.Linear(2, 2), []  # type: ignore[var-annotated]
+        optimizer = kind(model.parameters(), lr=0.1)
+        adapter = TorchAdapter.build(model, [optimizer])
+        weight = model.weight.detach().clone()
+
+        def before() -> None:
+            assert torch.equal(model.weight, weight)  # noqa: B023
+            calls.append("before")  # noqa: B023
+
+        remove = adapter.install(before, lambda: calls.append("after"))  # noqa: B023
+
+        def closure() -> torch.Tensor:
+            calls.append("closure")  # noqa: B023
+            loss = model(torch.ones(1, 2)).sum()  # noqa: B023
+            loss.backward()
+            return loss  # type: ignore[no-any-return]
+
+        result = optimizer.step(closure=closure) if named else optimizer.step(closure)
+        remove()
+        assert calls == expected
+        assert isinstance(result, torch.Tensor)
+        assert not torch.equal(model.weight, weight)

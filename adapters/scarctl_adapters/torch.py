@@ -210,7 +210,7 @@ class TorchAdapter:
 
     def capture_early(self) -> dict[str, Any]:
         """Random number generators, and the user's extras."""
-        return {"rng": _capture_rng(), "extras": {name: state_of(item) for name, item in self._early.items()}}
+        return {"rng": capture_rng(), "extras": {name: state_of(item) for name, item in self._early.items()}}
 
     def capture_late(self) -> dict[str, Any]:
         """Optimizers' param_groups and scalars, schedulers, gradient scaler, modules' extra state."""
@@ -257,7 +257,7 @@ class TorchAdapter:
                 module.set_extra_state(late["modules"][name])
         for name, item in self._early.items():
             restore_state(item, early["extras"][name])
-        _restore_rng(early["rng"])
+        restore_rng(early["rng"])
 
     def create_slots(self, layout: Layout) -> Callable[[], None]:
         """Tensors in the optimizers' state for every slot of `layout` that is not there yet."""
@@ -284,7 +284,10 @@ class TorchAdapter:
         return remove
 
     def install(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-        """Step hooks: `before` on every optimizer, `after` on the last one."""
+        """Step hooks: `before` on every optimizer, `after` on the last one.
+
+        A closure computes gradients first: of torch's own optimizers none changes a parameter before it has returned.
+        """
         if not self._optimizers:
             raise UsageError(
                 "no optimizer to hook into", hint="pass the optimizer, or auto=False and session.step()"
@@ -292,11 +295,11 @@ class TorchAdapter:
         handles = []
         for number, optimizer in enumerate(self._optimizers):
 
-            def entering(*_: Any, number: int = number) -> None:
+            def entering(number: int = number) -> None:
                 self._stepping = number
                 before()
 
-            handles.append(optimizer.register_step_pre_hook(entering))
+            handles.append(optimizer.register_step_pre_hook(_beginning(entering)))
         handles.append(self._optimizers[-1].register_step_post_hook(lambda *_: after()))
 
         def remove() -> None:
@@ -331,6 +334,27 @@ class TorchAdapter:
         for name, module in self._model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 yield self._wrapping.clean(name), module
+
+
+def _beginning(before: Callable[[], None]) -> Callable[..., Any]:
+    """A pre hook that calls `before` at the last moment at which no parameter has changed."""
+
+    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None or not type(optimizer).__module__.startswith("torch.optim."):
+            before()
+            return None
+
+        def computed(*given: Any, **named: Any) -> Any:
+            result = closure(*given, **named)
+            before()
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": computed}
+        return (args[0], computed, *args[2:]), kwargs
+
+    return hook
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -428,7 +452,7 @@ def _restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             states[parameter][key] = value
 
 
-def _capture_rng() -> dict[str, Any]:
+def capture_rng() -> dict[str, Any]:
     """Global random number generators of Python, numpy, torch, and of CUDA where it is in use."""
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return capture_host_rng() | {
@@ -437,8 +461,8 @@ def _capture_rng() -> dict[str, Any]:
     }
 
 
-def _restore_rng(state: Mapping[str, Any]) -> None:
-    """Put `_capture_rng` back; CUDA's only as far as there are devices."""
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Put `capture_rng` back; CUDA's only as far as there are devices."""
     restore_host_rng(state)
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():

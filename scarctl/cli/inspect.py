@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from scarctl.cli.ranks import Layouts, Ranks
     from scarctl.daemon.peek import ArenaView
     from scarctl.layout import Layout
+    from scarctl.prediction import Outlook
     from scarctl.store import Store
 
 EXAMPLES = """\b
@@ -130,6 +131,12 @@ class Survey:
     """Those that save to the store, each to its own shard: one entry; none where one process does."""
     note: str | None = None
     """Why this is not the newest that was begun."""
+    outlook: Outlook | None = None
+    """How fast the run converges; None when nothing is saved."""
+    comparable: bool = False
+    """Distances are in the norm that convergence is told in."""
+    since: int = 0
+    """Iterations since the distances were taken."""
 
     @property
     def staleness(self) -> NDArray[np.int64]:
@@ -177,9 +184,16 @@ class Survey:
         """A line for each shard that has partitions."""
         import numpy as np
 
+        from scarctl.outlook import parameters_of, rework_of
+
         lines: list[dict[str, Any]] = []
         if self.layout is None:
             return lines
+        assert self.outlook is not None, "something is saved"
+        parameters = parameters_of(self.layout)
+        known_distance = self.distance if self.comparable else None
+        moved = self.distance[parameters]
+        whole = float(np.linalg.norm(moved)) if np.isfinite(moved).all() else math.nan
         # Not np.unique: it loads numpy.ma, a tenth of the time that this command takes.
         for shard in np.flatnonzero(np.bincount(self.shard_of)).tolist():
             ids = np.flatnonzero(self.shard_of == shard)
@@ -188,6 +202,15 @@ class Survey:
             with np.errstate(over="ignore", invalid="ignore"):
                 norm = float(np.linalg.norm(self.distance[ids]))
             known = math.isfinite(norm)
+            share = int(parameters[ids].sum()) / max(1, int(parameters.sum()))
+            rework = rework_of(
+                self.outlook,
+                ids,
+                parameters=parameters,
+                ages=np.maximum(self.staleness, 0),
+                distance=known_distance,
+                since=self.since,
+            )
             lines.append(
                 {
                     "shard": shard,
@@ -200,6 +223,9 @@ class Survey:
                         "value": norm if known else None,
                         "kind": "estimated" if known else "unknown",
                     },
+                    "share": share,
+                    "expected_perturbation": math.sqrt(share) * whole if math.isfinite(whole) else None,
+                    "rework": rework.to_json(),
                 }
             )
         return lines
@@ -232,6 +258,7 @@ class Survey:
             "store": self.usage,
             "snapshots": self.snapshots,
             "run": self.run,
+            "convergence": None if self.outlook is None else self.outlook.to_json(),
             **(self.ranks[0].to_json() if self.ranks else {}),
         }
 
@@ -241,6 +268,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     import numpy as np
 
     from scarctl.daemon.peek import peek
+    from scarctl.outlook import stored_outlook
     from scarctl.store import snapshots, topology_epochs
     from scarctl.version import step_of
 
@@ -262,6 +290,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
             store.url, None, None, np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0), usage, [], None
         )
     version = np.full(layout.partitions, -1, dtype=np.int64)
+    since = 0
     for state in states.values():
         if state.layout == layout:
             version[state.ids] = state.version
@@ -271,6 +300,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     arena = peek(arena_dir, store.run_id)
     if arena is not None and arena.layout == layout:
         distance, step = arena.distance, max(step, arena.head_step)
+        since = since_of(arena, step)
         run = {
             "pid": arena.pid,
             "alive": arena.alive,
@@ -281,6 +311,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         }
     shard_of = store.shard_of(layout)
     named = [snapshot.to_json() for snapshot in snapshots(store)]
+    outlook, norm = stored_outlook([(store, states)], max(step, 0))
     return Survey(
         store.url,
         step if step >= 0 else None,
@@ -292,6 +323,9 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         named,
         run,
         note=note,
+        outlook=outlook,
+        comparable=norm == "l2",
+        since=since,
     )
 
 
@@ -301,6 +335,14 @@ def lag_of(arena: ArenaView) -> int:
 
     waiting = arena.version[(arena.version != arena.durable) & (arena.version >= 0)]
     return max(arena.head_step - int(step_of(waiting).min()), 0) if len(waiting) else 0
+
+
+def since_of(arena: ArenaView, step: int) -> int:
+    """Iterations since the arena's distances were taken: with its newest checkpoint."""
+    from scarctl.version import step_of
+
+    newest = max(int(arena.version.max(initial=-1)), arena.sealed)
+    return max(0, step - int(step_of(newest))) if newest >= 0 else 0
 
 
 def summary(view: Survey) -> list[str]:
@@ -327,7 +369,22 @@ def summary(view: Survey) -> list[str]:
             f"step {view.run['head_step']}, {view.run['pending_partitions']} partitions not durable yet, "
             f"{view.run['errors']} errors"
         )
+    if view.outlook is not None:
+        lines.append(_outlook_line(view.outlook))
+        expected = [line["expected_perturbation"] for line in view.shards()]
+        if len(expected) > 1 and None not in expected:
+            mean = math.sqrt(sum(change * change for change in expected) / len(expected))
+            lines.append(f"losing one of {len(expected)} shards at random is expected to change {mean:.4g}")
     return lines
+
+
+def _outlook_line(outlook: Outlook) -> str:
+    """How fast the run converges, and where the predictions come from."""
+    fit = outlook.to_json()
+    if fit["c"] is None:
+        return f"rework of a loss cannot be told: {fit['reason']}"
+    low, high = fit["c_interval"]
+    return f"convergence: c = {fit['c']:.4g} ({low:.4g} to {high:.4g}) per iteration, from {fit['points']} points"
 
 
 def shard_rows(view: Survey) -> list[tuple[str, ...]]:
@@ -344,9 +401,17 @@ def shard_rows(view: Survey) -> list[tuple[str, ...]]:
                 "-" if oldest is None else f"{oldest}..{newest}",
                 age,
                 "unknown" if change is None else f"{change:.4g}",
+                rework_cell(line),
             )
         )
     return rows
+
+
+def rework_cell(line: dict[str, Any]) -> str:
+    """What of a shard's or a rank's line says how many iterations losing it costs."""
+    from scarctl.prediction import Rework
+
+    return str(Rework(**line["rework"]))
 
 
 def part_table(view: Survey) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
@@ -358,7 +423,7 @@ def part_table(view: Survey) -> tuple[str, tuple[str, ...], list[tuple[str, ...]
     return "shards", SHARD_COLUMNS, shard_rows(view)
 
 
-SHARD_COLUMNS = ("shard", "partitions", "bytes", "saved steps", "age", "losing it changes")
+SHARD_COLUMNS = ("shard", "partitions", "bytes", "saved steps", "age", "losing it changes", "rework")
 PARTITION_COLUMNS = ("partition", "shard", "saved", "staleness", "distance")
 
 

@@ -52,12 +52,14 @@ OPTIONS = frozenset(
         "keep_last",
         "keep_every",
         "snapshot",
+        "max_rework",
         "max_shard_size",
     }
 )
 
 _OF_STUDIES = frozenset({"simulate"})
-"""Commands whose options mean something else than a run's of the same name (`interval`): only their table counts."""
+"""Commands whose options mean something else than a run's of the same name (`interval`): only their table counts, and
+their variables have the command's name too (SCARCTL_SIMULATE_INTERVAL)."""
 
 EPILOG = """\
 \b

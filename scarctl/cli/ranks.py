@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.cli.inspect import Survey, lag_of
+from scarctl.cli.inspect import Survey, lag_of, rework_cell, since_of
 from scarctl.cli.output import human_bytes
 from scarctl.daemon.peek import ArenaView, peek
 from scarctl.joint import fallback_note
 from scarctl.layout import Layout
+from scarctl.outlook import parameters_of, stored_outlook
 from scarctl.parts import Parts
+from scarctl.prediction import Rework
 from scarctl.store import Store, newest_topology, snapshots, topology_epochs
 from scarctl.store.format import shard_folder
 from scarctl.store.topology import read_topology
@@ -37,6 +39,7 @@ COLUMNS = (
     "head",
     "process",
     "losing it changes",
+    "rework",
 )
 
 
@@ -147,6 +150,7 @@ class Ranks:
                     "-" if line["head_step"] is None else str(line["head_step"]),
                     process,
                     "unknown" if change is None else f"{change:.4g}",
+                    rework_cell(line),
                 )
             )
         return rows
@@ -175,6 +179,11 @@ def survey_ranks(store: Store, arena_dir: str | None, parts: Parts | None) -> Su
         else:
             arenas[shard] = None
         at += layout.partitions
+    here = [arena for arena in arenas.values() if arena is not None]
+    own = [
+        (store, {shard: states[shard]}) for shard, layout in layouts.items() if parameters_of(layout).any()
+    ]
+    outlook, norm = stored_outlook(own, max(step, 0))
     view = Survey(
         store.url,
         step if step >= 0 else None,
@@ -184,7 +193,10 @@ def survey_ranks(store: Store, arena_dir: str | None, parts: Parts | None) -> Su
         distance,
         store.usage(states),
         [snapshot.to_json() for snapshot in snapshots(store)],
-        _run([arena for arena in arenas.values() if arena is not None]),
+        _run(here),
+        outlook=outlook,
+        comparable=norm == "l2",
+        since=max((since_of(arena, step) for arena in here), default=0),
     )
     by_shard = {line["shard"]: line for line in view.shards()}
     lines = [
@@ -236,6 +248,9 @@ def _line(
         "newest_step": None,
         "never_saved": 0,
         "perturbation": {"value": None, "kind": "unknown"},
+        "share": 0.0,
+        "expected_perturbation": 0.0,
+        "rework": Rework(0.0, 0.0, 0.0, "ages").to_json(),
     }
     found = line or nothing
     oldest = found["oldest_step"]

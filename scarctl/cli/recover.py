@@ -22,6 +22,7 @@ from scarctl.errors import UsageError
 from scarctl.store import Store
 
 if TYPE_CHECKING:
+    from scarctl.prediction import Cost
     from scarctl.repair import Recovery
 
 EXAMPLES = """\b
@@ -32,6 +33,7 @@ Examples:
   scarctl recover --store ckpt --lost all --mode rollback --output whole.pt
   scarctl recover --store ckpt --lost all --mode rollback --snapshot best --output best.safetensors
   scarctl recover --store ckpt --lost all --dry-run --json
+  scarctl recover --store ckpt --lost 2,5 --into survivors.safetensors --mode auto --max-rework 50
   scarctl recover --store ckpt --lost rank:2 --live
 """
 
@@ -60,11 +62,19 @@ Examples:
 )
 @click.option(
     "--mode",
-    type=click.Choice(["partial", "rollback"]),
+    type=click.Choice(["partial", "rollback", "auto"]),
     default="partial",
     show_default=True,
     envvar="SCARCTL_MODE",
-    help="Only what was lost, or everything to the newest state of one step.",
+    help="Only what was lost, or everything to the newest state of one step, or what of the two is predicted to cost "
+    "fewer iterations (partial where that cannot be told).",
+)
+@click.option(
+    "--max-rework",
+    type=click.FloatRange(min=0),
+    metavar="N",
+    envvar="SCARCTL_MAX_REWORK",
+    help="Refuse, and change nothing, when it may cost more iterations than this, or that cannot be told.",
 )
 @click.option(
     "--snapshot",
@@ -90,6 +100,7 @@ def command(
     into: Path | None,
     output: Path | None,
     mode: str,
+    max_rework: float | None,
     snapshot: str | None,
     arena_dir: str | None,
     live: bool,
@@ -106,7 +117,7 @@ def command(
     if live:
         if into is not None or output is not None or snapshot is not None or dry_run or mode != "partial":
             raise UsageError("--live restores in place what is named as lost: leave the other options out")
-        return _live(store, lost, wait, arena_dir, as_json)
+        return _live(store, lost, max_rework, wait, arena_dir, as_json)
     from scarctl.repair import RecoverSettings, recover
 
     settings = RecoverSettings(
@@ -118,6 +129,7 @@ def command(
         output=output,
         arena_dir=arena_dir,
         snapshot=snapshot,
+        max_rework=max_rework,
     )
     done = recover(settings, dry_run=dry_run)
     for reason in done.problems:
@@ -136,15 +148,29 @@ def command(
     return EXIT_PARTLY if done.plan.degraded else EXIT_OK
 
 
-def _live(store: str, lost: tuple[str, ...], wait: float, arena_dir: str | None, as_json: bool) -> int:
+def _live(
+    store: str,
+    lost: tuple[str, ...],
+    max_rework: float | None,
+    wait: float,
+    arena_dir: str | None,
+    as_json: bool,
+) -> int:
     from scarctl.cli.recovering import recover_live
+    from scarctl.prediction import Cost, Rework
 
     done = recover_live(
-        Store.open(store, storage_options=options_for(store)), lost, wait=wait, arena_dir=arena_dir
+        Store.open(store, storage_options=options_for(store)),
+        lost,
+        max_rework=max_rework,
+        wait=wait,
+        arena_dir=arena_dir,
     )
     report, ranks = done["report"], done["ranks"]
     partitions, nbytes = (sum(rank[i] for rank in ranks) for i in range(2))
     lines = [f"restored {partitions} partitions, {human_bytes(nbytes)}, in place, after step {done['step']}"]
+    cost = Cost(Rework(**report["rework"]), report["rollback_steps"], report["reason"])
+    lines += cost_lines(cost, report["mode"])
     if len(ranks) > 1:
         lines += [
             f"  rank {r}: {count} partitions, {human_bytes(n)}" for r, (count, n) in enumerate(ranks) if count
@@ -161,6 +187,22 @@ def _live(store: str, lost: tuple[str, ...], wait: float, arena_dir: str | None,
     }
     emit(fields, as_json=as_json, text="\n".join(lines))
     return EXIT_PARTLY if report["degraded"] else EXIT_OK
+
+
+def cost_lines(cost: Cost, mode: str) -> list[str]:
+    """What a recovery costs, and why it was made in this way."""
+    rework, back = cost.rework, cost.rollback_steps
+    if rework.basis == "steps":
+        lines = [f"rework: {rework} iterations, which are done again"]
+    elif rework.iterations is None:
+        lines = [f"predicted rework: cannot tell: {rework.reason}"]
+    else:
+        lines = [f"predicted rework: {rework} iterations, by {rework.basis}"]
+    if mode == "partial" and back is not None:
+        lines[0] += f"; a rollback would cost {back}"
+    if cost.reason is not None:
+        lines.append(f"mode {mode}: {cost.reason}")
+    return lines
 
 
 def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
@@ -182,6 +224,7 @@ def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
         lines.append(f"perturbation: {value:.6g} ({kind})")
     elif not new_file:
         lines.append("perturbation: unknown, for the lost values are gone")
+    lines += cost_lines(done.cost, plan.mode)
     ranks = fields.get("ranks")
     if ranks is not None and plan.mode == "partial":
         lost = f" ({', '.join(map(str, ranks['lost']))})" if ranks["lost"] else ""

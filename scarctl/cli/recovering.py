@@ -16,7 +16,14 @@ from scarctl.wishes import Wish
 _POLL = 0.1
 
 
-def recover_live(store: Store, lost: Sequence[str], *, wait: float, arena_dir: str | None) -> dict[str, Any]:
+def recover_live(
+    store: Store,
+    lost: Sequence[str],
+    *,
+    max_rework: float | None = None,
+    wait: float,
+    arena_dir: str | None,
+) -> dict[str, Any]:
     """Ask a session of this host, one of any rank, and wait for its answer: its step and report.
 
     All ranks recover after the same step; what is answered is the report of the rank that was asked.
@@ -26,7 +33,7 @@ def recover_live(store: Store, lost: Sequence[str], *, wait: float, arena_dir: s
     """
     topology, folder = newest_topology(store), host_folder(arena_dir)
     runs = [store.run_id] if topology is None else [store.of_shard(s).run_id for s in topology.shards]
-    wish, deadline = Wish("recover", lost=tuple(lost)), time.monotonic() + wait
+    wish, deadline = Wish("recover", lost=tuple(lost), max_rework=max_rework), time.monotonic() + wait
     for run in runs:
         try:
             told = ask(folder, "ask", store=run, wish=wish.to_json())

@@ -38,7 +38,7 @@ _PAUSE = 30.0
     default="1/2",
     show_default=True,
     metavar="SHARES",
-    envvar="SCARCTL_LOST",
+    envvar="SCARCTL_SIMULATE_LOST",
     help="Of the state, by failures.",
 )
 @click.option(
@@ -46,7 +46,7 @@ _PAUSE = 30.0
     default="1,1/2,1/4,1/8",
     show_default=True,
     metavar="SHARES",
-    envvar="SCARCTL_FRACTION",
+    envvar="SCARCTL_SIMULATE_FRACTION",
     help="Of the state, by one checkpoint; 1/8 comes eight times as often as 1.",
 )
 @click.option(
@@ -54,7 +54,7 @@ _PAUSE = 30.0
     default="priority,round,random",
     show_default=True,
     metavar="NAMES",
-    envvar="SCARCTL_POLICY",
+    envvar="SCARCTL_SIMULATE_POLICY",
     help="What a checkpoint smaller than 1 saves.",
 )
 @click.option(
@@ -62,7 +62,7 @@ _PAUSE = 30.0
     default="partial,rollback",
     show_default=True,
     metavar="NAMES",
-    envvar="SCARCTL_MODE",
+    envvar="SCARCTL_SIMULATE_MODE",
     help="Restore only what was lost, or everything from the newest full checkpoint; `extrapolate`: what was lost, "
     "moved on as it was moving.",
 )
@@ -72,7 +72,7 @@ _PAUSE = 30.0
     default=8,
     show_default=True,
     metavar="C",
-    envvar="SCARCTL_INTERVAL",
+    envvar="SCARCTL_SIMULATE_INTERVAL",
     help="Iterations between two full checkpoints.",
 )
 @click.option(
@@ -88,7 +88,7 @@ _PAUSE = 30.0
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    envvar="SCARCTL_SEED",
+    envvar="SCARCTL_SIMULATE_SEED",
     help="Of all chance.",
 )
 @click.option(
@@ -121,7 +121,7 @@ _PAUSE = 30.0
 @click.option(
     "--norm",
     metavar="NAME",
-    envvar="SCARCTL_NORM",
+    envvar="SCARCTL_SIMULATE_NORM",
     help="Distance: l2, rms or relative, if not the workload's.",
 )
 @click.option(
@@ -139,6 +139,12 @@ _PAUSE = 30.0
     metavar="FILE.svg",
     envvar="SCARCTL_PLOT",
     help="Draw the result.",
+)
+@click.option(
+    "--predictions",
+    is_flag=True,
+    envvar="SCARCTL_PREDICTIONS",
+    help="Show beside it what a session would have predicted for each failure, and how good that is.",
 )
 @output_options
 def command(
@@ -159,6 +165,7 @@ def command(
     jobs: int | None,
     results: Path | None,
     plot: Path | None,
+    predictions: bool,
     as_json: bool,
     debug: bool,
 ) -> int:
@@ -202,7 +209,8 @@ def command(
                     progress.advance()
         finally:
             kept.close()
-    summary = summarise(study, [kept.by_trial[trial] for trial in range(trials)])
+    chosen = [kept.by_trial[trial] for trial in range(trials)]
+    summary = summarise(study, chosen)
     if summary.irreproducible:
         warn(
             f"in {summary.irreproducible} of {trials} trials the same seed gave another run: part of what is shown "
@@ -213,7 +221,14 @@ def command(
 
         _write(plot, draw(study, summary))
     fields = {"study": study.to_json(), **summary.to_json(), "plot": None if plot is None else str(plot)}
-    emit(fields, as_json=as_json, text=_text(summary))
+    text = _text(summary)
+    if predictions:
+        from scarctl.simulate.forecast import compare
+
+        comparison = compare(study, chosen)
+        fields["predictions"] = comparison.to_json()
+        text += "\n\n" + "\n".join(comparison.text())
+    emit(fields, as_json=as_json, text=text)
     return EXIT_OK
 
 

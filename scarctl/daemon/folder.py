@@ -130,8 +130,11 @@ def lock_folder(folder: Path, *, patience: float = LOCK_SECONDS) -> int:
 def require_room(folder: Path, nbytes: int) -> None:
     """Raise Unavailable (`kind` "arena-full") unless an arena of at least `nbytes` fits into `folder`, or one is there.
 
-    Takes no space: the folder may still be full when the arena is made.
+    Takes no space: the folder may still be full when the arena is made. Raises Unavailable when there is no such place.
     """
+    base = folder.parents[1]
+    if not base.is_dir():
+        raise folder_error(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)), base)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if existing != folder and _free_bytes(existing) < nbytes:
         raise _no_room(existing, nbytes, least=True)

@@ -31,11 +31,12 @@ from scarctl.daemon.state import (
     Tick,
     Wake,
 )
-from scarctl.errors import Corruption, ScarError, Unavailable
+from scarctl.errors import AccessDenied, Corruption, ScarError, Unavailable
 
 log = logging.getLogger("scarctl")
 
 _NICENESS = 10
+_REFUSALS = 3
 # A generator of its own: the global one is training's, and this thread may live in the same process.
 _random = random.Random()
 
@@ -69,6 +70,7 @@ class PersisterThread:
         self._queue = queue
         self._machine = Machine()
         self._changed = threading.Condition()
+        self._refusals = 0
         self._obeying = self._ended = False
         self._events: list[Event | _Look] = [_Look()]
         self._thread = threading.Thread(target=self._run, name="scarctl-persister", daemon=True)
@@ -79,11 +81,16 @@ class PersisterThread:
         self._send(_Look())
 
     def drain(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until nothing waits any more; returns whether that is so."""
+        """Wait up to `timeout` seconds until nothing waits any more; returns whether that is so.
+
+        When the store refuses access a few times meanwhile, waiting longer would not help.
+        """
         self._send(_Look(), Hurry())
         with self._changed:
+            most = self._refusals + _REFUSALS
             self._changed.wait_for(
-                lambda: self._settled() or self._ended or self.failure is not None, timeout
+                lambda: self._settled() or self._ended or self.failure is not None or self._refusals >= most,
+                timeout,
             )
             return self._settled()
 
@@ -218,7 +225,7 @@ class PersisterThread:
             self.stats.nbytes += written
         except ScarError as error:
             self._note(error)
-            return Failed(number, error.retryable, time.monotonic(), _random.random())
+            return Failed(number, _may_pass(error), time.monotonic(), _random.random())
         except PutOff:
             return Failed(number, True, time.monotonic())
         except (OSError, MemoryError) as error:
@@ -246,9 +253,15 @@ class PersisterThread:
 
     def _note(self, error: ScarError) -> None:
         if self.last_error is None or self.last_error.message != error.message:
-            log.warning("saving failed, %s: %s", "trying again" if error.retryable else "giving up", error)
+            log.warning("saving failed, %s: %s", "trying again" if _may_pass(error) else "giving up", error)
         self.last_error = error
         self.stats.errors += 1
+        self._refusals += isinstance(error, AccessDenied)
+
+
+def _may_pass(error: ScarError) -> bool:
+    """Whether to try again. Somebody mounts the disk anew, or renews what the store's owner has to know."""
+    return error.retryable or isinstance(error, AccessDenied)
 
 
 def _defect(error: BaseException) -> ScarError:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scarctl.prediction import Outlook, Rework, rework_of_loss
 from scarctl.recovery import Perturbation
 
 MAX_APART = 1
@@ -81,3 +82,16 @@ def perturbation_of(ranks: Sequence[Standing], agreement: Agreement) -> Perturba
     if len(known) < len(distances):
         return Perturbation(None, "unknown")
     return Perturbation(math.hypot(*known), "estimated" if known else "measured")
+
+
+def rework_of_ranks(
+    ranks: Sequence[Standing], agreement: Agreement, outlook: Outlook, *, comparable: bool
+) -> Rework:
+    """What going on is predicted to cost, where ranks own equal parts.
+
+    comparable: distances are in the norm that convergence is told in; else the copies' ages count.
+    """
+    owners = sum(standing.owns for standing in ranks)
+    ages = [agreement.step - ranks[rank].step for rank in agreement.lost]
+    norm = perturbation_of(ranks, agreement).value if comparable else None
+    return rework_of_loss(outlook, norm, [max(0, age) for age in ages], len(ages) / max(1, owners))

@@ -23,9 +23,13 @@ from scarctl.config import SessionSettings
 from scarctl.dtypes import plain, torched
 from scarctl.engine import Selector
 from scarctl.errors import Unavailable, UsageError
+from scarctl.history import History
 from scarctl.layout import Layout
+from scarctl.outlook import FIELD as HISTORY
+from scarctl.outlook import history_of
 from scarctl.parts import find_parts
-from scarctl.ranks.agreement import Agreement, Standing, agree_on_step, perturbation_of
+from scarctl.prediction import Outlook
+from scarctl.ranks.agreement import Agreement, Standing, agree_on_step, perturbation_of, rework_of_ranks
 from scarctl.ranks.exchange import Exchange
 from scarctl.ranks.holdings import Division, Holding, divide
 from scarctl.ranks.leftovers import fence, save_leftovers
@@ -219,7 +223,11 @@ class Crew:
             own = extras or {"early": self.adapter.capture_early(), "late": self.adapter.capture_late()}
             extras = self._mixed(torched(theirs), own)
         extras = self._completed(extras)
-        summary = self._summary(agreement, everyone, store)
+        points = history_of(found.extras)[0].until(agreement.step).points
+        measures = any(group.kind == "parameter" for group in self.adapter.groups())
+        moved = self.team.gather([list(point) for point in points] if measures else None)
+        outlook = _outlook(agreement.step, [points for points in moved if points is not None])
+        summary = self._summary(agreement, everyone, store, outlook)
         return GoOn(agreement.step, extras, agreement.exact, summary)
 
     def _completed(self, extras: Any) -> Any:
@@ -239,13 +247,18 @@ class Crew:
         shared = {n: v for n, v in theirs["early"]["extras"].items() if n not in self._rank_extras}
         early = {"rng": own["early"]["rng"], "extras": {**shared, **mine}}
         late = self.adapter.mix_late(theirs["late"], own["late"])
-        return {**theirs, "early": {**theirs["early"], **early}, "late": late}
+        mixed = {**theirs, "early": {**theirs["early"], **early}, "late": late}
+        mixed.pop(HISTORY, None)  # of how far the other one's part has moved
+        return mixed | ({HISTORY: own[HISTORY]} if HISTORY in own else {})
 
-    def _summary(self, agreement: Agreement, everyone: list[Standing], store: Store) -> dict[str, Any]:
+    def _summary(
+        self, agreement: Agreement, everyone: list[Standing], store: Store, outlook: Outlook
+    ) -> dict[str, Any]:
         summary = None
         if self.team.rank == 0:
             sealed = next(iter(complete_sets(store.again())), None)
             back = None if sealed is None else max(0, agreement.step - sealed.step)
+            rework = rework_of_ranks(everyone, agreement, outlook, comparable=self._settings.norm == "l2")
             summary = {
                 "world": self.team.world,
                 "lost": list(agreement.lost),
@@ -253,17 +266,19 @@ class Crew:
                 "step": agreement.step,
                 "exact": agreement.exact,
                 "perturbation": perturbation_of(everyone, agreement).to_json(),
+                "rework": rework.to_json(),
                 "rollback_steps": back,
             }
             if agreement.lost:
                 log.warning(
                     "lost %d of %d ranks (%s): theirs comes from what was saved last; all go on after step %d. "
-                    "A rollback would cost %s steps",
+                    "Predicted rework: %s iterations; a rollback would cost %s",
                     len(agreement.lost),
                     self.team.world,
                     ", ".join(map(str, agreement.lost)),
                     agreement.step,
-                    "unknown" if back is None else back,
+                    rework,
+                    "an unknown number" if back is None else back,
                 )
         found: dict[str, Any] = self.team.from_rank(0, summary)
         return found
@@ -342,6 +357,12 @@ class Crew:
     def close(self) -> None:
         """See `Together`."""
         self.team.close()
+
+
+def _outlook(step: int, parts: list[list[list[Any]]]) -> Outlook:
+    """What the histories of all ranks that own something say together, as the points of each."""
+    histories = [History(tuple(point) for point in points) for points in parts]
+    return Outlook.of(step, histories)
 
 
 def _close(store: Store | None) -> None:

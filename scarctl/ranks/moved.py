@@ -11,6 +11,7 @@ from scarctl.errors import NoIntactCopy, UsageError
 from scarctl.group import Group, TensorSpec
 from scarctl.layout import Layout, build_layout
 from scarctl.parts import Parts, check_fits, with_slots
+from scarctl.prediction import Rework
 from scarctl.ranks.agreement import MAX_APART, Standing, agree_on_step, perturbation_of
 from scarctl.ranks.holdings import Division
 from scarctl.ranks.owned import OwnedAdapter
@@ -86,6 +87,7 @@ class Moved:
             "step": agreement.step,
             "exact": exact,
             "perturbation": perturbation_of(standings, agreement).to_json(),
+            "rework": Rework(None, reason="the state was saved in other parts").to_json(),
             "rollback_steps": None,
         }
         return GoOn(agreement.step, mixed, exact, summary)

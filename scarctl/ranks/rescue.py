@@ -24,6 +24,7 @@ from scarctl.daemon.handover import HandOverQueue
 from scarctl.dtypes import torch_of
 from scarctl.errors import Contention
 from scarctl.live import LiveState
+from scarctl.outlook import FIELD as HISTORY
 from scarctl.ranks.holdings import Division
 from scarctl.store import Store
 from scarctl.version import pack, step_of
@@ -153,7 +154,9 @@ def _for_owner(extras: Any, known: Any, names: Collection[str]) -> Any:
     early = known["early"] if known is not None else {"rng": None, "extras": {}}
     shared = {name: value for name, value in extras["early"]["extras"].items() if name not in names}
     own = {name: early["extras"][name] for name in names if name in early["extras"]}
-    return {**extras, "early": {**extras["early"], "rng": early["rng"], "extras": {**shared, **own}}}
+    theirs = {**extras, "early": {**extras["early"], "rng": early["rng"], "extras": {**shared, **own}}}
+    theirs.pop(HISTORY, None)  # of how far the survivor's own part has moved
+    return theirs | ({HISTORY: known[HISTORY]} if known is not None and HISTORY in known else {})
 
 
 def _tensors(arena: Arena, held: _Held, groups: Sequence[StateGroup]) -> list[list[torch.Tensor]]:

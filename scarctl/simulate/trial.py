@@ -28,7 +28,10 @@ from scarctl.dtypes import plain, torched
 from scarctl.errors import UsageError
 from scarctl.layout import Layout
 from scarctl.live import LiveState
+from scarctl.motion import Motion
+from scarctl.outlook import parameters_of, rework_of
 from scarctl.policy import select, squared
+from scarctl.prediction import Outlook
 from scarctl.simulate.extrapolate import Extrapolator
 from scarctl.simulate.study import Cell, Study
 from scarctl.simulate.workload import Workload
@@ -59,7 +62,8 @@ def run_trial(study: Study, workload: Workload, trial: int) -> dict[str, Any]:
     run = _Run(study, workload, seed)
     reached = run.train(failed_after)
     same = math.isclose(reached, undisturbed.metrics[failed_after - 1], rel_tol=_SAME, abs_tol=1e-300)
-    results = [run.fail(cell, shard_seed, undisturbed) for cell in study.cells()]
+    cells = study.cells()
+    results = [run.fail(cell, shard_seed, undisturbed) for cell in cells]
     return {
         "trial": trial,
         "failed_after": failed_after,
@@ -69,6 +73,8 @@ def run_trial(study: Study, workload: Workload, trial: int) -> dict[str, Any]:
         "rework": [rework for rework, _, _ in results],
         "perturbation": [perturbation for _, perturbation, _ in results],
         "arrived": [arrived for _, _, arrived in results],
+        "predicted": [run.predict(cell, shard_seed) for cell in cells],
+        "rollback_steps": run.rollback_steps,
     }
 
 
@@ -189,6 +195,8 @@ class _Run:
         workload.reset(seed)
         self._adapter = _adapter(workload)
         self._keepers: dict[tuple[str, Fraction], _Keeper] = {}
+        self._motions: dict[int, Motion] = {}
+        """By the iterations between two looks."""
         self._aside: _Keeper | None = None
         self._failed_after = 0
 
@@ -206,10 +214,14 @@ class _Run:
                     if "extrapolate" in self._study.modes:
                         keeper.guess = Extrapolator(keeper.arena)
                     self._keepers[policy, fraction] = keeper
+                    self._motions[keeper.every] = Motion(layout)
             else:
                 for keeper in self._keepers.values():
                     if iteration % keeper.every == 0:
                         keeper.save(self._adapter, iteration, self._norm)
+                for every, motion in self._motions.items():
+                    if iteration % every == 0:
+                        motion.look(tensors_of(self._adapter, layout), iteration)
         self._failed_after = iterations
         self._aside = _Keeper(layout, "full", Fraction(1), 1, self._seed)
         self._aside.save_all(self._adapter, iterations)
@@ -241,6 +253,31 @@ class _Run:
             self._workload.step(iteration)
             arrived = float(self._workload.metric()) <= undisturbed.target
         return done - undisturbed.iterations, float(np.linalg.norm(moved)), arrived
+
+    @property
+    def rollback_steps(self) -> int | None:
+        """Iterations since the newest full checkpoint; None where there is none beside the run."""
+        steps = [k.step for (policy, _), k in self._keepers.items() if policy == "full"]
+        return self._failed_after - max(steps) if steps else None
+
+    def predict(self, cell: Cell, shard_seed: int) -> dict[str, Any] | None:
+        """What a session would say at the failure of the rework that `cell` costs: from the distances of what is lost,
+        and from the ages of its copies alone. None for what is not predicted.
+        """
+        if cell.mode != "partial" or cell.lost is None:
+            return None
+        assert self._aside is not None, "it has not trained yet"
+        _restore(self._aside, self._adapter)
+        keeper, step = self._keepers[cell.policy, cell.fraction], self._failed_after
+        layout = keeper.arena.layout
+        outlook = Outlook(step, self._motions[keeper.every].history.convergence(step))
+        lost, parameters = _lost(layout, cell.lost, shard_seed), parameters_of(layout)
+        ages = np.maximum(step - step_of(keeper.arena.version), 0)
+        distance = keeper.live(self._adapter).distances("l2", lost)
+        return {
+            name: rework_of(outlook, lost, parameters=parameters, ages=ages, distance=known).to_json()
+            for name, known in (("distances", distance), ("ages", None))
+        }
 
 
 def _lost(layout: Layout, share: Fraction, seed: int) -> Ids:

@@ -44,12 +44,18 @@ def test_help_lists_every_command(run) -> None:  # type: ignore[no-untyped-def]
     assert run("--version").stdout.startswith("scarctl, version ")
 
 
+OF_RUNS = {"lost", "fraction", "policy", "mode", "interval", "seed", "norm"}
+"""Of a run or a recovery they mean something else than of a study."""
+
+
 def test_every_option_is_also_an_environment_variable() -> None:
-    for command in commands():
+    for name, command in zip(COMMANDS, commands(), strict=True):
         for option in command.params:
             if isinstance(option, click.Option):
                 flag = max(option.opts, key=len).removeprefix("--").replace("-", "_").upper()
-                assert option.envvar == f"SCARCTL_{flag}", (command.name, option.name)
+                own = name == "simulate" and flag.lower() in OF_RUNS
+                prefix = "SCARCTL_SIMULATE" if own else "SCARCTL"
+                assert option.envvar == f"{prefix}_{flag}", (name, option.name)
 
 
 def test_every_option_is_also_a_key_of_scarctl_toml(tmp_path: Path) -> None:

@@ -27,8 +27,20 @@ KEYS = {
     "store",
     "run",
     "snapshots",
+    "convergence",
 }
-SHARD_KEYS = {"shard", "partitions", "bytes", "oldest_step", "newest_step", "never_saved", "perturbation"}
+SHARD_KEYS = {
+    "shard",
+    "partitions",
+    "bytes",
+    "oldest_step",
+    "newest_step",
+    "never_saved",
+    "perturbation",
+    "share",
+    "expected_perturbation",
+    "rework",
+}
 PARTITION_KEYS = {"name", "group", "start", "stop", "shard", "bytes", "saved_step", "staleness", "distance"}
 STORE_KEYS = {"bytes", "live_bytes", "segments", "records"}
 RUN_KEYS = {"pid", "alive", "head_step", "pending_partitions", "lag_steps", "errors"}

@@ -127,6 +127,46 @@ def test_settings_of_runs_are_not_those_of_a_study(run: Run, tmp_path: Path) -> 
     assert (study["interval"], study["modes"], study["seed"]) == (8, ["partial", "rollback"], 4)
 
 
+def test_variables_of_runs_are_not_those_of_a_study(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"INTERVAL": "auto", "FRACTION": "0.3", "MODE": "rollback", "NORM": "rms"}.items():
+        monkeypatch.setenv(f"SCARCTL_{name}", value)
+    monkeypatch.setenv("SCARCTL_SIMULATE_SEED", "4")
+    given = ("--fraction", 1, "--trials", 1, "--jobs", 1, "--json")
+    study = run("simulate", f"{WORKLOADS}:quadratic", *given).document["study"]
+    assert (study["interval"], study["modes"], study["norm"]) == (8, ["partial", "rollback"], None)
+    assert study["seed"] == 4
+
+
+def test_predictions_beside_what_failures_cost(run: Run) -> None:
+    given = ("--interval", 16, "--trials", 6, "--fail-after", 50, "--jobs", 1, "--predictions")
+    found = simulate(run, "quadratic", *given, "--json").document["predictions"]
+    by = {(row["basis"], row["cell"] and row["cell"]["policy"]): row for row in found["rows"]}
+    assert set(by) == {(basis, p) for basis in ("distances", "ages") for p in ("full", "priority", None)}
+    row = by["distances", "priority"]
+    assert (row["failures"], row["told"]) == (6, 6)
+    assert 0.5 < row["predicted"] / row["simulated"] < 2
+    assert row["within_bound"] == 1
+    assert [way["cell"]["policy"] for way in found["ways"]] == ["full", "priority"]
+    assert all(min(w["partial"], w["rollback"]) <= w["auto"] for w in found["ways"])
+    assert all(w["auto"] <= max(w["partial"], w["rollback"]) for w in found["ways"])
+    text = simulate(run, "quadratic", *given).stdout
+    assert re.search(r"^distances +priority 1/8 +1/2 +6 of 6 ", text, re.MULTILINE)
+    refused = simulate(run, "quadratic", *given, "--mode", "rollback", "--json", code=2)
+    assert "predictions are of partial" in refused.error["message"]
+
+
+def test_results_of_before_have_no_predictions(run: Run, tmp_path: Path) -> None:
+    simulate(run, "quadratic", "--results", "r.jsonl", "--jobs", 1)
+    head, *lines = (tmp_path / "r.jsonl").read_text().splitlines()
+    older = [{k: v for k, v in json.loads(line).items() if k != "predicted"} for line in lines]
+    (tmp_path / "r.jsonl").write_text("\n".join([head, *map(json.dumps, older)]) + "\n")
+    simulate(run, "quadratic", "--results", "r.jsonl", "--jobs", 1)
+    refused = simulate(
+        run, "quadratic", "--results", "r.jsonl", "--jobs", 1, "--predictions", "--json", code=2
+    )
+    assert "predicted nothing" in refused.error["message"]
+
+
 def test_data_goes_to_the_factory(run: Run, tmp_path: Path) -> None:
     (tmp_path / "iterations").write_text("30")
     done = simulate(run, "NeedsData", "--data", tmp_path, "--json", "--jobs", 1)

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from scarctl.daemon import runner
-from scarctl.daemon.persister import Persister, adopt_orphans
+from scarctl.daemon.persister import adopt_orphans
 from scarctl.daemon.runner import PersisterThread
-from scarctl.errors import AccessDenied, Corruption, Unavailable
+from scarctl.errors import AccessDenied, Corruption, Fenced, Unavailable
 from tests.daemon.rig import Rig
 
 SOME = np.array([0, 3, 4, 11, 18])
@@ -95,20 +95,30 @@ def test_a_store_that_stays_down_keeps_the_queue_and_says_why(rig: Rig, thread: 
     assert set(rig.stored()[0][SOME]) == {1}
 
 
-def test_a_refusal_halts_and_a_later_thread_goes_on(rig: Rig, thread: PersisterThread) -> None:
-    rig.blobs.break_down("writer", errno.EACCES)
+def test_a_refusal_is_not_for_ever(rig: Rig, thread: PersisterThread) -> None:
+    rig.blobs.break_down("writer", errno.EROFS)
     numbers = [rig.save(SOME, 1), rig.save(np.array([1, 2]), 2)]
     started = time.monotonic()
     assert not thread.drain(30)
     assert time.monotonic() - started < 10  # waiting longer would not help
-    assert isinstance(thread.failure, AccessDenied)
+    assert isinstance(thread.fault(), AccessDenied)
     assert rig.queue.numbers() == numbers
-    thread.close()
-    rig.blobs.mend()
-    again = PersisterThread(Persister(rig.arena, rig.writer, rig.shard_of), rig.queue)
-    assert again.drain(10)
-    again.close()
+    rig.blobs.mend()  # mounted anew
+    assert thread.drain(10)
+    assert thread.last_error is None
     assert rig.stored()[0][[0, 1]].tolist() == [1, 2]
+
+
+def test_a_writer_that_is_fenced_halts_and_a_later_thread_goes_on(rig: Rig, thread: PersisterThread) -> None:
+    numbers = [rig.save(SOME, 1), rig.save(np.array([1, 2]), 2)]
+    other = rig.writer.store.again()
+    Path(other.blobs.where("lock")).unlink()  # as if on another host
+    other.writer(layout=rig.layout, shard_of=rig.shard_of).close()
+    started = time.monotonic()
+    assert not thread.drain(30)
+    assert time.monotonic() - started < 10  # waiting longer would not help
+    assert isinstance(thread.failure, Fenced)
+    assert rig.queue.numbers() == numbers
 
 
 def test_a_hand_over_that_cannot_be_read_is_set_aside(rig: Rig, thread: PersisterThread) -> None:

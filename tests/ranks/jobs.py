@@ -194,6 +194,50 @@ def train(
     }
 
 
+class Bowl(nn.Module):
+    """Its loss is half of its square: gradient descent goes straight to 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.ones(ROWS, 64))
+
+    def forward(self) -> torch.Tensor:
+        return self.rows.square().sum() / 2
+
+
+def descend(rank: int, world: int, folder: str, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Resume, and take `steps` iterations, each of which shrinks the state by 5 %; then what a loss of rank 1 costs.
+
+    Options: `die` (a rank) at the end; what is `refused` (`max_rework`), and arguments of `recover`.
+    """
+    model = Bowl()
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    Path(folder, "arena").mkdir(exist_ok=True)
+    settings: dict[str, Any] = {"store": f"{folder}/store", "arena_dir": f"{folder}/arena", "daemon": False}
+    with scarctl.attach(model, optimizer, interval=2, fraction=0.5, policy="round", **settings) as session:
+        resumed = session.resume()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        if options.get("die") == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        report: dict[str, Any] = {}
+        refused = None
+        if "recover" in options:
+            before = values(model, optimizer)["rows"].norm()
+            try:
+                session.recover("rank:1", max_rework=options["refused"])
+            except ScarError as error:
+                refused = error.kind
+            report = session.recover("rank:1", **options["recover"]).to_json()
+            after = values(model, optimizer)["rows"].norm()
+            report["truth"] = float(torch.log(after / before) / -torch.log(torch.tensor(0.95)))
+    ranks = None if resumed.ranks is None else dict(resumed.ranks)
+    return {"step": resumed.step, "ranks": ranks, "report": report, "refused": refused}
+
+
 def note_checkpoints(steps: list[int]) -> None:
     """Add to `steps` each one after which a regular checkpoint is due."""
     due = Cadence.due

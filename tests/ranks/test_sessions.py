@@ -217,6 +217,28 @@ def test_recovering_a_rank_of_a_running_job_changes_that_rank_alone(tmp_path: Pa
     assert {report["head"] for report in found} == {13}, "that is where it resumed, sealed"
 
 
+def test_all_ranks_predict_the_same_cost_of_a_loss(tmp_path: Path) -> None:
+    descend, folder = "tests.ranks.jobs:descend", str(tmp_path)
+    found = launch(descend, 2, folder, 50, {"refused": 0.1, "recover": {"mode": "auto", "max_rework": 20}})
+    for one in found:
+        report = one["report"]
+        assert report["mode"] == "partial"
+        assert report["rework"]["iterations"] == pytest.approx(report["truth"], abs=0.5)
+        assert report["rework"]["high"] >= report["truth"] - 0.1
+        assert report["rollback_steps"] == 49
+        assert report["rework"] == found[0]["report"]["rework"]
+        assert one["refused"] == "too-much-rework"
+    command = [sys.executable, "-m", "scarctl", "inspect", "--store", f"{folder}/store", "--json"]
+    seen = json.loads(subprocess.run(command, capture_output=True, timeout=60, check=True).stdout)
+    assert seen["convergence"]["c"] == pytest.approx(0.95, abs=5e-3)
+    assert seen["convergence"]["points"] >= 8
+    with pytest.raises(AssertionError, match="-9"):
+        launch(descend, 2, folder, 5, {"die": 1})
+    found = launch(descend, 2, folder, 1, {})
+    assert found[0]["ranks"]["rework"]["iterations"] is not None
+    assert 0 <= found[0]["ranks"]["rework"]["iterations"] < 20
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -257,6 +279,7 @@ def test_a_running_job_does_what_it_is_asked_for_on_all_ranks_after_the_same_ste
         job = pool.submit(launch, TRAIN, 2, "fsdp", str(tmp_path), 1 << 20, options, timeout=100)
         while not job.done() and "ranks" not in ask("checkpoint", "--live", "--full"):
             time.sleep(0.2)
+        refused = ask("recover", "--lost", "rank:1", "--live", "--max-rework", "0")
         recovered = ask("recover", "--lost", "rank:1", "--live")
         unknown = ask("recover", "--lost", "nowhere", "--live")
         snapshot = ask("checkpoint", "--live", "--snapshot", "now")
@@ -264,6 +287,8 @@ def test_a_running_job_does_what_it_is_asked_for_on_all_ranks_after_the_same_ste
         ends = job.result()
     assert [rank["restored_partitions"] > 0 for rank in recovered["by_rank"]] == [False, True]
     assert unknown["error"]["kind"] == "usage"
+    assert refused["error"]["kind"] == "too-much-rework"
+    assert recovered["rework"].keys() == {"iterations", "low", "high", "basis", "reason"}
     assert snapshot["exact"]
     assert {rank["step"] for rank in snapshot["ranks"]} == {snapshot["step"]}
     assert len({end["head"] for end in ends}) == 1

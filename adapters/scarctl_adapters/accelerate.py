@@ -1,0 +1,320 @@
+"""Accelerate: partial checkpoints of all that an `Accelerator` has prepared.
+
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    run = attach(accelerator, store="ckpt")
+    run.resume()
+    for epoch in run.epochs(10):
+        for batch in run.batches(loader):
+            with accelerator.accumulate(model):
+                ...
+    run.close()
+
+An Accelerator does not know where its data are, and the loop changes its schedulers, meters and averages after the
+optimizer's step. `epochs` and `batches` say when all that belongs to a step is done: when the loop asks for the next
+batch, or for the next epoch. What a resumed run goes on with is the state of then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, TypeVar
+
+from torch import nn
+
+import scarctl
+from scarctl.dtypes import plain
+from scarctl.errors import UsageError
+from scarctl.extras import encode
+from scarctl.restore import Resumed
+from scarctl.stateful import check_stateful, state_of
+from scarctl_adapters.torch import capture_rng, restore_rng
+
+try:
+    from accelerate import Accelerator, skip_first_batches
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+    from accelerate.optimizer import AcceleratedOptimizer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"scarctl_adapters.accelerate needs {error.name}: pip install 'scarctl[accelerate]'", name=error.name
+    ) from error
+
+_OURS = frozenset(("model", "optimizer", "schedulers", "scaler", "auto"))
+"""Arguments of `scarctl.attach` that come from the Accelerator."""
+_NAME = "accelerate"
+
+T = TypeVar("T")
+
+
+def attach(accelerator: Accelerator, **options: Any) -> Run:
+    """Checkpoint what `accelerator` has prepared from now on: models, optimizers, schedulers, gradient scaler, and the
+    objects of `register_for_checkpointing`.
+
+    Call it after `accelerator.prepare`, on all ranks. options: those of `scarctl.attach` (store, fraction, interval,
+    extras, ...), but model, optimizer, schedulers, scaler and auto. Registered objects and schedulers are read right
+    before the next optimizer's step; what the next batch changes is better given as `extras`.
+
+    Raises UsageError for options that do not exist, where no model or optimizer is prepared, for an object whose state
+    is more than plain values and arrays, and for DeepSpeed, Megatron-LM, TPUs and FSDP of version 1; what
+    `scarctl.attach` raises.
+    """
+    known = set(inspect.signature(scarctl.attach).parameters) - _OURS
+    for name in options:
+        if name not in known:
+            raise UsageError(f"no option {name!r}", hint=f"there are: {', '.join(sorted(known))}")
+    _check_strategy(accelerator)
+    # Accelerate has no other way to these; its own users rely on them.
+    models, optimizers = _unique(accelerator._models), _unique(accelerator._optimizers)
+    if not models or not optimizers:
+        raise UsageError(
+            f"the Accelerator has prepared no {'model' if not models else 'optimizer'}",
+            hint="call accelerator.prepare(model, optimizer, ...) first",
+        )
+    late = [*_unique(accelerator._schedulers), *_unique(accelerator._custom_objects)]
+    for item in late:
+        _check_plain(item)
+    run = Run(accelerator)
+    given = {**(options.pop("rank_extras", None) or {})}
+    if _NAME in given or _NAME in (options.get("extras") or {}):
+        raise UsageError(f"the extra {_NAME!r} is scarctl's own", hint="give yours another name")
+    run.session = scarctl.attach(
+        models[0] if len(models) == 1 else nn.ModuleList(models),
+        [o.optimizer if isinstance(o, AcceleratedOptimizer) else o for o in optimizers],
+        schedulers=[*late, run._position],
+        scaler=accelerator.scaler,
+        rank_extras={**given, _NAME: run._generators},
+        **options,
+    )
+    return run
+
+
+class Run:
+    """A training loop beside its session, `session`. Made by `attach`; close it, or use it in a `with` statement."""
+
+    session: scarctl.Session
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._position = _Position(self, accelerator)
+        self._generators = _Generators()
+        self._held: dict[str, Any] | None = None
+        """Random numbers that a resumed run goes on with, until it does."""
+        self._passed = False
+        """All batches of this epoch were there."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the loop is in, from 0."""
+        return self._position.epoch
+
+    def resume(self, mode: str = "partial", snapshot: str | None = None) -> Resumed:
+        """`Session.resume`: go on where the store's run has ended. Before the loop, on all ranks."""
+        resumed = self.session.resume(mode, snapshot)
+        if resumed.step:
+            self._held = self._position.resumed(resumed.step) or capture_rng()
+        return resumed
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Instead of `range(count)`: the epochs that are not trained yet."""
+        for epoch in range(self._position.epoch, count):
+            yield epoch
+            if self._position.epoch == epoch:
+                self._next_epoch()
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Instead of `loader`: what of it was not trained on yet in this epoch, once per epoch."""
+        if self._passed:
+            self._next_epoch()
+        position, skip = self._position, self._position.batches
+        position.begin(loader)
+        if self._held is None:
+            self._generators.epoch = capture_rng()
+        elif skip == 0:
+            self._generators.epoch = self._held
+            self._go_on()
+        elif self._generators.epoch is not None:
+            # An order of the data may be drawn from these.
+            restore_rng(self._generators.epoch)
+        for batch in _after(loader, skip):
+            self._go_on()
+            position.batches += 1
+            yield batch
+            if position.stale():
+                position.settle()
+        self._go_on()
+        position.end(loader)
+        self._passed = True
+
+    def _go_on(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            restore_rng(held)
+
+    def _next_epoch(self) -> None:
+        self._passed = False
+        self._position.epoch += 1
+        self._position.batches = 0
+        self._position.settle()
+
+    def close(self) -> None:
+        """`Session.close`: seal the state, wait for the store, let go."""
+        self.session.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.session.__exit__(kind, error, trace)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Where:
+    """Where the loop was when all that belongs to a step was done."""
+
+    head: int
+    """The session's step."""
+    epoch: int
+    batches: int
+    """Batches of this epoch that were handed out."""
+    iteration: int | None
+    """Of the loader, which shuffles by it."""
+    step: int
+    """The Accelerator's count of batches since the last accumulation began anew."""
+    rng: dict[str, Any] | None
+
+
+class _Position:
+    """Where the loop is, equal on all ranks. `state_dict` may be called in any thread."""
+
+    def __init__(self, run: Run, accelerator: Accelerator) -> None:
+        self._run, self._accelerator = run, accelerator
+        self.epoch = self.batches = 0
+        self._iteration: int | None = None
+        self._begun = self._restored = False
+        self._settled: _Where | None = None
+
+    def begin(self, loader: Any) -> None:
+        """A pass over `loader` begins. In a resumed run it is to be the iteration that was interrupted."""
+        if self._restored and self._iteration is not None and hasattr(loader, "iteration"):
+            loader.set_epoch(self._iteration)
+        self._begun, self._restored = True, False
+        self._iteration = getattr(loader, "iteration", None)
+
+    def end(self, loader: Any) -> None:
+        """The pass is over: the loader is at its next iteration."""
+        self._iteration = getattr(loader, "iteration", None)
+
+    def stale(self) -> bool:
+        """Whether a step was taken since the last settlement."""
+        return self._settled is None or self._settled.head != self._run.session.head_step
+
+    def settle(self) -> None:
+        """All that belongs to the newest step is done."""
+        # Several ranks draw different numbers, and what is said here counts for all of them.
+        self._settled = self._now(capture_rng() if self._accelerator.num_processes == 1 else None)
+
+    def resumed(self, head: int) -> dict[str, Any] | None:
+        """The restored position is that of step `head`; returns the random numbers that go with it, if there are."""
+        assert self._settled is not None
+        self._settled = dataclasses.replace(self._settled, head=head)
+        return self._settled.rng
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        settled = self._settled
+        if settled is None or self.stale():
+            settled = self._now(None)
+        return {name: getattr(settled, name) for name in ("epoch", "batches", "iteration", "step", "rng")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put `state_dict` back. In a loop that runs already the batches go on."""
+        if self._begun:
+            return
+        self.epoch, self.batches, self._iteration = state["epoch"], state["batches"], state["iteration"]
+        self._accelerator.step = state["step"]
+        self._restored = True
+        self._settled = self._now(state["rng"])
+
+    def _now(self, rng: dict[str, Any] | None) -> _Where:
+        head, step = self._run.session.head_step, self._accelerator.step
+        return _Where(head, self.epoch, self.batches, self._iteration, step, rng)
+
+
+class _Generators:
+    """A rank's own random numbers at the beginning of the epoch."""
+
+    def __init__(self) -> None:
+        self.epoch: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Them, or None."""
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put `state_dict` back."""
+        self.epoch = state["epoch"]
+
+
+def _after(loader: Any, skip: int) -> Iterator[Any]:
+    """What comes after the first `skip` batches, at best without loading those."""
+    if not skip:
+        yield from loader
+    elif isinstance(loader, DataLoaderShard | DataLoaderDispatcher) and not loader.use_stateful_dataloader:
+        iteration = loader.iteration
+        if not (
+            _has_length(loader) and skip >= len(loader)
+        ):  # older versions hand out None where nothing is left
+            rest = skip_first_batches(loader, skip)
+            rest.set_epoch(iteration)
+            yield from rest
+        loader.set_epoch(iteration + 1)
+    else:
+        yield from itertools.islice(loader, skip, None)
+
+
+def _has_length(loader: Any) -> bool:
+    """Whether a loader knows how many batches it has: one of a stream does not."""
+    try:
+        len(loader)
+    except TypeError:
+        return False
+    return True
+
+
+def _unique(items: Iterable[Any]) -> list[Any]:
+    return list({id(item): item for item in items}.values())
+
+
+def _check_plain(item: Any) -> None:
+    """Raise UsageError for a state that no checkpoint could hold."""
+    name = f"the registered {type(item).__name__}"
+    check_stateful(name, item)
+    try:
+        encode(plain(state_of(item)))
+    except UsageError as error:
+        raise UsageError(
+            f"{name} has a state that cannot be saved: {error.message}", hint=error.hint
+        ) from error
+
+
+def _check_strategy(accelerator: Accelerator) -> None:
+    """Raise UsageError for what cannot be saved."""
+    if not isinstance(accelerator, Accelerator):
+        raise UsageError(f"accelerator is a {type(accelerator).__name__}, not an accelerate.Accelerator")
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if kind in ("DEEPSPEED", "MEGATRON_LM"):
+        raise UsageError(
+            f"{kind} keeps parameters and moments where scarctl cannot see them",
+            hint="use DistributedDataParallel or FSDP2 (FullyShardedDataParallelPlugin(fsdp_version=2))",
+        )
+    if kind in ("XLA", "TPU"):
+        raise UsageError("TPUs are not supported", hint="train on CPUs or GPUs")
+    if kind == "FSDP" and getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
+        raise UsageError(
+            "FSDP of version 1 flattens parameters, and their rows cannot be told apart",
+            hint="use FullyShardedDataParallelPlugin(fsdp_version=2)",
+        )

@@ -1,0 +1,92 @@
+"""How far the live parameters move between checkpoints, from a sample of their values.
+
+A part of every checkpoint, in its worker thread. It reads some ten thousand values whatever the state's size, and
+keeps them until the next time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from scarctl.history import History
+from scarctl.layout import Layout
+
+VALUES = 1 << 15
+"""Size of the sample, which is all of a smaller state. Torch does as little as this in one thread, without waiting for
+others that a busy machine may not run."""
+
+Sample = NDArray[np.float64]
+
+
+class Motion:
+    """Adds to a `History` what each look finds."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.history = History()
+        self._groups = [g for g, group in enumerate(layout.groups) if group.kind == "parameter"]
+        sizes = {g: math.prod(layout.groups[g].tensors[0].shape) for g in self._groups}
+        whole = max(1, sum(sizes.values()))
+        self._index: dict[int, torch.Tensor | None] = {}
+        """By group, positions in the flat tensor; None: all."""
+        self._weight: dict[int, float] = {}
+        """By group, values that one of the sample stands for."""
+        for g, size in sizes.items():
+            count = math.ceil(VALUES * size / whole)
+            if size <= count:
+                self._index[g], self._weight[g] = None, 1.0
+                continue
+            # Always the same of the same layout; twice the same does no harm.
+            drawn = np.random.default_rng(g).integers(0, size, count)
+            self._index[g] = torch.from_numpy(np.sort(drawn))
+            self._weight[g] = size / count
+        self._reference: tuple[int, dict[int, Sample]] | None = None
+
+    def look(self, tensors: Sequence[Sequence[torch.Tensor]], step: int) -> None:
+        """Note how far the parameters have moved since an earlier look.
+
+        tensors: live, parallel to the layout's groups; the first of each is the parameter.
+        """
+        if self._reference is not None and step - self._reference[0] < self.history.least_gap:
+            return
+        now = {g: self._sample(g, tensors[g][0]) for g in self._groups if _moves(tensors[g][0])}
+        before, self._reference = self._reference, (step, now)
+        if before is None or not now:
+            return
+        with np.errstate(invalid="ignore", over="ignore"):
+            changes = {g: now[g] - before[1][g] for g in now}
+            square = sum(self._weight[g] * float(change @ change) for g, change in changes.items())
+        if not math.isfinite(square):
+            self.forget()
+            return
+        self.history.add(before[0], step - before[0], math.sqrt(square))
+
+    def forget(self) -> None:
+        """The state has jumped: what it is now and what it was are not of one movement."""
+        self._reference = None
+
+    def go_on(self, history: History) -> None:
+        """Go on from another state, with the history of that one."""
+        self.history = history
+        self.forget()
+
+    def _sample(self, g: int, tensor: torch.Tensor) -> Sample:
+        """A private copy of the sample, float64 in host memory."""
+        tensor, index = tensor.detach(), self._index[g]
+        if index is not None:
+            if index.device != tensor.device:
+                index = self._index[g] = index.to(tensor.device)
+            # Not of a reshaped tensor: that would copy all of one with other strides.
+            flat = tensor.is_contiguous()
+            tensor = tensor.view(-1).index_select(0, index) if flat else torch.take(tensor, index)
+        found: Sample = tensor.cpu().to(torch.float64, copy=True).reshape(-1).numpy()
+        return found
+
+
+def _moves(tensor: torch.Tensor) -> bool:
+    """Whether its values are numbers that a distance makes sense of."""
+    return tensor.is_floating_point() and tensor.element_size() > 1

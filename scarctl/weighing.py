@@ -1,0 +1,141 @@
+"""What a recovery in a training process will cost, and which way it takes: all ranks decide the same."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.engine import Engine
+from scarctl.errors import ScarError
+from scarctl.history import History
+from scarctl.live import LiveState
+from scarctl.outlook import history_of, parameters_of
+from scarctl.prediction import Cost, Outlook, choose, grouped, rework_of_loss
+from scarctl.store import ShardState, complete_sets
+from scarctl.together import Together
+from scarctl.version import NEVER, step_of
+
+log = logging.getLogger("scarctl")
+log = logging.getLogger("scarctl")
+Ids = NDArray[np.int64]
+
+
+def weigh_loss(
+    engine: Engine,
+    live: LiveState,
+    ids: Ids,
+    step: int,
+    together: Together,
+    mode: str,
+    max_rework: float | None,
+) -> tuple[str, Cost]:
+    """Before `ids` are lost in a process that has finished `step` iterations: the way back, and what it costs.
+
+    Raises ScarError (kind "too-much-rework") on all ranks.
+    """
+
+    def look() -> dict[str, Any]:
+        arena = engine.arena
+        now = live.distances("l2", ids)
+        # Where live values are no numbers any more, what was known of them last.
+        last = arena.distance if engine.settings.norm == "l2" else np.full(len(now), np.nan)
+        distance = np.where(np.isfinite(now), now, last)
+        return _seen(engine, ids, step, step_of(arena.newest()), distance, engine.motion.history)
+
+    return _decide(together.gather(together.agree(look)), engine, step, together, mode, max_rework)
+
+
+def weigh_resume(
+    engine: Engine, states: dict[int, ShardState], extras: tuple[int, Any] | None, together: Together
+) -> tuple[str, Cost]:
+    """Before a process goes on from what an earlier one left: the way, and what it costs.
+
+    extras: version and content of the newest ones. Iterations are counted from theirs, for there a partial way goes on.
+    """
+    step = max(together.gather(-1 if extras is None else step_of(extras[0])))
+
+    def look() -> dict[str, Any]:
+        arena = engine.arena
+        stored = np.full(engine.layout.partitions, NEVER, dtype=np.int64)
+        for state in states.values():
+            stored[state.ids] = state.version
+        newest = np.maximum(step_of(np.where(arena.intact(), arena.newest(), NEVER)), step_of(stored))
+        known = engine.settings.norm == "l2" and arena.head_step == step and arena.intact().all()
+        distance = arena.distance.copy() if known else np.full(len(newest), np.nan)
+        distance[newest == step] = 0.0
+        everything = np.arange(engine.layout.partitions)
+        history, _ = history_of(None if extras is None else extras[1])
+        return _seen(engine, everything, step, newest, distance, history)
+
+    return _decide(together.gather(together.agree(look)), engine, step, together, "auto", None)
+
+
+def _seen(
+    engine: Engine, ids: Ids, step: int, newest: Ids, distance: NDArray[np.float64], history: History
+) -> dict[str, Any]:
+    """What one process knows of the loss: plain values, as small as can be."""
+    parameters = parameters_of(engine.layout)
+    mine = ids[parameters[ids]]
+    old, counts = grouped(np.maximum(step - newest[mine], 0))
+    norm = float(np.linalg.norm(distance[mine]))
+    return {
+        "norm": norm if np.isfinite(norm) else None,
+        "ages": old.tolist(),
+        "counts": counts.tolist(),
+        "parameters": int(parameters.sum()),
+        "points": [list(point) for point in history.until(step).points],
+        "sealed": step_of(engine.arena.sealed),
+    }
+
+
+def _decide(
+    everyone: list[dict[str, Any]],
+    engine: Engine,
+    step: int,
+    together: Together,
+    mode: str,
+    max_rework: float | None,
+) -> tuple[str, Cost]:
+    whole = sum(one["parameters"] for one in everyone)
+    parts = [History(tuple(point) for point in one["points"]) for one in everyone if one["parameters"]]
+    ages, counts = ([number for one in everyone for number in one[name]] for name in ("ages", "counts"))
+    known = [one["norm"] for one in everyone if one["ages"]]
+    norm = None if None in known else float(np.linalg.norm(known)) if known else 0.0
+    rework = rework_of_loss(Outlook.of(step, parts), norm, ages, sum(counts) / max(1, whole), counts=counts)
+    sealed = {one["sealed"] for one in everyone}
+    back: int | None
+    if mode == "partial":
+        # Without asking the store, which may be away: memory may have all that is needed.
+        back = step - sealed.pop() if len(sealed) == 1 and min(sealed) >= 0 else None
+    else:
+        # One looks for all: they have to come to the same.
+        looked = together.gather(_back(engine, step) if together.leads else None)
+        back = next(found for found in looked if found)[0]
+    choice = choose(mode, rework, back, max_rework)
+    return choice.mode, choice.cost(rework, back)
+
+
+def _back(engine: Engine, step: int) -> list[int | None]:
+    """In a list, what a rollback would cost: iterations since the newest state of one step."""
+    try:
+        sealed = next(iter(complete_sets(engine.store.again())), None)
+    except ScarError as error:
+        # A rollback that was asked for finds out for itself.
+        log.warning("what a rollback would cost cannot be told: %s", error)
+        return [None]
+    return [None if sealed is None else max(0, step - sealed.step)]
+
+
+def shared_history(engine: Engine, extras: Any, step: int, together: Together) -> History:
+    """The history of a session that goes on from `step` with these extras: the points that all ranks have.
+
+    So that they go on to have the same, whatever some of them have lost. Ranks without parameters have none.
+    """
+    mine = history_of(extras)[0].until(step).points
+    measures = bool(parameters_of(engine.layout).any())
+    everyone = together.gather([[start, gap] for start, gap, _ in mine] if measures else None)
+    common = [{(start, gap) for start, gap in one} for one in everyone if one is not None]
+    return History(point for point in mine if all(point[:2] in one for one in common))

@@ -1,0 +1,159 @@
+"""A small loop with Accelerate, in this process or as a rank: torchrun -m tests.adapters.accelerate_runs JSON.
+
+A model with dropout, shuffled data, two batches per step, schedules that the loop steps after a step and after an
+epoch, evaluation that draws random numbers, and a registered object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
+
+from scarctl_adapters.accelerate import attach
+
+EXACT = {"policy": "full", "interval": 1}
+"""Every step is sealed."""
+
+
+class Meter:
+    """What a user counts."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self.losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = list(state["losses"])
+
+
+class Loop:
+    """11 batches of an epoch make 6 steps, the last of one batch."""
+
+    def __init__(self, seed: int = 3, *, rows: int = 44) -> None:
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Embedding(16, 8), nn.BatchNorm1d(8), nn.Dropout(0.25), nn.Linear(8, 16))
+        data = torch.utils.data.TensorDataset(torch.arange(rows) % 16, torch.arange(rows) * 7 % 16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+        scheduler = CosineAnnealingLR(optimizer, T_max=40)
+        self.by_epoch = ExponentialLR(optimizer, 0.9)
+        self.meter = Meter()
+        self.accelerator.register_for_checkpointing(self.meter, self.by_epoch)
+        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
+        self.steps = 0
+
+    def train(
+        self, run: Any = None, *, epochs: int = 3, on_step: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self.steps = run.session.head_step if run is not None else 0
+        for _ in run.epochs(epochs) if run is not None else range(epochs):
+            self.model.train()
+            for ids, labels in run.batches(self.loader) if run is not None else self.loader:
+                with self.accelerator.accumulate(self.model):
+                    loss = nn.functional.cross_entropy(self.model(ids), labels)
+                    self.accelerator.backward(loss)
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                if self.accelerator.sync_gradients:
+                    self.steps += 1
+                    self.meter.losses.append(loss.item())
+                    if self.steps % 4 == 0:
+                        torch.rand(3)  # as an evaluation does
+                    on_step(self.steps)
+            torch.rand(2)
+            self.by_epoch.step()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """All of it, to compare bit for bit."""
+        model = getattr(self.model, "module", self.model)
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        for number, slots in self.optimizer.state_dict()["state"].items():
+            state |= {f"{number}.{key}": torch.as_tensor(value).clone() for key, value in slots.items()}
+        state["lr"] = torch.tensor([g["lr"] for g in self.optimizer.param_groups], dtype=torch.float64)
+        state["losses"] = torch.tensor(self.meter.losses, dtype=torch.float64)
+        state["torch"] = torch.get_rng_state()
+        return state
+
+
+def forget_accelerators() -> None:
+    """Accelerate keeps what it is set to for the whole process."""
+    for shared in (AcceleratorState, GradientState, PartialState):
+        shared._reset_state()
+
+
+def go(
+    folder: Path,
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str = "partial",
+    seed: int = 3,
+    rows: int = 44,
+    on_step: Callable[[Any, int], None] = lambda run, step: None,
+) -> tuple[dict[str, torch.Tensor], Any]:
+    """A run in this process, up to the end; its state, and what it was resumed from. options None: without scarctl."""
+    forget_accelerators()
+    loop = Loop(seed, rows=rows)
+    if options is None:
+        loop.train()
+        return loop.state(), None
+    run = attach(loop.accelerator, store=folder / "store", **{**EXACT, **options})
+    with run:
+        resumed = run.resume(mode)
+
+        def drained(step: int) -> None:
+            if run.session._engine is not None:
+                assert run.session._engine.saver.drain(30)
+            on_step(run, step)
+
+        loop.train(run, on_step=drained)
+        return loop.state(), resumed
+
+
+def main() -> None:
+    """One rank: a run without scarctl, and one with it, in which rank 1 is killed once. Its store keeps up."""
+    given = json.loads(sys.argv[1])
+    out, whole = Path(given["out"]), Loop(3)
+    rank, killed = whole.accelerator.process_index, out / "killed"
+    whole.train()
+    expected = whole.state()
+    loop = Loop(3)
+
+    def on_step(step: int) -> None:
+        if run.session._engine is None:
+            return
+        assert run.session._engine.saver.drain(30)
+        if step == given["kill_at"] and rank == 1 and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    arena = Path(given["arena"], str(rank))
+    arena.mkdir(exist_ok=True)
+    with attach(loop.accelerator, store=given["store"], arena_dir=arena, **EXACT) as run:
+        resumed = run.resume("rollback" if killed.exists() else "partial")
+        loop.train(run, on_step=on_step)
+        state = loop.state()
+    torch.save(
+        {"whole": expected, "state": state, "resumed": [resumed.step, resumed.exact]}, out / f"{rank}.pt"
+    )
+    loop.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

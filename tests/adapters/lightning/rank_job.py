@@ -1,0 +1,88 @@
+"""One rank of a fit; started by torchrun, or by itself, when Lightning starts the other one.
+
+    python -m tests.adapters.lightning.rank_job SETTINGS
+
+SETTINGS is JSON: store ("" for none), result (a folder: every rank writes what came of it there), strategy, die
+([what, epoch, batch], of rank 1 in the first start), how.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+from scarctl_adapters.lightning import ScarCallback
+from tests.adapters.lightning.fits import EXACT, QUIET, Net, Point, interrupt, kill, loader, numbers
+
+
+class RankNet(Net):
+    """Something may happen to rank 1 only."""
+
+    def reach(self, what: str, batch: int) -> None:
+        if self.global_rank == 1:
+            super().reach(what, batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validation", self.loss(batch[0]), sync_dist=True)
+
+
+class ShardedNet(RankNet):
+    """Its parameters are divided among the ranks."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for module in (self.embed, self.out, self):
+            fully_shard(module, mesh=mesh)
+
+
+def digest(net: Net) -> str:
+    """Of all parameters, whole."""
+    total = hashlib.sha256()
+    for parameter in net.parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        total.update(whole.detach().numpy().tobytes())
+    return total.hexdigest()
+
+
+def main(settings: dict[str, Any]) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    pl.seed_everything(1)
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    die: Point | None = tuple(settings["die"]) if settings.get("die") and first else None  # type: ignore[assignment]
+    sharded = settings["strategy"] == "fsdp2"
+    net = (ShardedNet if sharded else RankNet)(die, {"kill": kill}.get(settings.get("how", ""), interrupt))
+    strategy = (
+        ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        if sharded
+        else settings["strategy"]
+    )
+    callback = ScarCallback(store=settings["store"], **EXACT) if settings["store"] else None
+    trainer = pl.Trainer(
+        **{**QUIET, "devices": 2}, strategy=strategy, max_epochs=3, callbacks=callback and [callback]
+    )
+    trainer.fit(net, loader(), DataLoader(numbers(11), batch_size=4))
+    resumed = callback.resumed if callback else None
+    result = {
+        "digest": digest(net),
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "seen": net.seen,
+        "resumed": resumed and {"step": resumed.step, "exact": resumed.exact, "ranks": resumed.ranks},
+    }
+    (Path(settings["result"]) / f"{trainer.global_rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,340 @@
+"""The callback beside a trainer: what it refuses, what it leaves alone, what it leaves behind."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ParallelStrategy
+from torch.utils.data import DataLoader
+
+from scarctl.errors import Contention, LayoutMismatch, UsageError
+from scarctl.store import Store, verify
+from scarctl_adapters.lightning import ScarCallback, _callback_classes, _check_strategy
+from tests.adapters.lightning.fits import (
+    EXACT,
+    QUIET,
+    Interrupted,
+    Net,
+    differing,
+    fit,
+    loader,
+    numbers,
+    outcome,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def trainer_with(*callbacks: Any, **options: Any) -> pl.Trainer:
+    return pl.Trainer(**{**QUIET, "max_epochs": 1, **options}, callbacks=list(callbacks))
+
+
+def test_a_fit_is_the_same_with_and_without_it(tmp_path: Path) -> None:
+    without, trainer = fit(Net, None)
+    expected = outcome(without, trainer)
+    net, trainer = fit(Net, tmp_path / "store")
+    assert net.seen == without.seen
+    assert net.validated == without.validated
+    assert differing(outcome(net, trainer), expected) == []
+
+
+def test_a_fit_that_is_over_is_over(tmp_path: Path) -> None:
+    first, trainer = fit(Net, tmp_path / "store")
+    expected = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    net, trainer = fit(Net, tmp_path / "store")
+    assert net.seen == net.validated == []
+    assert (trainer.global_step, trainer.current_epoch) == (6, 2)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in net.state_dict().items())
+    longer, trainer = fit(Net, tmp_path / "store", max_epochs=3)
+    whole, straight = fit(Net, None, max_epochs=3)
+    assert longer.seen == whole.seen[12:]
+    assert differing(outcome(longer, trainer), outcome(whole, straight)) == []
+
+
+def test_more_steps_go_on_within_the_epoch(tmp_path: Path) -> None:
+    fit(Net, tmp_path / "store", max_epochs=-1, max_steps=4)
+    net, _ = fit(Net, tmp_path / "store", max_epochs=-1, max_steps=4)
+    assert net.seen == []
+    net, _trainer = fit(Net, tmp_path / "store", max_epochs=-1, max_steps=7)
+    whole, _straight = fit(Net, None, max_epochs=-1, max_steps=7)
+    assert net.seen == whole.seen[8:]
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), whole.parameters(), strict=True))
+
+
+def test_other_callbacks_go_on_with_their_state(tmp_path: Path) -> None:
+    def others() -> list[Any]:
+        best = ModelCheckpoint(tmp_path / "best", monitor="validation", save_top_k=2, save_last=True)
+        return [best, EarlyStopping("validation", patience=2)]
+
+    options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 8}
+    _whole, trainer = fit(Net, None, callbacks=others(), **options)
+    wanted, stopped = trainer.callbacks[-1].best_model_score, trainer.current_epoch
+    for path in (tmp_path / "best").iterdir():
+        path.unlink()
+    with pytest.raises(Interrupted):
+        fit(Net, tmp_path / "store", ("train", 1, 3), callbacks=others(), **options)
+    _net, trainer = fit(Net, tmp_path / "store", callbacks=others(), **options)
+    assert trainer.callbacks[-1].best_model_score == wanted
+    assert trainer.current_epoch == stopped
+    assert len(trainer.callbacks[-1].best_k_models) == 2
+    assert Path(trainer.callbacks[-1].best_model_path).exists()
+
+
+def test_a_checkpoint_of_the_users_wins_over_the_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = ModelCheckpoint(tmp_path / "mine", every_n_epochs=1, save_top_k=-1, filename="{epoch}")
+    fit(Net, tmp_path / "store", callbacks=[mine], enable_checkpointing=True, max_epochs=3)
+    checkpoint = tmp_path / "mine" / "epoch=0.ckpt"
+    straight, trainer = fit(Net, None, ckpt_path=checkpoint)
+    expected = {name: tensor.clone() for name, tensor in straight.state_dict().items()}
+    with caplog.at_level(logging.WARNING, "scarctl"):
+        net, trainer = fit(Net, tmp_path / "store", ckpt_path=checkpoint)
+    assert "epoch=0.ckpt, at step 3, not from what" in caplog.text
+    assert trainer.callbacks[0].resumed is None
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in net.state_dict().items())
+    # And that is what the store has now.
+    again, trainer = fit(Net, tmp_path / "store")
+    assert trainer.callbacks[0].resumed.exact
+    assert trainer.global_step == 6
+    assert again.seen == []
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+
+
+def test_two_fits_with_one_callback(tmp_path: Path) -> None:
+    callback = ScarCallback(tmp_path / "store", **EXACT)
+    pl.seed_everything(1)
+    net, trainer = Net(), trainer_with(callback)
+    trainer.fit(net, loader())
+    trainer.fit_loop.max_epochs = 2
+    with torch.no_grad():
+        net.embed.weight.add_(1.0)
+    moved = net.embed.weight.clone()
+    trainer.validate(net, DataLoader(numbers(11), batch_size=4), verbose=False)
+    trainer.fit(net, loader())
+    assert callback.resumed is None
+    assert trainer.global_step == 12
+    assert (net.embed.weight - moved).abs().max() < 0.5
+    assert len(net.seen) == 12
+    fresh, trainer = Net(), trainer_with(ScarCallback(tmp_path / "store", **EXACT), max_epochs=2)
+    trainer.fit(fresh, loader())
+    assert fresh.seen == []
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), fresh.parameters(), strict=True))
+
+
+def test_nothing_happens_outside_of_fit(tmp_path: Path) -> None:
+    callback, net = ScarCallback(tmp_path / "store"), Net()
+    trainer = trainer_with(callback)
+    data = DataLoader(numbers(11), batch_size=4)
+    trainer.validate(net, data, verbose=False)
+    trainer_with(callback, fast_dev_run=True).fit(net, loader())
+    assert not (tmp_path / "store").exists()
+    with pytest.raises(UsageError, match="no fit is under way"):
+        _ = callback.session
+
+
+def test_the_session_is_there_while_training(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    class Uses(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, net: Any, outputs: Any, batch: Any, index: int) -> None:
+            session = trainer.callbacks[0].session
+            if trainer.global_step != 4:
+                return
+            assert session.head_step == 4
+            session.snapshot("four")
+            assert session.flush()
+            with torch.no_grad():
+                before = net.embed.weight.clone()
+                net.embed.weight.fill_(float("nan"))
+            report = session.recover("embed.*")
+            assert report.restored_partitions > 0
+            assert torch.equal(net.embed.weight, before)
+            done.append("all")
+
+    fit(Net, tmp_path / "store", callbacks=[Uses()], accumulate_grad_batches=1)
+    assert done == ["all"]
+    store = Store.open(str(tmp_path / "store"))
+    assert verify(store, read_data=True).problems == []
+    store.close()
+
+
+def test_signals_and_hooks_are_put_back(tmp_path: Path) -> None:
+    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+    _net, trainer = fit(Net, tmp_path / "store")
+    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
+    with pytest.raises(Interrupted):
+        fit(Net, tmp_path / "store", ("train", 2, 1), max_epochs=3)
+    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
+    assert "on_run_start" not in vars(trainer.fit_loop.epoch_loop)
+    assert "_load_combined_loader_states" not in vars(trainer.fit_loop)
+    assert not trainer.optimizers[0]._optimizer_step_pre_hooks
+    assert not trainer.optimizers[0]._optimizer_step_post_hooks
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("scarctl")]
+
+
+# -- refused -----------------------------------------------------------------------------------------------------
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(UsageError, match="no option 'intervall'"):
+        ScarCallback("x", intervall=3)
+    with pytest.raises(UsageError, match="no option 'schedulers'"):
+        ScarCallback("x", schedulers=[])
+    with pytest.raises(UsageError, match="callback's own"):
+        ScarCallback("x", extras={"lightning": {}})
+    with pytest.raises(UsageError):
+        ScarCallback("x", mode="sometimes")
+
+
+def test_two_callbacks_are_refused(tmp_path: Path) -> None:
+    one = ScarCallback(tmp_path / "store")
+    for callbacks in ([one, one], [one, ScarCallback(tmp_path / "other")]):
+        net = Net()
+        with pytest.raises(UsageError, match="more than one ScarCallback"):
+            trainer_with(*callbacks).fit(net, loader())
+        assert net.seen == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_fits_on_one_store_at_once_are_refused(tmp_path: Path) -> None:
+    class Nested(pl.Callback):
+        def on_train_start(self, trainer: Any, net: Any) -> None:
+            with pytest.raises(Contention):
+                fit(Net, tmp_path / "store")
+
+    fit(Net, tmp_path / "store", callbacks=[Nested()], max_epochs=1)
+
+
+def test_a_module_without_optimizer_is_refused(tmp_path: Path) -> None:
+    class Frozen(Net):
+        def configure_optimizers(self) -> None:
+            return None
+
+    with pytest.raises(UsageError, match=r"Frozen\.configure_optimizers returns no optimizer"):
+        fit(Frozen, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_another_model_is_refused_before_it_trains(tmp_path: Path) -> None:
+    class Wider(Net):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.embed = torch.nn.Embedding(65, 8)
+
+    fit(Net, tmp_path / "store")
+    callback, net = ScarCallback(tmp_path / "store"), Wider()
+    with pytest.raises(LayoutMismatch, match=r"embed\.weight"):
+        trainer_with(callback).fit(net, loader())
+    assert net.seen == []
+    again, _ = fit(Net, tmp_path / "store")
+    assert again.seen == []
+
+
+def test_shorter_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        fit(Net, tmp_path / "store", ("train", 1, 5))
+    short = DataLoader(numbers(8), batch_size=4, shuffle=True)
+    with pytest.raises(UsageError, match="ends before batch 4"):
+        fit(Net, tmp_path / "store", train=short)
+
+
+def test_strategies_that_scarctl_cannot_see_into_are_refused(tmp_path: Path) -> None:
+    class OwnStrategy(ParallelStrategy):
+        root_device = None
+
+    OwnStrategy.__abstractmethods__ = frozenset()
+    for kind, hint in (
+        (DeepSpeedStrategy, "ddp"),
+        (FSDPStrategy, "fully_shard"),
+        (OwnStrategy, "DDPStrategy"),
+    ):
+        with pytest.raises(UsageError, match=f"{kind.__name__} keeps .*{hint}"):
+            _check_strategy(kind.__new__(kind))  # made properly they want a GPU, or a package
+    _check_strategy(DDPStrategy.__new__(DDPStrategy))
+
+
+# -- faults ------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_fails_does_not_end_the_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, seen = tmp_path / "store", []
+
+    class Unmount(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, net: Any, outputs: Any, batch: Any, index: int) -> None:
+            if trainer.global_step == 2:
+                store.rename(tmp_path / "gone")
+            seen.append(trainer.callbacks[0].session.lag)
+
+    with caplog.at_level(logging.ERROR, "scarctl"):
+        _net, trainer = fit(
+            Net, store, callbacks=[Unmount()], accumulate_grad_batches=1, callback={"drain_timeout": 0.5}
+        )
+    assert trainer.global_step == 12
+    assert "not everything is durable" in caplog.text
+    (tmp_path / "gone").rename(store)
+    again, trainer = fit(Net, store, accumulate_grad_batches=1)
+    assert trainer.callbacks[0].resumed.step == 12
+    assert again.seen == []
+
+
+def test_a_callback_with_a_state_that_cannot_be_saved_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Odd(pl.Callback):
+        state_key = "Odd"
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"lock": threading.Lock()}
+
+    with caplog.at_level(logging.WARNING, "scarctl"), pytest.raises(Interrupted):
+        fit(Net, tmp_path / "store", ("train", 1, 2), callbacks=[Odd()])
+    assert "the state of Odd is not saved" in caplog.text
+    _, trainer = fit(Net, tmp_path / "store", callbacks=[Odd()])
+    assert trainer.callbacks[0].resumed.step == 4
+
+
+def test_the_other_lightning(tmp_path: Path) -> None:
+    """The same class is a callback of a trainer from the other distribution."""
+
+    class Other(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.layer(batch[0].float()[:, None]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters())
+
+    def run(epochs: int) -> tuple[Other, Any]:
+        pytorch_lightning.seed_everything(1)
+        net, callback = Other(), ScarCallback(tmp_path / "store", **EXACT)
+        trainer = pytorch_lightning.Trainer(**QUIET, max_epochs=epochs, callbacks=[callback])
+        trainer.fit(net, loader())
+        return net, callback
+
+    run(1)
+    _net, callback = run(2)
+    assert callback.resumed.step == 6
+    assert callback.resumed.exact
+
+
+def test_which_lightning_it_is_a_callback_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _callback_classes() == (pl.Callback, pytorch_lightning.Callback)
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    assert _callback_classes() == (pytorch_lightning.Callback,)
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
+    with pytest.raises(ImportError, match=r"scarctl\[lightning\]"):
+        _callback_classes()

@@ -1,0 +1,125 @@
+"""What `attach` to an Accelerator refuses, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch import nn
+
+from scarctl.errors import Contention, LayoutMismatch, UsageError
+from scarctl_adapters.accelerate import attach
+from tests.adapters.accelerate_runs import EXACT, Loop, forget_accelerators
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    forget_accelerators()
+    yield
+    forget_accelerators()
+
+
+def test_nothing_prepared(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(UsageError, match=r"has prepared no model .call accelerator.prepare"):
+        attach(accelerator, store=tmp_path / "store")
+    accelerator.prepare(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="has prepared no optimizer"):
+        attach(accelerator, store=tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fractoin": 1}, "no option 'fractoin'"),
+        ({"optimizer": 1}, "no option 'optimizer'"),
+        ({"extras": {"accelerate": {}}}, "the extra 'accelerate' is scarctl's own"),
+    ],
+)
+def test_options(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        attach(Loop().accelerator, store=tmp_path / "store", **options)
+    assert not (tmp_path / "store").exists()
+
+
+def test_what_is_no_accelerator(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="accelerator is a Linear"):
+        attach(nn.Linear(2, 2), store=tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    ("kind", "plugin", "said"),
+    [
+        (DistributedType.DEEPSPEED, None, "DEEPSPEED keeps parameters"),
+        (DistributedType.MEGATRON_LM, None, "MEGATRON_LM keeps parameters"),
+        (DistributedType.XLA, None, "TPUs are not supported"),
+        (DistributedType.FSDP, SimpleNamespace(fsdp_version=1), "FSDP of version 1 flattens"),
+    ],
+)
+def test_strategies(tmp_path: Path, kind: DistributedType, plugin: Any, said: str) -> None:
+    accelerator = Loop().accelerator
+    # As the launcher would have set it.
+    shared = AcceleratorState._shared_state
+    shared["distributed_type"], shared["fsdp_plugin"] = kind, plugin
+    with pytest.raises(UsageError, match=said):
+        attach(accelerator, store=tmp_path / "store")
+
+
+def test_a_registered_object_that_no_checkpoint_can_hold(tmp_path: Path) -> None:
+    loop = Loop()
+
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"lock": object()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    loop.accelerator.register_for_checkpointing(Odd())
+    with pytest.raises(UsageError, match="the registered Odd has a state that cannot be saved"):
+        attach(loop.accelerator, store=tmp_path / "store")
+
+
+def test_two_sessions_on_one_store(tmp_path: Path) -> None:
+    loop = Loop()
+    with attach(loop.accelerator, store=tmp_path / "store", **EXACT) as run:
+        run.resume()
+        loop.train(run, epochs=1)
+        with pytest.raises(Contention):
+            attach(loop.accelerator, store=tmp_path / "store", **EXACT).resume()
+
+
+def test_another_model_than_that_of_the_store(tmp_path: Path) -> None:
+    loop = Loop()
+    with attach(loop.accelerator, store=tmp_path / "store", **EXACT) as run:
+        run.resume()
+        loop.train(run, epochs=1)
+    forget_accelerators()
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(3, 3)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    run = attach(accelerator, store=tmp_path / "store", **EXACT)
+    with pytest.raises(LayoutMismatch):
+        run.resume()
+    run.close()
+
+
+def test_a_loop_that_does_not_resume(tmp_path: Path) -> None:
+    loop = Loop()
+    with attach(loop.accelerator, store=tmp_path / "store", **EXACT) as run:
+        run.resume()
+        loop.train(run, epochs=1)
+    forget_accelerators()
+    loop = Loop()
+    with (
+        pytest.raises(UsageError, match="holds an earlier run"),
+        attach(loop.accelerator, store=tmp_path / "store", **EXACT) as run,
+    ):
+        loop.train(run)

@@ -1,0 +1,164 @@
+"""A loop with Accelerate that was ended, and goes on bit for bit like one that was not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from scarctl_adapters.accelerate import attach
+from tests.adapters.accelerate_runs import EXACT, Loop, forget_accelerators, go
+from tests.adapters.launched import check_ranks, torchrun
+from tests.support.process import Forked
+
+# A schedule that is stepped at the end of an epoch may be the first thing that a resumed process does.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    yield
+    forget_accelerators()
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[str, torch.Tensor]:
+    """The run without scarctl."""
+    return go(Path())[0]
+
+
+def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    assert a.keys() == b.keys()
+    return [name for name in a if not torch.equal(a[name], b[name])]
+
+
+def ended_at(folder: Path, step: int, signum: int) -> None:
+    """A run in a forked process that `signum` ends in the body of its loop, after `step` steps."""
+
+    def on_step(run: Any, now: int) -> None:
+        if now == step:
+            os.kill(os.getpid(), signum)
+            time.sleep(20)  # a flush lets the signal through
+
+    with Forked(lambda _: go(folder, options={}, on_step=on_step)) as child:
+        assert child.wait() == -signum
+
+
+def test_beside_scarctl_a_run_is_what_it_is_without(tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
+    state, resumed = go(tmp_path, options={})
+    assert (resumed.step, resumed.exact) == (0, True)
+    assert differing(state, whole) == []
+
+
+# Within an epoch, its last step, the first of the next, after an evaluation, the last of all.
+@pytest.mark.parametrize(("step", "goes_on"), [(2, 1), (6, 5), (7, 6), (9, 8), (18, 17)])
+def test_kill_9_and_the_same_command_ends_as_if_nothing_had_been(
+    tmp_path: Path, whole: dict[str, torch.Tensor], step: int, goes_on: int
+) -> None:
+    ended_at(tmp_path, step, signal.SIGKILL)
+    state, resumed = go(tmp_path, options={}, mode="rollback", seed=99)
+    assert resumed.exact
+    assert resumed.step in (goes_on, goes_on - 1)  # a seal is skipped while the one before is on its way
+    assert differing(state, whole) == []
+
+
+@pytest.mark.parametrize("step", [6, 7])
+def test_sigterm_flushes_the_newest_step(tmp_path: Path, whole: dict[str, torch.Tensor], step: int) -> None:
+    ended_at(tmp_path, step, signal.SIGTERM)
+    state, resumed = go(tmp_path, options={}, seed=99)
+    assert (resumed.step, resumed.exact) == (step, True)
+    assert differing(state, whole) == []
+
+
+def test_a_run_that_is_done_trains_nothing_and_a_longer_one_goes_on(
+    tmp_path: Path, whole: dict[str, torch.Tensor]
+) -> None:
+    go(tmp_path, options={})
+    forget_accelerators()
+    loop = Loop(99)
+    with attach(loop.accelerator, store=tmp_path / "store", **EXACT) as run:
+        resumed = run.resume()
+        assert resumed.step == 18
+        assert list(run.epochs(3)) == []
+        assert run.epoch == 3
+        loop.train(run, epochs=4)
+        assert run.session.head_step == 24
+    assert len(loop.meter.losses) == 24
+
+
+def test_batches_without_epochs(tmp_path: Path) -> None:
+    """A loop that counts otherwise: each time over the loader is an epoch."""
+
+    def passes(run: Any, loop: Loop, count: int, stop: int = 0) -> list[list[int]]:
+        seen = []
+        for _ in range(count):
+            seen.append([])
+            for ids, _ in run.batches(loop.loader):
+                seen[-1].append(int(ids[0]))
+                loop.optimizer.zero_grad()
+                loop.model(ids).sum().backward()
+                loop.optimizer.optimizer.step()
+                if len(seen) * 100 + len(seen[-1]) == stop:
+                    raise KeyboardInterrupt
+        return seen
+
+    def begun(folder: Path) -> tuple[Any, Loop]:
+        forget_accelerators()
+        loop = Loop()
+        run = attach(loop.accelerator, store=folder / "store", **EXACT)
+        run.resume()
+        return run, loop
+
+    run, loop = begun(tmp_path / "whole")
+    with run:
+        expected = passes(run, loop, 3)
+    assert expected[0] != expected[1] != expected[2]
+    run, loop = begun(tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt), run:
+        passes(run, loop, 3, stop=204)
+    run, loop = begun(tmp_path / "run")
+    with run:
+        assert run.epoch == 1
+        assert passes(run, loop, 2) == [expected[1][4:], expected[2]]
+
+
+def test_two_models_with_an_optimizer_each(tmp_path: Path) -> None:
+    def trained(folder: Path, steps: int, seed: int) -> tuple[Any, list[nn.Module]]:
+        forget_accelerators()
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(seed)
+        models = [nn.Linear(4, 4), nn.Linear(4, 1)]
+        optimizers = [torch.optim.Adam(model.parameters()) for model in models]
+        *_, first, second = accelerator.prepare(*models, *optimizers)
+        with attach(accelerator, store=folder / "store", **EXACT) as run:
+            resumed = run.resume()
+            for _ in range(resumed.step, steps):
+                models[1](models[0](torch.rand(3, 4))).sum().backward()
+                first.step()
+                second.step()
+                first.zero_grad()
+                second.zero_grad()
+            return resumed, models
+
+    _, expected = trained(tmp_path / "whole", 6, 0)
+    trained(tmp_path / "run", 4, 0)
+    resumed, models = trained(tmp_path / "run", 6, 9)
+    assert (resumed.step, resumed.exact) == (4, True)
+    for model, other in zip(models, expected, strict=True):
+        assert differing(dict(model.state_dict()), dict(other.state_dict())) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.leaves_arena
+def test_two_ranks_one_of_which_is_killed(tmp_path: Path, arena_dir: Path) -> None:
+    found = torchrun("tests.adapters.accelerate_runs", tmp_path, arena_dir, kill_at=3)
+    check_ranks(found, killed_at=3)

@@ -1,0 +1,223 @@
+"""What a ScarCallback refuses before anything is trained, and a store that fails while it is."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import logging
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from accelerate.utils import DistributedType
+from torch import nn
+
+from scarctl.errors import Contention, Corruption, LayoutMismatch, UsageError
+from scarctl_adapters.transformers import ScarCallback
+from tests.adapters.trainer_runs import Net, Rows, differing, make_trainer, resumed, scar, state_of
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fractoin": 0.5}, "no option 'fractoin' .fraction"),
+        ({"model": Net()}, "model comes from the Trainer"),
+        ({"mode": "whole"}, "unknown mode 'whole'"),
+        ({"extras": {"trainer": {}}}, "the extra 'trainer' is scarctl's own"),
+    ],
+)
+def test_options(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        ScarCallback(make_trainer(tmp_path), store=tmp_path / "store", **options)
+    assert not (tmp_path / "store").exists()
+
+
+def test_what_is_no_trainer(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"trainer is a Net, not a transformers.Trainer .trainer.add_callback"
+    ):
+        ScarCallback(Net(), store=tmp_path / "store")
+
+
+def test_two_callbacks(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    callback = scar(trainer, tmp_path)
+    with pytest.raises(UsageError, match="has a ScarCallback already"):
+        ScarCallback(trainer, store=tmp_path / "other")
+    trainer.add_callback(callback)
+    with pytest.raises(UsageError, match="has two ScarCallbacks"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert not (tmp_path / "store").exists()
+
+
+def test_two_trainers_on_one_store(tmp_path: Path) -> None:
+    first, second = make_trainer(tmp_path), make_trainer(tmp_path)
+    scar(first, tmp_path)
+    scar(second, tmp_path)
+    seen: list[BaseException] = []
+
+    class Meanwhile(Rows):
+        def __getitem__(self, index: int) -> Any:
+            if not seen:
+                with pytest.raises(Contention) as raised:
+                    second.train()
+                seen.append(raised.value)
+            return super().__getitem__(index)
+
+    first.train_dataset = Meanwhile(48)
+    first.train()
+    assert seen
+    assert (first.state.global_step, second.state.global_step) == (18, 0)
+
+
+def test_a_callback_that_was_not_added(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(tmp_path)
+    ScarCallback(trainer, store=tmp_path / "store")
+    trainer.train()
+    assert "not among the Trainer's callbacks: nothing is saved" in caplog.text
+    assert not (tmp_path / "store").exists()
+
+
+def test_another_model_than_that_of_the_store(tmp_path: Path) -> None:
+    resumed(tmp_path, max_steps=2)
+
+    class Wider(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8, affine=False)
+
+    trainer = make_trainer(tmp_path, model=Wider)
+    before = state_of_model(trainer.model)
+    scar(trainer, tmp_path)
+    with pytest.raises(LayoutMismatch, match=r"norm\.weight"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert differing(state_of_model(trainer.model), before) == []
+
+
+def state_of_model(model: nn.Module) -> dict[str, Any]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"auto_find_batch_size": True}, "auto_find_batch_size starts again"),
+        ({"optim": "galore_adamw_layerwise"}, "steps within the backward pass"),
+    ],
+)
+def test_arguments_of_the_trainer(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
+    trainer = make_trainer(tmp_path)
+    for name, value in arguments.items():
+        setattr(trainer.args, name, value)
+    with pytest.raises(UsageError, match=said):
+        ScarCallback(trainer, store=tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (DistributedType.DEEPSPEED, "DeepSpeed keeps .*DistributedDataParallel"),
+        (DistributedType.XLA, "XLA is not supported"),
+    ],
+)
+def test_strategies(
+    tmp_path: Path, kind: DistributedType, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.accelerator = SimpleNamespace(distributed_type=kind)
+    with pytest.raises(UsageError, match=said):
+        ScarCallback(trainer, store=tmp_path / "store")
+
+
+def test_fsdp(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(UsageError, match="shards the model after it has decided"):
+        ScarCallback(trainer, store=tmp_path / "store")
+
+
+def test_a_search_for_hyperparameters(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    scar(trainer, tmp_path)
+    with pytest.raises(UsageError, match="a store has one"):
+        trainer.train(trial={"learning_rate": 0.1})
+
+
+def test_going_on_with_other_batches_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    resumed(tmp_path, max_steps=4)
+    with caplog.at_level(logging.WARNING):
+        trainer, _ = resumed(tmp_path, max_steps=6, per_device_train_batch_size=2)
+    assert "per_device_train_batch_size is not as it was" in caplog.text
+    assert trainer.state.global_step == 6
+
+
+@pytest.mark.leaves_arena
+def test_damaged_copies_end_it_before_the_first_step(tmp_path: Path) -> None:
+    resumed(tmp_path, max_steps=2)
+    for segment in (tmp_path / "store").rglob("*.safetensors"):
+        data = bytearray(segment.read_bytes())
+        data[-40:] = bytes(40)
+        segment.write_bytes(data)
+    trainer = make_trainer(tmp_path)
+    callback = scar(trainer, tmp_path)
+    with pytest.raises(Corruption):
+        trainer.train()
+    assert callback.session is None
+    assert trainer.state.global_step == 0
+
+
+def test_a_store_that_fails_ends_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, arena_dir: Path
+) -> None:
+    bare = make_trainer(tmp_path / "bare")
+    bare.train()
+    trainer = make_trainer(tmp_path)
+    callback = ScarCallback(trainer, store=tmp_path / "store", policy="full", interval=1, drain_timeout=0.2)
+    trainer.add_callback(callback)
+    place, opened = os.open, 0
+
+    def full(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        nonlocal opened
+        if flags & os.O_CREAT and ("safetensors" in str(path) or ".json" in str(path) or "seg" in str(path)):
+            opened += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return place(path, flags, *args, **kwargs)
+
+    class Break(Rows):
+        def __getitem__(self, index: int) -> Any:
+            if callback.session is not None and callback.session.head_step == 3:
+                monkeypatch.setattr(os, "open", full)
+            return super().__getitem__(index)
+
+    trainer.train_dataset = Break(48)
+    trainer.train()
+    monkeypatch.undo()
+    assert opened
+    assert trainer.state.global_step == 18
+    assert differing(state_of(trainer), state_of(bare)) == []
+    assert "not everything is durable" in caplog.text
+    monkeypatch.setenv("SCARCTL_ARENA_DIR", str(arena_dir))
+    monkeypatch.setenv("SCARCTL_DAEMON", "0")
+    again, callback = resumed(tmp_path)
+    assert callback.resumed is not None
+    assert callback.resumed.step == 18
+    assert again.state.global_step == 18
+
+
+@pytest.mark.parametrize(
+    ("adapter", "framework"), [("transformers", "transformers"), ("accelerate", "accelerate")]
+)
+def test_without_the_framework_the_error_names_the_extra(
+    adapter: str, framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == framework]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, framework, None)
+    monkeypatch.delitem(sys.modules, f"scarctl_adapters.{adapter}", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'scarctl\[{adapter}\]'"):
+        importlib.import_module(f"scarctl_adapters.{adapter}")

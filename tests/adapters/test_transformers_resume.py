@@ -1,0 +1,304 @@
+"""A Trainer's run that was ended, and goes on bit for bit like one that was not."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from torch import nn
+from transformers import EarlyStoppingCallback, Trainer
+
+from scarctl_adapters.transformers import ScarCallback
+from tests.adapters.launched import check_ranks, torchrun
+from tests.adapters.trainer_runs import (
+    At,
+    Texts,
+    differing,
+    ended_at,
+    gpt,
+    log_of,
+    make_trainer,
+    resumed,
+    scar,
+    state_of,
+)
+
+# peft uses what transformers will remove.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """The run without scarctl."""
+    trainer = make_trainer(tmp_path_factory.mktemp("whole"))
+    trainer.train()
+    trainer.kept = (state_of(trainer), log_of(trainer))
+    return trainer
+
+
+def assert_same(trainer: Trainer, whole: Trainer) -> None:
+    state, log = whole.kept
+    assert differing(state_of(trainer), state) == []
+    assert log_of(trainer) == log
+
+
+def test_beside_scarctl_a_run_is_what_it_is_without(tmp_path: Path, whole: Trainer) -> None:
+    trainer, callback = resumed(tmp_path)
+    assert callback.resumed is not None
+    assert callback.resumed.step == 0
+    assert_same(trainer, whole)
+    assert callback.session is None
+
+
+# Within an epoch, its last step, the first of the next, after an evaluation, the last of all.
+@pytest.mark.parametrize(("step", "goes_on"), [(2, 1), (6, 5), (7, 6), (18, 17)])
+def test_kill_9_and_the_same_command_ends_as_if_nothing_had_been(
+    tmp_path: Path, whole: Trainer, step: int, goes_on: int
+) -> None:
+    # A copy that is in memory without its extras would be one step ahead: the sealed state before it counts.
+    options = {"mode": "rollback"}
+    ended_at(tmp_path, "on_step_end", step, signal.SIGKILL)
+    trainer, callback = resumed(tmp_path, options=options)
+    assert callback.resumed is not None
+    # A seal is skipped while the one before is on its way.
+    assert callback.resumed.step in (goes_on, goes_on - 1)
+    assert callback.resumed.exact
+    assert trainer.state.global_step == 18
+    assert_same(trainer, whole)
+
+
+def test_killed_in_an_evaluation(tmp_path: Path, whole: Trainer) -> None:
+    ended_at(tmp_path, "on_evaluate", 8, signal.SIGKILL)
+    trainer, _ = resumed(tmp_path, options={"mode": "rollback"})
+    assert_same(trainer, whole)
+
+
+@pytest.mark.parametrize("step", [6, 9])
+def test_sigterm_flushes_the_newest_step(tmp_path: Path, whole: Trainer, step: int) -> None:
+    ended_at(tmp_path, "on_step_begin", step, signal.SIGTERM, options={"interval": 1000})
+    trainer, callback = resumed(tmp_path)
+    assert callback.resumed is not None
+    assert (callback.resumed.step, callback.resumed.exact) == (step, True)
+    assert_same(trainer, whole)
+
+
+def test_an_exception_flushes_the_newest_step(tmp_path: Path, whole: Trainer) -> None:
+    trainer = make_trainer(tmp_path)
+    callback = scar(trainer, tmp_path, interval=1000)
+
+    def fail() -> None:
+        raise RuntimeError("out of memory, say")
+
+    trainer.add_callback(At("on_step_begin", 7, fail))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    assert callback.session is None
+    again, callback = resumed(tmp_path)
+    assert callback.resumed is not None
+    assert (callback.resumed.step, callback.resumed.exact) == (7, True)
+    assert_same(again, whole)
+
+
+def test_an_exception_right_after_going_on_saves_nothing_newer(tmp_path: Path, whole: Trainer) -> None:
+    ended_at(tmp_path, "on_step_begin", 9, signal.SIGTERM)
+    trainer = make_trainer(tmp_path)
+    scar(trainer, tmp_path)
+
+    def fail() -> None:
+        torch.rand(9)  # as a forward pass does
+        raise RuntimeError("no")
+
+    trainer.add_callback(At("on_substep_end", 9, fail))
+    with pytest.raises(RuntimeError, match="no"):
+        trainer.train()
+    again, callback = resumed(tmp_path)
+    assert callback.resumed is not None
+    assert callback.resumed.step == 9
+    assert_same(again, whole)
+
+
+def test_a_partial_checkpoint_is_gone_on_with_too(tmp_path: Path) -> None:
+    options = {"policy": "priority", "interval": 2, "fraction": 0.25, "partition_bytes": 128}
+    ended_at(tmp_path, "on_step_end", 9, signal.SIGKILL, options=options)
+    trainer, callback = resumed(tmp_path, options=options)
+    assert callback.resumed is not None
+    assert 1 <= callback.resumed.step <= 9
+    assert not callback.resumed.exact
+    assert trainer.state.global_step == 18
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5"),
+    reason="a Trainer that resumes scales that step otherwise",
+)
+def test_an_epoch_that_ends_with_a_smaller_step(tmp_path: Path) -> None:
+    bare = make_trainer(tmp_path / "bare", rows=44)
+    bare.train()
+    expected = state_of(bare)
+    ended_at(tmp_path, "on_step_end", 7, signal.SIGKILL, rows=44)
+    trainer, _ = resumed(tmp_path, options={"mode": "rollback"}, rows=44)
+    assert differing(state_of(trainer), expected) == []
+
+
+def test_an_order_that_is_drawn_from_the_global_generator(tmp_path: Path) -> None:
+    arguments = {"accelerator_config": {"use_seedable_sampler": False}}
+    bare = make_trainer(tmp_path / "bare", **arguments)
+    bare.train()
+    expected = state_of(bare)
+    ended_at(tmp_path, "on_step_end", 9, signal.SIGKILL, **arguments)
+    trainer, _ = resumed(tmp_path, options={"mode": "rollback"}, **arguments)
+    assert differing(state_of(trainer), expected) == []
+
+
+def test_max_steps_within_an_epoch_and_a_run_that_is_done(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, _ = resumed(tmp_path, max_steps=9)
+    expected, log = state_of(trainer), trainer.state.log_history
+    again = make_trainer(tmp_path, max_steps=9)
+    callback = scar(again, tmp_path)
+    output = again.train()
+    assert (output.global_step, again.state.global_step) == (9, 9)
+    assert output.training_loss == log[-1]["train_loss"]
+    assert again.state.log_history == log
+    assert "all 9 steps are taken already" in caplog.text
+    del expected["random numbers"]
+    now = state_of(again)
+    del now["random numbers"]
+    assert differing(now, {name: expected[name] for name in now}) == []
+    assert callback.session is None
+
+    longer, callback = resumed(tmp_path, max_steps=12)
+    assert callback.resumed is not None
+    assert callback.resumed.step == 9
+    assert longer.state.global_step == 12
+
+
+def test_train_twice_in_one_process_is_one_run(tmp_path: Path, whole: Trainer) -> None:
+    trainer = make_trainer(tmp_path)
+    callback = scar(trainer, tmp_path)
+    stop = At("on_step_end", 7, lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+    trainer.add_callback(stop)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.remove_callback(stop)
+    trainer.train()
+    assert callback.resumed is not None
+    assert callback.resumed.step == 7
+    assert_same(trainer, whole)
+    output = trainer.train()
+    assert output.global_step == 18
+
+
+def test_callbacks_and_the_best_metric_come_back(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {
+        "model": gpt,
+        "data": Texts,
+        "num_train_epochs": 4,
+        "learning_rate": 1.0,
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+    }
+
+    def trained(folder: Path, stop: bool = False) -> tuple[Trainer, ScarCallback]:
+        trainer = make_trainer(folder, **arguments)
+        trainer.add_callback(EarlyStoppingCallback(3))
+        callback = scar(trainer, folder)
+        if stop:
+            trainer.add_callback(At("on_step_begin", 5, lambda: (_ for _ in ()).throw(KeyboardInterrupt())))
+            with pytest.raises(KeyboardInterrupt):
+                trainer.train()
+        else:
+            trainer.train()
+        return trainer, callback
+
+    bare, _ = trained(tmp_path / "bare")
+    assert bare.state.global_step < 24
+    trained(tmp_path / "run", stop=True)
+    trainer, callback = trained(tmp_path / "run")
+    assert callback.resumed is not None
+    assert callback.resumed.step == 5
+    assert trainer.state.global_step == bare.state.global_step
+    assert trainer.state.best_metric == bare.state.best_metric
+    assert Path(trainer.state.best_model_checkpoint).name == Path(bare.state.best_model_checkpoint).name
+    # The best model is loaded at the end; the store has the newest.
+    assert differing(dict(trainer.model.state_dict()), dict(bare.model.state_dict())) == []
+    again, callback = trained(tmp_path / "run")
+    assert again.state.global_step >= trainer.state.global_step
+
+
+def test_a_checkpoint_of_the_user_wins_and_the_store_gets_its_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments: dict[str, Any] = {"model": gpt, "data": Texts, "save_strategy": "steps", "save_steps": 4}
+    bare = make_trainer(tmp_path / "bare", **arguments)
+    bare.train()
+    expected = state_of(bare)
+    ended_at(tmp_path, "on_step_end", 11, signal.SIGKILL, **arguments)
+
+    trainer = make_trainer(tmp_path, **arguments)
+    callback = scar(trainer, tmp_path, interval=1000)
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    trainer.add_callback(At("on_step_begin", 10, stop))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-8"))
+    assert "checkpoint-8 counts, not step" in caplog.text
+    assert trainer.state.global_step == 10
+    # Without it the store counts again: with what came of the checkpoint, nothing of the run before.
+    again, callback = resumed(tmp_path, **arguments)
+    assert callback.resumed is not None
+    assert callback.resumed.exact
+    assert again.state.global_step == 18
+    assert differing(state_of(again), expected) == []
+
+
+def test_lora_saves_the_frozen_base_once(tmp_path: Path) -> None:
+
+    def lora() -> nn.Module:
+        config = peft.LoraConfig(
+            r=2, target_modules=["c_attn"], lora_dropout=0.1, task_type="CAUSAL_LM", fan_in_fan_out=True
+        )
+        model: nn.Module = peft.get_peft_model(gpt(), config)
+        return model
+
+    arguments: dict[str, Any] = {"model": lora, "data": Texts}
+    bare = make_trainer(tmp_path / "bare", **arguments)
+    bare.train()
+    trainer = make_trainer(tmp_path, **arguments)
+    callback = scar(trainer, tmp_path)
+    saved: list[int] = []
+    for step in (1, 2, 12):
+        trainer.add_callback(
+            At("on_step_end", step, lambda: saved.append(callback.session.stats.saved_bytes))
+        )
+    trainer.add_callback(At("on_step_begin", 13, lambda: (_ for _ in ()).throw(KeyboardInterrupt())))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
+    base = sum(p.nbytes for p in trainer.model.parameters() if not p.requires_grad)
+    assert base > 4 * trained
+    # Parameter and two moments of what is trained, at most, in each of the eleven that follow.
+    assert 0 < saved[2] - saved[1] <= 11 * 3 * trained
+    again, callback = resumed(tmp_path, **arguments)
+    assert callback.resumed is not None
+    assert (callback.resumed.step, callback.resumed.exact) == (13, True)
+    assert differing(state_of(again), state_of(bare)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.leaves_arena
+def test_two_ranks_one_of_which_is_killed(tmp_path: Path, arena_dir: Path) -> None:
+    check_ranks(torchrun("tests.adapters.trainer_runs", tmp_path, arena_dir, kill_at=8), killed_at=8)
