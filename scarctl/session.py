@@ -90,7 +90,7 @@ class Session:
         """A signal ends this process any moment: what was flushed has to stay as it is."""
         with contextlib.ExitStack() as undo:
             undo.callback(self._together.close)
-            self._touched = touched_of(adapter, settings, auto=auto)
+            self._touched = touched_of(adapter, settings, auto=bool(auto))
             self.store = self._together.open_store(settings)
             undo.callback(self.store.close)
             self._binding = Binding(adapter, self.store)
