@@ -7,6 +7,9 @@ checkpoints save 1/8 of the state every 10 iterations: round-robin, and priority
 perturbation of losing everything, right before each checkpoint of the second half of the training (root mean square).
 "exact" is how much smaller it is than round-robin's; the others, what share of that reduction they keep.
 
+Partitions of 1,024 to 4,095 values are sampled here, as they are on a GPU; in the host's memory a session compares them
+whole.
+
 Second table: the time of one distance pass, beside one `a.sub_(b)` over the same parameters and one plain copy of 1/8
 of the state's bytes, all in one process, interleaved.
 """
@@ -25,12 +28,14 @@ from timing import interleaved, parser, print_table, ratio, spread
 from torch import nn
 from torch.nn import functional
 
+import scarctl.tracker
 from scarctl.binding import layout_of, tensors_of
 from scarctl.config import TRACKERS
 from scarctl.daemon.arena import Arena
 from scarctl.layout import Layout, TensorSpec, build_layout
 from scarctl.live import LiveState
 from scarctl.policy import select, squared
+from scarctl.sampling import NARROW
 from scarctl.store import Settings
 from scarctl.tracker import Tracker
 from scarctl.version import pack, step_of
@@ -308,6 +313,8 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--mb", type=int, default=128, help="MB of parameters of a pass")
     args = options.parse_args()
+    # The smallest samples that there are: of a GPU's state.
+    scarctl.tracker.NARROW_HERE = NARROW
     lines = []
     for name, build in TRAININGS.items():
         if args.only in name:

@@ -23,6 +23,8 @@ from scarctl.layout import mix64
 NARROW = 1024
 """Partitions with fewer values are never sampled: more than a quarter of them would be needed, which is somewhere in
 every cache line, and takes as long as all of them."""
+NARROW_HERE = 4096
+"""The same where live values are in the host's own memory: nothing has to be moved, and to gather takes its time."""
 LEAST = 256
 """Values that are looked at in a partition, at least."""
 STRIDE = 64

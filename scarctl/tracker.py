@@ -2,7 +2,7 @@
 
 exact     compares all values of the parameter with the copy: `scarctl.distance`.
 sampled   compares a few values of every partition, others at every checkpoint: `scarctl.sampling`. Only where a
-          partition has `sampling.NARROW` values or more.
+          partition has `sampling.NARROW` values or more, `NARROW_HERE` in the host's memory.
 touched   compares the rows of embedding tables that got a gradient since the last look, and remembers the distances of
           all others: `scarctl.touches`. Of groups that are no tables it compares all.
 auto      touched for what gets sparse gradients, sampled where partitions are large, exact for all else.
@@ -29,7 +29,7 @@ from scarctl.distance import Norm, Scratch
 from scarctl.errors import UsageError
 from scarctl.layout import Layout
 from scarctl.live import LiveState
-from scarctl.sampling import NARROW
+from scarctl.sampling import NARROW, NARROW_HERE
 from scarctl.touches import Touches
 
 Ids = NDArray[np.int64]
@@ -148,7 +148,7 @@ class Tracker:
             touches = self._touches.get(g)
             if touches is not None:
                 result[span] = self._from_touches(live, g, touches, scratch)
-            elif self._samples(g):
+            elif self._samples(g, live.tensors[g][0].device):
                 result[span] = self._from_sample(live, g)
             else:
                 result[span] = live.group_distances(g, self._norm, scratch)
@@ -172,10 +172,11 @@ class Tracker:
         self._suspects = np.union1d(self._suspects, bad)
         return ids[finite], bad
 
-    def _samples(self, g: int) -> bool:
+    def _samples(self, g: int, device: torch.device) -> bool:
         group = self._layout.groups[g]
         values = group.rows_per_partition * math.prod(group.tensors[0].shape[1:])
-        return self._kind in ("sampled", "auto") and not callable(self._norm) and values >= NARROW
+        least = NARROW_HERE if device.type == "cpu" else NARROW
+        return self._kind in ("sampled", "auto") and not callable(self._norm) and values >= least
 
     def _from_sample(self, live: LiveState, g: int) -> NDArray[np.float64]:
         squares = live.sampled_squares(g, self._seed + g, self._turn or 0)

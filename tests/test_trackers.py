@@ -190,7 +190,7 @@ def test_relative_follows_the_copies() -> None:
 
 def test_narrow_rows_are_never_sampled() -> None:
     for kind in ("sampled", "auto"):
-        tracker, live = wide(kind, values=1023)
+        tracker, live = wide(kind, values=4095)
         assert np.array_equal(tracker.distances(live, 1), live.distances())
 
 
