@@ -128,7 +128,12 @@ class LocalBlobs:
         ]
 
     def folders(self, folder: str) -> list[str]:
-        return sorted(entry.name for entry in self._scan(folder) if entry.is_dir())
+        # A link stays in the list, wherever it leads: going into it gives the error that names it.
+        return sorted(
+            entry.name
+            for entry in self._scan(folder)
+            if entry.is_symlink() or entry.is_dir(follow_symlinks=False)
+        )
 
     def _scan(self, folder: str) -> list[os.DirEntry[str]]:
         path = _real(self._path(folder))

@@ -17,6 +17,7 @@ FOUND_BEFORE = (
     "arena: folder for file or file for folder as hand-over",
     "state: pipe as scarctl.toml",
     "state: loop as state file",
+    "store: loop as shard",
     "names: 1 as the store's folder",
     "names: 2 as the holder of the lock",
 )
