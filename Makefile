@@ -17,7 +17,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks paper paper-quick test lint types layers unit oldest format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks paper paper-quick test lint types layers unit long oldest format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
@@ -25,6 +25,7 @@ help:
 	@echo "make paper    the paper's figures, into docs: long, goes on where it was stopped: DATA=$(DATA) TRIALS=$(TRIALS)"
 	@echo "make paper-quick  the same with a few iterations, into build: shows that it runs"
 	@echo "make test     lint, types, layers and unit, in this order"
+	@echo "make long     tests that unit leaves out: some minutes"
 	@echo "make oldest   the adapters' tests with the oldest versions of their frameworks, in $(OLDEST): some minutes, most of it set-up"
 	@echo "make format   rewrite the sources the way that lint wants them"
 	@echo "make bench    every benchmark, one after the other"
@@ -66,7 +67,10 @@ layers: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not long"
+
+long: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(WORKERS) -m long
 
 oldest: $(OLDEST)/.oldest
 	$(OLDEST)/bin/python -m pytest -n $(WORKERS) tests/adapters

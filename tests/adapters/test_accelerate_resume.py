@@ -59,7 +59,9 @@ def test_beside_scarctl_a_run_is_what_it_is_without(tmp_path: Path, whole: dict[
 
 
 # Within an epoch, its last step, the first of the next, after an evaluation, the last of all.
-@pytest.mark.parametrize(("step", "goes_on"), [(2, 1), (6, 5), (7, 6), (9, 8), (18, 17)])
+@pytest.mark.parametrize(
+    ("step", "goes_on"), [(2, 1), (6, 5), pytest.param(7, 6, marks=pytest.mark.long), (9, 8), (18, 17)]
+)
 def test_kill_9_and_the_same_command_ends_as_if_nothing_had_been(
     tmp_path: Path, whole: dict[str, torch.Tensor], step: int, goes_on: int
 ) -> None:
@@ -156,7 +158,7 @@ def test_two_models_with_an_optimizer_each(tmp_path: Path) -> None:
         assert differing(dict(model.state_dict()), dict(other.state_dict())) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.leaves_arena
 def test_two_ranks_one_of_which_is_killed(tmp_path: Path, arena_dir: Path) -> None:

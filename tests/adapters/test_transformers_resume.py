@@ -57,7 +57,9 @@ def test_beside_scarctl_a_run_is_what_it_is_without(tmp_path: Path, whole: Train
 
 
 # Within an epoch, its last step, the first of the next, after an evaluation, the last of all.
-@pytest.mark.parametrize(("step", "goes_on"), [(2, 1), (6, 5), (7, 6), (18, 17)])
+@pytest.mark.parametrize(
+    ("step", "goes_on"), [(2, 1), (6, 5), pytest.param(7, 6, marks=pytest.mark.long), (18, 17)]
+)
 def test_kill_9_and_the_same_command_ends_as_if_nothing_had_been(
     tmp_path: Path, whole: Trainer, step: int, goes_on: int
 ) -> None:
@@ -297,7 +299,7 @@ def test_lora_saves_the_frozen_base_once(tmp_path: Path) -> None:
     assert differing(state_of(again), state_of(bare)) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.leaves_arena
 def test_two_ranks_one_of_which_is_killed(tmp_path: Path, arena_dir: Path) -> None:

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.ranks.launch import ROOT, environment
 
 JOB = ["-m", "tests.adapters.lightning.rank_job"]
@@ -45,6 +47,7 @@ def test_ddp_goes_on_exactly_after_an_exception(tmp_path: Path) -> None:
         assert again[rank]["resumed"]["exact"]
 
 
+@pytest.mark.long
 def test_fsdp2_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
     ranks = run(
         tmp_path / "job",
