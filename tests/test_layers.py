@@ -36,6 +36,7 @@ WITH_TORCH = {
     "scarctl.requests",
     "scarctl.restore",
     "scarctl.resuming",
+    "scarctl.sampling",
     "scarctl.session",
     "scarctl.simulate.extrapolate",
     "scarctl.simulate.trial",
@@ -48,6 +49,8 @@ WITH_TORCH = {
     "scarctl.testing.suite",
     "scarctl.testing.training",
     "scarctl.together",
+    "scarctl.touches",
+    "scarctl.tracker",
     "scarctl.weighing",
 }
 

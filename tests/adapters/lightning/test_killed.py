@@ -15,7 +15,7 @@ from tests.support.process import Forked, Tell
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-SEALED = {"resume": "rollback"}
+SEALED = {"mode": "rollback"}
 """Go on from the newest state that is whole: a kill may come in the middle of a copy."""
 
 
