@@ -272,7 +272,7 @@ class Crew:
             if agreement.lost:
                 log.warning(
                     "lost %d of %d ranks (%s): theirs comes from what was saved last; all go on after step %d. "
-                    "Predicted rework: %s iterations; a rollback would cost %s",
+                    "Predicted rework in iterations: %s; a rollback would cost %s",
                     len(agreement.lost),
                     self.team.world,
                     ", ".join(map(str, agreement.lost)),
