@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.usefixtures("usual_saver"), pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.usefixtures("usual_saver"), pytest.mark.long, pytest.mark.timeout(240)]
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "hf_finetune" / "train.py"
 
