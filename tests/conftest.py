@@ -37,8 +37,8 @@ settings.load_profile("scarctl")
 ARENA_VARIABLE = "SCARCTL_ARENA_DIR"
 DAEMON_FILES = ("daemon.lock", "daemon.log")
 """What a daemon leaves on purpose."""
-GRACE_SECONDS = 8.0
-"""What a test stopped may need this long to be gone: a daemon without a run waits for another one for five."""
+GRACE_SECONDS = 5.0
+"""What a test stopped may need this long to be gone."""
 
 T = TypeVar("T")
 

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 from scarctl.daemon.client import ask
-from scarctl.daemon.folder import arena_folder
+from scarctl.daemon.folder import arena_folder, host_folder
 from scarctl.daemon.protocol import SOCKET
 from scarctl.errors import Unavailable
 from scarctl.store import Store, verify
 from scarctl.version import step_of
+from tests.daemon.trainer import stop
 from tests.support import stepper
 
 ROOT = Path(__file__).parent.parent
@@ -233,5 +234,6 @@ def test_memory_that_the_run_has_overtaken_elsewhere_is_not_believed(tmp_path: P
             optimizer.step()
         session.close()
         assert session.stats.errors == 0
+        stop(host_folder(folder))  # it would wait for another run
     assert set(stored_steps(tmp_path / "store")) == {10}
     assert verify(Store.open(str(tmp_path / "store")), read_data=True).problems == []

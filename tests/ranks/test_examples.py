@@ -39,7 +39,14 @@ def lost_rank(example: str, *arguments: str) -> str:
 def test_the_memory_of_a_killed_rank_is_there() -> None:
     output = lost_rank("moe")
     # How new its copies are depends on how fast the daemon is: before the first is durable there is no second one.
-    assert re.search(r"^1 lost +[1-9]\d* +0 +[\d.]+  \d+ to \d+: up to", output, re.MULTILINE), output
+    found = re.search(
+        r"^1 lost +[1-9]\d* +0 +[\d.]+  (\d+) to (\d+): up to (\d+) steps old$", output, re.MULTILINE
+    )
+    assert found is not None, output
+    oldest, newest, age = map(int, found.groups())
+    head = re.search(r"all go on after step (\d+)$", output, re.MULTILINE)
+    assert head is not None
+    assert 1 <= oldest < newest <= int(head[1]) == oldest + age
     assert re.search(r"^experts' shares of the work before: 0: ", output, re.MULTILINE)
 
 
