@@ -86,8 +86,12 @@ class Adapter(Protocol):
         What is in them is anything. Returns what takes them away again, for when there is nothing to put into them.
         """
 
-    def install(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-        """Call `before` before every optimizer step and `after` after every iteration's last; returns the removal."""
+    def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:
+        """Call `before` before every optimizer step and `after` after every iteration's last; returns the removal.
+
+        after: None where a framework's loop says when an iteration is over; what it computes within a step, as a
+        closure, may then count as before it.
+        """
 
 
 class KnowsTouched(Protocol):

@@ -111,8 +111,7 @@ class Session:
     def _install(self, auto: bool | Literal["begin"]) -> Callable[[], None]:
         if auto is False:
             return lambda: None
-        after = self._after_step if auto is True else lambda: None
-        return self._adapter.install(self._before_step, after)
+        return self._adapter.install(self._before_step, self._after_step if auto is True else None)
 
     def _claim(self) -> Saver:
         # Better now than at the first step.

@@ -472,13 +472,12 @@ def test_by_hand(tmp_path: Path, both_savers: str, expected: dict[str, torch.Ten
     thread.join()
     assert from_thread == [True]
 
-    def within(*_: object) -> None:
+    def closure() -> torch.Tensor:
         assert not loop.session.flush(), "not within a step"
         raise RuntimeError("out of memory")
 
-    loop.optimizer.register_step_pre_hook(within)
     with pytest.raises(RuntimeError, match="out of memory"):
-        loop.optimizer.step()
+        loop.optimizer.step(closure)
     loop.session.close()
     assert_goes_on_exactly(tmp_path / "store", expected, tier=None)
 

@@ -113,7 +113,7 @@ class NumpyAdapter:
         """Nothing: there are no slots."""
         return lambda: None
 
-    def install(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:
         """Not possible. Raises UsageError."""
         raise UsageError(
             "a loop over numpy arrays has no hooks", hint="call session.step() after every iteration"

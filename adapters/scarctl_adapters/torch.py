@@ -283,24 +283,21 @@ class TorchAdapter:
 
         return remove
 
-    def install(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:
         """Step hooks: `before` on every optimizer, `after` on the last one.
 
-        A closure computes gradients first: of torch's own optimizers none changes a parameter before it has returned.
+        Without `after` a step begins when its closure has returned: of torch's own optimizers none changes a parameter
+        before that, and frameworks pass all of forward and backward as one.
         """
         if not self._optimizers:
             raise UsageError(
                 "no optimizer to hook into", hint="pass the optimizer, or auto=False and session.step()"
             )
-        handles = []
-        for number, optimizer in enumerate(self._optimizers):
-
-            def entering(number: int = number) -> None:
-                self._stepping = number
-                before()
-
-            handles.append(optimizer.register_step_pre_hook(_beginning(entering)))
-        handles.append(self._optimizers[-1].register_step_post_hook(lambda *_: after()))
+        if after is None:
+            handles = [o.register_step_pre_hook(_beginning(before)) for o in self._optimizers]
+        else:
+            handles = [o.register_step_pre_hook(lambda *_: before()) for o in self._optimizers]
+            handles.append(self._optimizers[-1].register_step_post_hook(lambda *_: after()))
 
         def remove() -> None:
             for handle in handles:

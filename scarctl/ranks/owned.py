@@ -140,7 +140,7 @@ class OwnedAdapter:
                 wanted.append((group.name, group.kind, (own, *more), group.place))
         return self._adapter.create_slots(build_layout(wanted, by_layer=True))
 
-    def install(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:
         return self._adapter.install(before, after)
 
 

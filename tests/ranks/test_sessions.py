@@ -194,12 +194,12 @@ def test_a_snapshot_is_of_all_ranks_and_can_be_gone_back_to(tmp_path: Path) -> N
 
 def test_a_rollback_goes_to_what_all_ranks_can_read(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    launch(TRAIN, 2, "fsdp", folder, 8, {"keep": f"{folder}/kept.pt"})
+    # A snapshot, because a collector that is quick drops what is older than the newest sealed state.
+    launch(TRAIN, 2, "fsdp", folder, 8, {"snapshot_at": 8, "keep": f"{folder}/kept.pt"})
     launch(TRAIN, 2, "fsdp", folder, 14)
-    newest = Store.open(tmp_path / "store").log(1).newest()
-    assert newest is not None
-    assert newest.segment is not None
-    path = tmp_path / "store" / "shards" / "1" / "seg" / newest.segment.name
+    log = Store.open(tmp_path / "store").log(1)
+    segment = next(r.segment for r in map(log.record, reversed(log.numbers())) if r.segment is not None)
+    path = tmp_path / "store" / "shards" / "1" / "seg" / segment.name
     data = bytearray(path.read_bytes())
     for at in range(len(data) // 2, len(data), 64):
         data[at] ^= 1
@@ -219,13 +219,14 @@ def test_recovering_a_rank_of_a_running_job_changes_that_rank_alone(tmp_path: Pa
 
 def test_all_ranks_predict_the_same_cost_of_a_loss(tmp_path: Path) -> None:
     descend, folder = "tests.ranks.jobs:descend", str(tmp_path)
-    found = launch(descend, 2, folder, 50, {"refused": 0.1, "recover": {"mode": "auto", "max_rework": 20}})
+    # An odd number: with no checkpoint at the last step nothing is as new as the live values.
+    found = launch(descend, 2, folder, 51, {"refused": 0.1, "recover": {"mode": "auto", "max_rework": 20}})
     for one in found:
         report = one["report"]
         assert report["mode"] == "partial"
         assert report["rework"]["iterations"] == pytest.approx(report["truth"], abs=0.5)
         assert report["rework"]["high"] >= report["truth"] - 0.1
-        assert report["rollback_steps"] == 49
+        assert report["rollback_steps"] == 50
         assert report["rework"] == found[0]["report"]["rework"]
         assert one["refused"] == "too-much-rework"
     command = [sys.executable, "-m", "scarctl", "inspect", "--store", f"{folder}/store", "--json"]
