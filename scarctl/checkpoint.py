@@ -62,6 +62,26 @@ class Stats:
                 self.last_stall_seconds = seconds + (0.0 if first else self.last_stall_seconds)
 
 
+def _leave_threads(worker: Worker) -> None:
+    """Have the worker's torch calls take half of the threads that this one's take, at least one.
+
+    OpenMP gives every thread that calls it a team of its own, for good. As soon as all teams together are larger than
+    the machine, none of them waits for its own members actively any more: each operation of forward, backward and
+    optimizer then costs a sleep, whether a copy is under way or not.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return
+
+    def take_half() -> None:
+        torch.get_num_threads()  # takes the default first, or the first operation would
+        torch.set_num_threads(threads // 2)
+
+    worker.submit(take_half).wait()
+    # It has become the default of threads that are started later, too.
+    torch.set_num_threads(threads)
+
+
 @dataclass(slots=True)
 class _UnderWay:
     moment: Moment
@@ -90,6 +110,7 @@ class Checkpoints:
         self._fault = fault
         self._validate = validate
         self._under_way: _UnderWay | None = None
+        _leave_threads(worker)
 
     @property
     def under_way(self) -> bool:
