@@ -73,7 +73,9 @@ long: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) -m long
 
 oldest: $(OLDEST)/.oldest
-	$(OLDEST)/bin/python -m pytest -n $(WORKERS) tests/adapters
+	@# Of setuptools, whenever this Lightning is imported.
+	$(OLDEST)/bin/python -m pytest -n $(WORKERS) -W "ignore:pkg_resources is deprecated" -W "ignore:Deprecated call to" \
+	    tests/adapters
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

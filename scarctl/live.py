@@ -6,7 +6,7 @@ the arena under the generation protocol, `load` copies them back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import numpy as np
 import torch
@@ -35,8 +35,16 @@ class LiveState:
     A tensor may be on any device and have any strides; its shape and dtype are those of the layout.
     """
 
-    def __init__(self, layout: Layout, tensors: Sequence[Sequence[torch.Tensor]], arena: Arena) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        tensors: Sequence[Sequence[torch.Tensor]],
+        arena: Arena,
+        frozen: Set[int] = frozenset(),
+    ) -> None:
+        """frozen: numbers of groups that training does not change; see `StateGroup`."""
         self.layout = layout
+        self.frozen = frozen
         self.tensors = [list(group) for group in tensors]
         self.arena = arena
         self._saved = [
@@ -47,9 +55,12 @@ class LiveState:
             for g, group in enumerate(layout.groups)
         ]
 
-    def with_tensors(self, tensors: Mapping[int, Sequence[torch.Tensor]]) -> LiveState:
+    def with_tensors(
+        self, tensors: Mapping[int, Sequence[torch.Tensor]], frozen: Set[int] | None = None
+    ) -> LiveState:
         """The same state with other tensors for some groups, by number: newer ones, or private copies."""
         twin = object.__new__(LiveState)
+        twin.frozen = self.frozen if frozen is None else frozen
         twin.layout, twin.arena, twin._saved = self.layout, self.arena, self._saved
         twin.tensors = [list(tensors.get(g, group)) for g, group in enumerate(self.tensors)]
         return twin
@@ -113,6 +124,10 @@ class LiveState:
     def counters(self, g: int) -> list[int]:
         """How often each tensor of group `g` was written to in place, as far as torch counts it."""
         return [t._version for t in self.tensors[g]]
+
+    def mark(self, g: int) -> list[tuple[int, int]]:
+        """The same again only if nobody has written to group `g` meanwhile, as far as torch counts it."""
+        return [(t.data_ptr(), t._version) for t in self.tensors[g]]
 
     def load(self, ids: Ids) -> None:
         """Copy the partitions `ids` (ascending) from the arena into the live tensors."""

@@ -157,7 +157,8 @@ class TorchAdapter:
                 role, scope = "shared" if optimizer is not None else "replica", zeros[id(parameter)]
             else:
                 role, scope = self._wrapping.role(name, wrapped, parameter)
-            groups.append(StateGroup(name, "parameter", tensors, place_of(parameter, name), role, scope))
+            place, frozen = place_of(parameter, name), not parameter.requires_grad
+            groups.append(StateGroup(name, "parameter", tensors, place, role, scope, frozen))
         buffers = list(_buffers(self._model))
         self._places = [(self._wrapping.clean(name), module, key) for name, module, key in buffers]
         for (wrapped, module, key), (name, _, _) in zip(buffers, self._places, strict=True):
