@@ -25,6 +25,7 @@ WITH_TORCH = {
     "scarctl.moment",
     "scarctl.motion",
     "scarctl.naming",
+    "scarctl.opening",
     "scarctl.ranks.crew",
     "scarctl.ranks.exchange",
     "scarctl.ranks.moved",
