@@ -37,6 +37,7 @@ from scarctl.opening import Opening
 from scarctl.requests import Due, Requests
 from scarctl.restore import Resumed, recover_live
 from scarctl.resuming import Resumption
+from scarctl.streams import Streams
 from scarctl.together import Alone, Together
 from scarctl.tracker import touched_of
 from scarctl.worker import Worker
@@ -74,7 +75,8 @@ class Session:
         self._pid = os.getpid()
         self._requests = Requests(self._together, self.recover, self._fault)
         self._gate = Gate(stepping=auto is False)
-        self._moments = Moments(adapter)
+        streams = Streams()
+        self._moments = Moments(adapter, streams)
         self._moment: Moment | None = None
         """The end of the newest step, if it is taken after every step."""
         self._flushed: int | None = None
@@ -94,7 +96,7 @@ class Session:
             undo.pop_all()
         self._worker = Worker("scarctl-copy")
         self._checkpoints = Checkpoints(
-            adapter, self._worker, self.stats, self._fault, validate=settings.validate
+            adapter, self._worker, streams, self.stats, self._fault, validate=settings.validate
         )
         # Without this, a loop that just ends would lose what it did since the last checkpoint.
         atexit.register(self._at_exit)

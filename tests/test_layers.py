@@ -41,6 +41,7 @@ WITH_TORCH = {
     "scarctl.session",
     "scarctl.simulate.extrapolate",
     "scarctl.simulate.trial",
+    "scarctl.streams",
     "scarctl.testing",
     "scarctl.testing.child",
     "scarctl.testing.residue",
