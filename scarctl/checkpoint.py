@@ -23,6 +23,7 @@ from scarctl.errors import Corruption
 from scarctl.live import LiveState
 from scarctl.moment import Moment
 from scarctl.outlook import to_extras
+from scarctl.streams import Streams
 from scarctl.worker import Job, Worker
 
 log = logging.getLogger("scarctl")
@@ -98,6 +99,7 @@ class Checkpoints:
         self,
         adapter: Adapter,
         worker: Worker,
+        streams: Streams,
         stats: Stats,
         fault: Callable[[Exception], None],
         *,
@@ -106,6 +108,7 @@ class Checkpoints:
         """`fault` is told of what goes wrong; what it raises is passed on."""
         self._adapter = adapter
         self._worker = worker
+        self._streams = streams
         self._stats = stats
         self._fault = fault
         self._validate = validate
@@ -135,10 +138,13 @@ class Checkpoints:
             }
         )
 
+        marks = self._streams.complete(moment.marks, (t for group in live.tensors for t in group))
+
         def copy() -> Copied:
-            if full:
-                return engine.seal(live, moment.step, skip_if_behind=skip_if_behind)
-            return engine.copy(live, moment.step)
+            with self._streams.beside(marks):
+                if full:
+                    return engine.seal(live, moment.step, skip_if_behind=skip_if_behind)
+                return engine.copy(live, moment.step)
 
         counters = [live.counters(g) for g in range(len(live.tensors))]
         snapshot = [[t.clone() for t in group] for group in live.tensors] if self._validate else None

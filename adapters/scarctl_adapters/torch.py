@@ -294,10 +294,15 @@ class TorchAdapter:
             raise UsageError(
                 "no optimizer to hook into", hint="pass the optimizer, or auto=False and session.step()"
             )
-        if after is None:
-            handles = [o.register_step_pre_hook(_beginning(before)) for o in self._optimizers]
-        else:
-            handles = [o.register_step_pre_hook(lambda *_: before()) for o in self._optimizers]
+        handles = []
+        for number, optimizer in enumerate(self._optimizers):
+
+            def entering(*_: object, number: int = number) -> None:
+                self._stepping = number
+                before()
+
+            handles.append(optimizer.register_step_pre_hook(entering if after else _beginning(entering)))
+        if after is not None:
             handles.append(self._optimizers[-1].register_step_post_hook(lambda *_: after()))
 
         def remove() -> None:
