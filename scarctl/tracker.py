@@ -9,9 +9,9 @@ auto      touched for what gets sparse gradients, sampled where partitions are l
 
 Whatever is chosen is compared exactly before it is copied. Sealed checkpoints look at everything, whatever the tracker.
 
-**What is frozen** (`StateGroup.frozen`), and was found equal to its copies once, counts as equal as long as torch has counted no
-write to it. Writes through `.data` are not counted: so one in 64 of its partitions is compared all the same, others at every
-checkpoint, and all of them where one has moved.
+**What is frozen** (`StateGroup.frozen`), and was found equal to its copies once, counts as equal as long as torch has
+counted no write to it. Writes through `.data` are not counted: so one in 64 of its partitions is compared all the
+same, others at every checkpoint, and all of them where one has moved.
 
 **Rows without a gradient may move:** by weight decay, by momentum, when somebody writes to them. So at every look a
 few hundred of the others are compared too. Where more than one in 64 of them has moved, the whole table is

@@ -17,7 +17,7 @@ ROWS = 256
 
 
 class Job:
-    """Beside a frozen table of ROWS partitions one layer is trained; counts the partitions of the table that are compared."""
+    """Beside a frozen table of ROWS partitions a layer is trained; counts which of the table are compared."""
 
     def __init__(self, store: Path, **options: Any) -> None:
         torch.manual_seed(0)
