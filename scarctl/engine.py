@@ -265,15 +265,16 @@ class Engine:
     def copy_again(self, live: LiveState, copied: Copied, g: int) -> Copied:
         """Copy what was copied of group `g` once more. What is not finite by now has no good copy of this step."""
         mine = (copied.ids >= self.layout.base[g]) & (copied.ids < self.layout.base[g + 1])
-        finite = np.isfinite(live.distances(self.settings.norm, copied.ids[mine])[copied.ids])
+        finite = np.ones(mine.size, dtype=bool)
+        finite[mine] = np.isfinite(live.distances_at(copied.ids[mine], self.settings.norm))
         live.save(copied.ids[mine & finite], copied.version)
-        bad = copied.ids[mine & ~finite]
+        bad = copied.ids[~finite]
         if not bad.size:
             return copied
         self.spoil(bad)
         return Copied(
             copied.version,
-            copied.ids[~mine | finite],
+            copied.ids[finite],
             sealed=False,
             nonfinite=np.union1d(copied.nonfinite, bad),
         )

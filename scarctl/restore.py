@@ -23,7 +23,7 @@ from scarctl.errors import Corruption, NoIntactCopy, UsageError
 from scarctl.execution import Report, execute
 from scarctl.live import LiveState
 from scarctl.prediction import MODES, Cost
-from scarctl.recovery import Lost, Perturbation, Plan, estimate, plan_partial, plan_rollback
+from scarctl.recovery import MEMORY, Ids, Lost, Perturbation, Plan, estimate, plan_partial, plan_rollback
 from scarctl.sinks import ArenaSink
 from scarctl.store import ShardState, Snapshot, Store
 from scarctl.together import Found, Together
@@ -155,12 +155,13 @@ def recover_live(
     """
     check_mode(mode)
     ids = together.lost_ids(lost, engine.layout, engine.store)
-    mode, cost = weigh_loss(engine, live, ids, head_step, together, mode, max_rework)
+    now = together.agree(lambda: _distances(engine, live, ids))
+    mode, cost = weigh_loss(engine, ids, now, head_step, together, mode, max_rework)
     if mode == "rollback":
         report, extras = _roll_back(engine, live, together, lost=ids.size)
         engine.motion.go_on(shared_history(engine, extras, report.step or 0, together))
         return replace(report, cost=cost), extras
-    report = together.agree(lambda: _fetch_lost(engine, live, ids, head_step))
+    report = together.agree(lambda: _fetch_lost(engine, live, ids, now, head_step))
     live.load(ids)
     engine.equal(ids)
     engine.motion.forget()
@@ -168,16 +169,28 @@ def recover_live(
     return replace(report, cost=cost), None
 
 
-def _fetch_lost(engine: Engine, live: LiveState, ids: NDArray[np.int64], head_step: int) -> Report:
-    """Bring the freshest copies of `ids` into the arena."""
+def _distances(engine: Engine, live: LiveState, ids: Ids) -> NDArray[np.float64]:
+    """Distances of `ids` from their copies in memory, NaN where there is none: float64 of the shape of `ids`."""
+    there = engine.arena.intact()[ids]
+    found = np.full(ids.size, np.nan)
+    found[there] = live.distances_at(ids[there])
+    return found
+
+
+def _fetch_lost(
+    engine: Engine, live: LiveState, ids: Ids, now: NDArray[np.float64], head_step: int
+) -> Report:
+    """Bring the freshest copies of `ids` into the arena. now: their distances from what is there already."""
     arena = engine.arena
     torn = ids[~arena.intact()[ids]]
     # The arena has the newest copies of all: the store is read only for what is not intact there.
     states = engine.store.states(np.unique(engine.shard_of[torn]).tolist())
-    known = arena.distance.copy()
+    known = arena.distance[ids]
     plan = plan_partial(ids, engine.layout, engine.shard_of, states, arena, survivors_step=head_step)
     report = execute(plan, engine.store, arena, ArenaSink(arena))
-    return replace(report, perturbation=_perturbation(live, ids, known))
+    new = report.plan.tier != MEMORY
+    now[new] = live.distances_at(ids[new])
+    return replace(report, perturbation=_perturbation(now, known))
 
 
 def _roll_back(
@@ -204,7 +217,7 @@ def _roll_back(
             snapshot=snapshot,
         )
         report = execute(plan, engine.store, engine.arena, ArenaSink(engine.arena))
-        report = replace(report, perturbation=_perturbation(live, everything, known))
+        report = replace(report, perturbation=_perturbation(live.distances(), known))
         return report, _sealed_extras(engine.store, report.plan)
 
     with contextlib.ExitStack() as stopped:
@@ -235,12 +248,11 @@ def check_mode(mode: str) -> None:
         raise UsageError(f"unknown mode {mode!r}", hint=f"use one of {', '.join(MODES)}")
 
 
-def _perturbation(live: LiveState, ids: NDArray[np.int64], known: NDArray[np.float64]) -> Perturbation:
-    """Norm of the change that loading `ids` from the arena makes: measured where live values are still numbers."""
-    now = live.distances("l2", ids)[ids]
+def _perturbation(now: NDArray[np.float64], known: NDArray[np.float64]) -> Perturbation:
+    """Norm of the change that loading from the arena makes: measured where live values are still numbers."""
     if np.isfinite(now).all():
         return Perturbation(float(np.linalg.norm(now)), "measured")
-    return estimate(known[ids])
+    return estimate(known)
 
 
 def _never_complete(engine: Engine, states: Mapping[int, ShardState]) -> bool:
