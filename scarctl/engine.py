@@ -34,6 +34,7 @@ from scarctl.policy import Selection, select, squared
 from scarctl.recovery import Plan
 from scarctl.store import Store
 from scarctl.tracker import Tracker
+from scarctl.trend import Trend
 from scarctl.version import NEVER, pack, step_of
 
 log = logging.getLogger("scarctl")
@@ -156,6 +157,7 @@ class Engine:
         self.credit = 0
         self.cursor = 0
         self.motion = Motion(layout)
+        self.trend = Trend(layout) if settings.extrapolate else None
         self.cadence = Cadence(
             None if settings.interval == "auto" else settings.interval,
             checkpoint_bytes=layout.nbytes if settings.policy == "full" else self.budget,
@@ -238,7 +240,7 @@ class Engine:
             changed = live.changed() | ~self.arena.intact()
             good = np.isfinite(distance)
             ids, nonfinite = np.flatnonzero(changed & good), np.flatnonzero(changed & ~good)
-        self._save(live, ids, distance, version)
+        self._save(live, ids, distance, version, sealed=not nonfinite.size)
         self.tracker.saved_all(but=nonfinite)
         return Copied(version, ids, sealed=not nonfinite.size, nonfinite=nonfinite)
 
@@ -246,9 +248,21 @@ class Engine:
         # Not when somebody has asked for a checkpoint: all ranks have to look after the same iterations.
         if step == self._due_at:
             self.motion.look(live.tensors, step)
+        if self.trend is not None:
+            self.trend.look(live.tensors, step)
 
-    def _save(self, live: LiveState, ids: Ids, distance: NDArray[np.float64], version: int) -> None:
+    def _save(
+        self,
+        live: LiveState,
+        ids: Ids,
+        distance: NDArray[np.float64],
+        version: int,
+        *,
+        sealed: bool = False,
+    ) -> None:
         live.save(ids, version)
+        if self.trend is not None:
+            self.trend.saved(ids, version, sealed=sealed)
         self.arena.distance[:] = distance
         self.equal(ids)
 
@@ -257,10 +271,15 @@ class Engine:
         self.arena.distance[ids] = 0.0
         self.tracker.saved(ids)
 
+    def moved(self, live: LiveState, ids: Ids) -> None:
+        """Live values of these partitions (ascending) were changed by no step: they are not what the arena has."""
+        self.arena.distance[ids] = live.distances(self.settings.norm, ids)[ids]
+        self.tracker.moved(ids)
+
     def spoil(self, ids: Ids) -> None:
         """The copies of these partitions are no good."""
         self.arena.spoil(ids)
-        self.tracker.spoiled(ids)
+        self.tracker.moved(ids)
 
     def copy_again(self, live: LiveState, copied: Copied, g: int) -> Copied:
         """Copy what was copied of group `g` once more. What is not finite by now has no good copy of this step."""

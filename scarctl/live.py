@@ -7,6 +7,7 @@ the arena under the generation protocol, `load` copies them back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,6 +28,18 @@ _ATTEMPTS = 3
 _BATCH_BYTES = 1 << 20
 # Below this mean length of a run of adjacent rows one gather beats one copy per run.
 _RUN_BYTES = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Partitions that were loaded further along the way than they are saved. Arrays are parallel to `ids`."""
+
+    ids: Ids
+    """Ascending."""
+    guess: NDArray[np.float64]
+    """Squared norms of reach · (s - before)."""
+    distance: NDArray[np.float64]
+    """Norms of the change in the live values of the parameter; NaN or Inf where those were not finite."""
 
 
 class LiveState:
@@ -123,6 +136,41 @@ class LiveState:
                     if not _is_placeholder(live):
                         _copy_rows(live, saved, starts, stops)
 
+    def load_extrapolated(
+        self, g: int, ids: Ids, before: NDArray[np.uint8], reaches: NDArray[np.float64], factor: float
+    ) -> Moved:
+        """Copy the partitions `ids` (ascending) of group `g` from the arena into the live tensors, but of the parameter
+        s + factor · reach · (s - before) in place of the values s.
+
+        before: what the parameter was earlier, uint8 of shape (rows, bytes per row). reaches: one per partition.
+        Those for which the result is not finite are left alone.
+        """
+        saved, live = self._saved[g][0], self.tensors[g][0].detach()
+        starts, stops = self.layout.row_ranges(ids)
+        lengths = stops - starts
+        firsts = np.cumsum(lengths) - lengths
+        kind = torch.promote_types(saved.dtype, torch.float32)
+        s = _rows(saved, take_rows(starts, stops)).to(kind)
+        back = s - torch.from_numpy(before.reshape(-1)).view(saved.dtype).view(s.shape).to(kind)
+        weights = torch.from_numpy(np.repeat(factor * reaches, lengths)).to(kind)
+        there = (s + weights[:, None] * back).to(saved.dtype)
+        finite = torch.isfinite(there).all(dim=1)
+        good = np.logical_and.reduceat(finite.numpy(), firsts)
+        was = _rows(live, take_rows(starts, stops)).to("cpu", kind)
+        moved = Moved(
+            ids[good],
+            (np.add.reduceat(_row_squares(back), firsts) * reaches**2)[good],
+            np.sqrt(np.add.reduceat(_row_squares(was - there.to(kind)), firsts)[good]),
+        )
+        if moved.ids.size:
+            self.load(moved.ids)
+            there = there[torch.from_numpy(np.repeat(good, lengths))].view(-1, *live.shape[1:])
+            if live.dim():
+                live[_index(take_rows(starts[good], stops[good]), live)] = there.to(live.device)
+            else:
+                live.copy_(there[0])
+        return moved
+
     def _span(self, g: int) -> slice:
         return slice(int(self.layout.base[g]), int(self.layout.base[g + 1]))
 
@@ -136,6 +184,22 @@ class LiveState:
                 batch = mine[first : first + step]
                 starts, stops = self.layout.row_ranges(batch)
                 yield g, batch, starts, stops
+
+
+def _rows(tensor: torch.Tensor, rows: slice | Ids) -> torch.Tensor:
+    """Some rows of a tensor, each as one vector."""
+    picked = tensor[_index(rows, tensor)] if tensor.dim() else tensor.reshape(1)
+    return picked.reshape(picked.shape[0], -1)
+
+
+def _index(rows: slice | Ids, tensor: torch.Tensor) -> slice | torch.Tensor:
+    return rows if isinstance(rows, slice) else torch.from_numpy(rows).to(tensor.device)
+
+
+def _row_squares(rows: torch.Tensor) -> NDArray[np.float64]:
+    """Squared norm of every row."""
+    squares: NDArray[np.float64] = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square().numpy()
+    return squares
 
 
 def _is_placeholder(tensor: torch.Tensor) -> bool:

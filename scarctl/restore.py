@@ -21,6 +21,7 @@ from scarctl.dtypes import torched
 from scarctl.engine import Engine
 from scarctl.errors import Corruption, NoIntactCopy, UsageError
 from scarctl.execution import Report, execute
+from scarctl.extrapolating import load_extrapolated
 from scarctl.live import LiveState
 from scarctl.prediction import MODES, Cost
 from scarctl.recovery import Lost, Perturbation, Plan, estimate, plan_partial, plan_rollback
@@ -61,7 +62,7 @@ def resume_live(
     if mode == "rollback":
         report, extras = _roll_back(engine, live, together, snapshot=snapshot)
         assert report.step is not None
-        engine.motion.go_on(shared_history(engine, extras, report.step, together))
+        _learnt(engine, extras, report.step, together)
         return Resumed(report.step, True, replace(report, cost=cost)), extras
     # Meanwhile nothing moves from the queue to the store: extras would be seen in neither. Nor after a failure: what
     # waits may be of later steps than the one from which another attempt goes on.
@@ -69,11 +70,16 @@ def resume_live(
     resumed, extras = _resume(engine, live, together)
     together.agree(engine.saver.resume)
     engine.adopt_orphans()
-    if extras is not None:
-        engine.motion.go_on(shared_history(engine, extras, resumed.step, together))
     if resumed.report is not None:
         resumed = replace(resumed, report=replace(resumed.report, cost=cost))
     return resumed, extras
+
+
+def _learnt(engine: Engine, extras: Any, step: int, together: Together) -> None:
+    """Go on from the state of `step`, with what a session had learnt of the run when it saved these extras."""
+    engine.motion.go_on(shared_history(engine, extras, step, together))
+    if engine.trend is not None:
+        engine.trend.go_on(extras)
 
 
 def _weigh(engine: Engine, together: Together) -> tuple[str, Cost | None]:
@@ -104,7 +110,12 @@ def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resume
     # count as of the step before, so that they never pass for exact.
     ahead = np.flatnonzero(step_of(arena.newest()) > step)
     arena.relabel(ahead, pack(arena.epoch, max(0, step - 1)))
-    live.load(everything)
+    _learnt(engine, agreed.extras, step, together)
+    if engine.trend is None or agreed.exact or report is None:
+        live.load(everything)
+    else:
+        told, _, _ = load_extrapolated(engine, live, engine.trend, report.plan, step)
+        report = replace(report, extrapolation=told)
     together.spread()
     return Resumed(step, agreed.exact, report, agreed.summary), agreed.extras
 
@@ -158,18 +169,30 @@ def recover_live(
     mode, cost = weigh_loss(engine, live, ids, head_step, together, mode, max_rework)
     if mode == "rollback":
         report, extras = _roll_back(engine, live, together, lost=ids.size)
-        engine.motion.go_on(shared_history(engine, extras, report.step or 0, together))
+        _learnt(engine, extras, report.step or 0, together)
         return replace(report, cost=cost), extras
-    report = together.agree(lambda: _fetch_lost(engine, live, ids, head_step))
-    live.load(ids)
-    engine.equal(ids)
+    report, distance = together.agree(lambda: _fetch_lost(engine, live, ids, head_step))
+    if engine.trend is None or report.exact:
+        live.load(ids)
+        engine.equal(ids)
+    else:
+        told, moved, changes = load_extrapolated(engine, live, engine.trend, report.plan, head_step)
+        engine.equal(np.setdiff1d(ids, moved, assume_unique=True))
+        engine.moved(live, moved)
+        distance[np.searchsorted(ids, moved)] = changes
+        perturbation = _perturbation(distance, report.perturbation)
+        report = replace(report, extrapolation=told, perturbation=perturbation)
     engine.motion.forget()
+    if engine.trend is not None:
+        engine.trend.forget(ids)
     together.spread()
     return replace(report, cost=cost), None
 
 
-def _fetch_lost(engine: Engine, live: LiveState, ids: NDArray[np.int64], head_step: int) -> Report:
-    """Bring the freshest copies of `ids` into the arena."""
+def _fetch_lost(
+    engine: Engine, live: LiveState, ids: NDArray[np.int64], head_step: int
+) -> tuple[Report, NDArray[np.float64]]:
+    """Bring the freshest copies of `ids` into the arena. Returns also how far live values are from them."""
     arena = engine.arena
     torn = ids[~arena.intact()[ids]]
     # The arena has the newest copies of all: the store is read only for what is not intact there.
@@ -177,7 +200,8 @@ def _fetch_lost(engine: Engine, live: LiveState, ids: NDArray[np.int64], head_st
     known = arena.distance.copy()
     plan = plan_partial(ids, engine.layout, engine.shard_of, states, arena, survivors_step=head_step)
     report = execute(plan, engine.store, arena, ArenaSink(arena))
-    return replace(report, perturbation=_perturbation(live, ids, known))
+    distance = live.distances("l2", ids)[ids]
+    return replace(report, perturbation=_perturbation(distance, estimate(known[ids]))), distance
 
 
 def _roll_back(
@@ -204,7 +228,8 @@ def _roll_back(
             snapshot=snapshot,
         )
         report = execute(plan, engine.store, engine.arena, ArenaSink(engine.arena))
-        report = replace(report, perturbation=_perturbation(live, everything, known))
+        distance = live.distances("l2", everything)
+        report = replace(report, perturbation=_perturbation(distance, estimate(known)))
         return report, _sealed_extras(engine.store, report.plan)
 
     with contextlib.ExitStack() as stopped:
@@ -235,12 +260,11 @@ def check_mode(mode: str) -> None:
         raise UsageError(f"unknown mode {mode!r}", hint=f"use one of {', '.join(MODES)}")
 
 
-def _perturbation(live: LiveState, ids: NDArray[np.int64], known: NDArray[np.float64]) -> Perturbation:
-    """Norm of the change that loading `ids` from the arena makes: measured where live values are still numbers."""
-    now = live.distances("l2", ids)[ids]
-    if np.isfinite(now).all():
-        return Perturbation(float(np.linalg.norm(now)), "measured")
-    return estimate(known[ids])
+def _perturbation(distance: NDArray[np.float64], otherwise: Perturbation) -> Perturbation:
+    """Norm of the change in partitions that change by these distances, measured where live values are still numbers."""
+    if np.isfinite(distance).all():
+        return Perturbation(float(np.linalg.norm(distance)), "measured")
+    return otherwise
 
 
 def _never_complete(engine: Engine, states: Mapping[int, ShardState]) -> bool:
