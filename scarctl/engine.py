@@ -24,6 +24,7 @@ from scarctl.cadence import Cadence
 from scarctl.config import SessionSettings
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.handover import HandOverQueue
+from scarctl.daemon.movements import Movements
 from scarctl.daemon.persister import adopt_orphans
 from scarctl.daemon.saver import Saver
 from scarctl.errors import ScarError
@@ -173,7 +174,10 @@ class Engine:
         """Copies could not be queued: to be tried again."""
         self._oldest, self._oldest_since = NEVER, math.inf
         """Version of the oldest copy that waits for the store, and since when that is the oldest."""
+        self.movements: Movements | None = None
         try:
+            if self.trend is not None:
+                self.movements = Movements(self.arena.folder, layout, self.trend.groups)
             saver.open(self.arena, stopped=stopped)
         except BaseException:
             self.selector.close()
@@ -260,9 +264,9 @@ class Engine:
         *,
         sealed: bool = False,
     ) -> None:
-        live.save(ids, version)
+        live.save(ids, version, self.movements)
         if self.trend is not None:
-            self.trend.saved(ids, version, sealed=sealed)
+            self.trend.saved(ids, step_of(version), sealed=sealed)
         self.arena.distance[:] = distance
         self.equal(ids)
 

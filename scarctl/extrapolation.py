@@ -98,8 +98,8 @@ class Extrapolation:
 
     partitions: int
     """That came back further along the way than they were saved. They are no copies of anything that is saved."""
-    without_older: int
-    """That came back as they were saved, for the store had no usable older copy of them."""
+    unknown: int
+    """That came back as they were saved, for it is not known how they had moved before."""
     factors: Mapping[str, float]
     """The factor of every parameter among what was lost, by its name; 0: it came back as it was saved."""
     expected_gain: float | None
@@ -110,7 +110,7 @@ class Extrapolation:
         """The fields."""
         return {
             "partitions": self.partitions,
-            "without_older": self.without_older,
+            "unknown": self.unknown,
             "factors": dict(self.factors),
             "expected_gain": self.expected_gain,
         }

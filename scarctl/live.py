@@ -6,7 +6,7 @@ the arena under the generation protocol, `load` copies them back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
+from scarctl.daemon.movements import Movements
 from scarctl.distance import Norm, Scratch, changed, distances, distances_of
 from scarctl.dtypes import torch_of
 from scarctl.layout import Layout
 from scarctl.recovery import take_rows
 from scarctl.sampling import sampled_squares
+from scarctl.version import step_of
 
 Ids = NDArray[np.int64]
 
@@ -36,8 +38,8 @@ class Moved:
 
     ids: Ids
     """Ascending."""
-    guess: NDArray[np.float64]
-    """Squared norms of reach · (s - before)."""
+    movement: NDArray[np.float64]
+    """Squared norms of the movements, as they were noted."""
     distance: NDArray[np.float64]
     """Norms of the change in the live values of the parameter; NaN or Inf where those were not finite."""
 
@@ -108,12 +110,13 @@ class LiveState:
             result[self._span(g)] = changed(group, self.tensors[g], self._saved[g])
         return result
 
-    def save(self, ids: Ids, version: int) -> None:
-        """Copy the partitions `ids` (ascending) into the arena as `version`.
+    def save(self, ids: Ids, version: int, movements: Movements | None = None) -> None:
+        """Copy the partitions `ids` (ascending) into the arena as `version`, and note by how much they have moved.
 
         What somebody keeps writing to meanwhile, as far as torch counts it, is left as it is in the middle of a copy.
         """
         for g, batch, starts, stops in self._batches(ids):
+            note = None if movements is None else self._before(g, batch, take_rows(starts, stops), movements)
             self.arena.begin(batch)
             for _ in range(_ATTEMPTS):
                 before = self.counters(g)
@@ -121,7 +124,31 @@ class LiveState:
                     _copy_rows(saved, live, starts, stops)
                 if self.counters(g) == before:
                     self.arena.end(batch, version)
+                    if note is not None:
+                        note(version)
                     break
+
+    def _before(
+        self, g: int, ids: Ids, rows: slice | Ids, movements: Movements
+    ) -> Callable[[int], None] | None:
+        """Keep the copies of `ids`, whose rows are `rows`, and return what notes how far newer ones are from them."""
+        if g not in movements:
+            return None
+        arena = self.arena
+        whole = (arena.generation[ids] & np.uint64(1) == 0) & (arena.version[ids] >= 0)
+        since = step_of(np.maximum(arena.version[ids], arena.sealed))
+        before = _rows(self._saved[g][0], rows).clone()
+
+        def note(version: int) -> None:
+            # In this order: a process may be killed in between.
+            movements.gap[ids] = 0
+            moved = _rows(self._saved[g][0], rows) - before
+            target = self._movements(g, movements)
+            target[_index(rows, target)] = moved.to(target.dtype)
+            movements.version[ids] = version
+            movements.gap[ids] = np.where(whole, np.maximum(step_of(version) - since, 0), 0)
+
+        return note
 
     def counters(self, g: int) -> list[int]:
         """How often each tensor of group `g` was written to in place, as far as torch counts it."""
@@ -137,39 +164,44 @@ class LiveState:
                         _copy_rows(live, saved, starts, stops)
 
     def load_extrapolated(
-        self, g: int, ids: Ids, before: NDArray[np.uint8], reaches: NDArray[np.float64], factor: float
+        self, g: int, ids: Ids, movements: Movements, weights: NDArray[np.float64]
     ) -> Moved:
-        """Copy the partitions `ids` (ascending) of group `g` from the arena into the live tensors, but of the parameter
-        s + factor · reach · (s - before) in place of the values s.
+        """Copy the partitions `ids` (ascending) of group `g` from the arena into the live tensors, with the values
+        s + weight · movement of the parameter in place of the saved ones, s. weights: one per partition.
 
-        before: what the parameter was earlier, uint8 of shape (rows, bytes per row). reaches: one per partition.
         Those for which the result is not finite are left alone.
         """
-        saved, live = self._saved[g][0], self.tensors[g][0].detach()
+        live = self.tensors[g][0].detach()
         starts, stops = self.layout.row_ranges(ids)
         lengths = stops - starts
         firsts = np.cumsum(lengths) - lengths
-        kind = torch.promote_types(saved.dtype, torch.float32)
-        s = _rows(saved, take_rows(starts, stops)).to(kind)
-        back = s - torch.from_numpy(before.reshape(-1)).view(saved.dtype).view(s.shape).to(kind)
-        weights = torch.from_numpy(np.repeat(factor * reaches, lengths)).to(kind)
-        there = (s + weights[:, None] * back).to(saved.dtype)
+        s = _rows(self._saved[g][0], take_rows(starts, stops))
+        kind = torch.promote_types(s.dtype, torch.float32)
+        moved = self._movements(g, movements)
+        moved = moved[_index(take_rows(starts, stops), moved)].to(kind)
+        each = torch.from_numpy(np.repeat(weights, lengths)).to(kind)[:, None]
+        there = (s.to(kind) + each * moved).to(s.dtype)
         finite = torch.isfinite(there).all(dim=1)
         good = np.logical_and.reduceat(finite.numpy(), firsts)
         was = _rows(live, take_rows(starts, stops)).to("cpu", kind)
-        moved = Moved(
+        result = Moved(
             ids[good],
-            (np.add.reduceat(_row_squares(back), firsts) * reaches**2)[good],
+            np.add.reduceat(_row_squares(moved), firsts)[good],
             np.sqrt(np.add.reduceat(_row_squares(was - there.to(kind)), firsts)[good]),
         )
-        if moved.ids.size:
-            self.load(moved.ids)
+        if result.ids.size:
+            self.load(result.ids)
             there = there[torch.from_numpy(np.repeat(good, lengths))].view(-1, *live.shape[1:])
-            if live.dim():
-                live[_index(take_rows(starts[good], stops[good]), live)] = there.to(live.device)
-            else:
-                live.copy_(there[0])
-        return moved
+            with torch.no_grad():
+                if live.dim():
+                    live[_index(take_rows(starts[good], stops[good]), live)] = there.to(live.device)
+                else:
+                    live.copy_(there[0])
+        return result
+
+    def _movements(self, g: int, movements: Movements) -> torch.Tensor:
+        """Of all rows of group `g`, each as one vector."""
+        return torch.from_numpy(movements.of(g)).view(torch.bfloat16).view(self.layout.groups[g].rows, -1)
 
     def _span(self, g: int) -> slice:
         return slice(int(self.layout.base[g]), int(self.layout.base[g + 1]))

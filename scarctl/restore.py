@@ -97,7 +97,7 @@ def _weigh(engine: Engine, together: Together) -> tuple[str, Cost | None]:
 
 
 def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resumed, Any]:
-    arena, everything = engine.arena, np.arange(engine.layout.partitions)
+    arena = engine.arena
     found, report = together.agree(lambda: _fetch(engine))
     agreed = together.go_on(found, engine.store)
     if agreed is None:
@@ -111,11 +111,9 @@ def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resume
     ahead = np.flatnonzero(step_of(arena.newest()) > step)
     arena.relabel(ahead, pack(arena.epoch, max(0, step - 1)))
     _learnt(engine, agreed.extras, step, together)
-    if engine.trend is None or agreed.exact or report is None:
-        live.load(everything)
-    else:
-        told, _, _ = load_extrapolated(engine, live, engine.trend, report.plan, step)
-        report = replace(report, extrapolation=told)
+    assert report is not None, "there is one where something is found"
+    told, _, _ = load_extrapolated(engine, live, report.plan, step, exact=agreed.exact)
+    report = replace(report, extrapolation=told)
     together.spread()
     return Resumed(step, agreed.exact, report, agreed.summary), agreed.extras
 
@@ -172,16 +170,13 @@ def recover_live(
         _learnt(engine, extras, report.step or 0, together)
         return replace(report, cost=cost), extras
     report, distance = together.agree(lambda: _fetch_lost(engine, live, ids, head_step))
-    if engine.trend is None or report.exact:
-        live.load(ids)
-        engine.equal(ids)
-    else:
-        told, moved, changes = load_extrapolated(engine, live, engine.trend, report.plan, head_step)
-        engine.equal(np.setdiff1d(ids, moved, assume_unique=True))
+    told, moved, changes = load_extrapolated(engine, live, report.plan, head_step, exact=report.exact)
+    engine.equal(np.setdiff1d(ids, moved, assume_unique=True))
+    if moved.size:
         engine.moved(live, moved)
         distance[np.searchsorted(ids, moved)] = changes
-        perturbation = _perturbation(distance, report.perturbation)
-        report = replace(report, extrapolation=told, perturbation=perturbation)
+        report = replace(report, perturbation=_perturbation(distance, report.perturbation))
+    report = replace(report, extrapolation=told)
     engine.motion.forget()
     if engine.trend is not None:
         engine.trend.forget(ids)

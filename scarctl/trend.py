@@ -18,7 +18,6 @@ from scarctl.dtypes import torch_of
 from scarctl.extrapolation import FIELD, Fits, Floats, reach
 from scarctl.layout import DTYPES, Group, Layout
 from scarctl.sampling import values_at
-from scarctl.version import step_of
 
 PARTITIONS = 256
 VALUES = 2048
@@ -53,12 +52,6 @@ class Trend:
         self._begin = np.cumsum([0, *(index.numel() for index in self._index[:-1])])
         self._now, self._saved, self._before = (np.zeros(int(self._values.sum())) for _ in range(3))
         self.fits = Fits(len(self.groups))
-        self._since: int | None = None
-
-    @property
-    def since(self) -> int:
-        """The version that the run began with: older copies in the store are of another run."""
-        return self._since or 0
 
     def look(self, tensors: Sequence[Sequence[torch.Tensor]], step: int) -> None:
         """Learn from the state as it is after iteration `step`.
@@ -90,14 +83,11 @@ class Trend:
                 )
             )
 
-    def saved(self, ids: Ids, version: int, *, sealed: bool = False) -> None:
-        """Partitions `ids` (ascending) were saved as the last look has seen them, as `version`.
+    def saved(self, ids: Ids, step: int, *, sealed: bool = False) -> None:
+        """Partitions `ids` (ascending) were saved as the last look has seen them, after iteration `step`.
 
         sealed: all others are still as they were saved.
         """
-        if self._since is None:
-            self._since = version
-        step = step_of(version)
         mine = self._among(ids)
         each = self._each(mine)
         self._before[each] = self._saved[each]
@@ -118,21 +108,26 @@ class Trend:
     def go_on(self, extras: Any) -> None:
         """Go on from another state, with the fits in its extras."""
         found = extras.get(FIELD) if isinstance(extras, dict) else None
-        found = found if isinstance(found, dict) else {}
-        self.fits = Fits.from_array(found.get("sums"), len(self.groups))
-        since = found.get("since")
-        self._since = since if isinstance(since, int) else 0
+        self.fits = Fits.from_array(found, len(self.groups))
         self._gap[:], self._there[:] = 0, False
 
     def to_extras(self) -> dict[str, Any]:
         """What `go_on` reads, as one more field of extras."""
-        return {FIELD: {"sums": self.fits.to_array(), "since": self.since}}
+        return {FIELD: self.fits.to_array()}
 
     def by_group(self, values: Floats) -> Floats:
         """Values of the fits as those of all groups of the layout, 0 for what is never extrapolated."""
         result = np.zeros(len(self._layout.groups))
         result[self.groups] = values
         return result
+
+    def expected_gain(self, guesses: Floats) -> float | None:
+        """The share of a perturbation's square that guesses of these squared norms, by group of the layout, will save.
+
+        None where nothing is guessed. Groups that move further count more.
+        """
+        movement = self.fits.movement(guesses[self.groups])
+        return float(np.average(self.fits.gain, weights=movement)) if movement.sum() > 0 else None
 
     def _among(self, ids: Ids) -> NDArray[np.bool_]:
         if not ids.size:
