@@ -178,7 +178,10 @@ class Engine:
         try:
             if self.trend is not None:
                 self.movements = Movements(self.arena.folder, layout, self.trend.groups)
+            before = self.arena.version.copy()
             saver.open(self.arena, stopped=stopped)
+            if self.movements is not None:
+                self.movements.relabel(before, self.arena.version)
         except BaseException:
             self.selector.close()
             self.arena.close()

@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.daemon.arenafile import MOVEMENTS, boot
+from scarctl.daemon.arenafile import MOVEMENTS, boot_id
 from scarctl.daemon.folder import folder_error, reserve
 from scarctl.layout import DTYPES, Layout
+from scarctl.version import NEVER, step_of
 
 _MAGIC = b"SCARmove"
 _FORMAT = 1
@@ -53,7 +54,7 @@ class Movements:
             self._at[g] = at, spec.nbytes // DTYPES[spec.dtype]
             at += 2 * self._at[g][1] + (-2 * self._at[g][1]) % 64
         path = folder / MOVEMENTS
-        header = _FIXED.pack(_MAGIC, _FORMAT, n, at, bytes.fromhex(layout.digest), boot())
+        header = _FIXED.pack(_MAGIC, _FORMAT, n, at, bytes.fromhex(layout.digest), boot_id())
         try:
             self._memory = _map(path, header, at) or _map_new(path, header, at)
         except OSError as error:
@@ -69,6 +70,15 @@ class Movements:
         """Movements of group `g`: a writable view of its values, bfloat16 by its bits, of shape (values,)."""
         at, count = self._at[g]
         return np.frombuffer(self._memory, np.int16, count, at)
+
+    def relabel(self, old: Ids, new: Ids) -> None:
+        """Copies of the versions `old` count as `new` now, int64 of shape (layout.partitions,); -1: they are no good.
+
+        One that counts as newer has stood still since then, for a seal has found it so.
+        """
+        same = (self.version == old) & (new >= 0)
+        self.gap[:] = np.where(same & (self.gap > 0), self.gap + step_of(new) - step_of(old), 0)
+        self.version[:] = np.where(same, new, NEVER)
 
 
 def _map(path: Path, header: bytes, size: int) -> mmap.mmap | None:
