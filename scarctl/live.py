@@ -116,7 +116,7 @@ class LiveState:
         What somebody keeps writing to meanwhile, as far as torch counts it, is left as it is in the middle of a copy.
         """
         for g, batch, starts, stops in self._batches(ids):
-            note = None if movements is None else self._before(g, batch, take_rows(starts, stops), movements)
+            note = None if movements is None else self._before(g, batch, starts, stops, movements)
             self.arena.begin(batch)
             for _ in range(_ATTEMPTS):
                 before = self.counters(g)
@@ -129,22 +129,33 @@ class LiveState:
                     break
 
     def _before(
-        self, g: int, ids: Ids, rows: slice | Ids, movements: Movements
+        self, g: int, ids: Ids, starts: Ids, stops: Ids, movements: Movements
     ) -> Callable[[int], None] | None:
-        """Keep the copies of `ids`, whose rows are `rows`, and return what notes how far newer ones are from them."""
+        """Keep the copies of `ids`, and return what notes how far newer ones are from them."""
         if g not in movements:
             return None
-        arena = self.arena
+        arena, saved = self.arena, self._saved[g][0]
         whole = (arena.generation[ids] & np.uint64(1) == 0) & (arena.version[ids] >= 0)
         since = step_of(np.maximum(arena.version[ids], arena.sealed))
-        before = _rows(self._saved[g][0], rows).clone()
+        row_bytes = self.layout.groups[g].tensors[0].row_bytes
+        pieces: list[slice | Ids] = [take_rows(starts, stops)]
+        if (
+            not isinstance(pieces[0], slice)
+            and int((stops - starts).sum()) * row_bytes >= len(ids) * _RUN_BYTES
+        ):
+            pieces = [slice(a, b) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+        before = [_rows(saved, rows).clone() for rows in pieces]
 
         def note(version: int) -> None:
             # In this order: a process may be killed in between.
             movements.gap[ids] = 0
-            moved = _rows(self._saved[g][0], rows) - before
             target = self._movements(g, movements)
-            target[_index(rows, target)] = moved.to(target.dtype)
+            for rows, then in zip(pieces, before, strict=True):
+                moved = torch.sub(_rows(saved, rows), then, out=then)
+                if isinstance(rows, slice):
+                    target[rows].copy_(moved)
+                else:
+                    target[torch.from_numpy(rows)] = moved.to(target.dtype)
             movements.version[ids] = version
             movements.gap[ids] = np.where(whole, np.maximum(step_of(version) - since, 0), 0)
 
