@@ -22,6 +22,7 @@ from scarctl.engine import Engine
 from scarctl.errors import Corruption, NoIntactCopy, UsageError
 from scarctl.execution import Report, execute
 from scarctl.extrapolating import load_extrapolated
+from scarctl.extrapolation import Extrapolation
 from scarctl.live import LiveState
 from scarctl.prediction import MODES, Cost
 from scarctl.recovery import Lost, Perturbation, Plan, estimate, plan_partial, plan_rollback
@@ -113,7 +114,7 @@ def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resume
     _learnt(engine, agreed.extras, step, together)
     assert report is not None, "there is one where something is found"
     told, _, _ = load_extrapolated(engine, live, report.plan, step, exact=agreed.exact)
-    report = replace(report, extrapolation=told)
+    report = _with(report, told)
     together.spread()
     return Resumed(step, agreed.exact, report, agreed.summary), agreed.extras
 
@@ -170,18 +171,26 @@ def recover_live(
         _learnt(engine, extras, report.step or 0, together)
         return replace(report, cost=cost), extras
     report, distance = together.agree(lambda: _fetch_lost(engine, live, ids, head_step))
-    told, moved, changes = load_extrapolated(engine, live, report.plan, head_step, exact=report.exact)
+    # One rank's part may be of one step, but not of that of the others.
+    exact = report.exact and not together.several
+    told, moved, changes = load_extrapolated(engine, live, report.plan, head_step, exact=exact)
     engine.equal(np.setdiff1d(ids, moved, assume_unique=True))
     if moved.size:
         engine.moved(live, moved)
         distance[np.searchsorted(ids, moved)] = changes
         report = replace(report, perturbation=_perturbation(distance, report.perturbation))
-    report = replace(report, extrapolation=told)
+    report = _with(report, told)
     engine.motion.forget()
     if engine.trend is not None:
         engine.trend.forget(ids)
     together.spread()
     return replace(report, cost=cost), None
+
+
+def _with(report: Report, told: Extrapolation | None) -> Report:
+    """What was extrapolated is no copy of any step, also where all copies are of one."""
+    exact = report.exact and (told is None or not told.partitions)
+    return replace(report, plan=replace(report.plan, exact=exact), extrapolation=told)
 
 
 def _fetch_lost(

@@ -263,7 +263,7 @@ def folder_of(store: Path, arena_dir: Path) -> Path:
 
 
 def test_a_run_that_was_killed_goes_on_further_along_the_way(
-    tmp_path: Path, arena_dir: Path, warm_torch: None
+    tmp_path: Path, both_savers: str, warm_torch: None
 ) -> None:
     store = tmp_path / "store"
     killed(store, 10 * INTERVAL + 3)
