@@ -92,10 +92,11 @@ def _squares(
             if scale is not None:
                 _row_squares(scratch.widen(b, a), scale[first:last])
     squared = result.cpu().numpy().astype(np.float64)
-    for index in np.flatnonzero(~np.isfinite(squared)):
-        start = int(index) * per_partition
-        squared[index] = _careful_square(
-            _rows(live, start, per_partition), _rows(saved, start, per_partition)
+    again = np.flatnonzero(~np.isfinite(squared))
+    for first, last in _batches(again, rows, per_partition, values):
+        ids = again[first:last]
+        squared[ids] = _careful_squares(
+            _rows_of(live, ids, per_partition), _rows_of(saved, ids, per_partition), ids.size
         )
     if scale is not None:
         squared /= np.maximum(scale.cpu().numpy().astype(np.float64), np.finfo(np.float32).tiny)
@@ -215,13 +216,14 @@ def _row_squares(matrix: torch.Tensor, out: torch.Tensor) -> None:
         out += torch.linalg.vector_norm(matrix, dim=1).square_()
 
 
-def _careful_square(live: torch.Tensor, saved: torch.Tensor) -> float:
-    """Squared norm in float64 that forgives equal infinities, overflow, and a saved copy that is not finite itself."""
-    a = _matrix(live, 1).cpu().to(torch.float64)
-    b = _matrix(saved, 1).to(torch.float64)
+def _careful_squares(live: torch.Tensor, saved: torch.Tensor, partitions: int) -> NDArray[np.float64]:
+    """Squared norms in float64 that forgive equal infinities, overflow, and saved copies that are not finite."""
+    a = _matrix(live, partitions).cpu().to(torch.float64)
+    b = _matrix(saved, partitions).to(torch.float64)
     difference = torch.where(torch.isfinite(b), a - b, a)
     difference = torch.where(a == b, torch.zeros_like(a), difference)
-    return float(torch.dot(difference[0], difference[0]))
+    squares: NDArray[np.float64] = difference.square_().sum(dim=1).numpy()
+    return squares
 
 
 def _user_distances(
@@ -267,16 +269,10 @@ def distances_of(
     """Distances of some of the group's partitions: float64 of the shape of `ids`, which ascend. See `distances`."""
     result = np.empty(ids.size)
     per_partition = group.rows_per_partition
-    short = group.partitions - 1 if group.rows % per_partition else -1
     tensors = range(len(live) if callable(norm) else 1)
     values = max(1, math.prod(group.tensors[0].shape[1:])) * per_partition
-    together = max(1, _CPU_CHUNK // values)
-    whole = ids.size - int(bool(ids.size) and int(ids[-1]) == short)
-    spans = [(first, min(whole, first + together)) for first in range(0, whole, together)]
-    if whole < ids.size:
-        spans.append((whole, whole + 1))
     scratch = scratch or Scratch()
-    for first, last in spans:
+    for first, last in _batches(ids, group.rows, per_partition, values):
         batch = ids[first:last]
         now = [_rows_of(live[t], batch, per_partition) for t in tensors]
         then = [_rows_of(saved[t], batch, per_partition) for t in tensors]
@@ -284,6 +280,19 @@ def distances_of(
         part = Group(group.name, group.kind, per_partition, specs)
         result[first:last] = distances(part, now, then, norm, scratch)
     return result
+
+
+def _batches(
+    ids: NDArray[np.int64], rows: int, per_partition: int, values: int
+) -> Iterator[tuple[int, int]]:
+    """Ranges of `ids` (ascending) that are gathered at once: about a chunk of values, a short last partition alone."""
+    together = max(1, _CPU_CHUNK // max(1, values))
+    short = rows // per_partition if rows % per_partition else -1
+    whole = ids.size - int(bool(ids.size) and int(ids[-1]) == short)
+    for first in range(0, whole, together):
+        yield first, min(whole, first + together)
+    if whole < ids.size:
+        yield whole, whole + 1
 
 
 def _rows_of(tensor: torch.Tensor, ids: NDArray[np.int64], per_partition: int) -> torch.Tensor:
