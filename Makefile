@@ -25,7 +25,8 @@ help:
 	@echo "make demo-rows   half of the rows of an embedding model are lost: what each way of saving them has cost"
 	@echo "make paper    the paper's figures, into docs: long, goes on where it was stopped: DATA=$(DATA) TRIALS=$(TRIALS)"
 	@echo "make paper-quick  the same with a few iterations, into build: shows that it runs"
-	@echo "make beyond   the same for models that the paper does not have: docs/beyond.md, from TRIALS=$(TRIALS); beyond-quick, into build"
+	@echo "make beyond   models that the paper does not have, into docs: some minutes, goes on where it was stopped: TRIALS=$(TRIALS)"
+	@echo "make beyond-quick  the same with a few iterations, into build"
 	@echo "make test     lint, types, layers and unit, in this order"
 	@echo "make long     tests that unit leaves out: some minutes"
 	@echo "make oldest   the adapters' tests with the oldest versions of their frameworks, in $(OLDEST): some minutes, most of it set-up"
@@ -58,10 +59,10 @@ paper: $(VENV)/.paper
 paper-quick: $(VENV)/.paper
 	$(BIN)/python -m examples.paper.paper --data $(DATA) --quick --out build/paper-quick
 
-beyond: $(VENV)/.paper
+beyond: $(VENV)/.examples
 	$(BIN)/python -m examples.beyond.beyond --trials $(TRIALS)
 
-beyond-quick: $(VENV)/.paper
+beyond-quick: $(VENV)/.examples
 	$(BIN)/python -m examples.beyond.beyond --quick --out build/beyond-quick
 
 test: lint types layers unit

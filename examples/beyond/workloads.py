@@ -57,8 +57,8 @@ class Trained:
         torch.manual_seed(seed)
         self._model, self._optimizer = self._make()
         self._draw = self._batches(seed)
-        self._done, self._position["done"] = 0, 0
-        self._stale: dict[torch.Tensor, list[torch.Tensor]] = {}
+        self._done = self._position["done"] = 0
+        self._failed = False
 
     def state(self) -> Any:
         """What is saved."""
@@ -69,15 +69,17 @@ class Trained:
         self._optimizer.zero_grad()
         self._loss(self._draw(iteration)).backward()
         self._optimizer.step()
-        self._done = self._position["done"] = iteration
-        if self.moments != "restored":
-            self._before = {p: p.detach().clone() for p in self._parameters()}
-            now = {p: [slot.clone() for slot in self._slots(p)] for p in self._parameters()}
-            if self.moments == "kept" or iteration == 1 or iteration % STALE == 0:
-                self._stale = now
+        self._position["done"] = iteration
+        if self.moments == "restored" or self._failed:
+            return
+        self._done = iteration
+        self._before = {p: p.detach().clone() for p in self._parameters()}
+        if self.moments == "kept" or iteration == 1 or iteration % STALE == 0:
+            self._stale = {p: [slot.clone() for slot in self._slots(p)] for p in self._parameters()}
 
     def recompute(self) -> None:
         """After a recovery: treat the moments of the rows that were lost as `moments` says."""
+        self._failed = True  # what comes now goes on from here, once for every way
         if self.moments == "restored" or self._position["done"] != self._done:
             return  # a rollback brings back everything as it was
         for p in self._parameters():
