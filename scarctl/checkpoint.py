@@ -183,6 +183,7 @@ class Checkpoints:
             "late": plain(self._adapter.capture_late()),
             "policy": {"credit": engine.credit, "cursor": engine.cursor},
             **to_extras(engine.motion.history, engine.settings.norm),
+            **(engine.trend.to_extras() if engine.trend is not None else {}),
         }
 
     def _copy_again(self, under_way: _UnderWay, copied: Copied, engine: Engine) -> Copied:

@@ -133,8 +133,8 @@ class Tracker:
         self._scale.clear()
         self._suspects = _NONE
 
-    def spoiled(self, ids: Ids) -> None:
-        """Partitions `ids` (ascending) have no good copy."""
+    def moved(self, ids: Ids) -> None:
+        """Partitions `ids` (ascending) are not equal to their copies, whatever the steps have changed."""
         bounds = np.searchsorted(ids, self._layout.base)
         for g, touches in self._touches.items():
             touches.mark_partitions(ids[bounds[g] : bounds[g + 1]] - self._layout.base[g])

@@ -21,6 +21,7 @@ WITH_TORCH = {
     "scarctl.distance",
     "scarctl.dtypes",
     "scarctl.engine",
+    "scarctl.extrapolating",
     "scarctl.live",
     "scarctl.moment",
     "scarctl.motion",
@@ -53,6 +54,7 @@ WITH_TORCH = {
     "scarctl.together",
     "scarctl.touches",
     "scarctl.tracker",
+    "scarctl.trend",
     "scarctl.weighing",
 }
 

@@ -132,8 +132,9 @@ class TorchAdapter:
     @torch.no_grad()
     def groups(self) -> list[StateGroup]:
         """Parameters with their slots, then buffers. Of a DTensor, this rank's part."""
-        owners = {id(p): o for o in map(with_state, self._optimizers) for p in params_of(o)}
-        templates = {id(o): _slot_template(o) for o in owners.values()}
+        optimizers = [with_state(o) for o in self._optimizers]
+        owners = {id(p): o for o in optimizers for p in params_of(o)}
+        templates = {id(o): _slot_template(o) for o in optimizers}
         zeros = self._zeros()
         groups = []
         numbers = {id(p): i for i, o in enumerate(self._optimizers) for p in params_of(o)}
