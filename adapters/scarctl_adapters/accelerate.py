@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 import scarctl
@@ -142,14 +143,12 @@ class Run:
             self._next_epoch()
         position, skip = self._position, self._position.batches
         position.begin(loader)
-        if self._held is None:
-            self._generators.epoch = capture_rng()
-        elif skip == 0:
-            self._generators.epoch = self._held
+        self._generators.watch(loader)
+        if self._held is not None and skip:
+            self._generators.begin_again()
+        else:
             self._go_on()
-        elif self._generators.epoch is not None:
-            # An order of the data may be drawn from these.
-            restore_rng(self._generators.epoch)
+            self._generators.begin()
         for batch in _after(loader, skip):
             self._go_on()
             position.batches += 1
@@ -163,6 +162,7 @@ class Run:
     def _go_on(self) -> None:
         held, self._held = self._held, None
         if held is not None:
+            self._generators.go_on()
             restore_rng(held)
 
     def _next_epoch(self) -> None:
@@ -258,18 +258,61 @@ class _Position:
 
 
 class _Generators:
-    """A rank's own random numbers at the beginning of the epoch."""
+    """What the order of an epoch's data may be drawn from: a rank's random numbers at the epoch's beginning, and the
+    generators of its loader. Where there are several ranks Accelerate gives a shuffled loader one of its own."""
 
     def __init__(self) -> None:
-        self.epoch: dict[str, Any] | None = None
+        self._epoch: dict[str, Any] | None = None
+        self._begun: list[torch.Tensor] = []
+        """Of the loader's generators, the states at the epoch's beginning."""
+        self._loaders: list[torch.Generator] = []
+        self._now: list[torch.Tensor] = []
+        """Their states in the run that is resumed."""
+
+    def watch(self, loader: Any) -> None:
+        """The next epoch's data come from `loader`."""
+        self._loaders = _generators_of(loader)
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self._epoch, self._begun = capture_rng(), [generator.get_state() for generator in self._loaders]
+
+    def begin_again(self) -> None:
+        """The epoch that was interrupted begins: its data are drawn as they were."""
+        self._restore(self._begun)
+        if self._epoch is not None:
+            restore_rng(self._epoch)
+
+    def go_on(self) -> None:
+        """What comes next was not trained on before."""
+        self._restore(self._now)
+
+    def _restore(self, states: list[torch.Tensor]) -> None:
+        if len(states) == len(self._loaders):
+            for generator, state in zip(self._loaders, states, strict=True):
+                generator.set_state(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Them, or None."""
-        return {"epoch": self.epoch}
+        """Plain values; "epoch" is None before the first epoch."""
+        now = [generator.get_state() for generator in self._loaders]
+        return {"epoch": self._epoch, "begun": self._begun, "now": now}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put `state_dict` back."""
-        self.epoch = state["epoch"]
+        """Put `state_dict` back, as far as it is not for `begin_again` and `go_on` to do."""
+        self._epoch, self._begun, self._now = state["epoch"], list(state["begun"]), list(state["now"])
+
+
+def _generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators of a loader and its samplers, in a stable order."""
+    owners, found = [loader], list[torch.Generator]()
+    for owner in owners:
+        for name in ("generator", "synchronized_generator"):
+            generator = getattr(owner, name, None)
+            if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
+                found.append(generator)
+        inner = (getattr(owner, name, None) for name in ("sampler", "batch_sampler"))
+        owners += [item for item in inner if item is not None and all(item is not other for other in owners)]
+    return found
 
 
 def _after(loader: Any, skip: int) -> Iterator[Any]:

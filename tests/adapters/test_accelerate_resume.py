@@ -145,6 +145,39 @@ def test_batches_without_epochs(tmp_path: Path) -> None:
         assert passes(run, loop, 2) == [expected[1][4:], expected[2]]
 
 
+@pytest.mark.parametrize("stop", [(1, 2), (0, 4), (2, 0)])
+def test_a_loader_that_draws_from_its_own_generator(tmp_path: Path, stop: tuple[int, int]) -> None:
+    """As Accelerate makes one where there are several ranks."""
+
+    def trained(folder: Path, stop: tuple[int, int] | None = None) -> list[list[int]]:
+        forget_accelerators()
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        data = torch.utils.data.TensorDataset(torch.arange(10.0)[:, None])
+        generator = torch.Generator().manual_seed(5)
+        loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True, generator=generator)
+        model, loader, optimizer = accelerator.prepare(
+            model, loader, torch.optim.Adam(model.parameters(), lr=0.1)
+        )
+        seen = []
+        with attach(accelerator, store=folder / "store", **EXACT) as run:
+            for epoch in run.epochs(3):
+                for number, (batch,) in enumerate(run.batches(loader)):
+                    accelerator.backward(model(batch).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    seen.append(batch[:, 0].tolist())
+                    if (epoch, number) == stop:
+                        raise KeyboardInterrupt
+        return seen
+
+    whole = trained(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path / "run", stop)
+    assert trained(tmp_path / "run") == whole[stop[0] * 5 + stop[1] + 1 :]
+
+
 def test_two_models_with_an_optimizer_each(tmp_path: Path) -> None:
     def trained(folder: Path, steps: int, seed: int) -> tuple[Any, list[nn.Module]]:
         forget_accelerators()
@@ -174,5 +207,5 @@ def test_two_models_with_an_optimizer_each(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.leaves_arena
 def test_two_ranks_one_of_which_is_killed(tmp_path: Path, arena_dir: Path) -> None:
-    found = torchrun("tests.adapters.accelerate_runs", tmp_path, arena_dir, kill_at=3)
-    check_ranks(found, killed_at=3)
+    found = torchrun("tests.adapters.accelerate_runs", tmp_path, arena_dir, kill_at=5)  # in the second epoch
+    check_ranks(found, killed_at=5)
