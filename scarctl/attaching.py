@@ -29,6 +29,7 @@ def attach(
     norm: str | Callable[..., Any] | None = None,
     tracker: str | None = None,
     max_staleness: int | None = None,
+    extrapolate: bool | None = None,
     shards: int | None = None,
     seed: int | None = None,
     partition_bytes: int | None = None,
@@ -66,6 +67,8 @@ def attach(
     tracker: how distances are found: "exact" compares all values, "sampled" a changing few of every large partition,
         "touched" counts which rows of embedding tables get gradients, "auto" takes for each tensor what costs least.
     max_staleness: iterations after which a changed partition is saved before all others.
+    extrapolate: a partial recovery restores parameters not as they were saved, but further along the way that they
+        went before, as far as that would have helped at the checkpoints so far (see `scarctl.extrapolation`).
     shards, seed: split the state at random into that many parts that fail together.
     partition_bytes, by_layer, rows: size of a partition; fixed, like shards and seed, when the store is created.
     schedulers, scaler: learning-rate schedulers and gradient scaler; read right before the next step.
@@ -101,6 +104,7 @@ def attach(
         "norm": norm,
         "tracker": tracker,
         "max_staleness": max_staleness,
+        "extrapolate": extrapolate,
         "shards": shards,
         "seed": seed,
         "partition_bytes": partition_bytes,

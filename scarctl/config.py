@@ -58,6 +58,8 @@ class SessionSettings:
     """How distances are found: exact, sampled, touched, or auto (see `scarctl.tracker`)."""
     max_staleness: int | None = None
     """A changed partition is saved when its copy is this many iterations old. None: no such limit."""
+    extrapolate: bool = False
+    """Partial recoveries restore parameters further along the way that they went (see `scarctl.extrapolation`)."""
     shards: int | None = None
     """Parts that fail together; the state is split at random. Fixed when the store is created (None: 1)."""
     seed: int | None = None
@@ -94,7 +96,14 @@ class SessionSettings:
         _at_least("max_staleness", self.max_staleness, 1)
         check_fixed(self.shards, self.partition_bytes)
         _at_least("seed", self.seed, 0)
-        for name in ("assume_single_writer", "by_layer", "flush_on_signal", "daemon", "validate"):
+        for name in (
+            "assume_single_writer",
+            "by_layer",
+            "flush_on_signal",
+            "daemon",
+            "validate",
+            "extrapolate",
+        ):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 raise UsageError(f"{name} is {value!r}", hint="give true or false")
@@ -302,6 +311,7 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "norm": str,
     "tracker": str,
     "max_staleness": int,
+    "extrapolate": _flag,
     "shards": int,
     "seed": int,
     "partition_bytes": int,

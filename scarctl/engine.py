@@ -24,6 +24,7 @@ from scarctl.cadence import Cadence
 from scarctl.config import SessionSettings
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.handover import HandOverQueue
+from scarctl.daemon.movements import Movements
 from scarctl.daemon.persister import adopt_orphans
 from scarctl.daemon.saver import Saver
 from scarctl.errors import ScarError
@@ -34,6 +35,7 @@ from scarctl.policy import Selection, select, squared
 from scarctl.recovery import Plan
 from scarctl.store import Store
 from scarctl.tracker import Tracker
+from scarctl.trend import Trend
 from scarctl.version import NEVER, pack, step_of
 
 log = logging.getLogger("scarctl")
@@ -156,6 +158,7 @@ class Engine:
         self.credit = 0
         self.cursor = 0
         self.motion = Motion(layout)
+        self.trend = Trend(layout) if settings.extrapolate else None
         self.cadence = Cadence(
             None if settings.interval == "auto" else settings.interval,
             checkpoint_bytes=layout.nbytes if settings.policy == "full" else self.budget,
@@ -171,8 +174,14 @@ class Engine:
         """Copies could not be queued: to be tried again."""
         self._oldest, self._oldest_since = NEVER, math.inf
         """Version of the oldest copy that waits for the store, and since when that is the oldest."""
+        self.movements: Movements | None = None
         try:
+            if self.trend is not None:
+                self.movements = Movements(self.arena.folder, layout, self.trend.groups)
+            before = self.arena.version.copy()
             saver.open(self.arena, stopped=stopped)
+            if self.movements is not None:
+                self.movements.relabel(before, self.arena.version)
         except BaseException:
             self.selector.close()
             self.arena.close()
@@ -238,7 +247,7 @@ class Engine:
             changed = live.changed() | ~self.arena.intact()
             good = np.isfinite(distance)
             ids, nonfinite = np.flatnonzero(changed & good), np.flatnonzero(changed & ~good)
-        self._save(live, ids, distance, version)
+        self._save(live, ids, distance, version, sealed=not nonfinite.size)
         self.tracker.saved_all(but=nonfinite)
         return Copied(version, ids, sealed=not nonfinite.size, nonfinite=nonfinite)
 
@@ -246,9 +255,21 @@ class Engine:
         # Not when somebody has asked for a checkpoint: all ranks have to look after the same iterations.
         if step == self._due_at:
             self.motion.look(live.tensors, step)
+        if self.trend is not None:
+            self.trend.look(live.tensors, step)
 
-    def _save(self, live: LiveState, ids: Ids, distance: NDArray[np.float64], version: int) -> None:
-        live.save(ids, version)
+    def _save(
+        self,
+        live: LiveState,
+        ids: Ids,
+        distance: NDArray[np.float64],
+        version: int,
+        *,
+        sealed: bool = False,
+    ) -> None:
+        live.save(ids, version, self.movements)
+        if self.trend is not None:
+            self.trend.saved(ids, step_of(version), sealed=sealed)
         self.arena.distance[:] = distance
         self.equal(ids)
 
@@ -257,10 +278,15 @@ class Engine:
         self.arena.distance[ids] = 0.0
         self.tracker.saved(ids)
 
+    def moved(self, live: LiveState, ids: Ids) -> None:
+        """Live values of these partitions (ascending) were changed by no step: they are not what the arena has."""
+        self.arena.distance[ids] = live.distances_at(ids, self.settings.norm)
+        self.tracker.moved(ids)
+
     def spoil(self, ids: Ids) -> None:
         """The copies of these partitions are no good."""
         self.arena.spoil(ids)
-        self.tracker.spoiled(ids)
+        self.tracker.moved(ids)
 
     def copy_again(self, live: LiveState, copied: Copied, g: int) -> Copied:
         """Copy what was copied of group `g` once more. What is not finite by now has no good copy of this step."""

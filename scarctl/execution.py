@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
 from scarctl.errors import NoIntactCopy
+from scarctl.extrapolation import Extrapolation
 from scarctl.prediction import Cost
 from scarctl.recovery import (
     MEMORY,
@@ -72,6 +73,8 @@ class Report:
     """The file that was written."""
     cost: Cost | None = None
     """What the recovery is predicted to cost; None where nobody has asked."""
+    extrapolation: Extrapolation | None = None
+    """What came back further along the way than it was saved; None where nobody wanted that, or all is of one step."""
 
     @property
     def mode(self) -> str:
@@ -112,6 +115,7 @@ class Report:
             "output": self.output,
             "seconds": round(self.seconds, 6),
             **(self.cost.to_json() if self.cost is not None else {}),
+            **({"extrapolation": self.extrapolation.to_json()} if self.extrapolation is not None else {}),
         }
 
 

@@ -6,18 +6,21 @@ the arena under the generation protocol, `load` copies them back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
+from scarctl.daemon.movements import Movements
 from scarctl.distance import Norm, Scratch, changed, distances, distances_of
 from scarctl.dtypes import torch_of
 from scarctl.layout import Layout
 from scarctl.recovery import take_rows
 from scarctl.sampling import sampled_squares
+from scarctl.version import step_of
 
 Ids = NDArray[np.int64]
 
@@ -31,14 +34,34 @@ _GATHER = 3
 """To gather partitions and compare them takes about as long as to compare so many where they are."""
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Partitions that were loaded further along the way than they are saved. Arrays are parallel to `ids`."""
+
+    ids: Ids
+    """Ascending."""
+    movement: NDArray[np.float64]
+    """Squared norms of the movements, as they were noted."""
+    distance: NDArray[np.float64]
+    """Norms of the change in the live values of the parameter; NaN or Inf where those were not finite."""
+
+
 class LiveState:
     """Tensors of a model and its optimizer, parallel to `layout.groups[g].tensors[t]`, and their arena.
 
     A tensor may be on any device and have any strides; its shape and dtype are those of the layout.
     """
 
-    def __init__(self, layout: Layout, tensors: Sequence[Sequence[torch.Tensor]], arena: Arena) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        tensors: Sequence[Sequence[torch.Tensor]],
+        arena: Arena,
+        frozen: Set[int] = frozenset(),
+    ) -> None:
+        """frozen: numbers of groups that training does not change; see `StateGroup`."""
         self.layout = layout
+        self.frozen = frozen
         self.tensors = [list(group) for group in tensors]
         self.arena = arena
         self._saved = [
@@ -49,9 +72,12 @@ class LiveState:
             for g, group in enumerate(layout.groups)
         ]
 
-    def with_tensors(self, tensors: Mapping[int, Sequence[torch.Tensor]]) -> LiveState:
+    def with_tensors(
+        self, tensors: Mapping[int, Sequence[torch.Tensor]], frozen: Set[int] | None = None
+    ) -> LiveState:
         """The same state with other tensors for some groups, by number: newer ones, or private copies."""
         twin = object.__new__(LiveState)
+        twin.frozen = self.frozen if frozen is None else frozen
         twin.layout, twin.arena, twin._saved = self.layout, self.arena, self._saved
         twin.tensors = [list(tensors.get(g, group)) for g, group in enumerate(self.tensors)]
         return twin
@@ -106,12 +132,13 @@ class LiveState:
             result[self._span(g)] = changed(group, self.tensors[g], self._saved[g])
         return result
 
-    def save(self, ids: Ids, version: int) -> None:
-        """Copy the partitions `ids` (ascending) into the arena as `version`.
+    def save(self, ids: Ids, version: int, movements: Movements | None = None) -> None:
+        """Copy the partitions `ids` (ascending) into the arena as `version`, and note by how much they have moved.
 
         What somebody keeps writing to meanwhile, as far as torch counts it, is left as it is in the middle of a copy.
         """
         for g, batch, starts, stops in self._batches(ids):
+            note = None if movements is None else self._before(g, batch, starts, stops, movements)
             self.arena.begin(batch)
             for _ in range(_ATTEMPTS):
                 before = self.counters(g)
@@ -119,11 +146,50 @@ class LiveState:
                     _copy_rows(saved, live, starts, stops)
                 if self.counters(g) == before:
                     self.arena.end(batch, version)
+                    if note is not None:
+                        note(version)
                     break
+
+    def _before(
+        self, g: int, ids: Ids, starts: Ids, stops: Ids, movements: Movements
+    ) -> Callable[[int], None] | None:
+        """Keep the copies of `ids`, and return what notes how far newer ones are from them."""
+        if g not in movements:
+            return None
+        arena, saved = self.arena, self._saved[g][0]
+        whole = (arena.generation[ids] & np.uint64(1) == 0) & (arena.version[ids] >= 0)
+        since = step_of(np.maximum(arena.version[ids], arena.sealed))
+        row_bytes = self.layout.groups[g].tensors[0].row_bytes
+        pieces: list[slice | Ids] = [take_rows(starts, stops)]
+        if (
+            not isinstance(pieces[0], slice)
+            and int((stops - starts).sum()) * row_bytes >= len(ids) * _RUN_BYTES
+        ):
+            pieces = [slice(a, b) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+        before = [_rows(saved, rows).clone() for rows in pieces]
+
+        def note(version: int) -> None:
+            # In this order: a process may be killed in between.
+            movements.gap[ids] = 0
+            target = self._movements(g, movements)
+            for rows, then in zip(pieces, before, strict=True):
+                moved = torch.sub(_rows(saved, rows), then, out=then)
+                if isinstance(rows, slice):
+                    target[rows].copy_(moved)
+                else:
+                    target[torch.from_numpy(rows)] = moved.to(target.dtype)
+            movements.version[ids] = version
+            movements.gap[ids] = np.where(whole, np.maximum(step_of(version) - since, 0), 0)
+
+        return note
 
     def counters(self, g: int) -> list[int]:
         """How often each tensor of group `g` was written to in place, as far as torch counts it."""
         return [t._version for t in self.tensors[g]]
+
+    def mark(self, g: int) -> list[tuple[int, int]]:
+        """The same again only if nobody has written to group `g` meanwhile, as far as torch counts it."""
+        return [(t.data_ptr(), t._version) for t in self.tensors[g]]
 
     def load(self, ids: Ids) -> None:
         """Copy the partitions `ids` (ascending) from the arena into the live tensors."""
@@ -133,6 +199,46 @@ class LiveState:
                 for saved, live in zip(self._saved[g], self.tensors[g], strict=True):
                     if not _is_placeholder(live):
                         _copy_rows(live, saved, starts, stops)
+
+    def load_extrapolated(
+        self, g: int, ids: Ids, movements: Movements, weights: NDArray[np.float64]
+    ) -> Moved:
+        """Copy the partitions `ids` (ascending) of group `g` from the arena into the live tensors, with the values
+        s + weight · movement of the parameter in place of the saved ones, s. weights: one per partition.
+
+        Those for which the result is not finite are left alone.
+        """
+        live = self.tensors[g][0].detach()
+        starts, stops = self.layout.row_ranges(ids)
+        lengths = stops - starts
+        firsts = np.cumsum(lengths) - lengths
+        s = _rows(self._saved[g][0], take_rows(starts, stops))
+        kind = torch.promote_types(s.dtype, torch.float32)
+        moved = self._movements(g, movements)
+        moved = moved[_index(take_rows(starts, stops), moved)].to(kind)
+        each = torch.from_numpy(np.repeat(weights, lengths)).to(kind)[:, None]
+        there = (s.to(kind) + each * moved).to(s.dtype)
+        finite = torch.isfinite(there).all(dim=1)
+        good = np.logical_and.reduceat(finite.numpy(), firsts)
+        was = _rows(live, take_rows(starts, stops)).to("cpu", kind)
+        result = Moved(
+            ids[good],
+            np.add.reduceat(_row_squares(moved), firsts)[good],
+            np.sqrt(np.add.reduceat(_row_squares(was - there.to(kind)), firsts)[good]),
+        )
+        if result.ids.size:
+            self.load(result.ids)
+            there = there[torch.from_numpy(np.repeat(good, lengths))].view(-1, *live.shape[1:])
+            with torch.no_grad():
+                if live.dim():
+                    live[_index(take_rows(starts[good], stops[good]), live)] = there.to(live.device)
+                else:
+                    live.copy_(there[0])
+        return result
+
+    def _movements(self, g: int, movements: Movements) -> torch.Tensor:
+        """Of all rows of group `g`, each as one vector."""
+        return torch.from_numpy(movements.of(g)).view(torch.bfloat16).view(self.layout.groups[g].rows, -1)
 
     def _span(self, g: int) -> slice:
         return slice(int(self.layout.base[g]), int(self.layout.base[g + 1]))
@@ -147,6 +253,22 @@ class LiveState:
                 batch = mine[first : first + step]
                 starts, stops = self.layout.row_ranges(batch)
                 yield g, batch, starts, stops
+
+
+def _rows(tensor: torch.Tensor, rows: slice | Ids) -> torch.Tensor:
+    """Some rows of a tensor, each as one vector."""
+    picked = tensor[_index(rows, tensor)] if tensor.dim() else tensor.reshape(1)
+    return picked.reshape(picked.shape[0], -1)
+
+
+def _index(rows: slice | Ids, tensor: torch.Tensor) -> slice | torch.Tensor:
+    return rows if isinstance(rows, slice) else torch.from_numpy(rows).to(tensor.device)
+
+
+def _row_squares(rows: torch.Tensor) -> NDArray[np.float64]:
+    """Squared norm of every row."""
+    squares: NDArray[np.float64] = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square().numpy()
+    return squares
 
 
 def _is_placeholder(tensor: torch.Tensor) -> bool:

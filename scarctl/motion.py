@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from scarctl.history import History
 from scarctl.layout import Layout
+from scarctl.sampling import values_at
 
 VALUES = 1 << 15
 """Size of the sample, which is all of a smaller state. Torch does as little as this in one thread, without waiting for
@@ -75,16 +76,10 @@ class Motion:
         self.forget()
 
     def _sample(self, g: int, tensor: torch.Tensor) -> Sample:
-        """A private copy of the sample, float64 in host memory."""
-        tensor, index = tensor.detach(), self._index[g]
-        if index is not None:
-            if index.device != tensor.device:
-                index = self._index[g] = index.to(tensor.device)
-            # Not of a reshaped tensor: that would copy all of one with other strides.
-            flat = tensor.is_contiguous()
-            tensor = tensor.view(-1).index_select(0, index) if flat else torch.take(tensor, index)
-        found: Sample = tensor.cpu().to(torch.float64, copy=True).reshape(-1).numpy()
-        return found
+        index = self._index[g]
+        if index is not None and index.device != tensor.device:
+            index = self._index[g] = index.to(tensor.device)
+        return values_at(tensor, index)
 
 
 def _moves(tensor: torch.Tensor) -> bool:

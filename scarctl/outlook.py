@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from scarctl.convergence import CannotTell
 from scarctl.daemon.arena import Arena
 from scarctl.errors import Corruption
+from scarctl.extrapolation import FIELD as EXTRAPOLATION
 from scarctl.history import History
 from scarctl.layout import Layout
 from scarctl.prediction import Choice, Cost, Outlook, Rework, choose, grouped, rework_of_loss
@@ -38,6 +39,14 @@ def history_of(extras: Any) -> tuple[History, str]:
 def to_extras(history: History, norm: object) -> dict[str, Any]:
     """What `history_of` reads, as one more field of extras. norm: of the session's distances."""
     return {FIELD: {"norm": norm if isinstance(norm, str) else "a function", "points": history.to_array()}}
+
+
+def of_own_part(extras: Mapping[str, Any], own: Any) -> dict[str, Any]:
+    """Extras of another process, with what tells of a process's own part of the state from `own`, if it is there."""
+    own = own if isinstance(own, dict) else {}
+    about = (FIELD, EXTRAPOLATION)
+    shared = {name: value for name, value in extras.items() if name not in about}
+    return shared | {name: own[name] for name in about if name in own}
 
 
 def stored_outlook(

@@ -21,6 +21,8 @@ from scarctl.dtypes import torched
 from scarctl.engine import Engine
 from scarctl.errors import Corruption, NoIntactCopy, UsageError
 from scarctl.execution import Report, execute
+from scarctl.extrapolating import load_extrapolated
+from scarctl.extrapolation import Extrapolation
 from scarctl.live import LiveState
 from scarctl.prediction import MODES, Cost
 from scarctl.recovery import MEMORY, Ids, Lost, Perturbation, Plan, estimate, plan_partial, plan_rollback
@@ -61,7 +63,7 @@ def resume_live(
     if mode == "rollback":
         report, extras = _roll_back(engine, live, together, snapshot=snapshot)
         assert report.step is not None
-        engine.motion.go_on(shared_history(engine, extras, report.step, together))
+        _learnt(engine, extras, report.step, together)
         return Resumed(report.step, True, replace(report, cost=cost)), extras
     # Meanwhile nothing moves from the queue to the store: extras would be seen in neither. Nor after a failure: what
     # waits may be of later steps than the one from which another attempt goes on.
@@ -69,11 +71,16 @@ def resume_live(
     resumed, extras = _resume(engine, live, together)
     together.agree(engine.saver.resume)
     engine.adopt_orphans()
-    if extras is not None:
-        engine.motion.go_on(shared_history(engine, extras, resumed.step, together))
     if resumed.report is not None:
         resumed = replace(resumed, report=replace(resumed.report, cost=cost))
     return resumed, extras
+
+
+def _learnt(engine: Engine, extras: Any, step: int, together: Together) -> None:
+    """Go on from the state of `step`, with what a session had learnt of the run when it saved these extras."""
+    engine.motion.go_on(shared_history(engine, extras, step, together))
+    if engine.trend is not None:
+        engine.trend.go_on(extras)
 
 
 def _weigh(engine: Engine, together: Together) -> tuple[str, Cost | None]:
@@ -91,7 +98,7 @@ def _weigh(engine: Engine, together: Together) -> tuple[str, Cost | None]:
 
 
 def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resumed, Any]:
-    arena, everything = engine.arena, np.arange(engine.layout.partitions)
+    arena = engine.arena
     found, report = together.agree(lambda: _fetch(engine))
     agreed = together.go_on(found, engine.store)
     if agreed is None:
@@ -104,7 +111,10 @@ def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resume
     # count as of the step before, so that they never pass for exact.
     ahead = np.flatnonzero(step_of(arena.newest()) > step)
     arena.relabel(ahead, pack(arena.epoch, max(0, step - 1)))
-    live.load(everything)
+    _learnt(engine, agreed.extras, step, together)
+    assert report is not None, "there is one where something is found"
+    told, _, _ = load_extrapolated(engine, live, report.plan, step, exact=agreed.exact)
+    report = _with(report, told)
     together.spread()
     return Resumed(step, agreed.exact, report, agreed.summary), agreed.extras
 
@@ -159,14 +169,29 @@ def recover_live(
     mode, cost = weigh_loss(engine, ids, now, head_step, together, mode, max_rework)
     if mode == "rollback":
         report, extras = _roll_back(engine, live, together, lost=ids.size)
-        engine.motion.go_on(shared_history(engine, extras, report.step or 0, together))
+        _learnt(engine, extras, report.step or 0, together)
         return replace(report, cost=cost), extras
     report = together.agree(lambda: _fetch_lost(engine, live, ids, now, head_step))
-    live.load(ids)
-    engine.equal(ids)
+    # One rank's part may be of one step, but not of that of the others.
+    exact = report.exact and not together.several
+    told, moved, changes = load_extrapolated(engine, live, report.plan, head_step, exact=exact)
+    engine.equal(np.setdiff1d(ids, moved, assume_unique=True))
+    if moved.size:
+        engine.moved(live, moved)
+        now[np.searchsorted(ids, moved)] = changes
+        report = replace(report, perturbation=_perturbation(now, report.perturbation))
+    report = _with(report, told)
     engine.motion.forget()
+    if engine.trend is not None:
+        engine.trend.forget(ids)
     together.spread()
     return replace(report, cost=cost), None
+
+
+def _with(report: Report, told: Extrapolation | None) -> Report:
+    """What was extrapolated is no copy of any step, also where all copies are of one."""
+    exact = report.exact and (told is None or not told.partitions)
+    return replace(report, plan=replace(report.plan, exact=exact), extrapolation=told)
 
 
 def _distances(engine: Engine, live: LiveState, ids: Ids) -> NDArray[np.float64]:
@@ -180,7 +205,10 @@ def _distances(engine: Engine, live: LiveState, ids: Ids) -> NDArray[np.float64]
 def _fetch_lost(
     engine: Engine, live: LiveState, ids: Ids, now: NDArray[np.float64], head_step: int
 ) -> Report:
-    """Bring the freshest copies of `ids` into the arena. now: their distances from what is there already."""
+    """Bring the freshest copies of `ids` into the arena.
+
+    now: their distances from what is there already; afterwards, from what is there then.
+    """
     arena = engine.arena
     torn = ids[~arena.intact()[ids]]
     # The arena has the newest copies of all: the store is read only for what is not intact there.
@@ -190,7 +218,7 @@ def _fetch_lost(
     report = execute(plan, engine.store, arena, ArenaSink(arena))
     new = report.plan.tier != MEMORY
     now[new] = live.distances_at(ids[new])
-    return replace(report, perturbation=_perturbation(now, known))
+    return replace(report, perturbation=_perturbation(now, estimate(known)))
 
 
 def _roll_back(
@@ -217,7 +245,7 @@ def _roll_back(
             snapshot=snapshot,
         )
         report = execute(plan, engine.store, engine.arena, ArenaSink(engine.arena))
-        report = replace(report, perturbation=_perturbation(live.distances(), known))
+        report = replace(report, perturbation=_perturbation(live.distances(), estimate(known)))
         return report, _sealed_extras(engine.store, report.plan)
 
     with contextlib.ExitStack() as stopped:
@@ -248,11 +276,11 @@ def check_mode(mode: str) -> None:
         raise UsageError(f"unknown mode {mode!r}", hint=f"use one of {', '.join(MODES)}")
 
 
-def _perturbation(now: NDArray[np.float64], known: NDArray[np.float64]) -> Perturbation:
-    """Norm of the change that loading from the arena makes: measured where live values are still numbers."""
-    if np.isfinite(now).all():
-        return Perturbation(float(np.linalg.norm(now)), "measured")
-    return estimate(known)
+def _perturbation(distance: NDArray[np.float64], otherwise: Perturbation) -> Perturbation:
+    """Norm of the change in partitions that change by these distances, measured where live values are still numbers."""
+    if np.isfinite(distance).all():
+        return Perturbation(float(np.linalg.norm(distance)), "measured")
+    return otherwise
 
 
 def _never_complete(engine: Engine, states: Mapping[int, ShardState]) -> bool:

@@ -53,6 +53,18 @@ def sample(values: int, seed: int, turn: int) -> NDArray[np.int64]:
     return picked[: np.searchsorted(picked, values)]
 
 
+def values_at(tensor: torch.Tensor, index: torch.Tensor | None) -> NDArray[np.float64]:
+    """A private copy of the values at these positions, int64, of the flat tensor (None: of all), in host memory."""
+    tensor = tensor.detach()
+    if index is not None:
+        index = index.to(tensor.device)
+        # Not of a reshaped tensor: that would copy all of one with other strides.
+        flat = tensor.is_contiguous()
+        tensor = tensor.view(-1).index_select(0, index) if flat else torch.take(tensor, index)
+    found: NDArray[np.float64] = tensor.cpu().to(torch.float64, copy=True).reshape(-1).numpy()
+    return found
+
+
 def sampled_squares(
     live: torch.Tensor, saved: torch.Tensor, per_partition: int, seed: int, turn: int
 ) -> NDArray[np.float64]:

@@ -21,10 +21,12 @@ WITH_TORCH = {
     "scarctl.distance",
     "scarctl.dtypes",
     "scarctl.engine",
+    "scarctl.extrapolating",
     "scarctl.live",
     "scarctl.moment",
     "scarctl.motion",
     "scarctl.naming",
+    "scarctl.opening",
     "scarctl.ranks.crew",
     "scarctl.ranks.exchange",
     "scarctl.ranks.moved",
@@ -40,6 +42,7 @@ WITH_TORCH = {
     "scarctl.session",
     "scarctl.simulate.extrapolate",
     "scarctl.simulate.trial",
+    "scarctl.streams",
     "scarctl.testing",
     "scarctl.testing.child",
     "scarctl.testing.residue",
@@ -51,6 +54,7 @@ WITH_TORCH = {
     "scarctl.together",
     "scarctl.touches",
     "scarctl.tracker",
+    "scarctl.trend",
     "scarctl.weighing",
 }
 

@@ -150,7 +150,7 @@ def test_a_spoiled_copy_is_looked_at_again(kind: str) -> None:
     table.train([1])
     table.look()
     table.live._saved[0][0][50] += 1
-    table.tracker.spoiled(np.array([50]))
+    table.tracker.moved(np.array([50]))
     assert table.look()[50] == pytest.approx(2.0)
 
 

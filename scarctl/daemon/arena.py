@@ -34,6 +34,7 @@ from scarctl.daemon.arenafile import (
     FIELDS,
     FIELDS_AT,
     FILE,
+    MOVEMENTS,
     BeforeBoot,
     Geometry,
     not_an_arena,
@@ -154,6 +155,7 @@ class Arena:
             log.warning("%s: what it had that the store has not is lost", error.message)
             clear_queue(folder)
             path.unlink()
+            (folder / MOVEMENTS).unlink(missing_ok=True)
             os.close(lock)
             return None
         except BaseException:
@@ -359,6 +361,7 @@ class Arena:
         """
         if self._folder is not None and self._lock >= 0:
             (self._folder / FILE).unlink(missing_ok=True)
+            (self._folder / MOVEMENTS).unlink(missing_ok=True)
             try:
                 os.rmdir(self._folder)
             except OSError as error:

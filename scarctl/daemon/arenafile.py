@@ -17,6 +17,8 @@ from scarctl.layout import Layout
 from scarctl.version import MAX_EPOCH, MAX_STEP, NEVER, pack
 
 FILE = "arena"
+MOVEMENTS = "movements"
+"""Beside it, if there is one: see `scarctl.daemon.movements`."""
 _MAGIC = b"SCARaren"
 _FORMAT = 1
 _HEADER = 4096
@@ -64,7 +66,7 @@ def write_header(
         geometry.tensors_at,
         bytes.fromhex(layout.digest),
         bytes.fromhex(run_id[:32]),
-        _boot(),
+        boot_id(),
     )
     memory[: len(fixed)] = fixed
 
@@ -106,7 +108,7 @@ def read_header(fd: int, path: Path, run_id: str) -> tuple[Layout, Geometry]:
         raise not_an_arena(path, "its header does not fit its layout")
     if not _possible(os.pread(fd, 8 * len(FIELDS), FIELDS_AT)):
         raise not_an_arena(path, "its numbers are impossible")
-    if boot != _boot():
+    if boot != boot_id():
         raise BeforeBoot(f"{path} is from before this machine's last start", hint="it is of no use any more")
     return layout, geometry
 
@@ -129,7 +131,7 @@ class BeforeBoot(Corruption):
     """What the arena says about its copies need not be true any more."""
 
 
-def _boot() -> bytes:
+def boot_id() -> bytes:
     """Which start of the machine this is: 16 bytes; zeros where the system does not say."""
     try:
         return bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))

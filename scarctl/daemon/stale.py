@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from scarctl.daemon.arenafile import FILE
+from scarctl.daemon.arenafile import FILE, MOVEMENTS
 from scarctl.daemon.folder import check_private, lock_folder
 from scarctl.daemon.peek import peek
 from scarctl.errors import Contention, ScarError
@@ -122,6 +122,7 @@ def _remove(path: Path) -> StaleArena | None:
         if arena is None or not arena.durable:
             return None
         (path / FILE).unlink()
+        (path / MOVEMENTS).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # what is set aside there is for people to look at
             path.rmdir()
         return arena

@@ -25,8 +25,7 @@ from scarctl.engine import Selector
 from scarctl.errors import Unavailable, UsageError
 from scarctl.history import History
 from scarctl.layout import Layout
-from scarctl.outlook import FIELD as HISTORY
-from scarctl.outlook import history_of
+from scarctl.outlook import history_of, of_own_part
 from scarctl.parts import find_parts
 from scarctl.prediction import Outlook
 from scarctl.ranks.agreement import Agreement, Standing, agree_on_step, perturbation_of, rework_of_ranks
@@ -55,8 +54,8 @@ from scarctl.wishes import Wish
 T = TypeVar("T")
 log = logging.getLogger("scarctl")
 
-_ALIKE = ("store", "fraction", "interval", "max_bandwidth", "policy", "tracker", "max_staleness", "seed",
-          "partition_bytes", "by_layer", "rows", "on_error")  # fmt: skip
+_ALIKE = ("store", "fraction", "interval", "max_bandwidth", "policy", "tracker", "max_staleness", "extrapolate",
+          "seed", "partition_bytes", "by_layer", "rows", "on_error")  # fmt: skip
 """Settings that all ranks have to share."""
 _RANK = "rank:"
 
@@ -247,9 +246,7 @@ class Crew:
         shared = {n: v for n, v in theirs["early"]["extras"].items() if n not in self._rank_extras}
         early = {"rng": own["early"]["rng"], "extras": {**shared, **mine}}
         late = self.adapter.mix_late(theirs["late"], own["late"])
-        mixed = {**theirs, "early": {**theirs["early"], **early}, "late": late}
-        mixed.pop(HISTORY, None)  # of how far the other one's part has moved
-        return mixed | ({HISTORY: own[HISTORY]} if HISTORY in own else {})
+        return of_own_part({**theirs, "early": {**theirs["early"], **early}, "late": late}, own)
 
     def _summary(
         self, agreement: Agreement, everyone: list[Standing], store: Store, outlook: Outlook

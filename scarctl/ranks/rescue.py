@@ -24,7 +24,7 @@ from scarctl.daemon.handover import HandOverQueue
 from scarctl.dtypes import torch_of
 from scarctl.errors import Contention
 from scarctl.live import LiveState
-from scarctl.outlook import FIELD as HISTORY
+from scarctl.outlook import of_own_part
 from scarctl.ranks.holdings import Division
 from scarctl.store import Store
 from scarctl.version import pack, step_of
@@ -155,8 +155,7 @@ def _for_owner(extras: Any, known: Any, names: Collection[str]) -> Any:
     shared = {name: value for name, value in extras["early"]["extras"].items() if name not in names}
     own = {name: early["extras"][name] for name in names if name in early["extras"]}
     theirs = {**extras, "early": {**extras["early"], "rng": early["rng"], "extras": {**shared, **own}}}
-    theirs.pop(HISTORY, None)  # of how far the survivor's own part has moved
-    return theirs | ({HISTORY: known[HISTORY]} if known is not None and HISTORY in known else {})
+    return of_own_part(theirs, known)
 
 
 def _tensors(arena: Arena, held: _Held, groups: Sequence[StateGroup]) -> list[list[torch.Tensor]]:

@@ -238,6 +238,26 @@ def descend(rank: int, world: int, folder: str, steps: int, options: dict[str, A
     return {"step": resumed.step, "ranks": ranks, "report": report, "refused": refused}
 
 
+def drift(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Every value grows by 1 in each iteration, and all are saved in every eighth. After 51 of them rank 1 is lost."""
+    model = Bowl()
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    Path(folder, "arena").mkdir(exist_ok=True)
+    settings: dict[str, Any] = {"store": f"{folder}/store", "arena_dir": f"{folder}/arena", "daemon": False}
+    session = scarctl.attach(model, optimizer, fraction=1.0, interval=1 << 20, extrapolate=True, **settings)
+    with session:
+        for number in range(1, 52):
+            optimizer.zero_grad()
+            (-model.rows).sum().backward()
+            optimizer.step()
+            if number % 8 == 0:
+                session.checkpoint(wait=True)
+        report = session.recover("rank:1").to_json()
+        parts = torch.chunk(_full(model.rows), world)
+    return {"report": report, "values": [sorted(set(part.flatten().tolist())) for part in parts]}
+
+
 def note_checkpoints(steps: list[int]) -> None:
     """Add to `steps` each one after which a regular checkpoint is due."""
     due = Cadence.due

@@ -240,6 +240,21 @@ def test_all_ranks_predict_the_same_cost_of_a_loss(tmp_path: Path) -> None:
     assert 0 <= found[0]["ranks"]["rework"]["iterations"] < 20
 
 
+def test_each_rank_extrapolates_its_own_part(tmp_path: Path) -> None:
+    found = launch("tests.ranks.jobs:drift", 2, str(tmp_path))
+    other, lost = (one["report"] for one in found)
+    assert (other["extrapolation"]["partitions"], other["extrapolation"]["factors"]) == (0, {})
+    told = lost["extrapolation"]
+    assert (told["partitions"], told["unknown"]) == (lost["restored_partitions"], 0)
+    assert not lost["exact"]
+    (factor,) = told["factors"].values()
+    assert 0.7 < factor < 1
+    for one in found:
+        survivor, restored = one["values"]
+        assert survivor == [52.0]
+        assert restored == pytest.approx([52 - 3 * (1 - factor)])
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

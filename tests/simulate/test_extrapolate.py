@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scarctl.simulate.extrapolate import Fit
 from scarctl.simulate.study import Study
 from scarctl.simulate.summary import summarise
 from scarctl.simulate.trial import run_trial
@@ -25,46 +24,6 @@ def study(**settings: Any) -> Study:
         "policies": ("priority",),
     }
     return Study(**{**usual, **settings})
-
-
-class TestFit:
-    def test_it_finds_the_factor_and_starts_at_none(self) -> None:
-        fit = Fit()
-        assert fit.factor == 0
-        for _ in range(40):
-            fit.learn(dy=0.6 * 2.0, dd=2.0, yy=5.0)
-        # One checkpoint's weight of about ten says 0.
-        assert fit.factor == pytest.approx(0.6 * 10 / 11, rel=0.02)
-
-    @pytest.mark.parametrize("dy", [-1.0, 0.0])
-    def test_what_does_not_help_is_not_used(self, dy: float) -> None:
-        fit = Fit()
-        for _ in range(10):
-            fit.learn(dy, 1.0, 1.0)
-        assert fit.factor == 0
-
-    def test_what_turns_to_harm_is_stopped(self) -> None:
-        fit = Fit()
-        for _ in range(5):
-            fit.learn(1.0, 1.0, 1.0)
-        assert fit.factor > 0.7
-        for _ in range(3):
-            fit.learn(-1.0, 1.0, 1.0)
-        assert fit.factor == 0
-
-    @pytest.mark.parametrize(
-        "wrong", [(np.nan, 1.0, 1.0), (1.0, np.inf, 1.0), (0.0, 0.0, 1.0), (1.0, 1.0, 0.0)]
-    )
-    def test_nothing_is_learnt_from_nothing(self, wrong: tuple[float, float, float]) -> None:
-        fit = Fit()
-        fit.learn(*wrong)
-        assert fit.candidate == 0
-
-    def test_it_never_goes_further_than_one_gap(self) -> None:
-        fit = Fit()
-        for _ in range(20):
-            fit.learn(5.0, 1.0, 30.0)
-        assert fit.factor == 1
 
 
 def test_a_run_that_goes_straight_is_perturbed_less() -> None:
