@@ -17,13 +17,16 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks paper paper-quick test lint types layers unit long oldest format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick test lint types layers unit long oldest format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
 	@echo "make demo-ranks  four ranks train, one is killed, all go on: FSDP2, and a mixture of experts"
+	@echo "make demo-rows   half of the rows of an embedding model are lost: what each way of saving them has cost"
 	@echo "make paper    the paper's figures, into docs: long, goes on where it was stopped: DATA=$(DATA) TRIALS=$(TRIALS)"
 	@echo "make paper-quick  the same with a few iterations, into build: shows that it runs"
+	@echo "make beyond   models that the paper does not have, into docs: some minutes, goes on where it was stopped: TRIALS=$(TRIALS)"
+	@echo "make beyond-quick  the same with a few iterations, into build"
 	@echo "make test     lint, types, layers and unit, in this order"
 	@echo "make long     tests that unit leaves out: some minutes"
 	@echo "make oldest   the adapters' tests with the oldest versions of their frameworks, in $(OLDEST): some minutes, most of it set-up"
@@ -42,16 +45,25 @@ demo-ranks: $(VENV)/.examples
 	$(BIN)/python examples/lost_rank.py fsdp_transformer --kill
 	$(BIN)/python examples/lost_rank.py moe --kill
 
+demo-rows: $(VENV)/.examples
+	$(BIN)/python -m examples.embedding.compare
+
 # One thread: sums in one order are the same on every machine.
-paper paper-quick: export OMP_NUM_THREADS = 1
-paper paper-quick: export OPENBLAS_NUM_THREADS = 1
-paper paper-quick: export MKL_NUM_THREADS = 1
+paper paper-quick beyond beyond-quick: export OMP_NUM_THREADS = 1
+paper paper-quick beyond beyond-quick: export OPENBLAS_NUM_THREADS = 1
+paper paper-quick beyond beyond-quick: export MKL_NUM_THREADS = 1
 
 paper: $(VENV)/.paper
 	$(BIN)/python -m examples.paper.paper --data $(DATA) --trials $(TRIALS)
 
 paper-quick: $(VENV)/.paper
 	$(BIN)/python -m examples.paper.paper --data $(DATA) --quick --out build/paper-quick
+
+beyond: $(VENV)/.examples
+	$(BIN)/python -m examples.beyond.beyond --trials $(TRIALS)
+
+beyond-quick: $(VENV)/.examples
+	$(BIN)/python -m examples.beyond.beyond --quick --out build/beyond-quick
 
 test: lint types layers unit
 
@@ -73,7 +85,9 @@ long: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) -m long
 
 oldest: $(OLDEST)/.oldest
-	$(OLDEST)/bin/python -m pytest -n $(WORKERS) tests/adapters
+	@# Of setuptools, whenever this Lightning is imported.
+	$(OLDEST)/bin/python -m pytest -n $(WORKERS) -W "ignore:pkg_resources is deprecated" -W "ignore:Deprecated call to" \
+	    tests/adapters
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

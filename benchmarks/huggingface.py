@@ -142,7 +142,6 @@ def with_accelerate(folder: Path, arena: str, width: int, kind: str) -> Clock:
             options = {"arena_dir": arena, "fraction": 1 / FULL, "interval": INTERVAL}
             run = attach(accelerator, store=place / "store", **options)
             clock.ready = lambda: drained(run.session)
-            run.resume()
         for step, batch in enumerate(run.batches(loader) if run is not None else loader):
             clock.after(step)
             if step == WARM + STEPS:

@@ -6,6 +6,7 @@ What a user would write in the training loop is the class's `lines`. Every class
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -330,6 +331,8 @@ class Dlrover(Saver):
     def __init__(self, model: Any, optimizer: Any, folder: Path) -> None:
         super().__init__(model, optimizer, folder)
         library = importlib.import_module("dlrover.trainer.torch.flash_checkpoint.ddp")
+        if "LOCAL_RANK" not in os.environ:
+            raise ImportError("it saves through the agent that its launcher (dlrover-run) starts")
         self.checkpointer = library.DdpCheckpointer(str(folder / "flash"))
         self.storage = importlib.import_module(
             "dlrover.trainer.torch.flash_checkpoint.checkpointer"
@@ -349,6 +352,52 @@ class Dlrover(Saver):
         self._copy(self.checkpointer.load_checkpoint())
 
 
+class TorchCheckpointing(Saver):
+    lines = "saved = manager.save(path, state)\nwith manager.lock(): optimizer.step()\nmanager.load(path, into=state)"
+
+    def __init__(self, model: Any, optimizer: Any, folder: Path) -> None:
+        super().__init__(model, optimizer, folder)
+        library = importlib.import_module("torch_checkpointing")
+        staging = importlib.import_module("torch_checkpointing.staging").CheckpointStagerConfig()
+        config = importlib.import_module("torch_checkpointing.config")
+        storage = importlib.import_module("torch_checkpointing.storage.filesystem")
+        self.manager = library.CheckpointManager(
+            library.CheckpointManager.Config(
+                save=config.AsyncCheckpointSaverConfig(staging_config=staging),
+                # Direct I/O fails where a file's length is no multiple of a block.
+                storage_config=storage.LocalFileSystemStorageConfig(use_direct_io=False),
+            )
+        )
+        self.pending: Any = None
+        self.number = 0
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"checkpoint-{number}"
+
+    def _state(self) -> dict[str, Any]:
+        return {"state": dict(tensors(self.model, self.optimizer))}
+
+    def save(self) -> None:
+        self.number += 1  # it refuses to replace one
+        self.pending = self.manager.save(str(self._path(self.number)), self._state())
+
+    def before_step(self) -> None:
+        with self.manager.lock():
+            pass
+
+    def wait(self) -> None:
+        if self.pending is not None:
+            self.pending.result()
+            self.pending = None
+            shutil.rmtree(self._path(self.number - 1), ignore_errors=True)
+
+    def load(self) -> None:
+        self._copy(self.manager.load(str(self._path(self.number)), into=self._state())["state"])
+
+    def close(self) -> None:
+        self.manager.close()
+
+
 SAVERS: dict[str, Callable[[Any, Any, Path], Saver]] = {
     "scarctl": Scarctl,
     "torch.save": TorchSave,
@@ -360,5 +409,6 @@ SAVERS: dict[str, Callable[[Any, Any, Path], Saver]] = {
     "DCP async, pinned": DcpPinned,
     "torchsnapshot": Torchsnapshot,
     "Orbax": Orbax,
+    "torch_checkpointing": TorchCheckpointing,
     "DLRover flash": Dlrover,
 }

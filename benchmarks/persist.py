@@ -1,14 +1,18 @@
-"""Bytes per second into the store, with all checksums and fsyncs, next to a raw write with fsync of the same bytes.
+"""Bytes per second into the store and out of it, checksums and fsyncs included, next to plain files of the same bytes.
 
 python benchmarks/persist.py [--megabytes 512] [--rounds 7] [--folder DIR]
 
-One line per case: throughput relative to the raw write of the same round (1.00 is as fast; the aim is at least
-0.80), GB/s with its range, and CPU seconds (user and system) per GB.
+One line per case: throughput relative to the raw write or read of the same round (1.00 is as fast; the aims are 0.9
+for writing and 0.8 for reading), GB/s with its range, and CPU seconds (user and system) per GB. A commit is what the
+daemon does with a hand-over, a restore what `recover` does with lost partitions. Files are dropped from the page cache
+before they are read, as far as the system allows it.
 
   raw write + fsync      write(2) in 4 MiB pieces from memory to a new file, fsync of file and folder
   commit, all            a commit of every partition of a model with AdamW: segment, fsyncs, record
   commit, 1/8 scattered  a commit of every eighth partition of it
   small rows             the same for a table with 256-byte rows, every row one partition
+  raw read               preadv in 4 MiB pieces into memory that is there
+  restore                the same partitions into an arena that has none of them: read, checked, copied
 """
 
 from __future__ import annotations
@@ -22,9 +26,14 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from recover import evict
 from timing import interleaved, parser, print_table, ratio, scratch, settle, spread
 
+from scarctl.daemon.arena import Arena
+from scarctl.execution import execute
 from scarctl.layout import Layout, TensorSpec, build_layout
+from scarctl.recovery import plan_partial
+from scarctl.sinks import ArenaSink
 from scarctl.store import Store
 
 PIECE = 4 << 20
@@ -83,6 +92,10 @@ class Measured:
         return taken
 
 
+Found = tuple[dict[str, list[float]], dict[str, Measured]]
+"""Seconds by case, and the cases."""
+
+
 def raw(folder: Path, data: NDArray[np.uint8]) -> Callable[[], None]:
     """Write `data` to a new file and make it durable."""
     view = memoryview(data)
@@ -100,10 +113,41 @@ def raw(folder: Path, data: NDArray[np.uint8]) -> Callable[[], None]:
     return call
 
 
-def measure(
-    folder: Path, layout: Layout, every: int, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, Measured], int]:
-    """Commits of every `every`th partition next to raw writes of as many bytes: seconds, cases, bytes."""
+def raw_read(folder: Path, nbytes: int) -> Callable[[], None]:
+    """Read what `raw` has written."""
+    view = memoryview(bytearray(nbytes))
+
+    def call() -> None:
+        fd = os.open(folder / "raw", os.O_RDONLY)
+        for start in range(0, nbytes, PIECE):
+            os.preadv(fd, [view[start : start + PIECE]], start)
+        os.close(fd)
+
+    return call
+
+
+def measure_reads(folder: Path, layout: Layout, ids: NDArray[np.int64], memory: Memory, rounds: int) -> Found:
+    """The same partitions out of a store next to raw reads: as `measure`."""
+    shard_of = np.zeros(layout.partitions, np.int32)
+    store, arena = Store.create(folder / "read"), Arena.anonymous(layout)
+    with store.writer(layout=layout, shard_of=shard_of) as writer:
+        writer.commit(0, ids, memory.source, step=1)
+
+    def restore() -> None:
+        plan = plan_partial(ids, layout, shard_of, store.states([0], layout))
+        execute(plan, store, None, ArenaSink(arena))
+
+    def forget() -> None:
+        evict(folder)
+        arena.reset()
+
+    nbytes = int(layout.partition_bytes[ids].sum())
+    cases = {"raw": Measured(raw_read(folder, nbytes), forget), "store": Measured(restore, forget)}
+    return interleaved(cases, rounds), cases
+
+
+def measure(folder: Path, layout: Layout, every: int, rounds: int) -> tuple[dict[str, Found], int]:
+    """Every `every`th partition, written and read, next to raw files of as many bytes; and how many those are."""
     ids = np.arange(0, layout.partitions, every)
     nbytes = int(layout.partition_bytes[ids].sum())
     memory = Memory(layout)
@@ -120,9 +164,11 @@ def measure(
         def commit() -> None:
             writer.commit(0, ids, memory.source, step=next(steps))
 
-        cases = {"raw": Measured(raw(folder, data), remove_old), "commit": Measured(commit, remove_old)}
-        seconds = interleaved(cases, rounds)
-    return seconds, cases, nbytes
+        cases = {"raw": Measured(raw(folder, data), remove_old), "store": Measured(commit, remove_old)}
+        written = interleaved(cases, rounds), cases
+    remove_old()
+    raw(folder, data)()
+    return {"write": written, "read": measure_reads(folder, layout, ids, memory, rounds)}, nbytes
 
 
 def main() -> None:
@@ -136,14 +182,16 @@ def main() -> None:
         layout = make(args.megabytes << 20)
         for part, every in (("all", 1), ("1/8 scattered", 8)):
             with scratch(args.folder) as folder:
-                seconds, cases, nbytes = measure(folder, layout, every, args.rounds)
-            speed = {key: [nbytes / s / 1e9 for s in taken] for key, taken in seconds.items()}
-            labels = {"raw": f"raw write + fsync, {nbytes / 1e9:.2f} GB", "commit": f"commit, {name}{part}"}
-            for key, label in labels.items():
-                cpu = statistics.median(cases[key].cpu[1:]) / nbytes * 1e9
-                count = f"{layout.partitions // every:,}" if key == "commit" else ""
-                share = f"{ratio(speed[key], speed['raw']):.2f}"
-                rows.append((label, count, share, spread(speed[key]), f"{cpu:.2f}"))
+                found, nbytes = measure(folder, layout, every, args.rounds)
+            for way, (seconds, cases) in found.items():
+                speed = {key: [nbytes / s / 1e9 for s in taken] for key, taken in seconds.items()}
+                store = "commit" if way == "write" else "restore"
+                labels = {"raw": f"raw {way}, {nbytes / 1e9:.2f} GB", "store": f"{store}, {name}{part}"}
+                for key, label in labels.items():
+                    cpu = statistics.median(cases[key].cpu[1:]) / nbytes * 1e9
+                    count = f"{layout.partitions // every:,}" if key == "store" else ""
+                    share = f"{ratio(speed[key], speed['raw']):.2f}"
+                    rows.append((label, count, share, spread(speed[key]), f"{cpu:.2f}"))
     print_table(("case", "partitions", "of raw", "GB/s (range)", "CPU s/GB"), rows)
 
 

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from timing import arenas, parser, print_table, scratch, spread
 from torch import nn
-from training import wait_durable
 
 import scarctl
 
@@ -103,13 +102,13 @@ def main() -> None:
         timed(times, "persist in all", engine.saver.thread._persister, "persist")
         saved = session.stats.saved_bytes
         written: list[int] = []
-        for number in range(2, args.steps + 1):
+        for _ in range(2, args.steps + 1):
             step()
             session._finish()
             if session.stats.saved_bytes > saved:
                 written.append(session.stats.saved_bytes - saved)
                 saved = session.stats.saved_bytes
-                wait_durable(session, number)
+                engine.saver.drain(300)
         rows = [[name, spread(found, 1e-3, 1), str(len(found))] for name, found in times.items()]
         session.close(seal=False)
     print(f"{args.rows:,} rows, tracker {args.tracker}; the first checkpoint, of all, took {first:.1f} s")

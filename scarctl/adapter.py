@@ -42,6 +42,9 @@ class StateGroup:
     """
     scope: str = ""
     """Which ranks mean the same tensor by the name: those that give the same text. "": all of them."""
+    frozen: bool = False
+    """Training does not change it, now; what writes to it all the same is counted by torch (`_version`), or writes to
+    most of it."""
 
 
 class Adapter(Protocol):

@@ -58,11 +58,13 @@ class Binding:
 
     def live(self, arena: Arena) -> LiveState:
         """The model's tensors as they are now. Raises LayoutMismatch when they are not those of the arena's layout."""
-        tensors = tensors_of(self._adapter, arena.layout)
+        states = _states_of(self._adapter, arena.layout)
+        tensors = [_tensors(state, group) for state, group in zip(states, arena.layout.groups, strict=True)]
+        frozen = frozenset(g for g, state in enumerate(states) if state.frozen)
         if self._views is None or self._views.arena is not arena:
-            self._views = LiveState(arena.layout, tensors, arena)
+            self._views = LiveState(arena.layout, tensors, arena, frozen)
             return self._views
-        return self._views.with_tensors(dict(enumerate(tensors)))
+        return self._views.with_tensors(dict(enumerate(tensors)), frozen)
 
 
 def layout_of(adapter: Adapter, fixed: Settings) -> Layout:
@@ -78,8 +80,13 @@ def layout_of(adapter: Adapter, fixed: Settings) -> Layout:
 
 def tensors_of(adapter: Adapter, layout: Layout) -> list[list[torch.Tensor]]:
     """The state's tensors as they are now, parallel to the layout's. Raises LayoutMismatch when they do not fit it."""
-    tensors = []
-    by_name = {group.name: group for group in adapter.groups()}
+    states = _states_of(adapter, layout)
+    return [_tensors(state, group) for state, group in zip(states, layout.groups, strict=True)]
+
+
+def _states_of(adapter: Adapter, layout: Layout) -> list[StateGroup]:
+    """The adapter's groups, parallel to the layout's. Raises LayoutMismatch when they do not fit it."""
+    by_name = {state.name: state for state in adapter.groups()}
     for group in layout.groups:
         state = by_name.get(group.name)
         found = [state.tensors.get(spec.slot) for spec in group.tensors] if state else []
@@ -90,8 +97,11 @@ def tensors_of(adapter: Adapter, layout: Layout) -> list[list[torch.Tensor]]:
                 f"group {group.name!r} is no longer what it was when the layout was fixed",
                 hint="parameters may not be added, removed or resized while a session is open",
             )
-        tensors.append([t for t in found if t is not None])
-    return tensors
+    return [by_name[group.name] for group in layout.groups]
+
+
+def _tensors(state: StateGroup, group: Group) -> list[torch.Tensor]:
+    return [state.tensors[spec.slot] for spec in group.tensors]
 
 
 def _specs(group: StateGroup) -> tuple[TensorSpec, ...]:

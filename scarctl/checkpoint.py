@@ -23,6 +23,7 @@ from scarctl.errors import Corruption
 from scarctl.live import LiveState
 from scarctl.moment import Moment
 from scarctl.outlook import to_extras
+from scarctl.streams import Streams
 from scarctl.worker import Job, Worker
 
 log = logging.getLogger("scarctl")
@@ -62,6 +63,26 @@ class Stats:
                 self.last_stall_seconds = seconds + (0.0 if first else self.last_stall_seconds)
 
 
+def _leave_threads(worker: Worker) -> None:
+    """Have the worker's torch calls take half of the threads that this one's take, at least one.
+
+    OpenMP gives every thread that calls it a team of its own, for good. As soon as all teams together are larger than
+    the machine, none of them waits for its own members actively any more: each operation of forward, backward and
+    optimizer then costs a sleep, whether a copy is under way or not.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return
+
+    def take_half() -> None:
+        torch.get_num_threads()  # takes the default first, or the first operation would
+        torch.set_num_threads(threads // 2)
+
+    worker.submit(take_half).wait()
+    # It has become the default of threads that are started later, too.
+    torch.set_num_threads(threads)
+
+
 @dataclass(slots=True)
 class _UnderWay:
     moment: Moment
@@ -78,6 +99,7 @@ class Checkpoints:
         self,
         adapter: Adapter,
         worker: Worker,
+        streams: Streams,
         stats: Stats,
         fault: Callable[[Exception], None],
         *,
@@ -86,10 +108,12 @@ class Checkpoints:
         """`fault` is told of what goes wrong; what it raises is passed on."""
         self._adapter = adapter
         self._worker = worker
+        self._streams = streams
         self._stats = stats
         self._fault = fault
         self._validate = validate
         self._under_way: _UnderWay | None = None
+        _leave_threads(worker)
 
     @property
     def under_way(self) -> bool:
@@ -114,10 +138,13 @@ class Checkpoints:
             }
         )
 
+        marks = self._streams.complete(moment.marks, (t for group in live.tensors for t in group))
+
         def copy() -> Copied:
-            if full:
-                return engine.seal(live, moment.step, skip_if_behind=skip_if_behind)
-            return engine.copy(live, moment.step)
+            with self._streams.beside(marks):
+                if full:
+                    return engine.seal(live, moment.step, skip_if_behind=skip_if_behind)
+                return engine.copy(live, moment.step)
 
         counters = [live.counters(g) for g in range(len(live.tensors))]
         snapshot = [[t.clone() for t in group] for group in live.tensors] if self._validate else None

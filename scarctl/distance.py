@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -34,6 +35,8 @@ _Block = tuple[int, int, torch.Tensor, torch.Tensor]
 # enough not to be slowed down by a busy interpreter; an accelerator wants fewer and larger launches still.
 _CPU_CHUNK = 1 << 20
 _DEVICE_CHUNK = 1 << 23
+_LARGE = 1 << 14
+"""Values of a partition that is compared where it is rather than gathered with others."""
 
 
 def check_norm(norm: Norm) -> None:
@@ -92,10 +95,10 @@ def _squares(
             if scale is not None:
                 _row_squares(scratch.widen(b, a), scale[first:last])
     squared = result.cpu().numpy().astype(np.float64)
-    for index in np.flatnonzero(~np.isfinite(squared)):
-        start = int(index) * per_partition
-        squared[index] = _careful_square(
-            _rows(live, start, per_partition), _rows(saved, start, per_partition)
+    again = np.flatnonzero(~np.isfinite(squared))
+    for batch in _batches(again, rows, per_partition, values):
+        squared[batch] = _careful_squares(
+            _rows_of(live, batch, per_partition), _rows_of(saved, batch, per_partition), batch.size
         )
     if scale is not None:
         squared /= np.maximum(scale.cpu().numpy().astype(np.float64), np.finfo(np.float32).tiny)
@@ -215,13 +218,16 @@ def _row_squares(matrix: torch.Tensor, out: torch.Tensor) -> None:
         out += torch.linalg.vector_norm(matrix, dim=1).square_()
 
 
-def _careful_square(live: torch.Tensor, saved: torch.Tensor) -> float:
-    """Squared norm in float64 that forgives equal infinities, overflow, and a saved copy that is not finite itself."""
-    a = _matrix(live, 1).cpu().to(torch.float64)
-    b = _matrix(saved, 1).to(torch.float64)
+def _careful_squares(live: torch.Tensor, saved: torch.Tensor, count: int) -> NDArray[np.float64]:
+    """Squared norms of `count` partitions of as many rows each, in float64 of shape (count,): they forgive equal
+    infinities, overflow, and a saved copy that is not finite itself.
+    """
+    a = _matrix(live, count).cpu().to(torch.float64)
+    b = _matrix(saved, count).to(torch.float64)
     difference = torch.where(torch.isfinite(b), a - b, a)
     difference = torch.where(a == b, torch.zeros_like(a), difference)
-    return float(torch.dot(difference[0], difference[0]))
+    squares: NDArray[np.float64] = difference.square_().sum(dim=1).numpy()
+    return squares
 
 
 def _user_distances(
@@ -267,23 +273,36 @@ def distances_of(
     """Distances of some of the group's partitions: float64 of the shape of `ids`, which ascend. See `distances`."""
     result = np.empty(ids.size)
     per_partition = group.rows_per_partition
-    short = group.partitions - 1 if group.rows % per_partition else -1
     tensors = range(len(live) if callable(norm) else 1)
     values = max(1, math.prod(group.tensors[0].shape[1:])) * per_partition
-    together = max(1, _CPU_CHUNK // values)
-    whole = ids.size - int(bool(ids.size) and int(ids[-1]) == short)
-    spans = [(first, min(whole, first + together)) for first in range(0, whole, together)]
-    if whole < ids.size:
-        spans.append((whole, whole + 1))
     scratch = scratch or Scratch()
-    for first, last in spans:
-        batch = ids[first:last]
+    done = 0
+    for batch in _batches(ids, group.rows, per_partition, values):
         now = [_rows_of(live[t], batch, per_partition) for t in tensors]
         then = [_rows_of(saved[t], batch, per_partition) for t in tensors]
         specs = tuple(replace(group.tensors[t], shape=tuple(now[t].shape)) for t in tensors)
         part = Group(group.name, group.kind, per_partition, specs)
-        result[first:last] = distances(part, now, then, norm, scratch)
+        result[done : done + batch.size] = distances(part, now, then, norm, scratch)
+        done += batch.size
     return result
+
+
+def _batches(
+    ids: NDArray[np.int64], rows: int, per_partition: int, values: int
+) -> Iterator[NDArray[np.int64]]:
+    """`ids` (ascending) in pieces of a chunk at most, or one partition; a short last one is alone.
+
+    Large partitions that are not adjacent come in several pieces, so that they need not be gathered.
+    """
+    short = rows // per_partition if rows % per_partition else -1
+    together = max(1, _CPU_CHUNK // max(1, values))
+    whole = ids.size - int(bool(ids.size) and int(ids[-1]) == short)
+    apart = np.flatnonzero(np.diff(ids[:whole]) != 1) + 1 if values >= _LARGE else ids[:0]
+    for start, stop in pairwise([0, *apart.tolist(), whole]):
+        for first in range(start, stop, together):
+            yield ids[first : min(stop, first + together)]
+    if whole < ids.size:
+        yield ids[whole:]
 
 
 def _rows_of(tensor: torch.Tensor, ids: NDArray[np.int64], per_partition: int) -> torch.Tensor:

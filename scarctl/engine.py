@@ -280,7 +280,7 @@ class Engine:
 
     def moved(self, live: LiveState, ids: Ids) -> None:
         """Live values of these partitions (ascending) were changed by no step: they are not what the arena has."""
-        self.arena.distance[ids] = live.distances(self.settings.norm, ids)[ids]
+        self.arena.distance[ids] = live.distances_at(ids, self.settings.norm)
         self.tracker.moved(ids)
 
     def spoil(self, ids: Ids) -> None:
@@ -291,15 +291,16 @@ class Engine:
     def copy_again(self, live: LiveState, copied: Copied, g: int) -> Copied:
         """Copy what was copied of group `g` once more. What is not finite by now has no good copy of this step."""
         mine = (copied.ids >= self.layout.base[g]) & (copied.ids < self.layout.base[g + 1])
-        finite = np.isfinite(live.distances(self.settings.norm, copied.ids[mine])[copied.ids])
+        finite = np.ones(mine.size, dtype=bool)
+        finite[mine] = np.isfinite(live.distances_at(copied.ids[mine], self.settings.norm))
         live.save(copied.ids[mine & finite], copied.version)
-        bad = copied.ids[mine & ~finite]
+        bad = copied.ids[~finite]
         if not bad.size:
             return copied
         self.spoil(bad)
         return Copied(
             copied.version,
-            copied.ids[~mine | finite],
+            copied.ids[finite],
             sealed=False,
             nonfinite=np.union1d(copied.nonfinite, bad),
         )

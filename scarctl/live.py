@@ -6,7 +6,7 @@ the arena under the generation protocol, `load` copies them back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,8 @@ _ATTEMPTS = 3
 _BATCH_BYTES = 1 << 20
 # Below this mean length of a run of adjacent rows one gather beats one copy per run.
 _RUN_BYTES = 1 << 14
+_GATHER = 3
+"""To gather partitions and compare them takes about as long as to compare so many where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,16 @@ class LiveState:
     A tensor may be on any device and have any strides; its shape and dtype are those of the layout.
     """
 
-    def __init__(self, layout: Layout, tensors: Sequence[Sequence[torch.Tensor]], arena: Arena) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        tensors: Sequence[Sequence[torch.Tensor]],
+        arena: Arena,
+        frozen: Set[int] = frozenset(),
+    ) -> None:
+        """frozen: numbers of groups that training does not change; see `StateGroup`."""
         self.layout = layout
+        self.frozen = frozen
         self.tensors = [list(group) for group in tensors]
         self.arena = arena
         self._saved = [
@@ -62,30 +72,42 @@ class LiveState:
             for g, group in enumerate(layout.groups)
         ]
 
-    def with_tensors(self, tensors: Mapping[int, Sequence[torch.Tensor]]) -> LiveState:
+    def with_tensors(
+        self, tensors: Mapping[int, Sequence[torch.Tensor]], frozen: Set[int] | None = None
+    ) -> LiveState:
         """The same state with other tensors for some groups, by number: newer ones, or private copies."""
         twin = object.__new__(LiveState)
+        twin.frozen = self.frozen if frozen is None else frozen
         twin.layout, twin.arena, twin._saved = self.layout, self.arena, self._saved
         twin.tensors = [list(tensors.get(g, group)) for g, group in enumerate(self.tensors)]
         return twin
 
-    def distances(self, norm: Norm = "l2", ids: Ids | None = None) -> NDArray[np.float64]:
+    def distances(self, norm: Norm = "l2") -> NDArray[np.float64]:
         """Distance of every partition from its copy in the arena: float64 of shape (layout.partitions,).
 
-        NaN or Inf where live values that are not finite differ from the saved ones. With `ids` (ascending) only groups
-        with partitions among them are looked at; all others are 0.
+        NaN or Inf where live values that are not finite differ from the saved ones.
         """
-        result, scratch = np.zeros(self.layout.partitions), Scratch()
+        return self.distances_at(np.arange(self.layout.partitions), norm)
+
+    def distances_at(self, ids: Ids, norm: Norm = "l2") -> NDArray[np.float64]:
+        """Distances of the partitions `ids` (ascending): float64 of the shape of `ids`. See `distances`."""
+        result, scratch = np.empty(ids.size), Scratch()
+        bounds = np.searchsorted(ids, self.layout.base)
         for g, group in enumerate(self.layout.groups):
-            span = self._span(g)
-            if ids is None or np.searchsorted(ids, span.start) < np.searchsorted(ids, span.stop):
-                result[span] = distances(group, self.tensors[g], self._saved[g], norm, scratch)
+            part = slice(int(bounds[g]), int(bounds[g + 1]))
+            mine = ids[part]
+            if mine.size * _GATHER >= group.partitions:
+                result[part] = self.group_distances(g, norm, scratch)[mine - self.layout.base[g]]
+            elif mine.size:
+                result[part] = self.distances_of(g, mine, norm, scratch)
         return result
 
-    def distances_of(self, g: int, ids: Ids, norm: Norm = "l2") -> NDArray[np.float64]:
+    def distances_of(
+        self, g: int, ids: Ids, norm: Norm = "l2", scratch: Scratch | None = None
+    ) -> NDArray[np.float64]:
         """Distances of the partitions `ids` (ascending) of group `g` alone: float64 of the shape of `ids`."""
-        first = int(self.layout.base[g])
-        return distances_of(self.layout.groups[g], self.tensors[g], self._saved[g], ids - first, norm)
+        mine = ids - int(self.layout.base[g])
+        return distances_of(self.layout.groups[g], self.tensors[g], self._saved[g], mine, norm, scratch)
 
     def group_distances(self, g: int, norm: Norm, scratch: Scratch) -> NDArray[np.float64]:
         """Distances of all partitions of group `g`: float64 of shape (partitions of it,)."""
@@ -164,6 +186,10 @@ class LiveState:
     def counters(self, g: int) -> list[int]:
         """How often each tensor of group `g` was written to in place, as far as torch counts it."""
         return [t._version for t in self.tensors[g]]
+
+    def mark(self, g: int) -> list[tuple[int, int]]:
+        """The same again only if nobody has written to group `g` meanwhile, as far as torch counts it."""
+        return [(t.data_ptr(), t._version) for t in self.tensors[g]]
 
     def load(self, ids: Ids) -> None:
         """Copy the partitions `ids` (ascending) from the arena into the live tensors."""

@@ -14,6 +14,7 @@ import torch
 from scarctl.adapter import Adapter
 from scarctl.dtypes import plain
 from scarctl.errors import UsageError
+from scarctl.streams import Marks, Streams
 from scarctl.version import MAX_STEP
 
 # Batch norm's kernels write to running statistics without counting the write in `_version`. Those are small; larger
@@ -30,13 +31,16 @@ class Moment:
     """Extras that the next batch changes."""
     buffers: Mapping[str, torch.Tensor]
     """Private copies, by name. Good until the next moment is taken."""
+    marks: Marks
+    """Where on a GPU it is."""
 
 
 class Moments:
     """Takes moments, and keeps the memory for the copies."""
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, adapter: Adapter, streams: Streams) -> None:
         self._adapter = adapter
+        self._streams = streams
         self._copies: dict[str, torch.Tensor] = {}
         self._copied: dict[str, tuple[torch.Tensor, int]] = {}
 
@@ -54,7 +58,7 @@ class Moments:
                 self._copied[name] = buffer, buffer._version
             if targets:
                 torch._foreach_copy_(targets, sources)
-        return Moment(step, plain(self._adapter.capture_early()), dict(self._copies))
+        return Moment(step, plain(self._adapter.capture_early()), dict(self._copies), self._streams.mark())
 
     def _changed(self, name: str, buffer: torch.Tensor) -> bool:
         source, version = self._copied[name]

@@ -25,7 +25,7 @@ from scarctl.extrapolating import load_extrapolated
 from scarctl.extrapolation import Extrapolation
 from scarctl.live import LiveState
 from scarctl.prediction import MODES, Cost
-from scarctl.recovery import Lost, Perturbation, Plan, estimate, plan_partial, plan_rollback
+from scarctl.recovery import MEMORY, Ids, Lost, Perturbation, Plan, estimate, plan_partial, plan_rollback
 from scarctl.sinks import ArenaSink
 from scarctl.store import ShardState, Snapshot, Store
 from scarctl.together import Found, Together
@@ -165,20 +165,21 @@ def recover_live(
     """
     check_mode(mode)
     ids = together.lost_ids(lost, engine.layout, engine.store)
-    mode, cost = weigh_loss(engine, live, ids, head_step, together, mode, max_rework)
+    now = together.agree(lambda: _distances(engine, live, ids))
+    mode, cost = weigh_loss(engine, ids, now, head_step, together, mode, max_rework)
     if mode == "rollback":
         report, extras = _roll_back(engine, live, together, lost=ids.size)
         _learnt(engine, extras, report.step or 0, together)
         return replace(report, cost=cost), extras
-    report, distance = together.agree(lambda: _fetch_lost(engine, live, ids, head_step))
+    report = together.agree(lambda: _fetch_lost(engine, live, ids, now, head_step))
     # One rank's part may be of one step, but not of that of the others.
     exact = report.exact and not together.several
     told, moved, changes = load_extrapolated(engine, live, report.plan, head_step, exact=exact)
     engine.equal(np.setdiff1d(ids, moved, assume_unique=True))
     if moved.size:
         engine.moved(live, moved)
-        distance[np.searchsorted(ids, moved)] = changes
-        report = replace(report, perturbation=_perturbation(distance, report.perturbation))
+        now[np.searchsorted(ids, moved)] = changes
+        report = replace(report, perturbation=_perturbation(now, report.perturbation))
     report = _with(report, told)
     engine.motion.forget()
     if engine.trend is not None:
@@ -193,19 +194,31 @@ def _with(report: Report, told: Extrapolation | None) -> Report:
     return replace(report, plan=replace(report.plan, exact=exact), extrapolation=told)
 
 
+def _distances(engine: Engine, live: LiveState, ids: Ids) -> NDArray[np.float64]:
+    """Distances of `ids` from their copies in memory, NaN where there is none: float64 of the shape of `ids`."""
+    there = engine.arena.intact()[ids]
+    found = np.full(ids.size, np.nan)
+    found[there] = live.distances_at(ids[there])
+    return found
+
+
 def _fetch_lost(
-    engine: Engine, live: LiveState, ids: NDArray[np.int64], head_step: int
-) -> tuple[Report, NDArray[np.float64]]:
-    """Bring the freshest copies of `ids` into the arena. Returns also how far live values are from them."""
+    engine: Engine, live: LiveState, ids: Ids, now: NDArray[np.float64], head_step: int
+) -> Report:
+    """Bring the freshest copies of `ids` into the arena.
+
+    now: their distances from what is there already; afterwards, from what is there then.
+    """
     arena = engine.arena
     torn = ids[~arena.intact()[ids]]
     # The arena has the newest copies of all: the store is read only for what is not intact there.
     states = engine.store.states(np.unique(engine.shard_of[torn]).tolist())
-    known = arena.distance.copy()
+    known = arena.distance[ids]
     plan = plan_partial(ids, engine.layout, engine.shard_of, states, arena, survivors_step=head_step)
     report = execute(plan, engine.store, arena, ArenaSink(arena))
-    distance = live.distances("l2", ids)[ids]
-    return replace(report, perturbation=_perturbation(distance, estimate(known[ids]))), distance
+    new = report.plan.tier != MEMORY
+    now[new] = live.distances_at(ids[new])
+    return replace(report, perturbation=_perturbation(now, estimate(known)))
 
 
 def _roll_back(
@@ -232,8 +245,7 @@ def _roll_back(
             snapshot=snapshot,
         )
         report = execute(plan, engine.store, engine.arena, ArenaSink(engine.arena))
-        distance = live.distances("l2", everything)
-        report = replace(report, perturbation=_perturbation(distance, estimate(known)))
+        report = replace(report, perturbation=_perturbation(live.distances(), estimate(known)))
         return report, _sealed_extras(engine.store, report.plan)
 
     with contextlib.ExitStack() as stopped:

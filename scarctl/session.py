@@ -31,12 +31,13 @@ from scarctl.engine import Engine
 from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.execution import Report
 from scarctl.gate import Gate
-from scarctl.layout import Layout
 from scarctl.moment import Moment, Moments, check_step
 from scarctl.naming import take_snapshot
+from scarctl.opening import Opening
 from scarctl.requests import Due, Requests
 from scarctl.restore import Resumed, recover_live
 from scarctl.resuming import Resumption
+from scarctl.streams import Streams
 from scarctl.together import Alone, Together
 from scarctl.tracker import touched_of
 from scarctl.worker import Worker
@@ -69,19 +70,13 @@ class Session:
         self.head_step = 0
         """Iterations finished so far, counted over restarts."""
         self._adapter = adapter
-        self._engine: Engine | None = None
-        self._opened: Engine | None = None
-        """The same, also while it is not known from which step to go on."""
-        self._looked = False
-        """What the store has was read; it may be nothing that is whole."""
-        self._superseding = False
-        """What the store has is not to be gone on from."""
         self._hooked_begin = auto == "begin"
         self._closed = False
         self._pid = os.getpid()
         self._requests = Requests(self._together, self.recover, self._fault)
         self._gate = Gate(stepping=auto is False)
-        self._moments = Moments(adapter)
+        streams = Streams()
+        self._moments = Moments(adapter, streams)
         self._moment: Moment | None = None
         """The end of the newest step, if it is taken after every step."""
         self._flushed: int | None = None
@@ -96,11 +91,12 @@ class Session:
             self._binding = Binding(adapter, self.store)
             self._saver = self._together.agree(self._claim, undo=lambda saver: saver.close())
             undo.callback(self._saver.close)
+            self._opening = Opening(self.store, settings, self._saver, self._together)
             self._remove_hooks = self._install(auto)
             undo.pop_all()
         self._worker = Worker("scarctl-copy")
         self._checkpoints = Checkpoints(
-            adapter, self._worker, self.stats, self._fault, validate=settings.validate
+            adapter, self._worker, streams, self.stats, self._fault, validate=settings.validate
         )
         # Without this, a loop that just ends would lose what it did since the last checkpoint.
         atexit.register(self._at_exit)
@@ -215,10 +211,10 @@ class Session:
             return Resumed(step=0, exact=True, report=None)
         with self._gate.held():
             resumption = Resumption(
-                self._adapter, self._binding, self.store, self._together, self._open, self._go_on
+                self._adapter, self._binding, self.store, self._together, self._opening.open, self._go_on
             )
             resumed, moved = resumption.run(mode, snapshot)
-            self._looked = True
+            self._opening.looked()
             if moved:
                 # Until this is durable the state is where it came from.
                 self._seal(self._take())
@@ -246,16 +242,15 @@ class Session:
         layout = self._together.agree(self.store.current_layout)
         if layout is not None:
             self._together.agree(lambda: self._binding.check(layout))
-        self._looked = self._superseding = True
+        self._opening.looked(superseding=True)
         self.head_step = step
 
     def _go_on(self, engine: Engine, resumed: Resumed, extras: Any) -> None:
         if extras is not None:
             self._adapter.restore(extras["early"], extras["late"])
             engine.credit, engine.cursor = extras["policy"]["credit"], extras["policy"]["cursor"]
-        self._engine = engine
         self.head_step = resumed.step
-        engine.arena.head_step = resumed.step
+        self._opening.go(engine, resumed.step)
 
     def recover(
         self,
@@ -341,8 +336,8 @@ class Session:
             self._fault(error)
 
     def _between_steps(self) -> None:
-        if self._engine is None and self.head_step == 0 and not self._looked:
-            self._refuse_unread_store()
+        if self._engine is None and self.head_step == 0:
+            self._opening.require_looked()
         with self._gate.held(), self.stats.stalled(part=self._checkpoints.under_way):
             self._finish()
 
@@ -356,7 +351,7 @@ class Session:
             self.head_step += 1  # before a flush may come
             self._gate.leave()
             if self._engine is None:
-                self._start(self._binding.build_layout())
+                self._opening.start(self._binding.build_layout(), self.head_step)
                 due: Due | None = Due(full=True)
             else:
                 self._engine.arena.head_step = self.head_step
@@ -416,8 +411,8 @@ class Session:
     def _fault(self, error: Exception) -> None:
         """A fault while saving never ends training unless the user wants it to."""
         self.stats.errors += 1
-        if self._opened is not None:
-            self._opened.arena.errors = self.stats.errors
+        if self._opening.opened is not None:
+            self._opening.opened.arena.errors = self.stats.errors
         if str(error) != self.stats.last_error:
             log.error("checkpoint at step %d failed: %s", self.head_step, error)
         self.stats.last_error = str(error)
@@ -426,33 +421,9 @@ class Session:
 
     # -- start and end ------------------------------------------------------------------------------------------
 
-    def _open(self, layout: Layout, *, stopped: bool = False) -> Engine:
-        """Open the arena, and start saving, unless that is done already: by a resume that failed."""
-        if self._opened is not None:
-            return self._opened
-        folder = arena_folder(self.settings.arena_dir, self.store.run_id)
-        self._together.begin(self.store)
-        self._opened = self._together.agree(
-            lambda: Engine(
-                self.store,
-                layout,
-                self.settings,
-                folder,
-                self._saver,
-                stopped=stopped,
-                selector=self._together.selector(),
-            ),
-            undo=lambda engine: engine.leave(),
-        )
-        return self._opened
-
-    def _start(self, layout: Layout) -> None:
-        engine = self._open(layout, stopped=self._superseding)
-        if self._superseding:
-            engine.start_over()
-            engine.saver.resume()
-        self._engine = engine
-        self._engine.arena.head_step = self.head_step
+    @property
+    def _engine(self) -> Engine | None:
+        return self._opening.engine
 
     def _started(self) -> Engine:
         self._check_open()
@@ -470,13 +441,6 @@ class Session:
             raise UsageError(
                 "this is a forked child's copy of the session",
                 hint="call it in the process that attached it",
-            )
-
-    def _refuse_unread_store(self) -> None:
-        if self._together.holds_earlier_run(self.store):
-            raise UsageError(
-                f"{self.store.url} holds an earlier run, and this one did not resume it",
-                hint="call session.resume() before the loop, or use a new store; nothing was changed",
             )
 
     def _before_signal(self, fatal: bool) -> None:
@@ -542,26 +506,7 @@ class Session:
         self._gate.end()
 
     def _let_go(self, failed: bool) -> None:
-        """Wait for the store and close the arena; after a failure leave both to the daemon, if there is one."""
-        engine = self._opened
-        if engine is None:
-            self._saver.close()
-            return
-        if engine is not self._engine:
-            engine.leave()  # a resume that failed: all stays as it was
-            return
-        if failed and self._saver.outlives:
-            engine.leave()
-            return
         try:
-            durable = engine.close(self.settings.drain_timeout)
+            self._opening.close(failed=failed)
         except ScarError as error:
             self._fault(error)
-            return
-        if not durable:
-            log.error(
-                "not everything is durable in %s: %s. It stays in %s; the next session on this host goes on with it",
-                self.store.url,
-                engine.saver.fault(),
-                engine.arena.folder,
-            )

@@ -9,6 +9,10 @@ auto      touched for what gets sparse gradients, sampled where partitions are l
 
 Whatever is chosen is compared exactly before it is copied. Sealed checkpoints look at everything, whatever the tracker.
 
+**What is frozen** (`StateGroup.frozen`), and was found equal to its copies once, counts as equal as long as torch has
+counted no write to it. Writes through `.data` are not counted: so one in 64 of its partitions is compared all the
+same, others at every checkpoint, and all of them where one has moved.
+
 **Rows without a gradient may move:** by weight decay, by momentum, when somebody writes to them. So at every look a
 few hundred of the others are compared too. Where more than one in 64 of them has moved, the whole table is
 compared, as `exact` does; fewer that moved unseen are found by a later look, or by the next sealed checkpoint.
@@ -40,6 +44,8 @@ _DRIFT = 1 / 64
 """Share of them that may have moved."""
 _SAME = 1e-3
 """Relative difference of two distances that is rounding."""
+_TURNS = 64
+"""Looks in which every partition of a frozen group is compared once."""
 _FEW = 1 / 4
 """Share of a table's partitions of which to gather them takes less than to compare all."""
 
@@ -85,6 +91,8 @@ class Tracker:
         """For the norm "relative": squared norms of the copies of a sampled group; NaN: not known."""
         self._estimated: list[int] = []
         """Groups whose newest distances are estimates, ascending."""
+        self._equal: dict[int, list[tuple[int, int]]] = {}
+        """Marks of frozen groups that were found equal to their copies, as of then."""
 
     # -- what training tells --------------------------------------------------------------------------------------
 
@@ -146,6 +154,9 @@ class Tracker:
             if span.start == span.stop:
                 continue
             touches = self._touches.get(g)
+            if g in live.frozen:
+                result[span] = self._of_frozen(live, g, scratch)
+                continue
             if touches is not None:
                 result[span] = self._from_touches(live, g, touches, scratch)
             elif self._samples(g, live.tensors[g][0].device):
@@ -201,6 +212,18 @@ class Tracker:
         if unknown.size:
             scale[unknown] = live.saved_squares_of(g, unknown + self._layout.base[g])
         return scale
+
+    def _of_frozen(self, live: LiveState, g: int, scratch: Scratch) -> NDArray[np.float64]:
+        mark, partitions = live.mark(g), self._layout.groups[g].partitions
+        if self._equal.pop(g, None) == mark:
+            some = np.arange((self._turn or 0) % min(_TURNS, partitions), partitions, _TURNS)
+            if not live.distances_of(g, int(self._layout.base[g]) + some, self._norm).any():
+                self._equal[g] = mark
+                return np.zeros(partitions)
+        distance = live.group_distances(g, self._norm, scratch)
+        if not distance.any():
+            self._equal[g] = mark
+        return distance
 
     def _from_touches(
         self, live: LiveState, g: int, touches: Touches, scratch: Scratch

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from scarctl.engine import Engine
 from scarctl.errors import ScarError
 from scarctl.history import History
-from scarctl.live import LiveState
 from scarctl.outlook import history_of, parameters_of
 from scarctl.prediction import Cost, Outlook, choose, grouped, rework_of_loss
 from scarctl.store import ShardState, complete_sets
@@ -19,14 +18,13 @@ from scarctl.together import Together
 from scarctl.version import NEVER, step_of
 
 log = logging.getLogger("scarctl")
-log = logging.getLogger("scarctl")
 Ids = NDArray[np.int64]
 
 
 def weigh_loss(
     engine: Engine,
-    live: LiveState,
     ids: Ids,
+    now: NDArray[np.float64],
     step: int,
     together: Together,
     mode: str,
@@ -34,15 +32,16 @@ def weigh_loss(
 ) -> tuple[str, Cost]:
     """Before `ids` are lost in a process that has finished `step` iterations: the way back, and what it costs.
 
+    now: distances (l2) of `ids` from their copies, NaN where that cannot be told.
     Raises ScarError (kind "too-much-rework") on all ranks.
     """
 
     def look() -> dict[str, Any]:
         arena = engine.arena
-        now = live.distances("l2", ids)
         # Where live values are no numbers any more, what was known of them last.
-        last = arena.distance if engine.settings.norm == "l2" else np.full(len(now), np.nan)
-        distance = np.where(np.isfinite(now), now, last)
+        known = engine.settings.norm == "l2"
+        distance = arena.distance.copy() if known else np.full(len(arena.distance), np.nan)
+        distance[ids] = np.where(np.isfinite(now), now, distance[ids])
         return _seen(engine, ids, step, step_of(arena.newest()), distance, engine.motion.history)
 
     return _decide(together.gather(together.agree(look)), engine, step, together, mode, max_rework)

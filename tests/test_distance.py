@@ -117,6 +117,20 @@ def test_values_that_are_not_finite() -> None:
     assert found[4] == 0.0
 
 
+@pytest.mark.parametrize("chunk", [1 << 20, 40])
+def test_many_partitions_that_are_lost(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are looked at again together, in pieces; the last partition is short."""
+    monkeypatch.setattr("scarctl.distance._CPU_CHUNK", chunk)
+    saved = torch.randn(32, 4)
+    live = saved + 1
+    live[0:9] = math.nan
+    live[15] = saved[15] = math.inf
+    live[31] = math.nan
+    found = distances(group_of(live, 3), [live], [saved])
+    assert np.flatnonzero(np.isnan(found)).tolist() == [0, 1, 2, 10]
+    np.testing.assert_allclose(found[3:10], [math.sqrt(n) for n in (12, 12, 8, 12, 12, 12, 12)], rtol=1e-6)
+
+
 def test_large_values_do_not_overflow() -> None:
     live, saved = torch.full((2, 2), 1e30), torch.zeros(2, 2)
     np.testing.assert_allclose(

@@ -71,3 +71,24 @@ def test_what_was_written_to_once_is_copied_again(state: LiveState, monkeypatch:
     assert state.arena.intact().all()
     assert copies(state, 0) == {2.0}
     assert state.arena.version.tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("norm", ["l2", "rms", "relative"])
+@pytest.mark.parametrize("shape", [(67, 4), (70, 1 << 13)])
+def test_distances_of_some_are_those_of_all(shape: tuple[int, int], norm: str, arena_dir: Path) -> None:
+    """Few partitions and many, gathered or where they are, with a short last one, NaN, and equal infinities."""
+    layout = build_layout([("table", "parameter", (TensorSpec("", "F32", shape),))], rows={"*": 4})
+    arena = Arena.create(arena_dir / "run" / "x", layout, run_id="0" * 32, epoch=1)
+    live = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    live[10, 1] = torch.inf
+    state = LiveState(layout, [[live]], arena)
+    state.save(np.arange(layout.partitions), 1)
+    live += 1
+    live[20:31, 2] = torch.nan
+    whole = state.distances(norm)
+    assert np.flatnonzero(~np.isfinite(whole)).tolist() == [5, 6, 7]
+    last = layout.partitions - 1
+    for ids in ([], [0], [2, last], [5, 7], [1, 2, 3, 6, 7, 8, last], list(range(last + 1))):
+        found = state.distances_at(np.array(ids, dtype=np.int64), norm)
+        np.testing.assert_allclose(found, whole[ids], rtol=1e-5)
+    arena.remove()

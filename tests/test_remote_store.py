@@ -121,6 +121,13 @@ def test_options_that_cannot_be_sent_are_refused_without_repeating_them(
     assert SECRET not in str(caught.value)
 
 
+def test_an_option_that_does_not_exist_is_named(s3_place: Place) -> None:
+    options = {**s3_place.options, "sekret": SECRET}
+    with pytest.raises(UsageError, match="s3:// has no storage option 'sekret'") as caught:
+        scarctl.attach(model(), store=s3_place.url, storage_options=options)
+    assert SECRET not in str(caught.value)
+
+
 def test_a_store_in_memory_is_saved_by_the_process_itself(usual_saver: None) -> None:
     state = model()
     place = Place(f"memory://{os.getpid()}/run", None)  # type: ignore[arg-type]

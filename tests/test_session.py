@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -416,6 +417,27 @@ def test_unused_parameters_join_later_without_a_new_layout(tmp_path: Path) -> No
     assert all(torch.equal(v, expected[k]) for k, v in model.state_dict().items())
     assert torch.equal(optimizer.state[model[1].weight]["exp_avg_sq"], moments)
     session.close()
+
+
+def test_the_copy_leaves_half_of_the_threads_to_training(tmp_path: Path) -> None:
+    found: dict[str, int] = {}
+
+    def norm(live: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> torch.Tensor:
+        found["copy"] = torch.get_num_threads()
+        return (live[""] - saved[""]).norm(dim=1)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        loop = Loop(tmp_path / "store", norm=norm, interval=1)
+        loop.train(3)
+        later = threading.Thread(target=lambda: found.update(later=torch.get_num_threads()))
+        later.start()
+        later.join()
+        loop.session.close()
+        assert (torch.get_num_threads(), found) == (4, {"copy": 2, "later": 4})
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_frozen_parameters_are_saved_once(tmp_path: Path) -> None:

@@ -2,12 +2,10 @@
 
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     run = attach(accelerator, store="ckpt")
-    run.resume()
     for epoch in run.epochs(10):
         for batch in run.batches(loader):
             with accelerator.accumulate(model):
                 ...
-    run.close()
 
 An Accelerator does not know where its data are, and the loop changes its schedulers, meters and averages after the
 optimizer's step. `epochs` and `batches` say when all that belongs to a step is done: when the loop asks for the next
@@ -16,6 +14,7 @@ batch, or for the next epoch. What a resumed run goes on with is the state of th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -29,7 +28,7 @@ import scarctl
 from scarctl.dtypes import plain
 from scarctl.errors import UsageError
 from scarctl.extras import encode
-from scarctl.restore import Resumed
+from scarctl.restore import Resumed, check_mode
 from scarctl.stateful import check_stateful, state_of
 from scarctl_adapters.torch import capture_rng, restore_rng
 
@@ -49,18 +48,24 @@ _NAME = "accelerate"
 T = TypeVar("T")
 
 
-def attach(accelerator: Accelerator, **options: Any) -> Run:
-    """Checkpoint what `accelerator` has prepared from now on: models, optimizers, schedulers, gradient scaler, and the
-    objects of `register_for_checkpointing`.
+def attach(
+    accelerator: Accelerator, *, mode: str = "partial", snapshot: str | None = None, **options: Any
+) -> Run:
+    """Go on where the store's run has ended, and checkpoint from now on what `accelerator` has prepared: models,
+    optimizers, schedulers, gradient scaler, and the objects of `register_for_checkpointing`.
 
-    Call it after `accelerator.prepare`, on all ranks. options: those of `scarctl.attach` (store, fraction, interval,
-    extras, ...), but model, optimizer, schedulers, scaler and auto. Registered objects and schedulers are read right
-    before the next optimizer's step; what the next batch changes is better given as `extras`.
+    Call it after `accelerator.prepare`, on all ranks, right before the loop.
+
+    mode, snapshot: what to go on from, see `Session.resume`.
+    options: those of `scarctl.attach` (store, fraction, interval, extras, ...), but model, optimizer, schedulers,
+        scaler and auto. Registered objects and schedulers are read right before the next optimizer's step; what the
+        next batch changes is better given as `extras`.
 
     Raises UsageError for options that do not exist, where no model or optimizer is prepared, for an object whose state
     is more than plain values and arrays, and for DeepSpeed, Megatron-LM, TPUs and FSDP of version 1; what
-    `scarctl.attach` raises.
+    `scarctl.attach` and `Session.resume` raise. Then nothing was changed, and nothing is open.
     """
+    check_mode(mode)
     known = set(inspect.signature(scarctl.attach).parameters) - _OURS
     for name in options:
         if name not in known:
@@ -88,13 +93,22 @@ def attach(accelerator: Accelerator, **options: Any) -> Run:
         rank_extras={**given, _NAME: run._generators},
         **options,
     )
+    with contextlib.ExitStack() as undo:
+        undo.callback(run.close)
+        run._resume(mode, snapshot)
+        undo.pop_all()
     return run
 
 
 class Run:
-    """A training loop beside its session, `session`. Made by `attach`; close it, or use it in a `with` statement."""
+    """A training loop beside its session, `session`. Made by `attach`.
+
+    The end of `epochs` closes it. A loop that ends otherwise calls `close`, or uses it in a `with` statement.
+    """
 
     session: scarctl.Session
+    resumed: Resumed
+    """What the run goes on from."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._position = _Position(self, accelerator)
@@ -109,19 +123,18 @@ class Run:
         """The epoch that the loop is in, from 0."""
         return self._position.epoch
 
-    def resume(self, mode: str = "partial", snapshot: str | None = None) -> Resumed:
-        """`Session.resume`: go on where the store's run has ended. Before the loop, on all ranks."""
-        resumed = self.session.resume(mode, snapshot)
-        if resumed.step:
-            self._held = self._position.resumed(resumed.step) or capture_rng()
-        return resumed
+    def _resume(self, mode: str, snapshot: str | None) -> None:
+        self.resumed = self.session.resume(mode, snapshot)
+        if self.resumed.step:
+            self._held = self._position.resumed(self.resumed.step) or capture_rng()
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Instead of `range(count)`: the epochs that are not trained yet."""
+        """Instead of `range(count)`: the epochs that are not trained yet. After the last one the run is closed."""
         for epoch in range(self._position.epoch, count):
             yield epoch
             if self._position.epoch == epoch:
                 self._next_epoch()
+        self.close()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Instead of `loader`: what of it was not trained on yet in this epoch, once per epoch."""

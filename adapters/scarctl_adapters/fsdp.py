@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Placed = tuple[tuple[int, ...], tuple[int, ...]]
 
+_PLAIN = frozenset((torch.Tensor, nn.Parameter))
+
 
 def world() -> int:
     """Number of ranks that train together, 1 without a process group."""
@@ -35,6 +37,8 @@ def world() -> int:
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Whether it is a DTensor. Whoever made one has imported their module: it is slow, so it is not imported here."""
+    if type(tensor) in _PLAIN:  # asked thousands of times per checkpoint
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
 

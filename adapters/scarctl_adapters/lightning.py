@@ -179,6 +179,11 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
             )
         self._fit.watch.train_starts()
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """See `Callback`."""
+        if self._fit is not None:
+            self._fit.settled.batch_starts()
+
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -249,7 +249,8 @@ class Settled:
     """What changes between two steps outside of the batch, as late extras: has state_dict() and load_state_dict().
 
     Schedulers that wait for a validation's metric and the other callbacks (best checkpoints, patience) change in a
-    validation and at an epoch's end. A resumed run repeats those, so what counts is how they were before.
+    validation and at an epoch's end. A resumed run repeats those, so what counts is how they were before. So it is with
+    a batch in which a gradient scaler skips the step: it changes the scale, and schedules go on.
     """
 
     def __init__(self, trainer: Any, callbacks: Mapping[str, Any]) -> None:
@@ -262,13 +263,18 @@ class Settled:
         """A batch has changed all of it."""
         self._before = None
 
+    def batch_starts(self) -> None:
+        """To be called before a batch: with a gradient scaler nobody knows yet whether there will be a step."""
+        if self._trainer.precision_plugin.state_dict():
+            self.settle()
+
     def settle(self) -> None:
         """To be called before a validation and before an epoch's end."""
         if self._before is None:
             self._before = self._capture()
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the schedulers, the precision plugin (a gradient scaler) and the callbacks."""
+        """Of the schedulers, with what they set, the precision plugin (a gradient scaler) and the callbacks."""
         return self._before or self._capture()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -282,6 +288,9 @@ class Settled:
             )
         for config, saved in zip(configs, state["schedulers"], strict=True):
             config.scheduler.load_state_dict(saved)
+        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        for group, values in zip(groups, state["groups"], strict=True):
+            group.update(values)
         if state["precision"]:
             self._trainer.precision_plugin.load_state_dict(state["precision"])
         for key, callback in self._callbacks.items():
@@ -293,6 +302,11 @@ class Settled:
             {
                 "schedulers": [
                     config.scheduler.state_dict() for config in self._trainer.lr_scheduler_configs
+                ],
+                "groups": [
+                    {key: value for key, value in group.items() if key != "params"}
+                    for optimizer in self._trainer.optimizers
+                    for group in optimizer.param_groups
                 ],
                 "precision": self._trainer.precision_plugin.state_dict(),
                 "callbacks": {key: callback.state_dict() for key, callback in self._callbacks.items()},

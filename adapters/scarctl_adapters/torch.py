@@ -132,8 +132,9 @@ class TorchAdapter:
     @torch.no_grad()
     def groups(self) -> list[StateGroup]:
         """Parameters with their slots, then buffers. Of a DTensor, this rank's part."""
-        owners = {id(p): o for o in map(with_state, self._optimizers) for p in params_of(o)}
-        templates = {id(o): _slot_template(o) for o in owners.values()}
+        optimizers = [with_state(o) for o in self._optimizers]
+        owners = {id(p): o for o in optimizers for p in params_of(o)}
+        templates = {id(o): _slot_template(o) for o in optimizers}
         zeros = self._zeros()
         groups = []
         numbers = {id(p): i for i, o in enumerate(self._optimizers) for p in params_of(o)}
@@ -157,7 +158,8 @@ class TorchAdapter:
                 role, scope = "shared" if optimizer is not None else "replica", zeros[id(parameter)]
             else:
                 role, scope = self._wrapping.role(name, wrapped, parameter)
-            groups.append(StateGroup(name, "parameter", tensors, place_of(parameter, name), role, scope))
+            place, frozen = place_of(parameter, name), not parameter.requires_grad
+            groups.append(StateGroup(name, "parameter", tensors, place, role, scope, frozen))
         buffers = list(_buffers(self._model))
         self._places = [(self._wrapping.clean(name), module, key) for name, module, key in buffers]
         for (wrapped, module, key), (name, _, _) in zip(buffers, self._places, strict=True):
@@ -293,10 +295,15 @@ class TorchAdapter:
             raise UsageError(
                 "no optimizer to hook into", hint="pass the optimizer, or auto=False and session.step()"
             )
-        if after is None:
-            handles = [o.register_step_pre_hook(_beginning(before)) for o in self._optimizers]
-        else:
-            handles = [o.register_step_pre_hook(lambda *_: before()) for o in self._optimizers]
+        handles = []
+        for number, optimizer in enumerate(self._optimizers):
+
+            def entering(*_: object, number: int = number) -> None:
+                self._stepping = number
+                before()
+
+            handles.append(optimizer.register_step_pre_hook(entering if after else _beginning(entering)))
+        if after is not None:
             handles.append(self._optimizers[-1].register_step_post_hook(lambda *_: after()))
 
         def remove() -> None:

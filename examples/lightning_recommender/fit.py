@@ -49,7 +49,7 @@ def train(store: Path, epochs: int, pairs: int, items: int) -> None:
     """Train, or go on where the run in `store` ended."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    pl.seed_everything(0, verbose=False)
+    pl.seed_everything(0)
     training, held_out, count = visits(items, pairs)
     saving = ScarCallback(store=store, interval=10, shards=8)
     trainer = pl.Trainer(

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from examples.paper import figures, perturb, tables
+from examples.paper.chance import chances
 from examples.paper.studies import PAIRS, Runs, pairs, studies
 from examples.paper.timeline import FAILS_AFTER, Timeline, timeline
 from scarctl.simulate.chart import draw as draw_priority
@@ -71,7 +72,7 @@ def main() -> None:
             trials=tables.trials(summaries),
             lost=tables.lost(summaries),
             priority=tables.priority(summaries),
-            chance=tables.chance(summaries),
+            chance=chances(runs),
             extrapolated=tables.extrapolated(summaries),
             other=tables.other(summaries, runs),
             reached=tables.reached(summaries, runs),

@@ -19,7 +19,6 @@ from scarctl.simulate.workload import Workload, load, source_digest
 ONE, HALF, QUARTER, EIGHTH = (Fraction(1, n) for n in (1, 2, 4, 8))
 INTERVAL = 8
 INTERVALS = (8, 16, 32)
-RATES = (0.02, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +71,6 @@ def studies(pair: Pair, data: str, *, quick: bool) -> dict[str, Study]:
     result["priority"] = Study(**common, **({"fractions": (ONE, EIGHTH)} if quick else {}))
     if pair.name == "als" or pair.name.startswith("cnn"):
         result["curved"] = Study(**{**best, "workload": f"{pair.workload}_curved", "fractions": (EIGHTH,)})
-    if not quick and not pair.name.startswith("cnn"):
-        result |= {f"rate-{rate}": Study(**best, failure_rate=rate) for rate in RATES}
     if pair.name == "als":
         result["only-r"] = Study(**{**best, "workload": "examples.paper.als:build_only_r"})
         # L is so small that all of it in every iteration is less than an eighth of both.
@@ -122,6 +119,10 @@ class Runs:
             )
         results = self._results[pair.name, name] = [kept.by_trial[trial] for trial in sorted(kept.by_trial)]
         return summarise(study, results) if results else None
+
+    def results(self, pair: str, name: str) -> list[dict[str, Any]]:
+        """The trials that study `name` was measured by."""
+        return self._results.get((pair, name), [])
 
     def beside(self, pair: str, name: str, usual: str) -> Mean | None:
         """How much less the first cell of study `name` costs than the first one of `usual`, in the same failures."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from fractions import Fraction
-
-from examples.paper.studies import EIGHTH, HALF, INTERVALS, ONE, PAIRS, QUARTER, RATES, Runs
-from scarctl.simulate.summary import Line, Mean, Summary
+from examples.paper.markdown import less, percent, pick, table
+from examples.paper.studies import EIGHTH, HALF, INTERVALS, ONE, PAIRS, QUARTER, Runs
+from scarctl.simulate.summary import Mean, Summary
 
 Summaries = dict[str, dict[str, Summary]]
 PAPER_LOST = {1 - QUARTER: "12 to 42 %", HALF: "31 to 62 %", QUARTER: "59 to 89 %"}
@@ -31,9 +29,9 @@ def lost(found: Summaries) -> str:
     ]
     for name, of in found.items():
         if "lost" in of:
-            less = (_less(_line(of["lost"], "partial", ONE, lost=share)) for share in PAPER_LOST)
-            rows.append([_title(name), str(of["lost"].trials), *less])
-    return _table(rows)
+            shares = (less(pick(of["lost"], "partial", ONE, lost=share)) for share in PAPER_LOST)
+            rows.append([_title(name), str(of["lost"].trials), *shares])
+    return table(rows)
 
 
 def priority(found: Summaries) -> str:
@@ -56,27 +54,14 @@ def priority(found: Summaries) -> str:
         if "priority" not in of:
             continue
         summary = of["priority"]
-        best = _line(summary, "partial", EIGHTH)
+        best = pick(summary, "partial", EIGHTH)
         lines = [
-            _line(summary, "rollback", ONE, lost=None), _line(summary, "partial", ONE), best,
-            _line(summary, "partial", EIGHTH, policy="round"), _line(summary, "partial", EIGHTH, policy="random"),
+            pick(summary, "rollback", ONE, lost=None), pick(summary, "partial", ONE), best,
+            pick(summary, "partial", EIGHTH, policy="round"), pick(summary, "partial", EIGHTH, policy="random"),
         ]  # fmt: skip
         costs = [f"{line.rework.mean:.1f}{'+' if line.given_up else ''}" for line in lines]
-        rows.append([_title(name), str(summary.trials), f"{summary.undisturbed:.0f}", *costs, _less(best)])
-    return _table(rows)
-
-
-def chance(found: Summaries) -> str:
-    """Priority 1/8 at half lost, by C and p."""
-    names = {f"interval-{c}": f"C = {c}" for c in INTERVALS} | {f"rate-{p}": f"C = 8, p = {p}" for p in RATES}
-    rows = [["", *names.values()]]
-    for name, of in found.items():
-        fields = (
-            f"{_less(_line(of[key], 'partial', EIGHTH))}, {of[key].trials} trials" if key in of else ""
-            for key in names
-        )
-        rows.append([_title(name), *fields])
-    return _table(rows)
+        rows.append([_title(name), str(summary.trials), f"{summary.undisturbed:.0f}", *costs, less(best)])
+    return table(rows)
 
 
 def extrapolated(found: Summaries) -> str:
@@ -98,16 +83,16 @@ def extrapolated(found: Summaries) -> str:
         for c in INTERVALS:
             if f"interval-{c}" not in of:
                 continue
-            pick = {
-                (mode, fraction): _line(of[f"interval-{c}"], mode, fraction)
+            picked = {
+                (mode, fraction): pick(of[f"interval-{c}"], mode, fraction)
                 for fraction in (ONE, EIGHTH)
                 for mode in ("partial", "extrapolate")
             }
-            rows.append([_title(name), str(c), str(of[f"interval-{c}"].trials), *map(_less, pick.values())])
+            rows.append([_title(name), str(c), str(of[f"interval-{c}"].trials), *map(less, picked.values())])
             for fraction in (ONE, EIGHTH):
-                plain, moved = (pick[mode, fraction].perturbation for mode in ("partial", "extrapolate"))
+                plain, moved = (picked[mode, fraction].perturbation for mode in ("partial", "extrapolate"))
                 rows[-1].append(f"{(moved / plain) ** 2:.2f}x" if plain else "")
-    return _table(rows)
+    return table(rows)
 
 
 def other(found: Summaries, runs: Runs) -> str:
@@ -123,12 +108,12 @@ def other(found: Summaries, runs: Runs) -> str:
         }
         for key, (what, nbytes) in ways.items():
             if key in of and ("curved" in of or "only-r" in of):
-                rows.append([what, str(of[key].trials), nbytes, _less(_line(of[key], "partial", EIGHTH))])
+                rows.append([what, str(of[key].trials), nbytes, less(pick(of[key], "partial", EIGHTH))])
         if "only-l" in of:
             found_again = runs.beside(name, "only-l", "interval-8")
             what = "the same, only L saved, all in every iteration: R is found again"
-            rows.append([what, str(of["only-l"].trials), "0.55", _percent(found_again)])
-    return _table(rows)
+            rows.append([what, str(of["only-l"].trials), "0.55", percent(found_again)])
+    return table(rows)
 
 
 def reached(found: Summaries, runs: Runs) -> str:
@@ -139,10 +124,10 @@ def reached(found: Summaries, runs: Runs) -> str:
         for c in INTERVALS:
             for mode, what in (("partial", "plain"), ("extrapolate", "extrapolated")):
                 if f"interval-{c}" in of:
-                    ways[f"{what} at C = {c}"] = _line(of[f"interval-{c}"], mode, EIGHTH).reduction
+                    ways[f"{what} at C = {c}"] = pick(of[f"interval-{c}"], mode, EIGHTH).reduction
         for key, what in (("curved", "norm by curvature"), ("only-r", "only R saved")):
             if key in of:
-                ways[what] = _line(of[key], "partial", EIGHTH).reduction
+                ways[what] = pick(of[key], "partial", EIGHTH).reduction
         if "only-l" in of:
             ways["only L saved"] = runs.beside(name, "only-l", "interval-8")
         known = {way: mean for way, mean in ways.items() if mean}
@@ -152,44 +137,15 @@ def reached(found: Summaries, runs: Runs) -> str:
         sure = [way for way, mean in known.items() if mean.low is not None and mean.low >= AIM]
         good = [way for way, mean in known.items() if mean.mean >= AIM and way not in sure]
         parts = [
-            f"{text}: {', '.join(f'{way} {_percent(known[way])}' for way in some)}"
+            f"{text}: {', '.join(f'{way} {percent(known[way])}' for way in some)}"
             for text, some in (("with its whole interval", sure), ("in the mean", good))
             if some
         ]
         sentences.append(
-            f"- {_title(name)}: " + ("; ".join(parts) or f"no; best is {best}, {_percent(known[best])}")
+            f"- {_title(name)}: " + ("; ".join(parts) or f"no; best is {best}, {percent(known[best])}")
         )
     return "\n".join(sentences)
 
 
 def _title(name: str) -> str:
     return next(pair.title for pair in PAIRS if pair.name == name)
-
-
-def _line(
-    summary: Summary, mode: str, fraction: Fraction, policy: str = "priority", lost: Fraction | None = HALF
-) -> Line:
-    policy = "full" if fraction == ONE else policy
-    wanted = (mode, policy, fraction, lost)
-    return next(
-        line
-        for line in summary.lines
-        if (line.cell.mode, line.cell.policy, line.cell.fraction, line.cell.lost) == wanted
-    )
-
-
-def _less(line: Line) -> str:
-    return _percent(line.reduction)
-
-
-def _percent(mean: Mean | None) -> str:
-    if mean is None:
-        return "-"
-    if mean.low is None or mean.high is None:
-        return f"{100 * mean.mean:.0f} %"
-    return f"{100 * mean.mean:.0f} % ({100 * mean.low:.0f} to {100 * mean.high:.0f})"
-
-
-def _table(rows: Iterable[list[str]]) -> str:
-    head, *rest = ("| " + " | ".join(row) + " |" for row in rows)
-    return "\n".join([head, "|" + " --- |" * (head.count("|") - 1), *rest])

@@ -72,6 +72,19 @@ def command(
     executed, 127 when it is not found. CMD finds in SCARCTL_RESTART_COUNT how often it was run before. After a
     SIGTERM, SIGINT or SIGHUP it is not run again.
     """
+    # First of all: threads that numpy starts when it is imported would take signals that they do not know as blocked.
+    with _Forwarding() as forwarding:
+        return _run(forwarding, cmd, store, restarts, wait, arena_dir)
+
+
+def _run(
+    forwarding: _Forwarding,
+    cmd: Sequence[str],
+    store: str | None,
+    restarts: int,
+    wait: float,
+    arena_dir: str | None,
+) -> int:
     from scarctl.daemon.client import hold
     from scarctl.daemon.folder import host_folder
     from scarctl.store.address import Address
@@ -93,24 +106,23 @@ def command(
         **{name: value for name, value in given.items() if value is not None},
     }
     started = time.time()
-    with _Forwarding() as forwarding:
-        hold(folder, _HOLD_SECONDS)  # until the first session comes
-        code = 0
-        for count in range(restarts + 1):
-            try:
-                code = forwarding.run(cmd, {**environment, "SCARCTL_RESTART_COUNT": str(count)})
-            except OSError as error:
-                note(f"{cmd[0]}: {error.strerror}")
-                code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
-                break
-            if code == 0 or forwarding.asked is not None or count == restarts:
-                break
-            note(f"{cmd[0]} ended with exit code {code}: restart {count + 1} of {restarts}")
+    hold(folder, _HOLD_SECONDS)  # until the first session comes
+    code = 0
+    for count in range(restarts + 1):
         try:
-            _wait_until_durable(folder, address, wait, forwarding, started)
-        except ScarError as error:
-            note(str(error))
-            code = code or EXIT_RUN_FAILED
+            code = forwarding.run(cmd, {**environment, "SCARCTL_RESTART_COUNT": str(count)})
+        except OSError as error:
+            note(f"{cmd[0]}: {error.strerror}")
+            code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+            break
+        if code == 0 or forwarding.asked is not None or count == restarts:
+            break
+        note(f"{cmd[0]} ended with exit code {code}: restart {count + 1} of {restarts}")
+    try:
+        _wait_until_durable(folder, address, wait, forwarding, started)
+    except ScarError as error:
+        note(str(error))
+        code = code or EXIT_RUN_FAILED
     return code
 
 

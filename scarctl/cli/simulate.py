@@ -136,9 +136,9 @@ _PAUSE = 30.0
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE.svg",
+    metavar="FILE",
     envvar="SCARCTL_PLOT",
-    help="Draw the result.",
+    help="Draw the result: .svg, or .png with the extra `png`.",
 )
 @click.option(
     "--predictions",
@@ -245,17 +245,24 @@ def _items(text: str) -> list[str]:
 
 def _check_plot(path: Path) -> None:
     """Known before hours of trials, not after."""
-    if path.suffix.lower() != ".svg":
-        raise UsageError(
-            f"{path}: a picture is drawn as SVG", hint="give a name that ends in .svg; browsers show it"
-        )
+    if path.suffix.lower() not in (".svg", ".png"):
+        raise UsageError(f"{path}: a picture is SVG or PNG", hint="give a name that ends in .svg or .png")
+    if path.suffix.lower() == ".png":
+        from scarctl.simulate.png import check
+
+        check()
     if not path.absolute().parent.is_dir():
         raise UsageError(f"{path}: there is no such folder")
 
 
-def _write(path: Path, content: str) -> None:
+def _write(path: Path, picture: str) -> None:
+    content = picture.encode()
+    if path.suffix.lower() == ".png":
+        from scarctl.simulate.png import render
+
+        content = render(picture)
     try:
-        path.write_text(content, encoding="utf-8")
+        path.write_bytes(content)
     except OSError as error:
         raise AccessDenied(f"{path}: {error.strerror}") from error
 

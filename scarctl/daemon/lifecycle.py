@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-LINGER = 5.0
-"""Seconds without any run after which the daemon ends: one run may end just before the next begins."""
+LINGER = 0.5
+"""Seconds after which a daemon that nobody has attached a run to ends."""
+BETWEEN = 5.0
+"""The same after its last run was closed: one may end just before the next begins."""
 RETURN = 60.0
 """The same after a training process has died: whoever starts it again shall not have to wait for a new daemon."""
 LAST_WORDS = 3.0
@@ -120,8 +122,8 @@ class Lifecycle:
     runs: dict[str, Phase] = field(default_factory=dict)
     idle_since: float | None = None
     held_until: float = 0.0
-    bereaved: bool = False
-    """A training process has died, and none has come since."""
+    patience: float = LINGER
+    """How long it stays without a run: by how the last one ended."""
     terminated: float | None = None
     """When a SIGTERM came."""
     stopping: bool = False
@@ -137,11 +139,11 @@ class Lifecycle:
                 assert run not in self.runs
                 assert not self.stopping
                 self.runs[run] = Phase.ATTACHED
-                self.idle_since, self.held_until, self.bereaved = None, 0.0, False
+                self.idle_since, self.held_until, self.patience = None, 0.0, BETWEEN
             case TrainerGone(run):
                 if self.runs.get(run) is Phase.ATTACHED:
                     self.runs[run] = Phase.ORPHANED
-                    self.bereaved = True
+                    self.patience = RETURN
             case Settled(run):
                 if self.runs.get(run) is Phase.ORPHANED:
                     return self._release(run)
@@ -185,7 +187,7 @@ class Lifecycle:
             return []
         if self.idle_since is None:
             self.idle_since = now
-        if now < max(self.idle_since + (RETURN if self.bereaved else LINGER), self.held_until):
+        if now < max(self.idle_since + self.patience, self.held_until):
             return []
         return self._end()
 

@@ -93,7 +93,7 @@ class OwnedAdapter:
             # One that has lost rows is left out: whoever compares this with the layout says so.
             if group is not None and owned.stop <= _rows(group.tensors[""]):
                 tensors = {slot: _narrowed(t, owned.start, owned.stop) for slot, t in group.tensors.items()}
-                groups.append(StateGroup(owned.name, group.kind, tensors, owned.place))
+                groups.append(StateGroup(owned.name, group.kind, tensors, owned.place, frozen=group.frozen))
         return groups
 
     def _cut(self, touched: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

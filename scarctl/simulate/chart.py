@@ -132,7 +132,7 @@ def _legend(policies: list[str], rollback: bool, guessed: bool, summary: Summary
     parts, at, y = [], _LEFT, _HEIGHT + 12
     for policy in policies:
         parts += [_mark(at, y - 4, *_STYLES[policy]), _text(at + 9, y, policy)]
-        at += 74
+        at += 56
     if rollback:
         parts += [_line(at, y - 4, at + 22, y - 4, "#000000", "stroke-dasharray='6 4' stroke-width='1.5'")]
         parts += [_text(at + 28, y, "rollback")]

@@ -273,7 +273,7 @@ class _Run:
         outlook = Outlook(step, self._motions[keeper.every].history.convergence(step))
         lost, parameters = _lost(layout, cell.lost, shard_seed), parameters_of(layout)
         ages = np.maximum(step - step_of(keeper.arena.version), 0)
-        distance = keeper.live(self._adapter).distances("l2", lost)
+        distance = keeper.live(self._adapter).distances()
         return {
             name: rework_of(outlook, lost, parameters=parameters, ages=ages, distance=known).to_json()
             for name, known in (("distances", distance), ("ages", None))

@@ -7,6 +7,8 @@ string hashing is fast", 2014) with fixed odd constants, one array operation for
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -33,6 +35,7 @@ def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 _W = splitmix64(np.arange(_WORDS + 1, dtype=np.uint64)) | np.uint64(1)
 
 
+@functools.cache
 def tensor_constant(t: int) -> np.uint64:
     """Odd factor of a group's tensor number `t` in the partition's checksum."""
     return np.uint64(splitmix64(np.array([(1 << 32) + t], np.uint64))[0] | np.uint64(1))

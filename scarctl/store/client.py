@@ -123,6 +123,15 @@ class Client:
             return self._open_filesystem()
         except Exception as error:
             fault = understand(error)
+            # Of what an error says, only names: values may be secrets.
+            unknown = [
+                name for name in self.address.options if f"unexpected keyword argument '{name}'" in str(error)
+            ]
+        if unknown:
+            raise UsageError(
+                f"{self.address.shown}: {self.address.scheme}:// has no storage option {unknown[0]!r}",
+                hint=f"correct or leave out {unknown[0]!r}",
+            )
         doing = f"open {self.address.scheme}:// addresses"
         if fault.meaning is Meaning.DENIED or fault.passing:
             raise fault_error(fault, self.address.shown, doing)

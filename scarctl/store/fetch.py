@@ -17,7 +17,8 @@ from scarctl.store.segment import by_group, open_segment, partition_checksums
 from scarctl.store.spans import Bytes, Ids, Wanted
 from scarctl.store.state import ShardState
 
-BATCH = 64 << 20  # bytes of partitions read at a time
+BATCH = 16 << 20
+"""Bytes of partitions read at a time: so few that the next ones get the same memory, and find it in the cache."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -352,6 +353,10 @@ def read_tail(blobs: Blobs, path: str, ref: SegmentRef, kind: str, count: int, l
     return Tail(ids, None if checksums is None else checksums.view(np.uint64), arrays.get("versions"))
 
 
+# A large segment is opened again for every piece of it that is read; parsing would take as long as reading.
+_parse_header = functools.lru_cache(maxsize=2)(parse_header)
+
+
 @contextmanager
 def open_segment(blobs: Blobs, path: str, ref: SegmentRef) -> Iterator[SegmentReader]:
     """A segment opened for reading pieces. Raises Corruption, or FileNotFoundError when it is missing."""
@@ -364,7 +369,7 @@ def open_segment(blobs: Blobs, path: str, ref: SegmentRef) -> Iterator[SegmentRe
         raw = file.read(0, ref.head)
         if header_length(raw[:8], file.size, what) != ref.head:
             raise corrupt(what, "its header's length is not what its record says")
-        header = parse_header(raw, file.size, what)
+        header = _parse_header(raw, file.size, what)
         yield SegmentReader(file, what, ref, raw, header, blobs.gap)
 
 

@@ -42,6 +42,9 @@ class Wanted:
         """`(i, j)`: the pieces in runs that are read as one range each, at most SPAN long."""
         if not self.piece:
             return []
+        count = len(self.position)
+        if self.position[-1] - self.position[0] == count - 1 and count * self.piece <= SPAN // 2:
+            return [(0, count)]  # the usual case
         holes = (np.diff(self.position) - 1) * self.piece
         cut = np.diff(self.position * self.piece // SPAN) != 0
         breaks = (np.flatnonzero((holes > 0) & ~_read_through(holes, self.out.size, gap) | cut) + 1).tolist()

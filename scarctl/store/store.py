@@ -336,7 +336,7 @@ class Store:
     # data
 
     def read(self, state: ShardState, ids: Ids, *, corrupt: list[tuple[Ids, str]]) -> Iterator[Batch]:
-        """Reads the copies of `ids` that `state` names, every one verified, in batches of at most 64 MiB.
+        """Reads the copies of `ids` that `state` names, every one verified, in batches of at most about 16 MiB.
 
         Partitions whose copy is missing or damaged, or that were never saved, are appended to `corrupt` as
         `(ids, reason)` and not yielded. Order is by segment, group and id. Raises Unavailable, AccessDenied.

@@ -1,4 +1,4 @@
-"""A training in a process of its own, which is killed."""
+"""Trainings in a process of their own, which is killed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,36 +34,36 @@ def _flush(session: Session) -> None:
 ACTIONS: dict[str, Callable[[Session], None]] = {"checkpoint": _checkpoint, "flush": _flush}
 
 
+@dataclass(frozen=True)
+class Killed:
+    """A training in its own `folder` that does something after an iteration, and is killed after another one."""
+
+    folder: str
+    action: str
+    """One of `ACTIONS`."""
+    after: int
+    die_after: int
+    options: Mapping[str, Any]
+
+
 def run_and_kill(
-    suite: type,
-    store: Path,
-    *,
-    action: str,
-    after: int,
-    die_after: int,
-    options: Mapping[str, Any],
-    hash_seed: int,
-) -> tuple[dict[int, Seen], dict[int, Description]]:
-    """Train in a new interpreter, do `action` after an iteration, and kill it after another one.
+    suite: type, runs: Sequence[Killed], *, hash_seed: int
+) -> list[tuple[dict[int, Seen], dict[int, Description]]]:
+    """Train in a new interpreter, and kill it. Several trainings are one in the other, and end by the same kill: to
+    import a framework takes longer than all of them.
 
     suite: a subclass of `AdapterConformance`, at the top of a module. hash_seed: of the interpreter, so that an order
-    that comes from hashing is another one. Returns what the process saw after every iteration.
+    that comes from hashing is another one. Returns what each training saw after every iteration.
     """
     if "<" in suite.__qualname__:
         raise AssertionError(
             f"{suite.__qualname__} is inside a function: another process cannot find it there"
         )
-    report = store.parent / f"{store.name}-seen.json"
     task = {
         "file": inspect.getfile(suite),
         "module": suite.__module__,
         "suite": suite.__qualname__,
-        "store": str(store),
-        "action": action,
-        "after": after,
-        "die_after": die_after,
-        "options": dict(options),
-        "report": str(report),
+        "runs": [asdict(run) for run in runs],
         "threads": torch.get_num_threads(),
     }
     search = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -77,6 +77,14 @@ def run_and_kill(
     assert done.returncode == -signal.SIGKILL, (
         f"the process that trains ended with {done.returncode} before it was to be killed\n{done.stdout}{done.stderr}"
     )
+    return [_read(_report(run)) for run in runs]
+
+
+def _report(run: Killed) -> Path:
+    return Path(run.folder, "seen.json")
+
+
+def _read(report: Path) -> tuple[dict[int, Seen], dict[int, Description]]:
     seen = json.loads(report.read_text())
     return (
         {int(step): Seen(**item) for step, item in seen["seen"].items()},
@@ -89,10 +97,15 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     torch.set_num_threads(task["threads"])  # sums come out the same as in the process that compares
     suite = _load(task["file"], task["module"], task["suite"])()
+    _train(suite, [Killed(**run) for run in task["runs"]])
+
+
+def _train(suite: Any, runs: Sequence[Killed]) -> None:
+    run, *others = runs
     training = suite.training()
 
     def die(session: Session) -> None:
-        Path(task["report"]).write_text(
+        _report(run).write_text(
             json.dumps(
                 {
                     "seen": {step: asdict(seen) for step, seen in recorder.seen.items()},
@@ -100,15 +113,17 @@ def main() -> None:
                 }
             )
         )
+        if others:
+            _train(suite, others)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def act(session: Session) -> None:
-        ACTIONS[task["action"]](session)
-        if task["after"] == task["die_after"]:
+        ACTIONS[run.action](session)
+        if run.after == run.die_after:
             die(session)
 
-    recorder = Recorder(training, suite.generators, {task["die_after"]: die} | {task["after"]: act})
-    training.run(Path(task["store"]), task["die_after"] + 1, recorder, resume={}, options=task["options"])
+    recorder = Recorder(training, suite.generators, {run.die_after: die} | {run.after: act})
+    training.run(Path(run.folder, "store"), run.die_after + 1, recorder, resume={}, options=run.options)
 
 
 def _load(file: str, module: str, name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from scarctl.session import Session
 from scarctl.testing import residue
-from scarctl.testing.child import run_and_kill
+from scarctl.testing.child import Killed, run_and_kill
 from scarctl.testing.seen import Description, Recorder, Seen, differing
 from scarctl.testing.training import Training
 
@@ -22,8 +22,8 @@ OFTEN: dict[str, Any] = {"interval": 1, "fraction": 0.25}
 
 _references: dict[tuple[type, str], dict[int, Seen]] = {}
 """What the uninterrupted run of a suite's variant saw: the same in every test."""
-_elsewhere: dict[type, dict[int, Description]] = {}
-"""The layouts that another process saw."""
+layouts_here: dict[type, Description] = {}
+"""The layout of a suite's training, as this process sees it after the last iteration."""
 
 
 class Stop(Exception):
@@ -55,7 +55,10 @@ class Runs:
         """What a run that nothing interrupts sees after every iteration."""
         key = type(self), variant
         if key not in _references:
-            _references[key] = self._run(tmp_path / "uninterrupted", LAST, variant=variant).seen
+            run = self._run(tmp_path / "uninterrupted", LAST, variant=variant)
+            _references[key] = run.seen
+            if not variant:
+                layouts_here[type(self)] = run.layouts[LAST]
         return _references[key]
 
     def _run(
@@ -96,26 +99,12 @@ class Runs:
         fixed = {"rows": {"*": 1}, "daemon": False, "on_error": "raise", "drain_timeout": 30.0}
         return {**fixed, "arena_dir": str(folder_at(folder / "arena")), **more}
 
-    def _killed(
-        self, folder: Path, action: str, *, after: int, die_after: int, hash_seed: int, **options: Any
-    ) -> dict[int, Seen]:
-        """A training in a new process, which is killed."""
-        seen, _elsewhere[type(self)] = run_and_kill(
-            type(self),
-            folder_at(folder) / "store",
-            action=action,
-            after=after,
-            die_after=die_after,
-            options=self._options(folder, **options),
-            hash_seed=hash_seed,
-        )
-        return seen
+    def _killed(self, *runs: Killed) -> list[tuple[dict[int, Seen], dict[int, Description]]]:
+        """Trainings in a new process, which is killed; the order of sets is another one there."""
+        return run_and_kill(type(self), runs, hash_seed=1)
 
-    def _layouts_elsewhere(self, folder: Path) -> dict[int, Description]:
-        """The layouts that another process sees, where the order of sets is another one."""
-        if type(self) not in _elsewhere:
-            self._killed(folder, "flush", after=2, die_after=2, hash_seed=1)
-        return _elsewhere[type(self)]
+    def _to_kill(self, folder: Path, action: str, *, after: int, die_after: int) -> Killed:
+        return Killed(str(folder_at(folder)), action, after, die_after, self._options(folder, **RARELY))
 
     def _check_resumed(self, expected: Mapping[int, Seen], run: Recorder, start: int) -> None:
         """`run` began after iteration `start`, with what it had been then, and went on like `expected`."""

@@ -21,7 +21,7 @@ import torch
 from scarctl.errors import LayoutMismatch
 from scarctl.session import Session
 from scarctl.testing import residue
-from scarctl.testing.runs import LAST, OFTEN, RARELY, Runs, Stop, checkpoint, folder_at, stopped
+from scarctl.testing.runs import LAST, OFTEN, RARELY, Runs, Stop, checkpoint, folder_at, layouts_here, stopped
 from scarctl.testing.seen import (
     Description,
     Recorder,
@@ -73,19 +73,20 @@ class AdapterConformance(Runs):
         """The rest of the run is bit for bit that of a run that was not interrupted."""
         self._resumes_exactly(tmp_path)
 
-    def test_resuming_a_killed_run_from_the_store_is_exact(self, tmp_path: Path) -> None:
-        """SIGKILL two iterations after a whole checkpoint, and the host's memory is lost."""
+    def test_resuming_a_killed_run_is_exact(self, tmp_path: Path) -> None:
+        """SIGKILL two iterations after a whole checkpoint, where the host's memory is lost, and right after a flush
+        into it. In the process that is killed layout and training are those of this one."""
         expected = self._uninterrupted(tmp_path)
-        seen = self._killed(tmp_path, "checkpoint", after=3, die_after=5, hash_seed=2, **RARELY)
-        self._check_same(expected, seen, "the training is not the same in another process")
-        run = self._run(tmp_path, LAST, arena_dir=str(folder_at(tmp_path / "other host")))
+        stored, flushed = tmp_path / "stored", tmp_path / "flushed"
+        for seen, layouts in self._killed(
+            self._to_kill(stored, "checkpoint", after=3, die_after=5),
+            self._to_kill(flushed, "flush", after=4, die_after=4),
+        ):
+            self._check_layouts(layouts, layouts_here[type(self)])
+            self._check_same(expected, seen, "the training is not the same in another process")
+        run = self._run(stored, LAST, arena_dir=str(folder_at(tmp_path / "other host")))
         self._check_resumed(expected, run, 3)
-
-    def test_what_was_flushed_survives_a_kill(self, tmp_path: Path) -> None:
-        """`flush` brings the iteration into memory; SIGKILL right after it costs nothing."""
-        expected = self._uninterrupted(tmp_path)
-        self._killed(tmp_path, "flush", after=4, die_after=4, hash_seed=3, **RARELY)
-        self._check_resumed(expected, self._run(tmp_path, LAST), 4)
+        self._check_resumed(expected, self._run(flushed, LAST), 4)
 
     def test_a_snapshot_is_resumed_by_its_name(self, tmp_path: Path) -> None:
         """Whatever was saved after it."""
@@ -114,13 +115,12 @@ class AdapterConformance(Runs):
     # -- layout -------------------------------------------------------------------------------------------------
 
     def test_the_layout_is_stable(self, tmp_path: Path) -> None:
-        """Names, order, shapes and dtypes: over iterations, over restarts, in another process."""
+        """Names, order, shapes and dtypes: over iterations, over restarts."""
         run = self._run(tmp_path, LAST, at={2: check_groups, LAST: check_groups})
         first = run.layouts[1]
         self._check_layouts(run.layouts, first)
         self._check_layouts(self._run(tmp_path / "again", 2).layouts, first)
         self._check_layouts(self._run(tmp_path, LAST + 2).layouts, first)  # goes on
-        self._check_layouts(self._layouts_elsewhere(tmp_path / "other"), first)
 
     def _check_layouts(self, layouts: Mapping[int, Description], expected: Description) -> None:
         """All are `expected`; before the first iteration slots may be missing."""

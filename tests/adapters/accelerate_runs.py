@@ -113,9 +113,8 @@ def go(
     if options is None:
         loop.train()
         return loop.state(), None
-    run = attach(loop.accelerator, store=folder / "store", **{**EXACT, **options})
+    run = attach(loop.accelerator, mode=mode, store=folder / "store", **{**EXACT, **options})
     with run:
-        resumed = run.resume(mode)
 
         def drained(step: int) -> None:
             if run.session._engine is not None:
@@ -123,7 +122,7 @@ def go(
             on_step(run, step)
 
         loop.train(run, on_step=drained)
-        return loop.state(), resumed
+        return loop.state(), run.resumed
 
 
 def main() -> None:
@@ -145,10 +144,10 @@ def main() -> None:
 
     arena = Path(given["arena"], str(rank))
     arena.mkdir(exist_ok=True)
-    with attach(loop.accelerator, store=given["store"], arena_dir=arena, **EXACT) as run:
-        resumed = run.resume("rollback" if killed.exists() else "partial")
-        loop.train(run, on_step=on_step)
-        state = loop.state()
+    mode = "rollback" if killed.exists() else "partial"
+    run = attach(loop.accelerator, mode=mode, store=given["store"], arena_dir=arena, **EXACT)
+    loop.train(run, on_step=on_step)
+    state, resumed = loop.state(), run.resumed
     torch.save(
         {"whole": expected, "state": state, "resumed": [resumed.step, resumed.exact]}, out / f"{rank}.pt"
     )

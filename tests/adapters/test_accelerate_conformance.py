@@ -54,8 +54,8 @@ class LoopTraining(Training):
     def run(
         self, store: Path, until: int, visit: Visit, *, resume: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
-        with attach(self.accelerator, store=store, **options) as run:
-            step = run.resume(**resume).step
+        with attach(self.accelerator, store=store, **resume, **options) as run:
+            step = run.resumed.step
             visit(run.session)
             while step < until:
                 for (ids,) in run.batches(self.loader):

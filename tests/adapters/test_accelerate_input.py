@@ -89,37 +89,25 @@ def test_a_registered_object_that_no_checkpoint_can_hold(tmp_path: Path) -> None
 
 def test_two_sessions_on_one_store(tmp_path: Path) -> None:
     loop = Loop()
-    with attach(loop.accelerator, store=tmp_path / "store", **EXACT) as run:
-        run.resume()
-        loop.train(run, epochs=1)
-        with pytest.raises(Contention):
-            attach(loop.accelerator, store=tmp_path / "store", **EXACT).resume()
+    with attach(loop.accelerator, store=tmp_path / "store", **EXACT), pytest.raises(Contention):
+        attach(loop.accelerator, store=tmp_path / "store", **EXACT)
 
 
 def test_another_model_than_that_of_the_store(tmp_path: Path) -> None:
     loop = Loop()
-    with attach(loop.accelerator, store=tmp_path / "store", **EXACT) as run:
-        run.resume()
-        loop.train(run, epochs=1)
+    loop.train(attach(loop.accelerator, store=tmp_path / "store", **EXACT), epochs=1)
     forget_accelerators()
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(3, 3)
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    run = attach(accelerator, store=tmp_path / "store", **EXACT)
     with pytest.raises(LayoutMismatch):
-        run.resume()
-    run.close()
-
-
-def test_a_loop_that_does_not_resume(tmp_path: Path) -> None:
-    loop = Loop()
-    with attach(loop.accelerator, store=tmp_path / "store", **EXACT) as run:
-        run.resume()
-        loop.train(run, epochs=1)
+        attach(accelerator, store=tmp_path / "store", **EXACT)
     forget_accelerators()
-    loop = Loop()
-    with (
-        pytest.raises(UsageError, match="holds an earlier run"),
-        attach(loop.accelerator, store=tmp_path / "store", **EXACT) as run,
-    ):
-        loop.train(run)
+    with attach(Loop().accelerator, store=tmp_path / "store", **EXACT) as run:  # nothing was left open
+        assert run.resumed.step == 6
+
+
+def test_an_unknown_mode(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="mode"):
+        attach(Loop().accelerator, store=tmp_path / "store", mode="exactly")
+    assert not (tmp_path / "store").exists()

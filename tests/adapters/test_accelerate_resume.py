@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from scarctl.errors import UsageError
 from scarctl_adapters.accelerate import attach
 from tests.adapters.accelerate_runs import EXACT, Loop, forget_accelerators, go
 from tests.adapters.launched import check_ranks, torchrun
@@ -86,14 +87,28 @@ def test_a_run_that_is_done_trains_nothing_and_a_longer_one_goes_on(
     go(tmp_path, options={})
     forget_accelerators()
     loop = Loop(99)
-    with attach(loop.accelerator, store=tmp_path / "store", **EXACT) as run:
-        resumed = run.resume()
-        assert resumed.step == 18
-        assert list(run.epochs(3)) == []
-        assert run.epoch == 3
-        loop.train(run, epochs=4)
-        assert run.session.head_step == 24
+    run = attach(loop.accelerator, store=tmp_path / "store", **EXACT)
+    assert run.resumed.step == 18
+    assert list(run.epochs(3)) == []
+    assert run.epoch == 3
+    forget_accelerators()
+    loop = Loop(99)
+    run = attach(loop.accelerator, store=tmp_path / "store", **EXACT)
+    loop.train(run, epochs=4)
+    assert run.session.head_step == 24
     assert len(loop.meter.losses) == 24
+
+
+def test_the_end_of_the_epochs_closes_the_run(tmp_path: Path) -> None:
+    forget_accelerators()
+    loop = Loop()
+    run = attach(loop.accelerator, store=tmp_path / "store", **EXACT)
+    loop.train(run)
+    with pytest.raises(UsageError, match="the session is closed"):
+        run.session.checkpoint()
+    forget_accelerators()
+    with attach(Loop(99).accelerator, store=tmp_path / "store", **EXACT) as run:
+        assert (run.resumed.step, run.resumed.exact) == (18, True)
 
 
 def test_batches_without_epochs(tmp_path: Path) -> None:
@@ -115,9 +130,7 @@ def test_batches_without_epochs(tmp_path: Path) -> None:
     def begun(folder: Path) -> tuple[Any, Loop]:
         forget_accelerators()
         loop = Loop()
-        run = attach(loop.accelerator, store=folder / "store", **EXACT)
-        run.resume()
-        return run, loop
+        return attach(loop.accelerator, store=folder / "store", **EXACT), loop
 
     run, loop = begun(tmp_path / "whole")
     with run:
@@ -141,14 +154,13 @@ def test_two_models_with_an_optimizer_each(tmp_path: Path) -> None:
         optimizers = [torch.optim.Adam(model.parameters()) for model in models]
         *_, first, second = accelerator.prepare(*models, *optimizers)
         with attach(accelerator, store=folder / "store", **EXACT) as run:
-            resumed = run.resume()
-            for _ in range(resumed.step, steps):
+            for _ in range(run.resumed.step, steps):
                 models[1](models[0](torch.rand(3, 4))).sum().backward()
                 first.step()
                 second.step()
                 first.zero_grad()
                 second.zero_grad()
-            return resumed, models
+            return run.resumed, models
 
     _, expected = trained(tmp_path / "whole", 6, 0)
     trained(tmp_path / "run", 4, 0)

@@ -41,7 +41,6 @@ class FsdpTraining(TorchTraining):
         return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in values.items()}
 
 
-@pytest.mark.long
 class TestFsdp(AdapterConformance):
     variants = frozenset({"bfloat16", "tied", "frozen", "accumulation"})
 

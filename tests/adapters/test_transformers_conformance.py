@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -102,7 +101,6 @@ class TrainerTraining(Training):
         return [optimizer.state.get(p, {}) for group in groups for p in group["params"]]
 
 
-@pytest.mark.long
 class TestTrainer(AdapterConformance):
     variants = frozenset({"tied", "frozen", "accumulation"})
 

@@ -73,7 +73,8 @@ class Running:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "scarctl", "run", *map(str, arguments)],
                 cwd=place,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                # With threads of numpy's, which could take a signal that is not theirs.
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"},
                 **{"stdout": out, "stderr": err, **settings},
             )
 
@@ -414,7 +415,7 @@ def test_nothing_stays(arena_dir: Path, tmp_path: Path) -> None:
     """A command that attaches nothing, under a daemon that was to wait for it: no process, no file."""
     Running(tmp_path, "true").ends(0)
     folder = host_folder(str(arena_dir))
-    wait_until(lambda: status(folder) is None)
+    wait_until(lambda: status(folder) is None, seconds=3.0)
 
 
 def test_training_that_is_killed_goes_on(folder: Path, run: Run, tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_data_goes_to_the_factory(run: Run, tmp_path: Path) -> None:
         ("quadratic", ["--policy", "best"], 2, "usage", "unknown policy"),
         ("quadratic", ["--trials", "0"], 2, "usage", "--trials"),
         ("quadratic", ["--failure-rate", "2"], 2, "usage", "failure rate"),
-        ("quadratic", ["--plot", "study.png"], 2, "usage", "SVG"),
+        ("quadratic", ["--plot", "study.jpg"], 2, "usage", "SVG or PNG"),
         ("quadratic", ["--plot", "nowhere/study.svg"], 2, "usage", "no such folder"),
         ("quadratic", ["--target", "-1"], 2, "usage", "does not reach"),
         ("nothing_there", [], 2, "no-workload", "no function"),

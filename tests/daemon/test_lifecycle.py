@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from scarctl.daemon.lifecycle import (
+    BETWEEN,
     LAST_SAVES,
     LAST_WORDS,
     LINGER,
@@ -42,8 +43,8 @@ def test_a_closed_run_is_let_go_and_the_daemon_ends_a_moment_later(life: Lifecyc
     assert life.handle(Tick(100.0)) == []
     assert life.handle(Released("a")) == []
     assert life.handle(Tick(101.0)) == []
-    assert life.handle(Tick(101.0 + LINGER / 2)) == []
-    assert life.handle(Tick(101.0 + LINGER)) == [Exit()]
+    assert life.handle(Tick(101.0 + BETWEEN / 2)) == []
+    assert life.handle(Tick(101.0 + BETWEEN)) == [Exit()]
     assert life.stopping
 
 
@@ -86,7 +87,7 @@ def test_who_came_back_and_left_is_not_waited_for(life: Lifecycle) -> None:
     life.handle(Detached("a"))
     life.handle(Released("a"))
     assert life.handle(Tick(10.0)) == []
-    assert life.handle(Tick(10.0 + LINGER)) == [Exit()]
+    assert life.handle(Tick(10.0 + BETWEEN)) == [Exit()]
 
 
 def test_a_new_run_starts_the_time_anew(life: Lifecycle) -> None:
@@ -97,7 +98,7 @@ def test_a_new_run_starts_the_time_anew(life: Lifecycle) -> None:
     life.handle(Detached("b"))
     life.handle(Released("b"))
     assert life.handle(Tick(20.0)) == []
-    assert life.handle(Tick(20.0 + LINGER)) == [Exit()]
+    assert life.handle(Tick(20.0 + BETWEEN)) == [Exit()]
 
 
 def test_stopping_waits_for_what_is_being_written(life: Lifecycle) -> None:
@@ -107,6 +108,12 @@ def test_stopping_waits_for_what_is_being_written(life: Lifecycle) -> None:
     assert life.handle(StopAsked()) == []
     assert life.handle(Released("b")) == []
     assert life.handle(Released("a")) == [Exit()]
+
+
+def test_without_a_run_it_ends_soon() -> None:
+    life = Lifecycle()
+    assert life.handle(Tick(1.0)) == []
+    assert life.handle(Tick(1.0 + LINGER)) == [Exit()]
 
 
 def test_stopping_without_a_run_ends_at_once() -> None:
@@ -165,7 +172,7 @@ def test_held_for_a_run_that_comes() -> None:
     life.handle(Detached("a"))
     life.handle(Released("a"))
     assert life.handle(Tick(59.1)) == []
-    assert life.handle(Tick(59.1 + LINGER)) == [Exit()], "a run has come and gone: nobody waits any more"
+    assert life.handle(Tick(59.1 + BETWEEN)) == [Exit()], "a run has come and gone: nobody waits any more"
 
 
 def test_held_in_vain_or_no_longer() -> None:
@@ -177,8 +184,7 @@ def test_held_in_vain_or_no_longer() -> None:
     life.handle(Held(60.0))
     life.handle(Tick(1.0))
     life.handle(Held(2.0))
-    assert life.handle(Tick(2.0)) == []
-    assert life.handle(Tick(1.0 + LINGER)) == [Exit()]
+    assert life.handle(Tick(2.0)) == [Exit()]
 
 
 @pytest.mark.parametrize("event", [TrainerGone("x"), Settled("x"), Detached("x"), Released("x")])
@@ -268,7 +274,7 @@ class Model(RuleBasedStateMachine):
         self.end_if_terminated()
         self.send(Tick(self.now))
         if not self.runs and self.now >= self.busy_until:
-            self.send(Tick(self.now + (RETURN if self.life.bereaved else LINGER)))
+            self.send(Tick(self.now + self.life.patience))
             assert self.ended, "nobody needs it any more"
 
     @rule(sure=st.integers(0, 7))

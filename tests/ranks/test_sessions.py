@@ -261,6 +261,7 @@ def test_each_rank_extrapolates_its_own_part(tmp_path: Path) -> None:
         ({"settings": {"fraction": 0.5}}, "usage: rank 1 has another fraction"),
         ({"model": {"width": 41}}, "usage: "),
         ({"settings": {"interval": "auto"}}, "usage: rank 1 has another interval"),
+        ({"settings": {"tracker": "sampled"}}, "usage: rank 1 has another tracker"),
         ({"store": "elsewhere"}, "usage: rank 1 has another store"),
         ({"absent": True}, "rank-missing: not all 2 ranks have come within 3 s: rank 1 is missing"),
     ],

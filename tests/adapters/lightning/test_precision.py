@@ -1,0 +1,45 @@
+"""Fits that compute in fewer bits: with a gradient scaler, and with parameters that are bfloat16 themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from scarctl.dtypes import plain
+from tests.adapters.lightning.fits import Interrupted, Net, differing, fit, outcome
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def scaled() -> dict[str, Any]:
+    """float16 on the CPU, where Lightning's precision="16-mixed" falls back to bfloat16. The scale doubles often, and
+    some steps overflow and are skipped."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+    return {"plugins": [MixedPrecision("16-mixed", device="cpu", scaler=scaler)]}
+
+
+def state_of(net: Net, trainer: Any) -> dict[str, Any]:
+    found = outcome(net, trainer) if net.embed.weight.dtype == torch.float32 else {}
+    weights = {f"{name} itself": str(plain(value)) for name, value in net.state_dict().items()}
+    return {**found, **weights, "scaler": str(trainer.precision_plugin.state_dict())}
+
+
+@pytest.mark.parametrize("precision", ["scaled", "bf16-mixed", "bf16-true"])
+def test_a_fit_goes_on_exactly(precision: str, tmp_path: Path) -> None:
+    def arguments() -> dict[str, Any]:
+        return scaled() if precision == "scaled" else {"precision": precision}
+
+    whole = state_of(*fit(Net, None, accumulate_grad_batches=1, **arguments()))
+    with pytest.raises(Interrupted):
+        fit(Net, tmp_path / "store", ("train", 1, 3), accumulate_grad_batches=1, **arguments())
+    net, trainer = fit(Net, tmp_path / "store", accumulate_grad_batches=1, seed=9, **arguments())
+    resumed = trainer.callbacks[0].resumed
+    assert resumed.exact
+    assert 0 < resumed.step <= 9
+    assert differing(state_of(net, trainer), whole) == []
+    if precision == "scaled":
+        assert resumed.step < 9, "no step has overflowed"

@@ -1,0 +1,39 @@
+"""Weighing failures by p says what drawing them with p would have said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from examples.paper.chance import effective, reduction, weights
+
+LAST = 60
+
+
+def results(after: list[int]) -> list[dict[str, Any]]:
+    """Failures whose rework grows with their iteration: a rollback's 4 times as fast as that of priority, and by 10."""
+    return [{"failed_after": k, "undisturbed": LAST + 1, "rework": [10 + 4 * k, 0, k]} for k in after]
+
+
+def test_weights_are_those_of_the_geometric_distribution() -> None:
+    every = results(list(range(1, LAST + 1)))
+    weight = weights(every, 0.05)
+    assert np.isclose(weight.mean(), 1)
+    np.testing.assert_allclose(weight[1:] / weight[:-1], 0.95)
+    chance = weight / weight.sum()
+    after = np.arange(1, LAST + 1)
+    found = reduction(every, weight)
+    assert found is not None
+    assert np.isclose(found.mean, 1 - chance @ after / (chance @ (10 + 4 * after)))
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low < found.mean < found.high
+
+
+def test_without_p_all_trials_count_alike() -> None:
+    some = results([3, 20, 40, 59])
+    assert effective(weights(some, None)) == 4
+    assert 1 < effective(weights(some, 0.1)) < 4
+    free = [{**result, "rework": [0, 0, 1]} for result in some]
+    assert reduction(free, weights(free, None)) is None
