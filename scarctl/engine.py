@@ -177,7 +177,7 @@ class Engine:
         self.movements: Movements | None = None
         try:
             if self.trend is not None:
-                self.movements = Movements(self.arena.folder, layout, self.trend.groups)
+                self.movements = self._open_movements(self.trend.groups)
             before = self.arena.version.copy()
             saver.open(self.arena, stopped=stopped)
             if self.movements is not None:
@@ -185,6 +185,14 @@ class Engine:
         except BaseException:
             self.selector.close()
             self.arena.close()
+            raise
+
+    def _open_movements(self, groups: Collection[int]) -> Movements:
+        try:
+            return Movements(self.arena.folder, self.layout, groups)
+        except ScarError:
+            if not (self.arena.version >= 0).any():
+                self.arena.remove()  # nothing is in it yet: it must not keep the memory that there is too little of
             raise
 
     def copy(self, live: LiveState, step: int) -> Copied:
@@ -351,6 +359,8 @@ class Engine:
         """
         self.queue.clear()
         self.arena.reset()
+        if self.movements is not None:
+            self.movements.gap[:] = 0
 
     def adopt_orphans(self) -> None:
         """After a fault or a death: what was copied but not handed over would wait for ever.

@@ -32,6 +32,8 @@ def load_extrapolated(
         live.load(ids)
         return None, ids[:0], np.empty(0)
     factors, groups = trend.by_group(trend.fits.factor), layout.group_of(ids)
+    # What training does not change is where it was saved, however it moved before that.
+    factors[list(live.frozen)] = 0.0
     elapsed = step - step_of(plan.version)
     wanted = (factors[groups] > 0) & (elapsed > 0)
     # What a seal has found as it was took all that time for its movement.

@@ -91,8 +91,8 @@ class Tracker:
         """For the norm "relative": squared norms of the copies of a sampled group; NaN: not known."""
         self._estimated: list[int] = []
         """Groups whose newest distances are estimates, ascending."""
-        self._equal: dict[int, list[tuple[int, int]]] = {}
-        """Marks of frozen groups that were found equal to their copies, as of then."""
+        self._frozen: dict[int, tuple[list[tuple[int, int]], bool]] = {}
+        """Marks of frozen groups at the last look, and whether they were found equal to their copies then."""
 
     # -- what training tells --------------------------------------------------------------------------------------
 
@@ -138,6 +138,8 @@ class Tracker:
         bounds = np.searchsorted(ids, self._layout.base)
         for g, touches in self._touches.items():
             touches.mark_partitions(ids[bounds[g] : bounds[g + 1]] - self._layout.base[g])
+        for g, scale in self._scale.items():  # a copy from the store may have taken another's place
+            scale[ids[bounds[g] : bounds[g + 1]] - self._layout.base[g]] = np.nan
 
     # -- what a checkpoint asks -----------------------------------------------------------------------------------
 
@@ -154,8 +156,11 @@ class Tracker:
             if span.start == span.stop:
                 continue
             touches = self._touches.get(g)
-            if g in live.frozen:
-                result[span] = self._of_frozen(live, g, scratch)
+            if g in live.frozen and (found := self._of_frozen(live, g, scratch)) is not None:
+                result[span] = found
+                if touches is not None:  # so that it is right when it is trained again
+                    touches.known[:] = found
+                    touches.looked()
                 continue
             if touches is not None:
                 result[span] = self._from_touches(live, g, touches, scratch)
@@ -213,16 +218,20 @@ class Tracker:
             scale[unknown] = live.saved_squares_of(g, unknown + self._layout.base[g])
         return scale
 
-    def _of_frozen(self, live: LiveState, g: int, scratch: Scratch) -> NDArray[np.float64]:
+    def _of_frozen(self, live: LiveState, g: int, scratch: Scratch) -> NDArray[np.float64] | None:
+        """None where somebody has written to it since the last look, and a sample will do, as for a trained one."""
         mark, partitions = live.mark(g), self._layout.groups[g].partitions
-        if self._equal.pop(g, None) == mark:
+        before, equal = self._frozen.get(g, (None, False))
+        self._frozen[g] = mark, False
+        if before != mark and self._samples(g, live.tensors[g][0].device):
+            return None
+        if before == mark and equal:
             some = np.arange((self._turn or 0) % min(_TURNS, partitions), partitions, _TURNS)
             if not live.distances_of(g, int(self._layout.base[g]) + some, self._norm).any():
-                self._equal[g] = mark
+                self._frozen[g] = mark, True
                 return np.zeros(partitions)
         distance = live.group_distances(g, self._norm, scratch)
-        if not distance.any():
-            self._equal[g] = mark
+        self._frozen[g] = mark, not distance.any()
         return distance
 
     def _from_touches(

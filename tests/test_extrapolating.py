@@ -14,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 import scarctl
-from scarctl.daemon.arenafile import MOVEMENTS
+from scarctl.daemon import movements
+from scarctl.daemon.arenafile import FILE, MOVEMENTS
 from scarctl.daemon.folder import arena_folder
 from scarctl.daemon.stale import reap
-from scarctl.errors import ScarError, UsageError
+from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.store import Store
 from tests.support.process import Forked
 from tests.support.training import Loop, differing, drained
@@ -372,3 +373,59 @@ def test_it_is_a_setting_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyP
     session.close()
     with pytest.raises(UsageError, match="extrapolate"):
         scarctl.attach({"x": np.zeros(3)}, store=tmp_path / "store", extrapolate="yes")  # type: ignore[arg-type]
+
+
+def trained(
+    store: Path, **options: Any
+) -> tuple[torch.nn.ModuleDict, Callable[[int], None], scarctl.Session]:
+    """Two layers that go straight on as long as they are trained."""
+    model = torch.nn.ModuleDict({"base": torch.nn.Linear(4, 8), "head": torch.nn.Linear(4, 8)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    settings = {
+        "interval": INTERVAL,
+        "fraction": 1.0,
+        "shards": 1,
+        "rows": {"base.weight": 1},
+        "extrapolate": True,
+    }
+    session = scarctl.attach(model, optimizer, store=store, **(settings | options))
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+            optimizer.step()
+            session._finish()
+            drained([session])
+
+    return model, train, session
+
+
+def test_what_is_frozen_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    """It would stay where it was put for good."""
+    model, train, session = trained(tmp_path / "store")
+    train(6 * INTERVAL)
+    model["base"].requires_grad_(False)
+    train(2 * INTERVAL + 3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = session.recover("all")
+    assert report.extrapolation is not None
+    factors = report.extrapolation.factors
+    assert factors["base.weight"] == factors["base.bias"] == 0 < factors["head.weight"]
+    assert torch.equal(model["base"].weight, before["base.weight"])
+    assert not torch.equal(model["head"].weight, before["head.weight"])
+    session.close()
+
+
+def test_too_little_memory_for_movements_leaves_none_of_it_taken(
+    tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise Unavailable("the arena needs more", kind="arena-full")
+
+    monkeypatch.setattr(movements, "reserve", full)
+    run = Moving(tmp_path / "store", drift)
+    with pytest.raises(Unavailable):
+        run.train(1)
+    run.session.close()
+    assert not (folder_of(tmp_path / "store", arena_dir) / FILE).exists()

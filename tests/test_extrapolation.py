@@ -45,6 +45,18 @@ class TestFits:
             learn(fits, -1.0, 1.0, 1.0)
         assert fits.factor == 0
 
+    def test_what_stands_still_counts_as_a_wrong_guess(self) -> None:
+        fits = Fits(1)
+        for _ in range(20):
+            learn(fits, 0.8, 1.0, 1.0)
+        before = fits.factor
+        learn(fits, 0.0, 1.0, 0.0)
+        once = fits.factor
+        assert 0.8 * before < once < before
+        for _ in range(30):
+            learn(fits, 0.0, 1e9, 0.0)
+        assert fits.factor < 0.05 * before
+
     @pytest.mark.parametrize(
         "wrong",
         [(np.nan, 1.0, 1.0), (1.0, np.inf, 1.0), (0.0, 0.0, 1.0), (1.0, 1.0, 0.0), (1.0, 1.0, 5e-324)],

@@ -216,3 +216,33 @@ def test_what_is_chosen_is_checked_exactly_and_watched_until_it_is_good() -> Non
     with torch.no_grad():
         live.tensors[0][0][63, unseen] = before
     assert np.isfinite(tracker.distances(live, 10)).all()
+
+
+def test_what_was_written_while_a_table_was_frozen_is_known_when_it_is_trained_again() -> None:
+    table = Table("touched", optimizer=torch.optim.SGD)
+    table.train([5])
+    table.look()
+    trained, table.live = table.live, table.live.with_tensors({}, frozenset({0}))
+    with torch.no_grad():
+        table.model.weight[7] += 1
+    np.testing.assert_allclose(table.look(), table.exact(), rtol=1e-4)
+    table.live = trained
+    table.train([9])
+    np.testing.assert_allclose(table.look(), table.exact(), rtol=1e-4)
+
+
+def test_a_frozen_group_that_somebody_writes_to_at_every_step_is_sampled_like_others() -> None:
+    """A teacher that follows its student by an average."""
+    table = Table("sampled", rows=4000)
+    table.live = table.live.with_tensors({}, frozenset({0}))
+    compared: list[int] = []
+    whole = table.live.group_distances
+    table.live.group_distances = lambda g, *rest: compared.append(g) or whole(g, *rest)  # type: ignore
+    for _ in range(3):
+        with torch.no_grad():
+            table.model.weight.mul_(0.9)
+        table.step_number += 1
+        assert table.look().any()
+    assert not compared
+    table.look()
+    assert compared

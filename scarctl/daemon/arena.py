@@ -154,8 +154,8 @@ class Arena:
         except BeforeBoot as error:
             log.warning("%s: what it had that the store has not is lost", error.message)
             clear_queue(folder)
-            path.unlink()
             (folder / MOVEMENTS).unlink(missing_ok=True)
+            path.unlink()
             os.close(lock)
             return None
         except BaseException:
@@ -360,8 +360,9 @@ class Arena:
         Does nothing when closed before, or in a forked child: the arena may be another process's by then.
         """
         if self._folder is not None and self._lock >= 0:
-            (self._folder / FILE).unlink(missing_ok=True)
+            # Nobody looks for movements without an arena: a process may be killed in between.
             (self._folder / MOVEMENTS).unlink(missing_ok=True)
+            (self._folder / FILE).unlink(missing_ok=True)
             try:
                 os.rmdir(self._folder)
             except OSError as error:

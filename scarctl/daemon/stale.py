@@ -121,8 +121,8 @@ def _remove(path: Path) -> StaleArena | None:
         arena = _look(path, dead=True)
         if arena is None or not arena.durable:
             return None
-        (path / FILE).unlink()
         (path / MOVEMENTS).unlink(missing_ok=True)
+        (path / FILE).unlink()
         with contextlib.suppress(OSError):  # what is set aside there is for people to look at
             path.rmdir()
         return arena
