@@ -171,7 +171,8 @@ def recover_live(
         report, extras = _roll_back(engine, live, together, lost=ids.size)
         _learnt(engine, extras, report.step or 0, together)
         return replace(report, cost=cost), extras
-    report = together.agree(lambda: _fetch_lost(engine, live, ids, now, head_step))
+    with _known_to_differ(engine, ids):
+        report = together.agree(lambda: _fetch_lost(engine, live, ids, now, head_step))
     # One rank's part may be of one step, but not of that of the others.
     exact = report.exact and not together.several
     told, moved, changes = load_extrapolated(engine, live, report.plan, head_step, exact=exact)
@@ -248,7 +249,7 @@ def _roll_back(
         report = replace(report, perturbation=_perturbation(live.distances(), estimate(known)))
         return report, _sealed_extras(engine.store, report.plan)
 
-    with contextlib.ExitStack() as stopped:
+    with _known_to_differ(engine, everything), contextlib.ExitStack() as stopped:
         # Only when nobody saves any more do all look at the same logs.
         together.agree(lambda: stopped.enter_context(engine.nothing_saved()))
         report, extras = together.agree(lambda: fetch(None))
@@ -263,6 +264,18 @@ def _roll_back(
     together.spread()
     engine.equal(everything)
     return report, extras
+
+
+@contextlib.contextmanager
+def _known_to_differ(engine: Engine, ids: Ids) -> Iterator[None]:
+    """Where what is done within fails, the arena may have got other copies of `ids` than live values were compared
+    with.
+    """
+    try:
+        yield
+    except BaseException:
+        engine.tracker.moved(ids)
+        raise
 
 
 def _drain(engine: Engine) -> None:

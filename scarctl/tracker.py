@@ -138,8 +138,11 @@ class Tracker:
         bounds = np.searchsorted(ids, self._layout.base)
         for g, touches in self._touches.items():
             touches.mark_partitions(ids[bounds[g] : bounds[g + 1]] - self._layout.base[g])
-        for g, scale in self._scale.items():  # a copy from the store may have taken another's place
+        # Nor need they be the copies that they were.
+        for g, scale in self._scale.items():
             scale[ids[bounds[g] : bounds[g + 1]] - self._layout.base[g]] = np.nan
+        for g in [g for g in self._frozen if bounds[g] < bounds[g + 1]]:
+            del self._frozen[g]
 
     # -- what a checkpoint asks -----------------------------------------------------------------------------------
 

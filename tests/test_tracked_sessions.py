@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import scarctl
-from scarctl.errors import UsageError
+from scarctl.errors import Unavailable, UsageError
 from scarctl.store import Store, verify
 from tests.support.training import Loop, differing, drained
 
@@ -195,3 +195,36 @@ def test_what_cannot_be_tracked_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown tracker"):
         scarctl.attach(state, store=tmp_path / "d", tracker="guessed")
     scarctl.attach(state, store=tmp_path / "e", tracker="auto").close()
+
+
+def test_copies_that_a_failed_rollback_has_left_are_compared_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"table": torch.nn.EmbeddingBag(4000, 4, mode="sum", sparse=True)})
+    model["scale"] = torch.nn.Linear(4, 80)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = {"table.weight": 1, "scale.weight": 1}
+    with scarctl.attach(
+        model, optimizer, store=tmp_path / "store", interval=2, fraction=1.0, rows=rows, tracker="touched"
+    ) as session:
+        for step in range(10):
+            if step == 5:
+                model["scale"].requires_grad_(False)
+            optimizer.zero_grad()
+            model["scale"](model["table"](torch.tensor([[3 * step, 3 * step + 1]]))).square().sum().backward()
+            optimizer.step()
+            session._finish()
+            drained([session])
+        exact_and_found(session)
+        exact_and_found(session)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                session._started(), "forget_after", lambda plan: (_ for _ in ()).throw(Unavailable("away"))
+            )
+            with pytest.raises(Unavailable):
+                session.recover("all", mode="rollback")
+        exact, found = exact_and_found(session)
+        # The arena has copies of the first step now.
+        assert np.count_nonzero(exact) > 18 + 80
+        assert np.array_equal(found > 0, exact > 0)
