@@ -132,12 +132,19 @@ def _fetch(engine: Engine) -> tuple[Found | None, Report | None]:
     known = estimate(arena.distance).value  # before the arena is filled up
     everything = np.arange(engine.layout.partitions)
     plan = plan_partial(everything, engine.layout, engine.shard_of, states, arena)
+    _unseal_waiting(engine, plan)
     report = execute(plan, engine.store, arena, ArenaSink(arena))
     version, extras = newest
     owns = bool(everything.size)
     exact = report.exact and report.step == step_of(version) if owns else extras is not None
     survived = exact and arena.head_step == step_of(version)
     return Found(version, extras, exact, survived, known, owns), report
+
+
+def _unseal_waiting(engine: Engine, plan: Plan) -> None:
+    """Before other copies come into the arena: what waits may seal the state with those that were there."""
+    if (plan.tier != MEMORY).any():
+        engine.queue.unseal()
 
 
 def _believe_newest_seal(engine: Engine) -> None:
@@ -216,6 +223,7 @@ def _fetch_lost(
     states = engine.store.states(np.unique(engine.shard_of[torn]).tolist())
     known = arena.distance[ids]
     plan = plan_partial(ids, engine.layout, engine.shard_of, states, arena, survivors_step=head_step)
+    _unseal_waiting(engine, plan)
     report = execute(plan, engine.store, arena, ArenaSink(arena))
     new = report.plan.tier != MEMORY
     now[new] = live.distances_at(ids[new])
@@ -245,6 +253,7 @@ def _roll_back(
             until=until,
             snapshot=snapshot,
         )
+        _unseal_waiting(engine, plan)
         report = execute(plan, engine.store, engine.arena, ArenaSink(engine.arena))
         report = replace(report, perturbation=_perturbation(live.distances(), estimate(known)))
         return report, _sealed_extras(engine.store, report.plan)

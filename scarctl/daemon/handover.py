@@ -72,19 +72,9 @@ class HandOverQueue:
 
     def put(self, *, version: int, ids: Ids, sealed: bool, extras: Any) -> int:
         """Queue a hand-over and return its number. Raises Unavailable when the folder is full."""
-        text, tensors = codec.encode(extras) if extras is not None else ("", {})
-        parts = [np.ascontiguousarray(ids, dtype="<i8").tobytes(), *(bytes(t.data) for t in tensors.values())]
-        metadata = {"version": str(version), "sealed": str(int(sealed)), "extras": text}
-        metadata["digest"] = _digest(metadata, b"".join(parts))
-        header = dump_header(
-            [(_IDS, "I64", (len(ids),)), *((_EXTRAS + n, t.dtype, t.shape) for n, t in tensors.items())],
-            metadata,
-        )
-        temporary = self._folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        temporary = self._write(version, ids, sealed, extras)
         with self._lock:
             try:
-                with open(temporary, "xb", opener=_private) as file:
-                    file.writelines([encode_header(header), *parts])
                 while True:
                     # Looked up every time: others may have put into it, too.
                     number = max(self._next, max(_numbers(self._folder), default=0) + 1)
@@ -96,6 +86,39 @@ class HandOverQueue:
                 temporary.unlink(missing_ok=True)
             self._next = number + 1
         return number
+
+    def unseal(self) -> None:
+        """Nothing that waits seals the state any more. While nobody saves. Raises what `put` raises."""
+        for one in self.pending():
+            if not one.sealed:
+                continue
+            temporary = self._write(one.version, one.ids, False, one.extras)
+            try:
+                os.replace(temporary, self._path(one.number))
+            except OSError as error:
+                temporary.unlink(missing_ok=True)
+                raise folder_error(error, temporary) from error
+
+    def _write(self, version: int, ids: Ids, sealed: bool, extras: Any) -> Path:
+        """A file that is not in the queue yet."""
+        text, tensors = codec.encode(extras) if extras is not None else ("", {})
+        parts = [np.ascontiguousarray(ids, dtype="<i8").tobytes(), *(bytes(t.data) for t in tensors.values())]
+        metadata = {"version": str(version), "sealed": str(int(sealed)), "extras": text}
+        metadata["digest"] = _digest(metadata, b"".join(parts))
+        header = dump_header(
+            [(_IDS, "I64", (len(ids),)), *((_EXTRAS + n, t.dtype, t.shape) for n, t in tensors.items())],
+            metadata,
+        )
+        temporary = self._folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            with open(temporary, "xb", opener=_private) as file:
+                file.writelines([encode_header(header), *parts])
+        except BaseException as error:
+            temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise folder_error(error, temporary) from error
+            raise
+        return temporary
 
     def sweep(self) -> None:
         """Delete what processes that were killed had not put into the queue yet."""

@@ -127,7 +127,7 @@ class Persister:
             # A copy that is newer, or under way, comes with its own hand-over.
             good = (arena.version[ids] == handover.version) & ((before & np.uint64(1)) == 0)
             ids, before = ids[good], before[good]
-            sealed = handover.sealed and self._is_of(handover.version, shard, ids)
+            sealed = handover.sealed and self._is_of(handover, shard, ids)
             if not ids.size and not sealed:
                 return ids, False
             try:
@@ -170,9 +170,12 @@ class Persister:
     def _unchanged(self, ids: Ids, before: NDArray[np.uint64]) -> bool:
         return bool((self._arena.generation[ids] == before).all())
 
-    def _is_of(self, version: int, shard: int, ids: Ids) -> bool:
-        """Whether with `ids` committed the whole shard is of `version`: nothing newer, nothing else waiting."""
-        arena, members = self._arena, self._members[shard]
+    def _is_of(self, handover: HandOver, shard: int, ids: Ids) -> bool:
+        """Whether with `ids` committed the whole shard is of its version: nothing newer, nothing else waiting."""
+        arena, members, version = self._arena, self._members[shard], handover.version
+        own = handover.ids[self._shard_of[handover.ids] == shard]
+        if (arena.version[own] != version).any():
+            return False  # a copy was spoiled, and an older one has taken its place
         done = arena.durable[members] == arena.version[members]
         done[np.searchsorted(members, ids)] = True
         return bool((done & (arena.version[members] <= version) & arena.intact()[members]).all())
@@ -213,7 +216,7 @@ def reconcile(arena: Arena, queue: HandOverQueue, stored: Ids, epoch: int) -> No
     before = queue.pending()
     for handover in before:
         ids = handover.ids[current[handover.ids] & (old[handover.ids] == handover.version)]
-        sealed = handover.sealed and not stale.any()
+        sealed = handover.sealed and not stale.any() and bool((old[handover.ids] == handover.version).all())
         if ids.size or sealed:
             queue.put(
                 version=pack(epoch, step_of(handover.version)),
