@@ -281,6 +281,8 @@ class _Recovery:
     def _elsewhere(self, plan: Plan) -> Report:
         if self.settings.output is None:
             assert self.arena is not None
+            # What waits to seal the state is of the copies that are there now.
+            HandOverQueue(self.arena.folder).unseal()
             return self._execute(plan, ArenaSink(self.arena))
         specs, runs = file_content(self.layout, plan.ids)
         with new_state(self.settings.output, specs) as out:
@@ -444,6 +446,9 @@ class _RanksRecovery:
     ) -> Iterator[tuple[list[Sink], StateWriter | None]]:
         layouts = self.joint.layouts
         if self.to_arena:
+            for arena in self.arenas:
+                if arena is not None:
+                    HandOverQueue(arena.folder).unseal()
             # Where there is no arena everything is looked at all the same.
             yield [Nowhere() if arena is None else ArenaSink(arena) for arena in self.arenas], None
             return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,33 @@ def test_a_run_that_was_killed_in_the_copy_of_the_next_seal(tmp_path: Path, warm
     assert sealed_steps(store)[0] == 10
     assert run.session.recover("all", mode="rollback").step == 10
     assert (run.x == 10).all()
+    run.session.close()
+
+
+def test_a_repair_of_what_a_stopped_run_left_in_memory(
+    tmp_path: Path, arena_dir: Path, warm_torch: None
+) -> None:
+    store = tmp_path / "store"
+
+    def body(tell: Callable[[str], None]) -> None:
+        run = Counting(store)
+        run.seal_that_waits()
+        tell("there")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with Forked(body) as child:
+        child.expect("there")
+        assert child.wait() == -signal.SIGKILL
+    arguments = ["recover", "--store", str(store), "--lost", "x[3:4]", "--arena-dir", str(arena_dir)]
+    found = subprocess.run(
+        [sys.executable, "-m", "scarctl", *arguments], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    run = Counting(store)
+    assert not run.session.resume().exact
+    assert run.x[:, 0].tolist() == [20, 20, 20, 10, 20, 20, 20, 20]
+    drained([run.session])
+    assert sealed_steps(store)[0] == 10
     run.session.close()
 
 
