@@ -381,7 +381,7 @@ def trained(
     """Two layers that go straight on as long as they are trained."""
     model = torch.nn.ModuleDict({"base": torch.nn.Linear(4, 8), "head": torch.nn.Linear(4, 8)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    settings = {
+    settings: dict[str, Any] = {
         "interval": INTERVAL,
         "fraction": 1.0,
         "shards": 1,

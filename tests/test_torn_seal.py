@@ -25,20 +25,9 @@ class Counting:
 
     def __init__(self, store: Path, **options: Any) -> None:
         self.x = np.zeros((8, 4))
-        self.session = scarctl.attach(
-            {"x": self.x},
-            store=store,
-            **(
-                {
-                    "interval": 1000,
-                    "fraction": 1.0,
-                    "rows": {"x": 1},
-                    "daemon": False,
-                    "flush_on_signal": False,
-                }
-                | options
-            ),
-        )
+        settings: dict[str, Any] = {"interval": 1000, "fraction": 1.0, "rows": {"x": 1}, "daemon": False}
+        settings |= {"flush_on_signal": False, **options}
+        self.session = scarctl.attach({"x": self.x}, store=store, **settings)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
