@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
@@ -45,6 +46,8 @@ except ModuleNotFoundError as error:
 _OURS = frozenset(("model", "optimizer", "schedulers", "scaler", "auto"))
 """Arguments of `scarctl.attach` that come from the Accelerator."""
 _NAME = "accelerate"
+
+log = logging.getLogger("scarctl")
 
 T = TypeVar("T")
 
@@ -119,6 +122,8 @@ class Run:
         self._passed = False
         """All batches of this epoch were there."""
         self._closed = False
+        self._began = 0
+        """The session's step when this epoch began, or the run was resumed in it."""
 
     @property
     def epoch(self) -> int:
@@ -127,6 +132,7 @@ class Run:
 
     def _resume(self, mode: str, snapshot: str | None) -> None:
         self.resumed = self.session.resume(mode, snapshot)
+        self._began = self.resumed.step
         if self.resumed.step:
             self._held = self._position.resumed(self.resumed.step) or capture_rng()
 
@@ -175,6 +181,12 @@ class Run:
             restore_rng(held)
 
     def _next_epoch(self) -> None:
+        if not self._position.batches and self.session.head_step != self._began:
+            log.warning(
+                "steps were taken in an epoch, but no batches from run.batches(loader): "
+                "a run that fails in the middle of one trains on all of its batches again"
+            )
+        self._began = self.session.head_step
         self._passed = False
         self._position.epoch += 1
         self._position.batches = 0
