@@ -72,6 +72,7 @@ def test_partial_recovery_restores_the_lost_rows_and_touches_no_other(tmp_path: 
     report = loop.session.recover(lost=[1, 3])
     assert report.lost_partitions == report.restored_partitions == lost.size
     assert report.mode == "partial"
+    assert "Layout" not in repr(report)  # one line, for whoever prints it
     after = loop.state()
     assert all(torch.isfinite(t).all() for t in after.values())
     for group in engine.layout.groups:
