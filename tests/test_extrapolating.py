@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 import scarctl
 from scarctl.daemon.arenafile import MOVEMENTS
 from scarctl.daemon.folder import arena_folder
+from scarctl.daemon.stale import reap
 from scarctl.errors import ScarError, UsageError
 from scarctl.store import Store
 from tests.support.process import Forked
@@ -337,6 +338,14 @@ def test_it_goes_with_the_arena_and_is_never_in_the_store(tmp_path: Path, arena_
     run.session.close()
     assert not file.exists()
     assert not list(store.rglob(MOVEMENTS))
+
+
+def test_it_goes_with_the_arena_of_a_dead_run_too(tmp_path: Path, arena_dir: Path, warm_torch: None) -> None:
+    killed(tmp_path / "store", 3 * INTERVAL)
+    folder = folder_of(tmp_path / "store", arena_dir)
+    assert (folder / MOVEMENTS).exists()
+    assert [stale.folder for stale in reap(folder.parent)] == [folder]
+    assert not folder.exists()
 
 
 def test_a_copy_that_was_torn_has_no_movement_that_passes_for_its_own(tmp_path: Path) -> None:

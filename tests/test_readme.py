@@ -25,6 +25,7 @@ DOCUMENTS = [
     "docs/ARCHITECTURE.md",
     "docs/FORMAT.md",
     "docs/adapters.md",
+    "docs/beyond.md",
     "docs/frameworks.md",
     "docs/theory.md",
     "CONTRIBUTING.md",
