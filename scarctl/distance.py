@@ -282,9 +282,7 @@ def distances_of(
     return result
 
 
-def _batches(
-    ids: NDArray[np.int64], rows: int, per_partition: int, values: int
-) -> Iterator[tuple[int, int]]:
+def _batches(ids: NDArray[np.int64], rows: int, per_partition: int, values: int) -> Iterator[tuple[int, int]]:
     """Ranges of `ids` (ascending) that are gathered at once: about a chunk of values, a short last partition alone."""
     together = max(1, _CPU_CHUNK // max(1, values))
     short = rows // per_partition if rows % per_partition else -1
