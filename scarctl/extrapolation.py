@@ -70,12 +70,16 @@ class Fits:
         return np.divide(dd * count, seen, out=np.zeros_like(seen), where=seen > 0)
 
     def learn(self, dy: Floats, dd: Floats, yy: Floats) -> None:
-        """One checkpoint's d·y, d·d and y·y. Nothing is learnt where nothing moved, or something is not finite."""
+        """One checkpoint's d·y, d·d and y·y. Nothing is learnt where nothing is guessed, or something is not finite.
+
+        A group that stands still, against the guess, was frozen: what was learnt of it is over.
+        """
         a = self.candidate
         with np.errstate(all="ignore"):
             seen = np.stack([np.ones_like(yy), (2 * a * dy - a * a * dd) / yy, dy / yy, dd / yy])
             told = np.isfinite(seen).all(axis=0) & (dd > 0) & (yy > 0)
         self._sums[:, told] = _KEEP * self._sums[:, told] + seen[:, told]
+        self._sums[:, (dd > 0) & (yy == 0)] = 0
 
     def to_array(self) -> Floats:
         """Shape (4, groups). For the extras of a checkpoint."""

@@ -138,6 +138,7 @@ class Tracker:
         bounds = np.searchsorted(ids, self._layout.base)
         for g, touches in self._touches.items():
             touches.mark_partitions(ids[bounds[g] : bounds[g + 1]] - self._layout.base[g])
+        self._equal = {g: mark for g, mark in self._equal.items() if bounds[g] == bounds[g + 1]}
 
     # -- what a checkpoint asks -----------------------------------------------------------------------------------
 

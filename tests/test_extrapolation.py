@@ -54,6 +54,14 @@ class TestFits:
         learn(fits, *wrong)
         assert not fits.to_array().any()
 
+    def test_what_stands_still_is_not_taken_to_go_on(self) -> None:
+        fits = Fits(2)
+        for _ in range(5):
+            fits.learn(np.ones(2), np.ones(2), np.ones(2))
+        fits.learn(np.zeros(2), np.array([1.0, 0.0]), np.zeros(2))
+        assert fits.factor[0] == 0
+        assert fits.factor[1] > 0.7, "of that one nothing was guessed"
+
     def test_it_never_goes_further_than_one_gap(self) -> None:
         fits = Fits(1)
         for _ in range(20):
