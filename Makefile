@@ -12,6 +12,8 @@ ATTACKS ?= model crash power races clocks faults corruption fuzz hostile secrets
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
+# Those of the files that are programs.
+BENCHMARKS = $(filter-out benchmarks/soak.py,$(shell grep -l __main__ benchmarks/*.py))
 SETUP := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
 
@@ -94,8 +96,9 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.dev
-	@set -e; for file in $(filter-out benchmarks/soak.py,$(wildcard benchmarks/*.py)); do \
-	    echo "== $$file"; $(BIN)/python "$$file"; done
+	@failed=; for file in $(BENCHMARKS); do \
+	    echo "== $$file"; $(BIN)/python "$$file" || failed="$$failed $$file"; done; \
+	test -z "$$failed" || { echo "not run to the end:$$failed" >&2; exit 1; }
 
 torture: $(VENV)/.dev
 	$(BIN)/python -m tests.torture --rounds $(ROUNDS) --seed $(SEED) --keep

@@ -474,6 +474,13 @@ def test_nothing_to_restore_from_changes_nothing(tmp_path: Path) -> None:
     loop.session.close(seal=False)
 
 
+def test_a_snapshot_of_nothing_is_no_new_run(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store")
+    with pytest.raises(UsageError, match="has no snapshot 'five': nothing is saved there"):
+        loop.session.resume(snapshot="five")
+    loop.session.close()
+
+
 def test_a_snapshot_is_resumed_exactly_whatever_came_after(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store", interval=2)
     loop.train(5)
