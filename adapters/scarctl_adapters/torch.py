@@ -457,11 +457,12 @@ def _restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def update_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Put values into an optimizer's group of parameters; a tensor, such as a rate, goes to the device of the old one."""
+    """Put values into an optimizer's group of parameters; a tensor, such as a rate, goes where the old one is."""
     for name, value in values.items():
         before = group.get(name)
-        both = isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor)
-        group[name] = value.to(before.device) if both else value
+        if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
+            value = value.to(before.device)
+        group[name] = value
 
 
 def capture_rng() -> dict[str, Any]:
