@@ -12,6 +12,8 @@ ATTACKS ?= model crash power races clocks faults corruption fuzz hostile secrets
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
+# Those of the files that are programs.
+BENCHMARKS = $(filter-out benchmarks/soak.py,$(shell grep -l __main__ benchmarks/*.py))
 SETUP := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
 
@@ -22,7 +24,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
 	@echo "make demo-ranks  four ranks train, one is killed, all go on: FSDP2, and a mixture of experts"
-	@echo "make demo-rows   half of the rows of an embedding model are lost: what each way of saving them has cost"
+	@echo "make demo-rows   half of the rows of an embedding model are lost: what each way of saving them has cost: some minutes"
 	@echo "make paper    the paper's figures, into docs: long, goes on where it was stopped: DATA=$(DATA) TRIALS=$(TRIALS)"
 	@echo "make paper-quick  the same with a few iterations, into build: shows that it runs"
 	@echo "make beyond   models that the paper does not have, into docs: some minutes, goes on where it was stopped: TRIALS=$(TRIALS)"
@@ -94,8 +96,9 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.dev
-	@set -e; for file in $(filter-out benchmarks/soak.py,$(wildcard benchmarks/*.py)); do \
-	    echo "== $$file"; $(BIN)/python "$$file"; done
+	@failed=; for file in $(BENCHMARKS); do \
+	    echo "== $$file"; $(BIN)/python "$$file" || failed="$$failed $$file"; done; \
+	test -z "$$failed" || { echo "not run to the end:$$failed" >&2; exit 1; }
 
 torture: $(VENV)/.dev
 	$(BIN)/python -m tests.torture --rounds $(ROUNDS) --seed $(SEED) --keep

@@ -1,10 +1,12 @@
 """What the Lightning callback adds to a training step, beside the bare framework and its own ModelCheckpoint.
 
-python benchmarks/lightning_step.py [--rounds 7] [--items 50000] [--cycles 2] [--interval 4] [--folder DIR]
+python benchmarks/lightning_step.py [--rounds 7] [--items 50000] [--cycles 2] [--interval 4] [--sleep 0]
+    [--folder DIR]
 
-A recommender: an embedding table of `items` x 64 and a small network, Adam, batches of 256 rows. Every arm is one fit
-in this process; arms take turns. scarctl saves 1/8 of the state every `interval` steps, ModelCheckpoint all of it every
-8 * interval steps, a cycle: the same bytes per time. The first cycle of a fit is not measured (scarctl's first
+A recommender: an embedding table of `items` x 64 and a small network, Adam, batches of 256 rows. A step sleeps `sleep`
+seconds besides, as it would while an accelerator computes; without that the model keeps every core busy. Every arm is
+one fit in this process; arms take turns. scarctl saves 1/8 of the state every `interval` steps, ModelCheckpoint all of
+it every 8 * interval steps, a cycle: the same bytes per time. The first cycle of a fit is not measured (scarctl's first
 checkpoint is of everything), nor is the end; `cycles` cycles between them are.
 
   none             no checkpoints
@@ -43,13 +45,15 @@ BATCH = 256
 class Recommender(pl.LightningModule):
     """One large table, of which a batch touches few rows."""
 
-    def __init__(self, items: int) -> None:
+    def __init__(self, items: int, sleep: float = 0.0) -> None:
         super().__init__()
+        self.sleep = sleep
         self.table = nn.Embedding(items, 64)
         self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """A regression."""
+        time.sleep(self.sleep)
         return (self.net(self.table(batch[0]))[:, 0] - batch[1]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -77,8 +81,10 @@ class Clock(pl.Callback):
 class Arms:
     """The three ways, each with its bytes."""
 
-    def __init__(self, folder: Path, arena: str, items: int, cycles: int, interval: int) -> None:
-        self.folder, self.arena, self.items = folder, arena, items
+    def __init__(
+        self, folder: Path, arena: str, items: int, cycles: int, interval: int, sleep: float
+    ) -> None:
+        self.folder, self.arena, self.items, self.sleep = folder, arena, items, sleep
         self.cycles, self.interval, self.cycle = cycles, interval, FULL * interval
         self.saved = dict.fromkeys(("none", "ModelCheckpoint", "scarctl"), 0)
         ids = torch.randint(0, items, ((self.cycle * (1 + cycles) + 1) * BATCH,))
@@ -110,7 +116,7 @@ class Arms:
         )
         settle()
         pl.seed_everything(0)
-        trainer.fit(Recommender(self.items), DataLoader(self.data, batch_size=BATCH))
+        trainer.fit(Recommender(self.items, self.sleep), DataLoader(self.data, batch_size=BATCH))
         self.saved[name] = clock.nbytes
         if name == "ModelCheckpoint":
             self.saved[name] = self.cycles * sum(file.stat().st_size for file in target.iterdir())
@@ -124,6 +130,7 @@ def main() -> None:
     options.add_argument("--items", type=int, default=50_000)
     options.add_argument("--cycles", type=int, default=2)
     options.add_argument("--interval", type=int, default=4)
+    options.add_argument("--sleep", type=float, default=0.0)
     options.add_argument("--rounds", type=int, default=7)
     arguments = options.parse_args()
     warnings.simplefilter("ignore")
@@ -131,7 +138,7 @@ def main() -> None:
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     os.environ["SCARCTL_DAEMON"] = "1"
     with scratch(arguments.folder) as folder, arenas(arguments.folder) as arena:
-        arms = Arms(folder, arena, arguments.items, arguments.cycles, arguments.interval)
+        arms = Arms(folder, arena, arguments.items, arguments.cycles, arguments.interval, arguments.sleep)
         seconds = interleaved(arms.cases(), arguments.rounds)
     rows = []
     for name, taken in seconds.items():

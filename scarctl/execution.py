@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,7 +63,7 @@ class Sink(Protocol):
 class Report:
     """A plan that was carried out."""
 
-    plan: Plan
+    plan: Plan = field(repr=False)
     """As it was carried out, with the tiers and versions that copies really came from."""
     perturbation: Perturbation
     seconds: float

@@ -70,23 +70,16 @@ class Fits:
         return np.divide(dd * count, seen, out=np.zeros_like(seen), where=seen > 0)
 
     def learn(self, dy: Floats, dd: Floats, yy: Floats) -> None:
-        """One checkpoint's d·y, d·d and y·y. Nothing is learnt where nothing was guessed, or something is not finite.
+        """One checkpoint's d·y, d·d and y·y. Nothing is learnt where nothing is guessed, or something is not finite.
 
-        Where nothing moved no share of a movement was guessed: it counts like a usual guess that was all wrong.
+        A group that stands still, against the guess, was frozen: what was learnt of it is over.
         """
         a = self.candidate
-        count, _, _, sum_dd = self._sums
         with np.errstate(all="ignore"):
-            usual = np.divide(sum_dd, count, out=np.zeros_like(sum_dd), where=count > 0)
-            still = (yy == 0) & (usual > 0)
-            dy, dd, yy = (
-                np.where(still, 0.0, dy),
-                np.where(still & (dd > 0), usual, dd),
-                np.where(still, 1.0, yy),
-            )
             seen = np.stack([np.ones_like(yy), (2 * a * dy - a * a * dd) / yy, dy / yy, dd / yy])
             told = np.isfinite(seen).all(axis=0) & (dd > 0) & (yy > 0)
         self._sums[:, told] = _KEEP * self._sums[:, told] + seen[:, told]
+        self._sums[:, (dd > 0) & (yy == 0)] = 0
 
     def to_array(self) -> Floats:
         """Shape (4, groups). For the extras of a checkpoint."""

@@ -208,6 +208,11 @@ class Session:
                 "resume() comes before the first step", hint="use session.recover() in a running loop"
             )
         if not self._together.holds_earlier_run(self.store):
+            if snapshot is not None:
+                raise UsageError(
+                    f"{self.store.url} has no snapshot {snapshot!r}: nothing is saved there",
+                    hint="check the address; without a snapshot, resume() begins a new run there",
+                )
             return Resumed(step=0, exact=True, report=None)
         with self._gate.held():
             resumption = Resumption(

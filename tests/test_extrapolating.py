@@ -136,6 +136,19 @@ def test_what_would_be_harmed_comes_back_as_it_was_saved(tmp_path: Path, extrapo
     run.session.close()
 
 
+def test_what_is_frozen_meanwhile_comes_back_as_it_is(tmp_path: Path) -> None:
+    run = Moving(tmp_path / "store", drift)
+    run.train(6 * INTERVAL)
+    assert run.factor > 0.7
+    run.law = lambda x, step: None
+    run.train(8 * INTERVAL + 3)
+    now = run.x.copy()
+    report = run.session.recover([0])
+    assert run.x.tobytes() == now.tobytes()
+    assert report.perturbation.value == 0
+    run.session.close()
+
+
 def test_slots_counts_and_survivors_are_left_alone(tmp_path: Path) -> None:
     """Two runs alike, one of them extrapolates: only parameters of what was lost differ."""
     plain = Loop(tmp_path / "plain", shards=3, interval=5, fraction=1.0)

@@ -91,6 +91,14 @@ def test_a_write_is_seen_by_the_next_checkpoint(job: Job, write: Callable[[torch
     assert torch.equal(job.saved(), job.base)
 
 
+def test_what_has_no_good_copy_any_more_is_compared_again(job: Job) -> None:
+    engine = job.session._engine
+    assert engine is not None
+    assert job.compared_in_a_step() < ROWS
+    engine.spoil(engine.layout.match("base.weight")[5:6])
+    assert job.compared_in_a_step() >= ROWS
+
+
 def test_a_single_row_that_torch_does_not_see_changing_is_found_in_time(job: Job) -> None:
     job.base.data[77] += 1
     for _ in range(64):

@@ -72,6 +72,7 @@ def test_partial_recovery_restores_the_lost_rows_and_touches_no_other(tmp_path: 
     report = loop.session.recover(lost=[1, 3])
     assert report.lost_partitions == report.restored_partitions == lost.size
     assert report.mode == "partial"
+    assert "Layout" not in repr(report)  # one line, for whoever prints it
     after = loop.state()
     assert all(torch.isfinite(t).all() for t in after.values())
     for group in engine.layout.groups:
@@ -471,6 +472,13 @@ def test_nothing_to_restore_from_changes_nothing(tmp_path: Path) -> None:
         loop.session.recover("embed.weight")
     assert differing(loop.state(), before) == []
     loop.session.close(seal=False)
+
+
+def test_a_snapshot_of_nothing_is_no_new_run(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store")
+    with pytest.raises(UsageError, match="has no snapshot 'five': nothing is saved there"):
+        loop.session.resume(snapshot="five")
+    loop.session.close()
 
 
 def test_a_snapshot_is_resumed_exactly_whatever_came_after(tmp_path: Path) -> None:

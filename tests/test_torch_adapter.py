@@ -13,7 +13,7 @@ from scarctl import extras
 from scarctl.dtypes import plain, torched
 from scarctl.errors import UsageError
 from scarctl.layout import TensorSpec, build_layout
-from scarctl_adapters.torch import TorchAdapter
+from scarctl_adapters.torch import TorchAdapter, update_group
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -204,3 +204,10 @@ def test_a_step_begins_when_its_closure_has_returned(named: bool) -> None:
         assert calls == expected
         assert isinstance(result, torch.Tensor)
         assert not torch.equal(model.weight, weight)
+
+
+def test_values_of_a_group_go_where_the_old_ones_are() -> None:
+    group = {"lr": torch.tensor(0.1, device="meta"), "betas": (0.9, 0.99)}
+    update_group(group, {"lr": torch.tensor(0.2), "betas": (0.8, 0.9), "initial_lr": torch.tensor(0.3)})
+    assert group["lr"].device.type == "meta"  # type: ignore[attr-defined]
+    assert (group["betas"], group["initial_lr"].item()) == ((0.8, 0.9), pytest.approx(0.3))  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
@@ -45,6 +46,8 @@ except ModuleNotFoundError as error:
 _OURS = frozenset(("model", "optimizer", "schedulers", "scaler", "auto"))
 """Arguments of `scarctl.attach` that come from the Accelerator."""
 _NAME = "accelerate"
+
+log = logging.getLogger("scarctl")
 
 T = TypeVar("T")
 
@@ -118,6 +121,9 @@ class Run:
         """Random numbers that a resumed run goes on with, until it does."""
         self._passed = False
         """All batches of this epoch were there."""
+        self._closed = False
+        self._began = 0
+        """The session's step when this epoch began, or the run was resumed in it."""
 
     @property
     def epoch(self) -> int:
@@ -126,11 +132,16 @@ class Run:
 
     def _resume(self, mode: str, snapshot: str | None) -> None:
         self.resumed = self.session.resume(mode, snapshot)
+        self._began = self.resumed.step
         if self.resumed.step:
             self._held = self._position.resumed(self.resumed.step) or capture_rng()
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Instead of `range(count)`: the epochs that are not trained yet. After the last one the run is closed."""
+        """Instead of `range(count)`: the epochs that are not trained yet. After the last one the run is closed.
+
+        Raises UsageError when it is closed already.
+        """
+        self._check_open()
         for epoch in range(self._position.epoch, count):
             yield epoch
             if self._position.epoch == epoch:
@@ -138,7 +149,11 @@ class Run:
         self.close()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Instead of `loader`: what of it was not trained on yet in this epoch, once per epoch."""
+        """Instead of `loader`: what of it was not trained on yet in this epoch, once per epoch.
+
+        Raises UsageError when the run is closed.
+        """
+        self._check_open()
         if self._passed:
             self._next_epoch()
         position, skip = self._position, self._position.batches
@@ -166,6 +181,12 @@ class Run:
             restore_rng(held)
 
     def _next_epoch(self) -> None:
+        if not self._position.batches and self.session.head_step != self._began:
+            log.warning(
+                "steps were taken in an epoch, but no batches from run.batches(loader): "
+                "a run that fails in the middle of one trains on all of its batches again"
+            )
+        self._began = self.session.head_step
         self._passed = False
         self._position.epoch += 1
         self._position.batches = 0
@@ -173,7 +194,16 @@ class Run:
 
     def close(self) -> None:
         """`Session.close`: seal the state, wait for the store, let go."""
+        self._closed = True
         self.session.close()
+
+    def _check_open(self) -> None:
+        """Raise UsageError for a loop of which nothing would be saved."""
+        if self._closed:
+            raise UsageError(
+                "the run is closed: nothing more would be saved",
+                hint="give epochs() all epochs at once, or attach again to go on",
+            )
 
     def __enter__(self) -> Run:
         return self
@@ -181,6 +211,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._closed = True
         self.session.__exit__(kind, error, trace)
 
 
@@ -321,9 +352,8 @@ def _after(loader: Any, skip: int) -> Iterator[Any]:
         yield from loader
     elif isinstance(loader, DataLoaderShard | DataLoaderDispatcher) and not loader.use_stateful_dataloader:
         iteration = loader.iteration
-        if not (
-            _has_length(loader) and skip >= len(loader)
-        ):  # older versions hand out None where nothing is left
+        # Older versions hand out None where nothing is left.
+        if not (_has_length(loader) and skip >= len(loader)):
             rest = skip_first_batches(loader, skip)
             rest.set_epoch(iteration)
             yield from rest

@@ -21,7 +21,7 @@ import torch
 from scarctl.dtypes import plain
 from scarctl.errors import UsageError
 from scarctl.stateful import capture_host_rng, restore_host_rng
-from scarctl_adapters.torch import capture_rng, restore_rng
+from scarctl_adapters.torch import capture_rng, restore_rng, update_group
 
 log = logging.getLogger("scarctl")
 
@@ -290,7 +290,7 @@ class Settled:
             config.scheduler.load_state_dict(saved)
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
         for group, values in zip(groups, state["groups"], strict=True):
-            group.update(values)
+            update_group(group, values)
         if state["precision"]:
             self._trainer.precision_plugin.load_state_dict(state["precision"])
         for key, callback in self._callbacks.items():

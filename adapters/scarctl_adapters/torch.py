@@ -439,7 +439,7 @@ def _restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         raise UsageError(f"{type(optimizer).__name__} has {len(optimizer.param_groups)} param_groups, the store has "
                          f"{len(saved['param_groups'])}")  # fmt: skip
     for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        group.update(values)
+        update_group(group, values)
     groups = {id(p): g for g in optimizer.param_groups for p in g["params"]}
     stateful = set(saved["stateful"].tolist())
     for number, parameter in enumerate(parameters):
@@ -454,6 +454,15 @@ def _restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
                 moves = key != "step" or group.get("capturable") or group.get("fused")
                 value = value.clone().to(parameter.device) if moves else value.clone()
             states[parameter][key] = value
+
+
+def update_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Put values into an optimizer's group of parameters; a tensor, such as a rate, goes where the old one is."""
+    for name, value in values.items():
+        before = group.get(name)
+        if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
+            value = value.to(before.device)
+        group[name] = value
 
 
 def capture_rng() -> dict[str, Any]:

@@ -14,7 +14,7 @@ POLICIES = ("random", "round", "priority")
 def policies(found: Summaries) -> str:
     """Rework by policy, and squared perturbations."""
     head = ["", "trials", "undisturbed", "rollback", "partial, all", *(f"{name} 1/8" for name in POLICIES)]
-    rows = [[*head, "priority costs less by", *(f"δ² {name}" for name in POLICIES)]]
+    rows = [[*head, "priority: less than rollback", *(f"δ² {name}" for name in POLICIES)]]
     for pair in PAIRS:
         summary = found.get(pair.name, {}).get("policies")
         if not summary:

@@ -245,7 +245,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory(prefix="scarctl-embedding-") as folder:
         ways = compare(words, arguments.optimizer, arguments.batch, arguments.seeds, Path(folder))
-    print(f"\nMeans of {arguments.seeds} runs, {LOSSES} losses each; bytes of {FULL_EVERY} iterations:\n")
+    print(f"\nMeans over runs, in each {LOSSES} losses; bytes of {FULL_EVERY} iterations:\n")
     print("\n".join(table(ways)))
     print(f"It took {time.perf_counter() - started:.0f} s.")
 

@@ -71,6 +71,9 @@ def studies(pair: Pair, data: str, *, quick: bool) -> dict[str, Study]:
     result["priority"] = Study(**common, **({"fractions": (ONE, EIGHTH)} if quick else {}))
     if pair.name == "als" or pair.name.startswith("cnn"):
         result["curved"] = Study(**{**best, "workload": f"{pair.workload}_curved", "fractions": (EIGHTH,)})
+    if pair.name == "lda":
+        again = {"workload": "examples.paper.lda_resampled:build", "fractions": (ONE, EIGHTH)}
+        result["resampled"] = Study(**{**best, **again})
     if pair.name == "als":
         result["only-r"] = Study(**{**best, "workload": "examples.paper.als:build_only_r"})
         # L is so small that all of it in every iteration is less than an eighth of both.

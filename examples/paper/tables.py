@@ -105,9 +105,10 @@ def other(found: Summaries, runs: Runs) -> str:
             "priority": (f"{_title(name)}: plain SCAR", "1"),
             "curved": (f"the same, squares weighed by {weight}", "1"),
             "only-r": ("the same, only R saved: L is found again", "0.93"),
+            "resampled": ("the same, topics of lost documents drawn again once", "1"),
         }
         for key, (what, nbytes) in ways.items():
-            if key in of and ("curved" in of or "only-r" in of):
+            if key in of and ("curved" in of or "resampled" in of):
                 rows.append([what, str(of[key].trials), nbytes, less(pick(of[key], "partial", EIGHTH))])
         if "only-l" in of:
             found_again = runs.beside(name, "only-l", "interval-8")
@@ -125,7 +126,11 @@ def reached(found: Summaries, runs: Runs) -> str:
             for mode, what in (("partial", "plain"), ("extrapolate", "extrapolated")):
                 if f"interval-{c}" in of:
                     ways[f"{what} at C = {c}"] = pick(of[f"interval-{c}"], mode, EIGHTH).reduction
-        for key, what in (("curved", "norm by curvature"), ("only-r", "only R saved")):
+        for key, what in (
+            ("curved", "norm by curvature"),
+            ("only-r", "only R saved"),
+            ("resampled", "drawn again"),
+        ):
             if key in of:
                 ways[what] = pick(of[key], "partial", EIGHTH).reduction
         if "only-l" in of:

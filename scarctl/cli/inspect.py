@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -109,7 +110,7 @@ def command(
     return EXIT_OK
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Survey:
     """A store at one moment. Arrays are over all partitions of the layout, in order."""
 
@@ -138,7 +139,7 @@ class Survey:
     since: int = 0
     """Iterations since the distances were taken."""
 
-    @property
+    @cached_property
     def staleness(self) -> NDArray[np.int64]:
         """Iterations since each partition was saved; -1 where it never was."""
         import numpy as np
@@ -180,6 +181,7 @@ class Survey:
             for g, start, stop, shard, nbytes, saved, stale, distance, known in columns
         ]
 
+    @cached_property
     def shards(self) -> list[dict[str, Any]]:
         """A line for each shard that has partitions."""
         import numpy as np
@@ -191,23 +193,26 @@ class Survey:
             return lines
         assert self.outlook is not None, "something is saved"
         parameters = parameters_of(self.layout)
+        total = max(1, int(parameters.sum()))
+        ages = np.maximum(self.staleness, 0)
         known_distance = self.distance if self.comparable else None
         moved = self.distance[parameters]
-        whole = float(np.linalg.norm(moved)) if np.isfinite(moved).all() else math.nan
+        whole = _norm(moved) if np.isfinite(moved).all() else math.nan
         # Not np.unique: it loads numpy.ma, a tenth of the time that this command takes.
-        for shard in np.flatnonzero(np.bincount(self.shard_of)).tolist():
-            ids = np.flatnonzero(self.shard_of == shard)
+        counts = np.bincount(self.shard_of)
+        by_shard = np.split(np.argsort(self.shard_of, kind="stable"), np.cumsum(counts)[:-1])
+        for shard in np.flatnonzero(counts).tolist():
+            ids = by_shard[shard]
             steps = self.saved_step[ids]
             saved = steps[steps >= 0]
-            with np.errstate(over="ignore", invalid="ignore"):
-                norm = float(np.linalg.norm(self.distance[ids]))
+            norm = _norm(self.distance[ids])
             known = math.isfinite(norm)
-            share = int(parameters[ids].sum()) / max(1, int(parameters.sum()))
+            share = int(parameters[ids].sum()) / total
             rework = rework_of(
                 self.outlook,
                 ids,
                 parameters=parameters,
-                ages=np.maximum(self.staleness, 0),
+                ages=ages,
                 distance=known_distance,
                 since=self.since,
             )
@@ -253,7 +258,7 @@ class Survey:
             "step": self.step,
             "total_partitions": total,
             "total_bytes": 0 if self.layout is None else self.layout.nbytes,
-            "shards": self.shards(),
+            "shards": self.shards,
             "partitions": self.partitions(np.arange(total if limit is None else min(limit, total))),
             "store": self.usage,
             "snapshots": self.snapshots,
@@ -337,6 +342,14 @@ def lag_of(arena: ArenaView) -> int:
     return max(arena.head_step - int(step_of(waiting).min()), 0) if len(waiting) else 0
 
 
+def _norm(distances: NDArray[np.float64]) -> float:
+    """Norm of the distance of all these partitions together. Not by BLAS, which wakes threads for each shard."""
+    import numpy as np
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        return math.sqrt(np.square(distances).sum())
+
+
 def since_of(arena: ArenaView, step: int) -> int:
     """Iterations since the arena's distances were taken: with its newest checkpoint."""
     from scarctl.version import step_of
@@ -371,7 +384,7 @@ def summary(view: Survey) -> list[str]:
         )
     if view.outlook is not None:
         lines.append(_outlook_line(view.outlook))
-        expected = [line["expected_perturbation"] for line in view.shards()]
+        expected = [line["expected_perturbation"] for line in view.shards]
         if len(expected) > 1 and None not in expected:
             mean = math.sqrt(sum(change * change for change in expected) / len(expected))
             lines.append(f"losing one of {len(expected)} shards at random is expected to change {mean:.4g}")
@@ -390,7 +403,7 @@ def _outlook_line(outlook: Outlook) -> str:
 def shard_rows(view: Survey) -> list[tuple[str, ...]]:
     """Cells of the shards' table."""
     rows: list[tuple[str, ...]] = []
-    for line in view.shards():
+    for line in view.shards:
         oldest, newest, change = line["oldest_step"], line["newest_step"], line["perturbation"]["value"]
         age = "never saved" if oldest is None or line["never_saved"] else str((view.step or 0) - oldest)
         rows.append(

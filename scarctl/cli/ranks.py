@@ -198,7 +198,7 @@ def survey_ranks(store: Store, arena_dir: str | None, parts: Parts | None) -> Su
         comparable=norm == "l2",
         since=max((since_of(arena, step) for arena in here), default=0),
     )
-    by_shard = {line["shard"]: line for line in view.shards()}
+    by_shard = {line["shard"]: line for line in view.shards}
     lines = [
         _line(rank, shard, by_shard.get(shard), states[shard], arenas[shard], step)
         for rank, shard in enumerate(topology.shards)

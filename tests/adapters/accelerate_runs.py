@@ -62,6 +62,8 @@ class Loop:
         self, run: Any = None, *, epochs: int = 3, on_step: Callable[[int], None] = lambda _: None
     ) -> None:
         self.steps = run.session.head_step if run is not None else 0
+        # Of several ranks only the random numbers of a step's end are saved.
+        alone = self.accelerator.num_processes == 1
         for _ in run.epochs(epochs) if run is not None else range(epochs):
             self.model.train()
             for ids, labels in run.batches(self.loader) if run is not None else self.loader:
@@ -74,10 +76,11 @@ class Loop:
                 if self.accelerator.sync_gradients:
                     self.steps += 1
                     self.meter.losses.append(loss.item())
-                    if self.steps % 4 == 0:
+                    if self.steps % 4 == 0 and alone:
                         torch.rand(3)  # as an evaluation does
                     on_step(self.steps)
-            torch.rand(2)
+            if alone:
+                torch.rand(2)
             self.by_epoch.step()
 
     def state(self) -> dict[str, torch.Tensor]:

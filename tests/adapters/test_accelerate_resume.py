@@ -106,9 +106,25 @@ def test_the_end_of_the_epochs_closes_the_run(tmp_path: Path) -> None:
     loop.train(run)
     with pytest.raises(UsageError, match="the session is closed"):
         run.session.checkpoint()
+    for more in (run.epochs(4), run.batches(loop.loader)):
+        with pytest.raises(UsageError, match="the run is closed: nothing more would be saved"):
+            next(more)
     forget_accelerators()
     with attach(Loop(99).accelerator, store=tmp_path / "store", **EXACT) as run:
         assert (run.resumed.step, run.resumed.exact) == (18, True)
+
+
+def test_epochs_without_batches_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    forget_accelerators()
+    loop = Loop()
+    run = attach(loop.accelerator, store=tmp_path / "store", **EXACT)
+    for _ in run.epochs(2):
+        for ids, _ in loop.loader if run.epoch else run.batches(loop.loader):
+            loop.optimizer.zero_grad()
+            loop.model(ids).sum().backward()
+            loop.optimizer.optimizer.step()
+        assert "run.batches(loader)" not in caplog.text
+    assert "run.batches(loader)" in caplog.text
 
 
 def test_batches_without_epochs(tmp_path: Path) -> None:

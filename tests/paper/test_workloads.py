@@ -32,6 +32,7 @@ MODELS = [
     pytest.param("als:build_only_r", "movielens-small", None, marks=needs_numba),
     pytest.param("als:build_only_l", "movielens-small", None, marks=needs_numba),
     pytest.param("lda:build", "reuters-395", None, marks=needs_numba),
+    pytest.param("lda_resampled:build", "reuters-395", None, marks=needs_numba),
     pytest.param("cnn:by_shard", "mnist", 2.28),
     pytest.param("cnn:by_layer_curved", "mnist", 2.28),
 ]
