@@ -11,7 +11,7 @@ from scarctl.daemon.arena import Arena
 from scarctl.dtypes import name_of
 from scarctl.errors import LayoutMismatch
 from scarctl.layout import Group, Layout, TensorSpec, build_layout
-from scarctl.live import LiveState
+from scarctl.live import LiveState, is_placeholder
 from scarctl.store import Store
 from scarctl.store.settings import Settings
 
@@ -96,6 +96,15 @@ def _states_of(adapter: Adapter, layout: Layout) -> list[StateGroup]:
             raise LayoutMismatch(
                 f"group {group.name!r} is no longer what it was when the layout was fixed",
                 hint="parameters may not be added, removed or resized while a session is open",
+            )
+        assert state is not None
+        known = {spec.slot for spec in group.tensors}
+        if new := [s for s, t in state.tensors.items() if s not in known and not is_placeholder(t)]:
+            # Without these a run that resumes could not go on.
+            raise LayoutMismatch(
+                f"group {group.name!r} has got optimizer state since the layout was fixed: {', '.join(new)}",
+                hint="what was frozen at first and is trained now needs a session with a new store from here on; "
+                "what was saved before is safe",
             )
     return [by_name[group.name] for group in layout.groups]
 

@@ -197,7 +197,7 @@ class LiveState:
             # No generations here, so nothing calls for small pieces.
             for g, _, starts, stops in self._batches(ids, limit=1 << 62):
                 for saved, live in zip(self._saved[g], self.tensors[g], strict=True):
-                    if not _is_placeholder(live):
+                    if not is_placeholder(live):
                         _copy_rows(live, saved, starts, stops)
 
     def load_extrapolated(
@@ -271,7 +271,7 @@ def _row_squares(rows: torch.Tensor) -> NDArray[np.float64]:
     return squares
 
 
-def _is_placeholder(tensor: torch.Tensor) -> bool:
+def is_placeholder(tensor: torch.Tensor) -> bool:
     """Whether it stands for a slot that the optimizer has not made yet (see `StateGroup`): nothing to restore."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 

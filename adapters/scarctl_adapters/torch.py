@@ -80,6 +80,7 @@ class TorchAdapter:
         self._sparse: set[str] = set()
         """What has had a sparse gradient."""
         self._stepping: int | None = None
+        self._awaited: set[int] = set()
         """Number of the optimizer whose step is about to begin."""
 
     @classmethod
@@ -152,7 +153,7 @@ class TorchAdapter:
             tensors = {"": local_part(parameter)}
             optimizer = owners.get(id(parameter))
             if optimizer is not None:
-                tensors |= _slots(optimizer, parameter, templates[id(optimizer)])
+                tensors |= _slots(optimizer, parameter, templates[id(optimizer)], self._awaited)
             if id(parameter) in zeros:
                 # ZeRO sends the parameters around after every step, but not their slots.
                 role, scope = "shared" if optimizer is not None else "replica", zeros[id(parameter)]
@@ -387,12 +388,17 @@ def _slot_template(optimizer: Optimizer) -> dict[str, torch.dtype | None]:
 
 
 def _slots(
-    optimizer: Optimizer, parameter: nn.Parameter, template: Mapping[str, torch.dtype | None]
+    optimizer: Optimizer,
+    parameter: nn.Parameter,
+    template: Mapping[str, torch.dtype | None],
+    awaited: set[int],
 ) -> dict[str, torch.Tensor]:
+    """awaited: ids of parameters whose slots the layout has though they were not there yet."""
     state = optimizer.state.get(parameter, {})
     slots = {key: local_part(value) for key, value in state.items() if _is_slot(key, value, parameter)}
-    if slots or not parameter.requires_grad:
+    if slots or not (parameter.requires_grad or id(parameter) in awaited):
         return slots
+    awaited.add(id(parameter))
     # No gradient has reached this parameter yet. Its slots will come, and are zero until then: the layout has
     # them from the start.
     zero, shape = torch.zeros((), device=parameter.device), local_part(parameter).shape
