@@ -183,7 +183,7 @@ def test_a_fault_while_looking_is_logged(
 ) -> None:
     folder = left(arena_dir)
 
-    def broken(path: Path) -> None:
+    def broken(path: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EIO, "no luck")
 
     with monkeypatch.context() as patch:
