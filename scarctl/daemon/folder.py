@@ -59,12 +59,19 @@ def make_private(folder: Path) -> None:
 
 def make_private_level(folder: Path) -> None:
     """Create one folder, or check that it is ours alone. Raises what `make_private` raises."""
-    try:
-        os.mkdir(folder, 0o700)
-    except FileExistsError:
-        check_private(folder)
-    except OSError as error:
-        raise folder_error(error, folder) from error
+    while True:
+        try:
+            os.mkdir(folder, 0o700)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise folder_error(error, folder) from error
+        try:
+            return check_private(folder)
+        except ScarError as error:
+            # Who tidies up may have removed it in between.
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
 
 
 def check_private(folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import threading
 import time
 import weakref
@@ -30,6 +31,7 @@ _HURRIED = 0.2
 """Seconds that a request may take when nobody waits for it any more."""
 
 
+_NAME = re.compile(r"[a-z_]{1,40}")
 _HINT = (
     "check the address and the storage options; `python -c 'import fsspec; print(fsspec.available_protocols())'` "
     "lists what can be opened"
@@ -123,9 +125,11 @@ class Client:
             return self._open_filesystem()
         except Exception as error:
             fault = understand(error)
-            # Of what an error says, only names: values may be secrets.
+            # Of what an error says, only names that look like one: all else may be a secret.
             unknown = [
-                name for name in self.address.options if f"unexpected keyword argument '{name}'" in str(error)
+                name
+                for name in self.address.options
+                if _NAME.fullmatch(name) and f"unexpected keyword argument '{name}'" in str(error)
             ]
         if unknown:
             raise UsageError(
