@@ -8,7 +8,7 @@ import torch
 
 from scarctl.adapter import Adapter, StateGroup
 from scarctl.daemon.arena import Arena
-from scarctl.dtypes import name_of
+from scarctl.dtypes import name_of, torch_of
 from scarctl.errors import LayoutMismatch
 from scarctl.layout import Group, Layout, TensorSpec, build_layout
 from scarctl.live import LiveState, is_placeholder
@@ -91,11 +91,13 @@ def _states_of(adapter: Adapter, layout: Layout) -> list[StateGroup]:
         state = by_name.get(group.name)
         found = [state.tensors.get(spec.slot) for spec in group.tensors] if state else []
         if not found or any(
-            t is None or tuple(t.shape) != spec.shape for t, spec in zip(found, group.tensors, strict=True)
+            t is None or tuple(t.shape) != spec.shape or t.dtype != torch_of(spec.dtype)
+            for t, spec in zip(found, group.tensors, strict=True)
         ):
             raise LayoutMismatch(
                 f"group {group.name!r} is no longer what it was when the layout was fixed",
-                hint="parameters may not be added, removed or resized while a session is open",
+                hint="parameters and their optimizer state may not be added, removed, resized or given another dtype "
+                "while a session is open",
             )
         assert state is not None
         known = {spec.slot for spec in group.tensors}

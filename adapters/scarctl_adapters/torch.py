@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from scarctl.adapter import StateGroup
-from scarctl.dtypes import torch_of
 from scarctl.errors import UsageError
 from scarctl.layout import Layout
 from scarctl.stateful import (
@@ -27,7 +26,6 @@ from scarctl_adapters.fsdp import (
     is_dtensor,
     is_elsewhere,
     is_gathered,
-    is_part_like,
     local_part,
     params_of,
     place_of,
@@ -37,9 +35,7 @@ from scarctl_adapters.fsdp import (
     zero_of,
 )
 from scarctl_adapters.mixing import mix_late
-
-# Adam's step counts are 0-dim tensors, like the moments of a 0-dim parameter: only the name tells them apart.
-_NEVER_SLOTS = frozenset({"step"})
+from scarctl_adapters.slots import Slots, create_slots, is_slot
 
 
 class TorchAdapter:
@@ -79,8 +75,8 @@ class TorchAdapter:
         """Weights of embedding modules."""
         self._sparse: set[str] = set()
         """What has had a sparse gradient."""
+        self._slots = [Slots(optimizer) for optimizer in self._optimizers]
         self._stepping: int | None = None
-        self._awaited: set[int] = set()
         """Number of the optimizer whose step is about to begin."""
 
     @classmethod
@@ -133,9 +129,9 @@ class TorchAdapter:
     @torch.no_grad()
     def groups(self) -> list[StateGroup]:
         """Parameters with their slots, then buffers. Of a DTensor, this rank's part."""
-        optimizers = [with_state(o) for o in self._optimizers]
-        owners = {id(p): o for o in optimizers for p in params_of(o)}
-        templates = {id(o): _slot_template(o) for o in optimizers}
+        stepped = self._stepping is not None or any(with_state(o).state for o in self._optimizers)
+        for slots in self._slots:
+            slots.learn(foretell=stepped)
         zeros = self._zeros()
         groups = []
         numbers = {id(p): i for i, o in enumerate(self._optimizers) for p in params_of(o)}
@@ -151,12 +147,12 @@ class TorchAdapter:
             if is_elsewhere(parameter):
                 continue
             tensors = {"": local_part(parameter)}
-            optimizer = owners.get(id(parameter))
-            if optimizer is not None:
-                tensors |= _slots(optimizer, parameter, templates[id(optimizer)], self._awaited)
+            owner = next((slots for slots in self._slots if parameter in slots), None)
+            if owner is not None:
+                tensors |= owner.of(parameter)
             if id(parameter) in zeros:
                 # ZeRO sends the parameters around after every step, but not their slots.
-                role, scope = "shared" if optimizer is not None else "replica", zeros[id(parameter)]
+                role, scope = "shared" if owner is not None else "replica", zeros[id(parameter)]
             else:
                 role, scope = self._wrapping.role(name, wrapped, parameter)
             place, frozen = place_of(parameter, name), not parameter.requires_grad
@@ -265,26 +261,7 @@ class TorchAdapter:
     def create_slots(self, layout: Layout) -> Callable[[], None]:
         """Tensors in the optimizers' state for every slot of `layout` that is not there yet."""
         owners = {id(p): o for o in map(with_state, self._optimizers) for p in params_of(o)}
-        parameters = {name: parameter for name, _, parameter in self._parameters()}
-        created: list[tuple[Optimizer, nn.Parameter, str]] = []
-        for group in layout.groups:
-            parameter = parameters.get(group.name)
-            if parameter is None or id(parameter) not in owners:
-                continue
-            state = owners[id(parameter)].state[parameter]
-            for spec in group.tensors[1:]:
-                if spec.slot not in state:
-                    # Filled by whoever restores: to fill it here as well would take as long again.
-                    state[spec.slot] = torch.empty_like(parameter.detach(), dtype=torch_of(spec.dtype))
-                    created.append((owners[id(parameter)], parameter, spec.slot))
-
-        def remove() -> None:
-            for optimizer, parameter, slot in created:
-                optimizer.state[parameter].pop(slot, None)
-                if not optimizer.state[parameter]:
-                    del optimizer.state[parameter]
-
-        return remove
+        return create_slots(layout, {name: parameter for name, _, parameter in self._parameters()}, owners)
 
     def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:
         """Step hooks: `before` on every optimizer, `after` on the last one.
@@ -372,39 +349,6 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 yield (f"{prefix}.{name}" if prefix else name), module, name
 
 
-def _is_slot(key: str, value: Any, parameter: torch.Tensor) -> bool:
-    return key not in _NEVER_SLOTS and is_part_like(value, parameter)
-
-
-def _slot_template(optimizer: Optimizer) -> dict[str, torch.dtype | None]:
-    """Slots that this optimizer gives a parameter, and their dtype (None: the parameter's)."""
-    for parameter, state in optimizer.state.items():
-        slots = {key: value for key, value in state.items() if _is_slot(key, value, parameter)}
-        if slots:
-            return {
-                key: None if value.dtype == parameter.dtype else value.dtype for key, value in slots.items()
-            }
-    return {}
-
-
-def _slots(
-    optimizer: Optimizer,
-    parameter: nn.Parameter,
-    template: Mapping[str, torch.dtype | None],
-    awaited: set[int],
-) -> dict[str, torch.Tensor]:
-    """awaited: ids of parameters whose slots the layout has though they were not there yet."""
-    state = optimizer.state.get(parameter, {})
-    slots = {key: local_part(value) for key, value in state.items() if _is_slot(key, value, parameter)}
-    if slots or not (parameter.requires_grad or id(parameter) in awaited):
-        return slots
-    awaited.add(id(parameter))
-    # No gradient has reached this parameter yet. Its slots will come, and are zero until then: the layout has
-    # them from the start.
-    zero, shape = torch.zeros((), device=parameter.device), local_part(parameter).shape
-    return {key: zero.to(dtype or parameter.dtype).expand(shape) for key, dtype in template.items()}
-
-
 def _optimizer_extras(optimizer: Optimizer) -> dict[str, Any]:
     """param_groups without parameters, and per key of the state the values that are no slots, by parameter number."""
     numbers = {id(p): i for i, p in enumerate(params_of(optimizer))}
@@ -413,7 +357,7 @@ def _optimizer_extras(optimizer: Optimizer) -> dict[str, Any]:
     for parameter, state in with_state(optimizer).state.items():
         stateful.append(numbers[id(parameter)])
         for key, value in state.items():
-            if not _is_slot(key, value, parameter):
+            if not is_slot(key, value, parameter):
                 if is_dtensor(value):
                     raise UsageError(
                         f"{type(optimizer).__name__} keeps {key!r}, which is cut otherwise than its parameter",
