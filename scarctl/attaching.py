@@ -46,6 +46,7 @@ def attach(
     on_error: str | None = None,
     daemon: bool | None = None,
     arena_dir: str | os.PathLike[str] | None = None,
+    pin_memory: bool | None = None,
     validate: bool | None = None,
     drain_timeout: float | None = None,
 ) -> Session:
@@ -87,6 +88,7 @@ def attach(
     daemon: save from the host's daemon, which outlives this process; False: from a thread of this process. By default
         the daemon, or the thread, with a warning, where it cannot be started.
     arena_dir: folder for the arena instead of shared memory.
+    pin_memory: pin the arena where the state is on a GPU: copies are faster, and the arena cannot be swapped out.
     validate: prove after every copy that it is not torn, at the price of cloning the state.
     drain_timeout: seconds that `close` waits for the store.
 
@@ -114,6 +116,7 @@ def attach(
         "on_error": on_error,
         "daemon": daemon,
         "arena_dir": os.fspath(arena_dir) if arena_dir is not None else None,
+        "pin_memory": pin_memory,
         "validate": validate,
         "drain_timeout": drain_timeout,
     }

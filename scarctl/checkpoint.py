@@ -139,6 +139,8 @@ class Checkpoints:
         )
 
         marks = self._streams.complete(moment.marks, (t for group in live.tensors for t in group))
+        if marks and engine.settings.pin_memory:
+            engine.pinning.begin(next(iter(marks)))
 
         def copy() -> Copied:
             with self._streams.beside(marks):

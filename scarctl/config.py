@@ -80,6 +80,8 @@ class SessionSettings:
     None: from the daemon, unless it cannot be started."""
     arena_dir: str | None = None
     """Folder that holds the arena instead of shared memory. None: /dev/shm, or the temporary folder."""
+    pin_memory: bool = True
+    """Pin the arena where the state is on a GPU, for as long as the session is open."""
     validate: bool = False
     """Compare every copy with the live values before it is kept, at the price of reading both again."""
     drain_timeout: float = 60.0
@@ -101,6 +103,7 @@ class SessionSettings:
             "by_layer",
             "flush_on_signal",
             "daemon",
+            "pin_memory",
             "validate",
             "extrapolate",
         ):
@@ -320,6 +323,7 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "on_error": str,
     "daemon": _flag,
     "arena_dir": str,
+    "pin_memory": _flag,
     "validate": _flag,
     "drain_timeout": float,
 }

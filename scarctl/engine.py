@@ -31,6 +31,7 @@ from scarctl.errors import ScarError
 from scarctl.layout import Layout
 from scarctl.live import LiveState
 from scarctl.motion import Motion
+from scarctl.pinning import Pinning
 from scarctl.policy import Selection, select, squared
 from scarctl.recovery import Plan
 from scarctl.store import Store
@@ -167,6 +168,7 @@ class Engine:
             shared=selector is not None,
         )
         self.arena = _open_arena(folder, layout, store.run_id)
+        self.pinning = Pinning(self.arena.memory())
         self.queue = HandOverQueue(self.arena.folder)
         self._due_at = -1
         """The step of the newest regular checkpoint."""
@@ -399,6 +401,7 @@ class Engine:
         """Let go at once: what waits becomes durable in the daemon, and the arena stays for the next session."""
         self.selector.close()
         self.saver.leave()
+        self.pinning.end()
         self.arena.close()
 
     def close(self, timeout: float) -> bool:
@@ -407,6 +410,7 @@ class Engine:
         A durable arena is removed; otherwise it stays with its queue, and the next session on this host goes on.
         """
         self.selector.close()
+        self.pinning.end()
         durable = self.saver.drain(timeout)
         self.saver.close(put_off=not durable)
         durable = durable and not self.arena.pending().any()

@@ -27,6 +27,7 @@ WITH_TORCH = {
     "scarctl.motion",
     "scarctl.naming",
     "scarctl.opening",
+    "scarctl.pinning",
     "scarctl.ranks.crew",
     "scarctl.ranks.exchange",
     "scarctl.ranks.moved",

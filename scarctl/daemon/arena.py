@@ -272,6 +272,11 @@ class Arena:
         at = self._geometry.tensor_at[g][t]
         return memoryview(self._memory)[at + start * spec.row_bytes : at + stop * spec.row_bytes]
 
+    def memory(self) -> NDArray[np.uint8]:
+        """All tensors in one piece: a writable view, uint8 of shape (bytes,), which begins on a page."""
+        at = self._geometry.tensors_at
+        return np.frombuffer(self._memory, np.uint8, self._geometry.size - at, at)
+
     def begin(self, ids: Ids) -> None:
         """A copy into these partitions starts: until `end` they are not intact."""
         self.generation[ids] |= np.uint64(1)

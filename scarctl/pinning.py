@@ -1,0 +1,81 @@
+"""The arena as pinned memory: a GPU then writes its copies there by itself, at the bus's pace, and reads them so.
+
+Without it the driver copies everything once more, through buffers of its own. The arena is shared memory, so it is
+registered where it is instead of being allocated pinned, for as long as an engine is open.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+log = logging.getLogger("scarctl")
+Memory = NDArray[np.uint8]
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: for all GPUs of the process."""
+
+
+class Pinning:
+    """Registers one piece of memory with CUDA, in the background, and takes it back before the memory goes."""
+
+    def __init__(self, memory: Memory) -> None:
+        """memory: uint8 of shape (bytes,), which stays mapped until `end`."""
+        self._memory = memory
+        self._thread: threading.Thread | None = None
+        self._end: weakref.finalize[Any, Any] | None = None
+
+    def begin(self, device: torch.device) -> None:
+        """Start, for a process that uses this GPU. Does nothing when it has begun before."""
+        if self._thread is not None or not self._memory.size:
+            return
+        # In a thread of its own. Gigabytes take a second, and CUDA keeps a failed call's error for the thread that made
+        # it, where the next kernel would raise it.
+        pinned = threading.Event()
+        args = (self._memory, device, pinned)
+        self._thread = threading.Thread(target=_register, args=args, name="scarctl-pin", daemon=True)
+        self._end = weakref.finalize(self, _unregister, self._memory, self._thread, pinned, os.getpid())
+        self._thread.start()
+
+    def end(self) -> None:
+        """Wait until it is pinned, or was refused, and let go of it. For good."""
+        if self._end is not None:
+            self._end()
+
+
+def _register(memory: Memory, device: torch.device, pinned: threading.Event) -> None:
+    error = int(_runtime(device).cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE))
+    if error:
+        log.warning(
+            "the arena of %d MB cannot be pinned (CUDA error %d): checkpoints are as safe, and their copies slower; "
+            "pin_memory=False does not try",
+            memory.nbytes >> 20,
+            error,
+        )
+    else:
+        pinned.set()
+
+
+def _unregister(memory: Memory, thread: threading.Thread, pinned: threading.Event, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child has neither the thread nor CUDA
+    thread.join()
+    if pinned.is_set():
+        error = int(_runtime().cudaHostUnregister(memory.ctypes.data))
+        if error:
+            log.warning("the arena could not be unpinned (CUDA error %d)", error)
+
+
+def _runtime(device: torch.device | None = None) -> Any:
+    if (
+        device is not None
+    ):  # in a thread of its own: on the first GPU, which training may not use, it would make a context
+        torch.cuda.set_device(device)
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
