@@ -53,7 +53,7 @@ def timed(times: dict[str, list[float]], name: str, owner: Any, method: str) -> 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rows", type=int, default=10_000_000)
-    options.add_argument("--tracker", default="touched", choices=["exact", "touched", "auto"])
+    options.add_argument("--tracker", default="touched", choices=["exact", "overlapped", "touched", "auto"])
     options.add_argument("--steps", type=int, default=41)
     options.add_argument("--batch", type=int, default=4096, help="bags of 8 rows")
     args = options.parse_args()

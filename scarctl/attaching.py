@@ -65,8 +65,9 @@ def attach(
     max_bandwidth: bytes per second that an "auto" interval may write on average; of several ranks, each of them.
     policy: "priority", "round", "random" or "full".
     norm: "l2", "rms", "relative", or a function (see `scarctl.distance`).
-    tracker: how distances are found: "exact" compares all values, "sampled" a changing few of every large partition,
-        "touched" counts which rows of embedding tables get gradients, "auto" takes for each tensor what costs least.
+    tracker: how distances are found: "overlapped" compares all values, a part after every iteration, and nobody waits
+        for it; "exact" at the checkpoint; "sampled" a changing few of every large partition, "touched" those rows of
+        embedding tables that get gradients; "auto" takes for each tensor what costs least.
     max_staleness: iterations after which a changed partition is saved before all others.
     extrapolate: a partial recovery restores parameters not as they were saved, but further along the way that they
         went before, as far as that would have helped at the checkpoints so far (see `scarctl.extrapolation`).

@@ -113,6 +113,9 @@ class Checkpoints:
         self._fault = fault
         self._validate = validate
         self._under_way: _UnderWay | None = None
+        self._live: LiveState | None = None
+        """As the newest checkpoint has seen it."""
+        self._look: Job[None] | None = None
         _leave_threads(worker)
 
     @property
@@ -129,6 +132,7 @@ class Checkpoints:
         if (trouble := engine.saver.trouble) is not None:
             self._fault(trouble)  # copies go on: they are good for a process that takes over
         engine.adopt_again()
+        self._live = live
         # A forward pass changes buffers (batch norm): the copy must not read them while it does.
         live = live.with_tensors(
             {
@@ -143,6 +147,7 @@ class Checkpoints:
             engine.pinning.begin(next(iter(marks)))
 
         def copy() -> Copied:
+            engine.tracker.go_on()
             with self._streams.beside(marks):
                 if full:
                     return engine.seal(live, moment.step, skip_if_behind=skip_if_behind)
@@ -150,7 +155,31 @@ class Checkpoints:
 
         counters = [live.counters(g) for g in range(len(live.tensors))]
         snapshot = [[t.clone() for t in group] for group in live.tensors] if self._validate else None
+        engine.tracker.interrupt()
         self._under_way = _UnderWay(moment, self._worker.submit(copy), live, counters, snapshot)
+
+    def look(self, engine: Engine) -> None:
+        """After a step: have the worker find distances for the checkpoints to come, after what it has to do now.
+
+        It is not waited for, and reads the tensors that the newest checkpoint has seen.
+        """
+        if self._live is None or not engine.tracker.overlaps:
+            return
+        if self._look is not None:
+            if not self._look.settle(0):
+                return  # it has not kept up: what is left has its turn later
+            look, self._look = self._look, None
+            try:
+                look.wait()
+            except Exception as error:
+                self._fault(error)
+        live, marks, share = self._live, self._streams.mark(), 1 / engine.cadence.interval
+
+        def look_at() -> None:
+            with self._streams.beside(marks):
+                engine.tracker.look(live, share)
+
+        self._look = self._worker.submit(look_at)
 
     def ready(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for what the second half would have to wait for; returns whether it is done."""

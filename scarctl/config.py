@@ -23,7 +23,7 @@ DEFAULT_FRACTION = 1 / 8
 DEFAULT_POLICY = "priority"
 POLICIES = ("priority", "round", "random", "full")
 NORMS = ("l2", "rms", "relative")
-TRACKERS = ("exact", "sampled", "touched", "auto")
+TRACKERS = ("exact", "overlapped", "sampled", "touched", "auto")
 MAX_FILE_BYTES = 1 << 20
 STORAGE_OPTIONS = "storage_options"
 """A table of `scarctl.toml` for all commands."""
@@ -54,8 +54,8 @@ class SessionSettings:
     """Which partitions a partial checkpoint picks: priority, round, random or full."""
     norm: Norm = "l2"
     """What the distance is: l2, rms, relative, or a function of (live, saved): one distance per partition."""
-    tracker: str = "exact"
-    """How distances are found: exact, sampled, touched, or auto (see `scarctl.tracker`)."""
+    tracker: str = "overlapped"
+    """How distances are found: exact, overlapped, sampled, touched, or auto (see `scarctl.tracker`)."""
     max_staleness: int | None = None
     """A changed partition is saved when its copy is this many iterations old. None: no such limit."""
     extrapolate: bool = False

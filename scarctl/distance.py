@@ -287,6 +287,24 @@ def distances_of(
     return result
 
 
+def finite(group: Group, live: torch.Tensor, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Of which partitions `ids` (ascending) all values are finite: bool of the shape of `ids`.
+
+    live: the tensor of `group.tensors[0]`. One pass, which may say no of values so large that their sum is not finite.
+    """
+    result = np.empty(ids.size, dtype=bool)
+    per_partition = group.rows_per_partition
+    values = max(1, math.prod(group.tensors[0].shape[1:])) * per_partition
+    done = 0
+    for batch in _batches(ids, group.rows, per_partition, values):
+        matrix = _matrix(_rows_of(live, batch, per_partition), batch.size)
+        # Whatever is not finite makes the sum so.
+        sums = matrix.sum(dim=1, dtype=_accumulator(matrix.dtype))
+        result[done : done + batch.size] = torch.isfinite(sums).cpu().numpy()
+        done += batch.size
+    return result
+
+
 def _batches(
     ids: NDArray[np.int64], rows: int, per_partition: int, values: int
 ) -> Iterator[NDArray[np.int64]]:

@@ -155,7 +155,9 @@ class Engine:
         self.shard_of = store.shard_of(layout)
         self.budget = max(1, int(settings.fraction * layout.nbytes))
         self.selector: Selector = selector or _OneSession()
-        self.tracker = Tracker(layout, settings.tracker, settings.norm, store.settings.seed)
+        self.tracker = Tracker(
+            layout, settings.tracker, settings.norm, store.settings.seed, budget=self.budget
+        )
         self.credit = 0
         self.cursor = 0
         self.motion = Motion(layout)

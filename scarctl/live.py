@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.movements import Movements
-from scarctl.distance import Norm, Scratch, changed, distances, distances_of
+from scarctl.distance import Norm, Scratch, changed, distances, distances_of, finite
 from scarctl.dtypes import torch_of
 from scarctl.layout import Layout
 from scarctl.recovery import take_rows
@@ -108,6 +108,10 @@ class LiveState:
         """Distances of the partitions `ids` (ascending) of group `g` alone: float64 of the shape of `ids`."""
         mine = ids - int(self.layout.base[g])
         return distances_of(self.layout.groups[g], self.tensors[g], self._saved[g], mine, norm, scratch)
+
+    def finite(self, g: int, ids: Ids) -> NDArray[np.bool_]:
+        """Of which partitions `ids` (ascending) of group `g` the parameter is finite; see `scarctl.distance.finite`."""
+        return finite(self.layout.groups[g], self.tensors[g][0], ids - int(self.layout.base[g]))
 
     def group_distances(self, g: int, norm: Norm, scratch: Scratch) -> NDArray[np.float64]:
         """Distances of all partitions of group `g`: float64 of shape (partitions of it,)."""

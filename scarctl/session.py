@@ -366,6 +366,8 @@ class Session:
                     moment = self._take()
                 if due is not None:
                     self._begin(moment, full=due.full, skip_if_behind=due.may_skip)
+                if self._engine is not None:
+                    self._checkpoints.look(self._engine)
 
     def _inert(self) -> bool:
         """A closed session, or a forked child's copy of one (a data loader's worker) does nothing."""

@@ -1,11 +1,13 @@
 """How far every partition has moved since it was saved, for choosing what to save: measured, or estimated for less.
 
 exact     compares all values of the parameter with the copy: `scarctl.distance`.
+overlapped  the same, but in pieces after all iterations between two checkpoints: `scarctl.sweep`. Parameters of less
+          than `SMALL` bytes in all are compared at the checkpoint, and so is everything where everything may be saved.
 sampled   compares a few values of every partition, others at every checkpoint: `scarctl.sampling`. Only where a
           partition has `sampling.NARROW` values or more, `NARROW_HERE` in the host's memory.
 touched   compares the rows of embedding tables that got a gradient since the last look, and remembers the distances of
           all others: `scarctl.touches`. Of groups that are no tables it compares all.
-auto      touched for what gets sparse gradients, sampled where partitions are large, exact for all else.
+auto      touched for what gets sparse gradients, sampled for large partitions on a GPU, overlapped for all else.
 
 Whatever is chosen is compared exactly before it is copied. Sealed checkpoints look at everything, whatever the tracker.
 
@@ -34,6 +36,7 @@ from scarctl.errors import UsageError
 from scarctl.layout import Layout
 from scarctl.live import LiveState
 from scarctl.sampling import NARROW, NARROW_HERE
+from scarctl.sweep import Sweep
 from scarctl.touches import Touches
 
 Ids = NDArray[np.int64]
@@ -46,6 +49,8 @@ _SAME = 1e-3
 """Relative difference of two distances that is rounding."""
 _TURNS = 64
 """Looks in which every partition of a frozen group is compared once."""
+SMALL = 16 << 20
+"""Bytes that are compared in less time than it is worth to begin earlier."""
 _FEW = 1 / 4
 """Share of a table's partitions of which to gather them takes less than to compare all."""
 
@@ -75,8 +80,13 @@ def touched_of(
 class Tracker:
     """See the module. Of one session; one checkpoint at a time."""
 
-    def __init__(self, layout: Layout, kind: str, norm: Norm = "l2", seed: int = 0) -> None:
-        """kind: one of `config.TRACKERS`. seed: decides which values are sampled."""
+    def __init__(
+        self, layout: Layout, kind: str, norm: Norm = "l2", seed: int = 0, *, budget: int | None = None
+    ) -> None:
+        """kind: one of `config.TRACKERS`. seed: decides which values are sampled.
+
+        budget: bytes of a checkpoint. One that may take everything takes all that has moved by then.
+        """
         self._layout = layout
         self._kind = kind
         self._norm = norm
@@ -91,6 +101,11 @@ class Tracker:
         """For the norm "relative": squared norms of the copies of a sampled group; NaN: not known."""
         self._estimated: list[int] = []
         """Groups whose newest distances are estimates, ascending."""
+        overlaps = kind in ("overlapped", "auto") and (budget is None or budget < layout.nbytes)
+        self._sweep = Sweep(layout, norm) if overlaps else None
+        self._parameter_bytes = sum(group.tensors[0].nbytes for group in layout.groups)
+        self._swept: list[int] = []
+        """Groups whose distances were taken from the sweep, ascending."""
         self._frozen: dict[int, tuple[list[tuple[int, int]], bool]] = {}
         """Marks of frozen groups at the last look, and whether they were found equal to their copies then."""
 
@@ -122,6 +137,8 @@ class Tracker:
                 touches.saved(mine - self._layout.base[g])
         for g, scale in self._scale.items():
             scale[ids[bounds[g] : bounds[g + 1]] - self._layout.base[g]] = np.nan
+        if self._sweep is not None:
+            self._sweep.saved(ids)
 
     def saved_all(self, but: Ids) -> None:
         """All are equal to their copies but these (ascending)."""
@@ -130,6 +147,8 @@ class Tracker:
             return
         for touches in self._touches.values():
             touches.saved_all()
+        if self._sweep is not None:
+            self._sweep.saved(slice(None))
         self._scale.clear()
         self._suspects = _NONE
 
@@ -143,6 +162,33 @@ class Tracker:
             scale[ids[bounds[g] : bounds[g + 1]] - self._layout.base[g]] = np.nan
         for g in [g for g in self._frozen if bounds[g] < bounds[g + 1]]:
             del self._frozen[g]
+        if self._sweep is not None:
+            self._sweep.moved(ids)
+
+    # -- between checkpoints --------------------------------------------------------------------------------------
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether there is something to `look` at."""
+        return bool(self._swept)
+
+    def look(self, live: LiveState, share: float) -> None:
+        """After an iteration that changed parameters: compare `share` of what is compared piece by piece, in (0, 1].
+
+        Called in the worker thread; nobody has to wait for it. See `interrupt`.
+        """
+        assert self._sweep is not None, "asked without `overlaps`"
+        self._sweep.look(live, self._swept, share)
+
+    def interrupt(self) -> None:
+        """A checkpoint waits: looks end early, until it asks for distances or saves."""
+        if self._sweep is not None:
+            self._sweep.interrupt()
+
+    def go_on(self) -> None:
+        """The checkpoint has begun."""
+        if self._sweep is not None:
+            self._sweep.go_on()
 
     # -- what a checkpoint asks -----------------------------------------------------------------------------------
 
@@ -153,7 +199,7 @@ class Tracker:
         """
         self._turn = step if self._turn is None else self._turn + 1
         result, scratch = np.zeros(self._layout.partitions), Scratch()
-        self._estimated = []
+        self._estimated, self._swept = [], []
         for g in range(len(self._layout.groups)):
             span = slice(int(self._layout.base[g]), int(self._layout.base[g + 1]))
             if span.start == span.stop:
@@ -169,6 +215,9 @@ class Tracker:
                 result[span] = self._from_touches(live, g, touches, scratch)
             elif self._samples(g, live.tensors[g][0].device):
                 result[span] = self._from_sample(live, g)
+            elif self._sweep is not None and self._parameter_bytes >= SMALL:
+                result[span] = self._sweep.distances(live, g, scratch)
+                self._swept.append(g)
             else:
                 result[span] = live.group_distances(g, self._norm, scratch)
                 continue
@@ -184,6 +233,9 @@ class Tracker:
         bounds = np.searchsorted(ids, self._layout.base)
         for g in self._estimated:
             mine = ids[bounds[g] : bounds[g + 1]]
+            if g in self._swept and not callable(self._norm):
+                # They are about to become equal to their copies: how far they are now is of no use any more.
+                mine = mine[~live.finite(g, mine)]
             if mine.size:
                 distance[mine] = live.distances_of(g, mine, self._norm)
         finite = np.isfinite(distance[ids])
@@ -194,8 +246,9 @@ class Tracker:
     def _samples(self, g: int, device: torch.device) -> bool:
         group = self._layout.groups[g]
         values = group.rows_per_partition * math.prod(group.tensors[0].shape[1:])
-        least = NARROW_HERE if device.type == "cpu" else NARROW
-        return self._kind in ("sampled", "auto") and not callable(self._norm) and values >= least
+        here = device.type == "cpu"
+        wanted = self._kind == "sampled" or (self._kind == "auto" and not here)
+        return wanted and not callable(self._norm) and values >= (NARROW_HERE if here else NARROW)
 
     def _from_sample(self, live: LiveState, g: int) -> NDArray[np.float64]:
         squares = live.sampled_squares(g, self._seed + g, self._turn or 0)

@@ -44,6 +44,7 @@ WITH_TORCH = {
     "scarctl.simulate.extrapolate",
     "scarctl.simulate.trial",
     "scarctl.streams",
+    "scarctl.sweep",
     "scarctl.testing",
     "scarctl.testing.child",
     "scarctl.testing.residue",

@@ -9,11 +9,17 @@ import pytest
 import torch
 
 import scarctl
+from scarctl import tracker as trackers
 from scarctl.errors import Unavailable, UsageError
 from scarctl.store import Store, verify
 from tests.support.training import Loop, differing, drained
 
-TRACKERS = ["sampled", "touched", "auto"]
+TRACKERS = ["overlapped", "sampled", "touched", "auto"]
+
+
+@pytest.fixture(autouse=True)
+def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "SMALL", 0)
 
 
 class Recommender(torch.nn.Module):
@@ -93,8 +99,9 @@ def test_a_run_goes_on_exactly_from_its_sealed_state(tmp_path: Path, tracker: st
 @pytest.mark.parametrize("tracker", ["touched", "auto"])
 @pytest.mark.parametrize("seal", [True, False])
 def test_scores_are_right_after_a_restart_a_recovery_and_a_rollback(
-    tmp_path: Path, tracker: str, seal: bool
+    tmp_path: Path, tracker: str, seal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(trackers, "SMALL", 1 << 20)
     rows = {"table.*": 1, "hidden.weight": 1}  # too narrow for samples
     first = Job(tmp_path / "store", tracker=tracker, rows=rows)
     first.train(9)

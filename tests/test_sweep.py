@@ -1,0 +1,223 @@
+"""Distances that are found in pieces, between checkpoints."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import scarctl
+from scarctl import sweep, tracker
+from scarctl.daemon.arena import Arena
+from scarctl.distance import Scratch
+from scarctl.layout import Layout, TensorSpec, build_layout
+from scarctl.live import LiveState
+from scarctl.sweep import Sweep
+from scarctl.version import pack
+from tests.support.training import drained
+
+SIZES = {"a": 40, "b": 7, "c": 53}
+"""Rows of the groups, one partition each."""
+ALL = [0, 1, 2]
+
+
+def _state() -> tuple[Layout, LiveState]:
+    specs = {name: (TensorSpec("", "F32", (rows, 8)),) for name, rows in SIZES.items()}
+    layout = build_layout([(name, "parameter", spec) for name, spec in specs.items()], rows={"*": 1})
+    generator = torch.Generator().manual_seed(0)
+    tensors = [[torch.randn(rows, 8, generator=generator)] for rows in SIZES.values()]
+    live = LiveState(layout, tensors, Arena.anonymous(layout))
+    live.save(np.arange(layout.partitions), pack(1, 1))
+    for (tensor,) in tensors:
+        tensor += torch.rand(tensor.shape, generator=generator)
+    return layout, live
+
+
+def _known(sweep: Sweep, live: LiveState) -> np.ndarray:
+    return np.concatenate([sweep.distances(live, g, Scratch()) for g in ALL])
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "_PIECE", 3 * 32)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.3, 0.1])
+def test_looks_go_around(share: float) -> None:
+    layout, live = _state()
+    found = Sweep(layout, "l2")
+    found.saved(slice(None))
+    seen = np.zeros(layout.partitions, dtype=bool)
+    for turn in range(1, 25):
+        found.look(live, ALL, share)
+        now = _known(found, live) > 0
+        assert (now >= seen).all()
+        assert now.sum() >= min(100, int(100 * share * turn))
+        assert now.sum() <= seen.sum() + 100 * share + 3
+        seen = now
+        if seen.all():
+            break
+    np.testing.assert_allclose(_known(found, live), live.distances(), rtol=1e-6)
+    live.tensors[0][0] += 1
+    assert (_known(found, live)[:40] < live.distances()[:40]).all(), "only looks see it"
+    for _ in range(turn):
+        found.look(live, ALL, share)
+    np.testing.assert_allclose(_known(found, live), live.distances(), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_groups_that_are_left_out_are_not_read() -> None:
+    layout, live = _state()
+    found = Sweep(layout, "l2")
+    found.saved(slice(None))
+    for _ in range(3):
+        found.look(live, [0, 2], 0.5)
+    known = _known(found, live)
+    assert known[:40].all()
+    assert not known[40:47].any()
+    assert known[47:].all()
+
+
+def test_what_is_not_known_is_compared_when_it_is_asked_for() -> None:
+    layout, live = _state()
+    found = Sweep(layout, "l2")
+    np.testing.assert_allclose(_known(found, live), live.distances(), rtol=1e-6)
+    live.tensors[0][0] += 1
+    found.moved(np.array([3, 4, 50]))
+    exact, known = live.distances(), _known(found, live)
+    np.testing.assert_allclose(known[[3, 4, 50]], exact[[3, 4, 50]], rtol=1e-6)
+    assert known[5] < exact[5]
+    found.saved(np.array([4]))
+    assert _known(found, live)[4] == 0
+
+
+def test_values_that_were_not_finite_are_looked_at_until_they_are() -> None:
+    layout, live = _state()
+    found = Sweep(layout, "l2")
+    live.tensors[1][0][2, 5] = torch.nan
+    found.look(live, ALL, 1.0)
+    assert np.flatnonzero(~np.isfinite(_known(found, live))).tolist() == [42]
+    live.tensors[1][0][2, 5] = 0.0
+    np.testing.assert_allclose(_known(found, live), live.distances(), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_look_ends_when_a_checkpoint_waits() -> None:
+    layout, live = _state()
+    found = Sweep(layout, "l2")
+    found.saved(slice(None))
+    found.interrupt()
+    found.look(live, ALL, 1.0)
+    assert not _known(found, live).any()
+    found.go_on()
+    found.look(live, ALL, 1.0)
+    assert _known(found, live).all()
+
+
+class Job:
+    """A model whose distances come from a function that can be held up."""
+
+    def __init__(self, store: Path) -> None:
+        self.go, self.entered, self.fails = threading.Event(), threading.Event(), False
+        self.go.set()
+        torch.manual_seed(0)
+        self.model = nn.Linear(16, 64, bias=False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+        def norm(live: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> torch.Tensor:
+            self.entered.set()
+            self.go.wait()
+            if self.fails:
+                raise RuntimeError("no distance today")
+            return (live[""] - saved[""]).norm(dim=1)
+
+        options = {"rows": {"*": 1}, "interval": 4, "daemon": False, "flush_on_signal": False}
+        self.session = scarctl.attach(
+            self.model,
+            self.optimizer,
+            store=store,
+            norm=norm,
+            tracker="overlapped",
+            **options,  # type: ignore[arg-type]
+        )
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.rand(8, 16)).sum().backward()  # moves every row by as much, for ever
+        self.optimizer.step()
+
+    def settle(self) -> None:
+        """Until the worker has nothing to do."""
+        self.session._worker.submit(lambda: None).wait()
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    monkeypatch.setattr(tracker, "SMALL", 0)
+    made = Job(tmp_path / "store")
+    yield made
+    made.go.set()
+    made.session.close()
+
+
+def test_no_step_waits_for_a_look(job: Job) -> None:
+    for _ in range(4):
+        job.step()
+    job.session.checkpoint()
+    job.settle()
+    job.entered.clear()
+    job.go.clear()
+    job.step()
+    assert job.entered.wait(60), "a look has begun"
+    before = job.session.stats.checkpoints
+    for _ in range(2):
+        job.step()
+    assert not job.go.is_set()
+    assert job.session.head_step == 7
+    job.go.set()
+    for _ in range(2):
+        job.step()
+    assert job.session.stats.checkpoints == before + 1
+    assert job.session.stats.errors == 0
+
+
+def test_partial_checkpoints_find_what_has_moved(job: Job) -> None:
+    for _ in range(40):
+        job.step()
+        job.session._finish()
+        drained([job.session])  # what waits for the store is not chosen again
+        job.settle()
+    engine = job.session._engine
+    assert engine is not None
+    live = job.session._binding.live(engine.arena)
+    exact, known = live.distances(job.session.settings.norm), engine.tracker.distances(live, 40)
+    saved = known == 0
+    np.testing.assert_array_equal(saved, exact == 0)
+    assert 0.5 < np.median(known[~saved] / exact[~saved]) <= 1.001
+    assert engine.saver.drain(60)
+    assert len(np.unique(engine.arena.version)) > 4, "eighths of it were saved at different steps"
+
+
+def test_a_look_that_fails_is_told(job: Job) -> None:
+    for _ in range(5):
+        job.step()
+        job.settle()
+    job.fails = True
+    job.step()
+    job.settle()
+    job.step()
+    assert "no distance today" in job.session.stats.last_error
+    job.settle()
+    job.fails = False
+    job.step()
+    errors = job.session.stats.errors
+    for _ in range(6):
+        job.step()
+        job.settle()
+    assert job.session.stats.errors == errors
