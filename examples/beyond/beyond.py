@@ -9,8 +9,6 @@ Every trial is kept in a folder: the same call again goes on where it was stoppe
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import torch
 
 from examples.beyond import tables
 from examples.beyond.studies import INTERVAL, PAIRS, SLOTS, studies
+from examples.paper import options
 from examples.paper.studies import Runs
 
 HERE = Path(__file__).parent
@@ -37,8 +36,7 @@ def main() -> None:
         (HERE / "template.md")
         .read_text(encoding="utf-8")
         .format(
-            machine=f"{platform.machine()}, {os.cpu_count()} cores, shared; Python {platform.python_version()}, "
-            f"PyTorch {torch.__version__}",
+            machine=options.machine(),
             interval=INTERVAL,
             rare=SLOTS * INTERVAL,
             policies=tables.policies(found),
@@ -55,22 +53,14 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    parser = options.parser(
+        __doc__,
+        name="beyond",
+        writes="beyond.md",
+        trials=8,
+        of="of the cheap ones; the others get 0.6 of it",
     )
-    parser.add_argument("--trials", type=int, default=8, help="of the cheap ones; the others get 0.6 of it")
-    parser.add_argument(
-        "--results", type=Path, default=Path("build/beyond"), help="folder that keeps every trial"
-    )
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder for beyond.md")
-    parser.add_argument("--kept", action="store_true", help="run no trials, write about those that are kept")
-    parser.add_argument(
-        "--quick", action="store_true", help="a few iterations of everything: shows that it runs"
-    )
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.trials, arguments.results = 2, arguments.out / "results"
-    return arguments
+    return options.parse(parser)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import platform
 import sys
 from pathlib import Path
 
 import torch
 
-from examples.paper import figures, perturb, tables
+from examples.paper import figures, options, perturb, tables
 from examples.paper.chance import chances
 from examples.paper.studies import PAIRS, Runs, pairs, studies
 from examples.paper.timeline import FAILS_AFTER, Timeline, timeline
@@ -67,8 +65,7 @@ def main() -> None:
         (HERE / "template.md")
         .read_text(encoding="utf-8")
         .format(
-            machine=f"{platform.machine()}, {os.cpu_count()} cores, shared; Python {platform.python_version()}, "
-            f"PyTorch {torch.__version__}",
+            machine=options.machine(),
             trials=tables.trials(summaries),
             lost=tables.lost(summaries),
             priority=tables.priority(summaries),
@@ -172,25 +169,15 @@ def _timeline(found: Timeline) -> str:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    parser = options.parser(
+        __doc__,
+        name="paper",
+        writes="paper.md and paper/",
+        trials=10,
+        of="of MLR; see examples/paper/studies.py for the others",
     )
     parser.add_argument("--data", default="../shared/data", help="folder with the folders of the data sets")
-    parser.add_argument(
-        "--trials", type=int, default=10, help="of MLR; see examples/paper/studies.py for the others"
-    )
-    parser.add_argument(
-        "--results", type=Path, default=Path("build/paper"), help="folder that keeps every trial"
-    )
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder for paper.md and paper/")
-    parser.add_argument("--kept", action="store_true", help="run no trials, write about those that are kept")
-    parser.add_argument(
-        "--quick", action="store_true", help="a few iterations of everything: shows that it runs"
-    )
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.trials, arguments.results = 2, arguments.out / "results"
-    return arguments
+    return options.parse(parser)
 
 
 if __name__ == "__main__":
