@@ -8,12 +8,14 @@ import torch
 
 from scarctl.adapter import Adapter, StateGroup
 from scarctl.daemon.arena import Arena
+from scarctl.daemon.movements import MOVEMENT_BYTES
 from scarctl.dtypes import name_of, torch_of
 from scarctl.errors import LayoutMismatch
-from scarctl.layout import Group, Layout, TensorSpec, build_layout
+from scarctl.layout import DTYPES, Group, Layout, TensorSpec, build_layout
 from scarctl.live import LiveState, is_placeholder
 from scarctl.store import Store
 from scarctl.store.settings import Settings
+from scarctl.trend import extrapolates
 
 
 class Binding:
@@ -28,12 +30,18 @@ class Binding:
         """The layout of the state as it is now, after the first step."""
         return layout_of(self._adapter, self._store.settings)
 
-    def least_bytes(self) -> int:
-        """Bytes of the state: of the stored layout if there is one, else without what the first step will add."""
-        stored = self._store.current_layout()
-        if stored is not None:
-            return stored.nbytes
-        return sum(t.nbytes for group in self._adapter.groups() for t in group.tensors.values())
+    def least_bytes(self, *, movements: bool) -> int:
+        """Bytes of the state: of the stored layout if there is one, else without what the first step will add.
+
+        movements: and of what is kept of its parameters for extrapolating recovery.
+        """
+        layout = self._store.current_layout() or self.build_layout()
+        kept = layout.groups if movements else ()
+        return layout.nbytes + sum(
+            group.tensors[0].nbytes // DTYPES[group.tensors[0].dtype] * MOVEMENT_BYTES
+            for group in kept
+            if extrapolates(group)
+        )
 
     def check(self, layout: Layout) -> None:
         """Raise LayoutMismatch, naming every difference, unless the model and optimizer are those of `layout`.

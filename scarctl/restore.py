@@ -113,7 +113,8 @@ def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resume
     arena.relabel(ahead, pack(arena.epoch, max(0, step - 1)))
     _learnt(engine, agreed.extras, step, together)
     assert report is not None, "there is one where something is found"
-    told, _, _ = load_extrapolated(engine, live, report.plan, step, exact=agreed.exact)
+    plan, exact = report.plan, agreed.exact
+    told, _, _ = together.agree(lambda: load_extrapolated(engine, live, plan, step, exact=exact))
     report = _with(report, told)
     together.spread()
     return Resumed(step, agreed.exact, report, agreed.summary), agreed.extras
@@ -182,7 +183,9 @@ def recover_live(
         report = together.agree(lambda: _fetch_lost(engine, live, ids, now, head_step))
     # One rank's part may be of one step, but not of that of the others.
     exact = report.exact and not together.several
-    told, moved, changes = load_extrapolated(engine, live, report.plan, head_step, exact=exact)
+    told, moved, changes = together.agree(
+        lambda: load_extrapolated(engine, live, report.plan, head_step, exact=exact)
+    )
     engine.equal(np.setdiff1d(ids, moved, assume_unique=True))
     if moved.size:
         engine.moved(live, moved)

@@ -75,8 +75,8 @@ class Session:
         self._pid = os.getpid()
         self._requests = Requests(self._together, self.recover, self._fault)
         self._gate = Gate(stepping=auto is False)
-        streams = Streams()
-        self._moments = Moments(adapter, streams)
+        self._streams = Streams()
+        self._moments = Moments(adapter, self._streams)
         self._moment: Moment | None = None
         """The end of the newest step, if it is taken after every step."""
         self._flushed: int | None = None
@@ -96,7 +96,7 @@ class Session:
             undo.pop_all()
         self._worker = Worker("scarctl-copy")
         self._checkpoints = Checkpoints(
-            adapter, self._worker, streams, self.stats, self._fault, validate=settings.validate
+            adapter, self._worker, self._streams, self.stats, self._fault, validate=settings.validate
         )
         # Without this, a loop that just ends would lose what it did since the last checkpoint.
         atexit.register(self._at_exit)
@@ -112,7 +112,7 @@ class Session:
     def _claim(self) -> Saver:
         # Better now than at the first step.
         folder = arena_folder(self.settings.arena_dir, self.store.run_id)
-        require_room(folder, self._binding.least_bytes())
+        require_room(folder, self._binding.least_bytes(movements=self.settings.extrapolate))
         return claim_saver(self.store, self.settings, self._requests.add)
 
     # -- the loop -----------------------------------------------------------------------------------------------
@@ -353,6 +353,7 @@ class Session:
         # As long as this is held a flush cannot come between the parts.
         with self._gate.held():
             self._moment = None
+            self._streams.follow()
             self.head_step += 1  # before a flush may come
             self._gate.leave()
             if self._engine is None:

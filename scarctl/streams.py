@@ -11,6 +11,7 @@ On the host there are no streams, and nothing to do.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -24,10 +25,18 @@ class Streams:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._trains: dict[torch.device, torch.cuda.Stream] = {}
+        self._thread = threading.get_ident()
+
+    def follow(self) -> None:
+        """This thread, the one that trains, has ended a step: on the streams that are its current ones."""
+        self._thread = threading.get_ident()
+        self._trains = {device: torch.cuda.current_stream(device) for device in self._streams}
 
     def mark(self) -> Marks:
-        """What this thread, the one that trains, has queued by now on the GPUs that are known."""
-        return {device: _mark(device) for device in self._streams}
+        """What the thread that trains has queued by now on the GPUs that are known. In any thread."""
+        here = threading.get_ident() == self._thread
+        return {device: _mark(device, None if here else self._trains.get(device)) for device in self._streams}
 
     def complete(self, marks: Marks, tensors: Iterable[torch.Tensor]) -> Marks:
         """With marks for the GPUs of all these tensors, which are known from now on."""
@@ -48,7 +57,7 @@ class Streams:
             yield
 
 
-def _mark(device: torch.device) -> torch.cuda.Event:
+def _mark(device: torch.device, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
+    event.record(stream or torch.cuda.current_stream(device))
     return event

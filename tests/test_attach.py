@@ -67,12 +67,15 @@ def test_a_daemon_that_is_asked_for_has_to_start(tmp_path: Path, folder: Path) -
     stepper.attach(model, optimizer, str(tmp_path / "store")).close()  # nothing is held
 
 
-def test_memory_that_is_too_small_is_found_out_at_once(tmp_path: Path, arena_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("extrapolate", "needed"), [(False, "281,474,976,710,656"), (True, "422,212,465,065,984")]
+)
+def test_memory_that_is_too_small_is_found_out_at_once(
+    tmp_path: Path, arena_dir: Path, extrapolate: bool, needed: str
+) -> None:
     model = nn.ParameterList([nn.Parameter(torch.zeros(1).expand(1 << 46), requires_grad=False)])
-    with pytest.raises(
-        Unavailable, match=r"at least 281,474,976,710,656 bytes in .* are free .*arena_dir"
-    ) as caught:
-        scarctl.attach(model, store=tmp_path / "store", auto=False)
+    with pytest.raises(Unavailable, match=rf"at least {needed} bytes in .* are free .*arena_dir") as caught:
+        scarctl.attach(model, store=tmp_path / "store", auto=False, extrapolate=extrapolate)
     assert caught.value.kind == "arena-full"
     scarctl.attach(nn.Linear(2, 2), store=tmp_path / "store", auto=False).close()
 

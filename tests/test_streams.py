@@ -46,19 +46,22 @@ def _saved(store: Path) -> dict[str, torch.Tensor]:
 
 @gpu
 @pytest.mark.parametrize("own_stream", [False, True])
-@pytest.mark.parametrize("by", ["close", "checkpoint", "flush elsewhere"])
+@pytest.mark.parametrize("by", ["close", "checkpoint", "flush elsewhere", "flush elsewhere, nothing taken"])
 def test_what_is_copied_is_the_end_of_the_step(
     by: str, own_stream: bool, tmp_path: Path, both_savers: str
 ) -> None:
     model, optimizer = _build()
     stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
     with torch.cuda.stream(stream):
-        session = scarctl.attach(model, optimizer, store=tmp_path / "store", interval=1, fraction=1.0)
+        taken = by != "flush elsewhere, nothing taken"
+        session = scarctl.attach(
+            model, optimizer, store=tmp_path / "store", interval=1, fraction=1.0, flush_on_signal=taken
+        )
         for _ in range(4):
             _step(model, optimizer)
         if by == "checkpoint":
             session.checkpoint(full=True, wait=True)
-        elif by == "flush elsewhere":
+        elif by.startswith("flush elsewhere"):
             thread = threading.Thread(target=session.flush)
             thread.start()
             thread.join()

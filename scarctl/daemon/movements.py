@@ -30,6 +30,9 @@ _HEADER = 4096
 _FIXED = struct.Struct("<8sIQQ32s16s")
 # magic, format, partitions, size, layout digest, boot
 
+MOVEMENT_BYTES = 2
+"""Of one value's movement."""
+
 Ids = NDArray[np.int64]
 
 
@@ -52,7 +55,8 @@ class Movements:
         for g in groups:
             spec = layout.groups[g].tensors[0]
             self._at[g] = at, spec.nbytes // DTYPES[spec.dtype]
-            at += 2 * self._at[g][1] + (-2 * self._at[g][1]) % 64
+            nbytes = MOVEMENT_BYTES * self._at[g][1]
+            at += nbytes + -nbytes % 64
         path = folder / MOVEMENTS
         header = _FIXED.pack(_MAGIC, _FORMAT, n, at, bytes.fromhex(layout.digest), boot_id())
         try:
