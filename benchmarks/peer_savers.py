@@ -6,6 +6,7 @@ What a user would write in the training loop is the class's `lines`. Every class
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import shutil
 import time
@@ -331,9 +332,14 @@ class Dlrover(Saver):
     def __init__(self, model: Any, optimizer: Any, folder: Path) -> None:
         super().__init__(model, optimizer, folder)
         library = importlib.import_module("dlrover.trainer.torch.flash_checkpoint.ddp")
-        if "LOCAL_RANK" not in os.environ:
-            raise ImportError("it saves through the agent that its launcher (dlrover-run) starts")
+        # Names its sockets and memory, beside those that a killed run has left. Without its launcher it starts the
+        # process that saves by itself.
+        os.environ["TORCHELASTIC_RUN_ID"] = f"scarctl-benchmark-{os.getpid()}"
+        # Forked from a process with threads that one hangs now and then.
+        multiprocessing.set_start_method("spawn")
         self.checkpointer = library.DdpCheckpointer(str(folder / "flash"))
+        constants = importlib.import_module("dlrover.python.common.constants")
+        self.newest = constants.CheckpointConstant.TRACER_FILE_NAME
         self.storage = importlib.import_module(
             "dlrover.trainer.torch.flash_checkpoint.checkpointer"
         ).StorageType.DISK
@@ -346,10 +352,19 @@ class Dlrover(Saver):
         )
 
     def wait(self) -> None:
-        self.checkpointer.wait_latest_checkpoint()
+        # What it waits with itself looks every three seconds.
+        newest = self.folder / "flash" / self.newest
+        end = time.monotonic() + 300
+        while not newest.exists() or newest.read_text().strip() != str(self.step):
+            if time.monotonic() > end:
+                raise TimeoutError(f"step {self.step} is not saved")
+            time.sleep(0.01)
 
     def load(self) -> None:
-        self._copy(self.checkpointer.load_checkpoint())
+        self._copy(self.checkpointer.load_checkpoint())  # from its shared memory
+
+    def close(self) -> None:
+        self.checkpointer._engine._shm_handler.unlink()
 
 
 class TorchCheckpointing(Saver):

@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -135,8 +136,9 @@ def measure(name: str, args: Any, folder: Path) -> dict[str, Any]:
             reader.join()
             memory.stop()
     if child.returncode:
-        said = [line.strip() for line in errors if "Error" in line] or ["it ended without a word"]
-        return {"missing": said[-1]}
+        # The first one: what fails after that, while all is torn down, comes of it.
+        said = [line.strip() for line in errors if re.match(r"[\w.]+(Error|Exception)\b", line)]
+        return {"missing": said[0] if said else "it ended without a word"}
     found: dict[str, Any] = json.loads(lines[-1])
     peak = memory.peaks
     found["memory"] = max(0, peak.get("saves", 0) - peak.get("trains", 0))
