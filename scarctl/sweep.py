@@ -33,10 +33,11 @@ class Sweep:
         self._norm = norm
         self._known = np.zeros(layout.partitions)
         self._unknown = np.ones(layout.partitions, dtype=bool)
+        """Not compared since they were copied last: no distance, rather than none."""
         self._next = 0
         """The partition at which the next look begins."""
         self._changes = 0
-        """How often the arrays above were set by others than looks."""
+        """How often others than looks have set what is unknown."""
         self._interrupted = threading.Event()
 
     def distances(self, live: LiveState, g: int, scratch: Scratch) -> NDArray[np.float64]:
@@ -52,14 +53,8 @@ class Sweep:
             self._unknown[ids] = False
         return self._known[span].copy()
 
-    def saved(self, ids: Ids | slice) -> None:
-        """Partitions `ids` are equal to their copies."""
-        self._changes += 1
-        self._known[ids] = 0.0
-        self._unknown[ids] = False
-
-    def moved(self, ids: Ids) -> None:
-        """Of partitions `ids` nothing is known any more."""
+    def forget(self, ids: Ids | slice) -> None:
+        """Partitions `ids` were copied, or changed by no step: nothing is known of them any more."""
         self._changes += 1
         self._unknown[ids] = True
 
