@@ -1,10 +1,11 @@
 """Distances found between checkpoints, a piece after every iteration: a checkpoint then only has to copy.
 
-In the time between two checkpoints every partition is compared once. So a distance is up to an interval old, and
-partitions that are compared early seem to have moved a little less than those that are compared late; whose turn is
-early changes, as a turn need not fit the interval. Nobody waits for a comparison, not even the optimizer: it may
-write while partitions are read here. That makes a distance wrong by a part of one step, and harms nothing: what is
-copied is read by others, who are waited for.
+In the time between two checkpoints every partition is compared once, if looks keep up; what none has reached since it
+was copied is compared when it is asked for. So a distance is up to an interval old, and partitions that are compared
+early seem to have moved a little less than those that are compared late; whose turn is early changes, as a turn need
+not fit the interval. Nobody waits for a comparison, not even the optimizer: it may write while partitions are read
+here. That makes a distance wrong by a part of one step, and harms nothing: what is copied is read by others, who are
+waited for.
 """
 
 from __future__ import annotations
