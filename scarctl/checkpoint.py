@@ -182,7 +182,10 @@ class Checkpoints:
         self._look = self._worker.submit(look_at)
 
     def rest(self, engine: Engine | None) -> None:
-        """Wait for the look that is under way, which reads arena and state, and let go of both. For good."""
+        """Wait for the look that is under way, which reads arena and state, and let go of both. For good.
+
+        Whatever comes of it: nobody asks for distances any more.
+        """
         look, self._look, self._live = self._look, None, None
         if look is not None and engine is not None:
             engine.tracker.interrupt()
