@@ -181,6 +181,16 @@ class Checkpoints:
 
         self._look = self._worker.submit(look_at)
 
+    def rest(self, engine: Engine | None) -> None:
+        """Wait for the look that is under way, which reads arena and state, and let go of both. For good.
+
+        Whatever comes of it: nobody asks for distances any more.
+        """
+        look, self._look, self._live = self._look, None, None
+        if look is not None and engine is not None:
+            engine.tracker.interrupt()
+            look.settle()
+
     def ready(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for what the second half would have to wait for; returns whether it is done."""
         return self._under_way is None or self._under_way.job.settle(timeout)

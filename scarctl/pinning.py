@@ -6,10 +6,12 @@ registered where it is instead of being allocated pinned, for as long as an engi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -40,9 +42,14 @@ class Pinning:
         # it, where the next kernel would raise it.
         pinned = threading.Event()
         args = (self._memory, device, pinned)
-        self._thread = threading.Thread(target=_register, args=args, name="scarctl-pin", daemon=True)
-        self._end = weakref.finalize(self, _unregister, self._memory, self._thread, pinned, os.getpid())
-        self._thread.start()
+        thread = threading.Thread(target=_register, args=args, name="scarctl-pin", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return  # the interpreter ends, and takes no new threads: this is the last copy
+        self._thread = thread
+        self._end = weakref.finalize(self, _unregister, self._memory, device, thread, pinned, os.getpid())
+        self._end.atexit = False  # a session's last copy, at exit as well, comes before its `end`
 
     def end(self) -> None:
         """Wait until it is pinned, or was refused, and let go of it. For good."""
@@ -51,7 +58,8 @@ class Pinning:
 
 
 def _register(memory: Memory, device: torch.device, pinned: threading.Event) -> None:
-    error = int(_runtime(device).cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE))
+    with _runtime(device) as cuda:
+        error = int(cuda.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE))
     if error:
         log.warning(
             "the arena of %d MB cannot be pinned (CUDA error %d): checkpoints are as safe, and their copies slower; "
@@ -63,19 +71,21 @@ def _register(memory: Memory, device: torch.device, pinned: threading.Event) -> 
         pinned.set()
 
 
-def _unregister(memory: Memory, thread: threading.Thread, pinned: threading.Event, pid: int) -> None:
+def _unregister(
+    memory: Memory, device: torch.device, thread: threading.Thread, pinned: threading.Event, pid: int
+) -> None:
     if os.getpid() != pid:
         return  # a forked child has neither the thread nor CUDA
     thread.join()
     if pinned.is_set():
-        error = int(_runtime().cudaHostUnregister(memory.ctypes.data))
+        with _runtime(device) as cuda:
+            error = int(cuda.cudaHostUnregister(memory.ctypes.data))
         if error:
             log.warning("the arena could not be unpinned (CUDA error %d)", error)
 
 
-def _runtime(device: torch.device | None = None) -> Any:
-    if (
-        device is not None
-    ):  # in a thread of its own: on the first GPU, which training may not use, it would make a context
-        torch.cuda.set_device(device)
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+@contextlib.contextmanager
+def _runtime(device: torch.device) -> Iterator[Any]:
+    # A thread's first GPU is number 0, which training may not use: the call would make a context there.
+    with torch.cuda.device(device):
+        yield torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -488,6 +488,7 @@ class Session:
             last.callback(self.store.close)
             last.callback(self._worker.close)
             last.callback(self._let_go, failed)
+            last.callback(lambda: self._checkpoints.rest(self._engine))
             last.callback(self._unwatch)
             last.callback(self._stop)
             with self._gate.quiet(_PATIENCE, between=not failed) as quiet:

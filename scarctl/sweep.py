@@ -1,10 +1,11 @@
 """Distances found between checkpoints, a piece after every iteration: a checkpoint then only has to copy.
 
-In the time between two checkpoints every partition is compared once. So a distance is up to an interval old, and
-partitions that are compared early seem to have moved a little less than those that are compared late; whose turn is
-early changes, as a turn need not fit the interval. Nobody waits for a comparison, not even the optimizer: it may
-write while partitions are read here. That makes a distance wrong by a part of one step, and harms nothing: what is
-copied is read by others, who are waited for.
+In the time between two checkpoints every partition is compared once, if looks keep up; what none has reached since it
+was copied is compared when it is asked for. So a distance is up to an interval old, and partitions that are compared
+early seem to have moved a little less than those that are compared late; whose turn is early changes, as a turn need
+not fit the interval. Nobody waits for a comparison, not even the optimizer: it may write while partitions are read
+here. That makes a distance wrong by a part of one step, and harms nothing: what is copied is read by others, who are
+waited for.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ class Sweep:
         self._norm = norm
         self._known = np.zeros(layout.partitions)
         self._unknown = np.ones(layout.partitions, dtype=bool)
+        """Not compared since they were copied last: no distance, rather than none."""
         self._next = 0
         """The partition at which the next look begins."""
         self._changes = 0
-        """How often the arrays above were set by others than looks."""
+        """How often others than looks have set what is unknown."""
         self._interrupted = threading.Event()
 
     def distances(self, live: LiveState, g: int, scratch: Scratch) -> NDArray[np.float64]:
@@ -52,14 +54,8 @@ class Sweep:
             self._unknown[ids] = False
         return self._known[span].copy()
 
-    def saved(self, ids: Ids | slice) -> None:
-        """Partitions `ids` are equal to their copies."""
-        self._changes += 1
-        self._known[ids] = 0.0
-        self._unknown[ids] = False
-
-    def moved(self, ids: Ids) -> None:
-        """Of partitions `ids` nothing is known any more."""
+    def forget(self, ids: Ids | slice) -> None:
+        """Partitions `ids` were copied, or changed by no step: nothing is known of them any more."""
         self._changes += 1
         self._unknown[ids] = True
 

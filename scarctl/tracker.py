@@ -138,7 +138,7 @@ class Tracker:
         for g, scale in self._scale.items():
             scale[ids[bounds[g] : bounds[g + 1]] - self._layout.base[g]] = np.nan
         if self._sweep is not None:
-            self._sweep.saved(ids)
+            self._sweep.forget(ids)
 
     def saved_all(self, but: Ids) -> None:
         """All are equal to their copies but these (ascending)."""
@@ -148,7 +148,7 @@ class Tracker:
         for touches in self._touches.values():
             touches.saved_all()
         if self._sweep is not None:
-            self._sweep.saved(slice(None))
+            self._sweep.forget(slice(None))
         self._scale.clear()
         self._suspects = _NONE
 
@@ -163,7 +163,7 @@ class Tracker:
         for g in [g for g in self._frozen if bounds[g] < bounds[g + 1]]:
             del self._frozen[g]
         if self._sweep is not None:
-            self._sweep.moved(ids)
+            self._sweep.forget(ids)
 
     # -- between checkpoints --------------------------------------------------------------------------------------
 
@@ -207,9 +207,12 @@ class Tracker:
             touches = self._touches.get(g)
             if g in live.frozen and (found := self._of_frozen(live, g, scratch)) is not None:
                 result[span] = found
-                if touches is not None:  # so that it is right when it is trained again
+                # So that it is right when it is trained again.
+                if touches is not None:
                     touches.known[:] = found
                     touches.looked()
+                if self._sweep is not None:
+                    self._sweep.forget(span)
                 continue
             if touches is not None:
                 result[span] = self._from_touches(live, g, touches, scratch)

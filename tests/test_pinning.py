@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +31,14 @@ class Runtime:
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
         self.threads: set[str] = set()
+        self.devices: list[torch.device] = []
         self.go = threading.Event()
         self.go.set()
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[Runtime]:
+        self.devices.append(device)
+        yield self
 
     def cudaHostRegister(self, at: int, size: int, flags: int) -> int:  # noqa: N802
         self.go.wait()
@@ -48,7 +56,7 @@ class Runtime:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     found = Runtime()
-    monkeypatch.setattr(pinning, "_runtime", lambda *_: found)
+    monkeypatch.setattr(pinning, "_runtime", found.on)
     return found
 
 
@@ -57,7 +65,7 @@ def _arena() -> Arena:
     return Arena.anonymous(build_layout([("a", "parameter", specs), ("b", "parameter", specs)]))
 
 
-_GPU = torch.device("cuda", 0)
+_GPU = torch.device("cuda", 1)
 
 
 def test_all_tensors_of_the_arena_are_one_piece(runtime: Runtime) -> None:
@@ -74,6 +82,7 @@ def test_all_tensors_of_the_arena_are_one_piece(runtime: Runtime) -> None:
     held.end()
     assert runtime.registered == {}
     assert runtime.threads == {"scarctl-pin"}, "an error would stay with the thread that trains"
+    assert runtime.devices == [_GPU, _GPU], "on another it would make a context"
 
 
 def test_it_is_waited_for_before_it_is_taken_back(runtime: Runtime) -> None:
@@ -96,6 +105,20 @@ def test_what_nobody_has_ended_ends_with_its_owner(runtime: Runtime) -> None:
     gc.collect()
     assert runtime.threads
     assert runtime.registered == {}
+
+
+def test_an_interpreter_that_ends_pins_nothing_more(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    held = Pinning(_arena().memory())
+    with monkeypatch.context() as ending:
+        ending.setattr(threading.Thread, "start", start)
+        held.begin(_GPU)
+    held.end()
+    assert runtime.devices == []
 
 
 def test_a_refusal_is_told_and_changes_nothing(runtime: Runtime, caplog: pytest.LogCaptureFixture) -> None:

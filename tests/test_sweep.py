@@ -18,7 +18,7 @@ from scarctl.distance import Scratch
 from scarctl.layout import Layout, TensorSpec, build_layout
 from scarctl.live import LiveState
 from scarctl.sweep import Sweep
-from scarctl.version import pack
+from scarctl.version import pack, step_of
 from tests.support.training import drained
 
 SIZES = {"a": 40, "b": 7, "c": 53}
@@ -26,16 +26,19 @@ SIZES = {"a": 40, "b": 7, "c": 53}
 ALL = [0, 1, 2]
 
 
-def _state() -> tuple[Layout, LiveState]:
+def _state() -> tuple[Layout, LiveState, Sweep]:
+    """A state that has moved since it was looked at."""
     specs = {name: (TensorSpec("", "F32", (rows, 8)),) for name, rows in SIZES.items()}
     layout = build_layout([(name, "parameter", spec) for name, spec in specs.items()], rows={"*": 1})
     generator = torch.Generator().manual_seed(0)
     tensors = [[torch.randn(rows, 8, generator=generator)] for rows in SIZES.values()]
     live = LiveState(layout, tensors, Arena.anonymous(layout))
     live.save(np.arange(layout.partitions), pack(1, 1))
+    found = Sweep(layout, "l2")
+    assert not _known(found, live).any()
     for (tensor,) in tensors:
         tensor += torch.rand(tensor.shape, generator=generator)
-    return layout, live
+    return layout, live, found
 
 
 def _known(sweep: Sweep, live: LiveState) -> np.ndarray:
@@ -50,9 +53,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.3, 0.1])
 def test_looks_go_around(share: float) -> None:
-    layout, live = _state()
-    found = Sweep(layout, "l2")
-    found.saved(slice(None))
+    layout, live, found = _state()
     seen = np.zeros(layout.partitions, dtype=bool)
     for turn in range(1, 25):
         found.look(live, ALL, share)
@@ -73,9 +74,7 @@ def test_looks_go_around(share: float) -> None:
 
 @pytest.mark.usefixtures("small_pieces")
 def test_groups_that_are_left_out_are_not_read() -> None:
-    layout, live = _state()
-    found = Sweep(layout, "l2")
-    found.saved(slice(None))
+    _, live, found = _state()
     for _ in range(3):
         found.look(live, [0, 2], 0.5)
     known = _known(found, live)
@@ -85,21 +84,18 @@ def test_groups_that_are_left_out_are_not_read() -> None:
 
 
 def test_what_is_not_known_is_compared_when_it_is_asked_for() -> None:
-    layout, live = _state()
-    found = Sweep(layout, "l2")
+    _, live, found = _state()
+    found.forget(slice(None))
     np.testing.assert_allclose(_known(found, live), live.distances(), rtol=1e-6)
     live.tensors[0][0] += 1
-    found.moved(np.array([3, 4, 50]))
+    found.forget(np.array([3, 4, 50]))
     exact, known = live.distances(), _known(found, live)
     np.testing.assert_allclose(known[[3, 4, 50]], exact[[3, 4, 50]], rtol=1e-6)
     assert known[5] < exact[5]
-    found.saved(np.array([4]))
-    assert _known(found, live)[4] == 0
 
 
 def test_values_that_were_not_finite_are_looked_at_until_they_are() -> None:
-    layout, live = _state()
-    found = Sweep(layout, "l2")
+    _, live, found = _state()
     live.tensors[1][0][2, 5] = torch.nan
     found.look(live, ALL, 1.0)
     assert np.flatnonzero(~np.isfinite(_known(found, live))).tolist() == [42]
@@ -109,9 +105,7 @@ def test_values_that_were_not_finite_are_looked_at_until_they_are() -> None:
 
 @pytest.mark.usefixtures("small_pieces")
 def test_a_look_ends_when_a_checkpoint_waits() -> None:
-    layout, live = _state()
-    found = Sweep(layout, "l2")
-    found.saved(slice(None))
+    _, live, found = _state()
     found.interrupt()
     found.look(live, ALL, 1.0)
     assert not _known(found, live).any()
@@ -202,6 +196,80 @@ def test_partial_checkpoints_find_what_has_moved(job: Job) -> None:
     assert 0.5 < np.median(known[~saved] / exact[~saved]) <= 1.001
     assert engine.saver.drain(60)
     assert len(np.unique(engine.arena.version)) > 4, "eighths of it were saved at different steps"
+
+
+def test_the_first_checkpoints_after_a_sealed_one_save_something(job: Job) -> None:
+    saved = []
+    for _ in range(12):
+        before = job.session.stats.saved_bytes
+        job.step()
+        job.session._finish()
+        drained([job.session])
+        if job.session.stats.saved_bytes > before:
+            saved.append(job.session.head_step)
+    assert saved == [1, 4, 8, 12]
+
+
+def test_what_no_look_has_reached_since_it_was_saved_is_compared_at_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that saves by hand, with an interval that never ends, has hardly any looks."""
+    monkeypatch.setattr(tracker, "SMALL", 0)
+    monkeypatch.setattr(sweep, "_PIECE", 1)
+    model = nn.Linear(16, 64, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"rows": {"*": 1}, "interval": 10**6, "fraction": 0.25, "daemon": False}
+    with scarctl.attach(model, optimizer, store=tmp_path / "store", **options) as session:  # type: ignore[arg-type]
+        saved = []
+        for _ in range(10):
+            for _ in range(3):
+                model.weight.grad = torch.ones_like(model.weight)
+                optimizer.step()
+            session._finish()
+            drained([session])
+            before = session.stats.saved_bytes
+            session.checkpoint()
+            saved.append((session.stats.saved_bytes - before) // 64)
+            drained([session])
+        assert saved == [16] * 10
+
+
+def test_groups_that_are_trained_again_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker, "SMALL", 0)
+    model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"interval": 2, "fraction": 0.999, "daemon": False, "rows": {"*": 1}, "tracker": "overlapped"}
+    with scarctl.attach(model, optimizer, store=tmp_path / "store", **options) as session:  # type: ignore[arg-type]
+        for step in range(1, 13):
+            model["b"].requires_grad_(step % 4 == 0)  # frozen at every other checkpoint
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            session._finish()
+            drained([session])
+        engine = session._engine
+        assert engine is not None
+        assert step_of(engine.arena.version[4:8]).tolist() == [12] * 4
+
+
+def test_closing_waits_for_a_look(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(4):
+        job.step()
+    job.session.checkpoint()
+    job.settle()
+    job.entered.clear()
+    job.go.clear()
+    job.step()
+    assert job.entered.wait(60)
+    engine, looking = job.session._engine, []
+    assert engine is not None
+    monkeypatch.setattr(engine.pinning, "end", lambda: looking.append(not job.go.is_set()))
+    closing = threading.Thread(target=job.session.close, kwargs={"seal": False})
+    closing.start()
+    closing.join(0.5)
+    job.go.set()
+    closing.join()
+    assert looking == [False], "it reads the memory that is unpinned"
 
 
 def test_a_look_that_fails_is_told(job: Job) -> None:

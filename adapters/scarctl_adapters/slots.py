@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -13,13 +14,31 @@ from torch.optim import Optimizer, SparseAdam
 
 from scarctl.dtypes import torch_of
 from scarctl.layout import Layout
-from scarctl_adapters.fsdp import is_part_like, local_part, with_state
+from scarctl.stateful import capture_host_rng, restore_host_rng
+from scarctl_adapters.fsdp import is_part_like, local_part, with_state, world
 
 Template = Mapping[str, torch.dtype | None]
 """Slots that an optimizer gives a parameter, and their dtype (None: the parameter's)."""
 
 # Adam's step counts are 0-dim tensors, like the moments of a 0-dim parameter: only the name tells them apart.
 _NEVER_SLOTS = frozenset({"step"})
+
+# What torch keeps in every optimizer, a scheduler's wrapper of `step`, and what a gradient scaler lends for one step.
+_OF_THE_BASE = frozenset(
+    {"defaults", "state", "param_groups", "step", "grad_scale", "found_inf"}
+    | {
+        f"_optimizer_{what}_hooks"
+        for what in (
+            "step_pre",
+            "step_post",
+            "state_dict_pre",
+            "state_dict_post",
+            "load_state_dict_pre",
+            "load_state_dict_post",
+        )
+    }
+)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 log = logging.getLogger("scarctl")
 
@@ -36,8 +55,9 @@ class Slots:
         self._optimizer = optimizer
         self._templates: dict[int, Template] = {}
         """By id of the parameter."""
-        self._foretold: dict[tuple[int, int], Template] = {}
-        """By number of the group of parameters, and number of dimensions: both decide what some optimizers keep."""
+        self._foretold: dict[tuple[int, int], Template | None] = {}
+        """By number of the group of parameters, and number of dimensions: both decide what some optimizers keep.
+        None: it cannot be told."""
         self._awaited: set[int] = set()
         """Ids of parameters whose slots the layout has though they were not there yet."""
 
@@ -58,7 +78,8 @@ class Slots:
                 if dims not in known and foretell and self._is_awaited(parameter):
                     if (number, dims) not in self._foretold:
                         self._foretold[number, dims] = _try_out(optimizer, group, parameter)
-                    known[dims] = self._foretold[number, dims]
+                    foretold = self._foretold[number, dims]
+                    known[dims] = _of_others(optimizer) if foretold is None else foretold
                 self._templates[id(parameter)] = known.get(dims, {})
 
     def _is_awaited(self, parameter: nn.Parameter) -> bool:
@@ -118,31 +139,60 @@ def _template(state: Mapping[str, Any], parameter: torch.Tensor) -> Template:
     }
 
 
-def _try_out(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> Template:
-    """The slots that `optimizer` will give a parameter of `group` that it has not stepped yet.
+def _of_others(optimizer: Optimizer) -> Template:
+    """What the optimizer keeps of some parameter that it has stepped: the best guess for all others."""
+    found = (_template(state, parameter) for parameter, state in optimizer.state.items())
+    return next(filter(None, found), {})
+
+
+def _try_out(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> Template | None:
+    """The slots that `optimizer` will give a parameter of `group` that it has not stepped yet; None: who knows.
 
     Learnt from a step of its class with the group's settings and a small parameter: a loop may step one of its
     optimizers first, and the others much later. Neither the optimizer nor random numbers are changed.
     """
+    kind = type(optimizer)
+    try:
+        twin, small = _twin(optimizer, group, parameter)
+        if twin is None:
+            return None
+        step = kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step  # type: ignore[attr-defined]
+        generators = capture_host_rng()
+        try:
+            with torch.random.fork_rng([small.device.index] if small.is_cuda else []):
+                step(twin)
+        finally:
+            restore_host_rng(generators)
+        return _template(twin.state.get(small, {}), small)
+    except Exception as error:
+        # Of anybody's class. Then the first checkpoint after its first step tells of it.
+        log.debug("%s does not say what it keeps: %s", kind.__name__, error)
+        return None
+
+
+def _twin(
+    optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter
+) -> tuple[Optimizer | None, nn.Parameter]:
+    """An optimizer of the same class and settings for a small parameter alone, with a gradient of zeros.
+
+    None where its step might reach more than that: parameters that it has a list of, the optimizer that it wraps,
+    a generator of its own, and other ranks.
+    """
     # Dimensions of different sizes: what is kept per row or per column is no slot.
-    shape = range(2, 2 + parameter.dim())
-    small = nn.Parameter(torch.zeros(*shape, dtype=parameter.dtype, device=parameter.device))
+    shape = tuple(range(2, 2 + parameter.dim()))
+    small = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
     small.grad = torch.zeros_like(small)
     if isinstance(optimizer, SparseAdam):
         small.grad = small.grad.to_sparse(1)
+    own = {key: value for key, value in vars(optimizer).items() if key not in _OF_THE_BASE}
+    foreign = world() > 1 and not type(optimizer).__module__.startswith("torch.optim.")
+    if foreign or not all(isinstance(value, _PLAIN) for value in own.values()):
+        return None, small
     twin = object.__new__(type(optimizer))
-    # Without hooks, and without a scheduler's wrapper of the original's `step`.
-    twin.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
-    twin.state, twin.param_groups = defaultdict(dict), [{**group, "params": [small]}]
+    twin.__dict__.update(own)
+    twin.defaults = deepcopy(optimizer.defaults)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**deepcopy({k: v for k, v in group.items() if k != "params"}), "params": [small]}]
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
-    devices = [small.device.index] if small.is_cuda else []
-    try:
-        with torch.random.fork_rng(devices):
-            twin.step()
-    except (
-        Exception
-    ) as error:  # of anybody's class; then the first checkpoint after its first step tells of it
-        log.debug("%s does not say what it keeps: %s", type(optimizer).__name__, error)
-        return {}
-    return _template(twin.state.get(small, {}), small)
+    return twin, small

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import scarctl
 from scarctl_adapters.slots import Slots
@@ -82,6 +83,120 @@ def test_hooks_and_attributes_of_the_optimizer_are_left_alone() -> None:
     assert list(slots.of(model.weight)) == ["momentum_buffer"]
     assert called == []
     assert optimizer.steps == 0
+
+
+def test_a_parameter_without_dimensions() -> None:
+    scale = nn.Parameter(torch.ones([]))
+    for made, expected in (
+        (torch.optim.SGD, []),
+        (torch.optim.Adam, ["exp_avg", "exp_avg_sq"]),
+        (torch.optim.SparseAdam, []),  # nor does it step one
+    ):
+        slots = Slots(made([scale], lr=0.1))
+        slots.learn(foretell=True)
+        assert list(slots.of(scale)) == expected
+
+
+class Ahead(torch.optim.Optimizer):
+    """Lookahead: steps another optimizer, and keeps slow weights from its sixth step on."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class Delegates(torch.optim.Optimizer):
+    """As Accelerate's: state and groups are those of another optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state, lambda self, to: setattr(self.optimizer, "state", to))
+    param_groups = property(
+        lambda self: self.optimizer.param_groups, lambda self, to: setattr(self.optimizer, "param_groups", to)
+    )
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class OwnList(torch.optim.Optimizer):
+    """Goes through a list of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.all = [p for group in optimizer.param_groups for p in group["params"]]
+        super().__init__(self.all, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.all:
+            parameter.sub_(parameter.grad)
+
+
+class OwnBuffer(torch.optim.Optimizer):
+    """Keeps a tensor in its group of parameters, which all of them add to."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        for group in self.param_groups:
+            group["steps"] = torch.zeros(())
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] += 1
+            random.random()
+
+
+@pytest.mark.parametrize("kind", [Ahead, Delegates, OwnList, OwnBuffer])
+def test_what_an_optimizer_can_reach_is_left_alone(
+    kind: Callable[[torch.optim.Optimizer], torch.optim.Optimizer],
+) -> None:
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = kind(inner)
+    model(torch.ones(1, 2)).sum().backward()
+    groups, before, generator = inner.param_groups, repr(optimizer.param_groups), random.getstate()
+    values = [p.clone() for p in model.parameters()]
+    slots = Slots(optimizer)
+    slots.learn(foretell=True)
+    assert slots.of(model.weight) == {}
+    assert inner.param_groups is groups
+    assert repr(optimizer.param_groups) == before
+    assert random.getstate() == generator
+    for value, parameter in zip(values, model.parameters(), strict=True):
+        assert torch.equal(value, parameter)
+
+
+def test_what_cannot_be_tried_out_keeps_what_it_keeps_of_others() -> None:
+    class Holds(torch.optim.Adam):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            self.held: list[Any] = []
+
+    model = nn.Linear(2, 2)
+    optimizer = Holds(model.parameters())
+    model.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    slots = Slots(optimizer)
+    slots.learn(foretell=True)
+    assert list(slots.of(model.bias)) == ["exp_avg", "exp_avg_sq"]
+
+
+def test_hooks_of_all_optimizers_are_not_called() -> None:
+    called: list[Any] = []
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    handle = register_optimizer_step_post_hook(lambda *_: called.append("after"))
+    slots = Slots(optimizer)
+    slots.learn(foretell=True)
+    handle.remove()
+    assert list(slots.of(model.weight)) == ["momentum_buffer"]
+    assert called == []
 
 
 class Adversarial:
