@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import forkserver
 from tests.support.places import KEY, SECRET, Bucket, Place, s3_client, s3_server
 from tests.support.proxy import Proxy, proxy
 
@@ -149,18 +150,19 @@ def _processes(folder: Path) -> dict[int, str]:
     nothing is found.
     """
     found: dict[int, str] = {}
-    # The standard library's own helper lives as long as the interpreter.
-    tracker = multiprocessing.resource_tracker._resource_tracker
+    # Helpers that live as long as the interpreter: the standard library's own, and those that fork programs for tests.
+    servers = forkserver.servers()
+    helpers = {os.getpid(), getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None), *servers}
     marker = f"{ARENA_VARIABLE}={folder}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         pid = int(entry.name)
-        if pid in (os.getpid(), getattr(tracker, "_pid", None)):
+        if pid in helpers:
             continue
         try:
             state, parent = entry.joinpath("stat").read_text().rpartition(")")[2].split()[:2]
             if state == "Z":
                 continue
-            if int(parent) == os.getpid() or marker in entry.joinpath("environ").read_bytes().split(b"\0"):
+            if int(parent) in (os.getpid(), *servers) or marker in entry.joinpath("environ").read_bytes().split(b"\0"):
                 found[pid] = (
                     entry.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 )

@@ -16,7 +16,8 @@ import torch
 
 from scarctl.store import Store
 from tests.ranks.jobs import load
-from tests.ranks.launch import ROOT, environment, launch
+from tests.ranks.launch import environment, launch
+from tests.ranks.launch import torchrun as run_under_torchrun
 
 TRAIN = "tests.ranks.jobs:train"
 
@@ -31,17 +32,8 @@ def torchrun(
     kind: str, world: int, folder: Path, steps: int, options: list[dict[str, Any]], *, restarts: int = 1
 ) -> list[dict[str, Any]]:
     """Run a job of `train` under torchrun, which starts it again when a rank dies; every rank's last report."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)),
-        *("--max-restarts", str(restarts), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-        *("--local-addr", "127.0.0.1", "-m", "tests.ranks.job", kind, str(folder), str(steps)),
-    ]
-    unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    env = {name: value for name, value in environment(0, world, 0).items() if name not in unset}
-    done = subprocess.run(
-        [*command, json.dumps(options)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=150
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    arguments = (kind, str(folder), str(steps), json.dumps(options))
+    run_under_torchrun("tests.ranks.job", *arguments, world=world, restarts=restarts)
     reports = [(folder / f"report-{rank}.jsonl").read_text().splitlines()[-1] for rank in range(world)]
     return [json.loads(report) for report in reports]
 
