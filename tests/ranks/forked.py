@@ -1,6 +1,6 @@
-"""A rank that is a fork of torchrun's agent: runs a module, with the signals' handlers of a new process.
+"""A rank that is a fork of torchrun's agent: runs a module, with the handlers of signals that a new process has.
 
-    torchrun --start-method fork --run-path tests/ranks/forked.py MODULE ARGUMENTS
+Its arguments are those of `python -m`; `tests.ranks.launch` gives it to torchrun as --run-path.
 """
 
 from __future__ import annotations

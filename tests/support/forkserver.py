@@ -32,7 +32,13 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
-TORCH = ("scarctl.session", "torch._dynamo", "torch.distributed.run", "tests.ranks.jobs", "tests.ranks.checks")
+TORCH = (
+    "scarctl.session",
+    "torch._dynamo",
+    "torch.distributed.run",
+    "tests.ranks.jobs",
+    "tests.ranks.checks",
+)
 """What training loops import, some of it at their first step."""
 
 
@@ -53,7 +59,11 @@ class Program:
         self.args = arguments
         self.returncode: int | None = None
         self._server = _server(imports)
-        task = {"arguments": list(arguments), "env": dict(os.environ if env is None else env), "cwd": str(cwd)}
+        task = {
+            "arguments": list(arguments),
+            "env": dict(os.environ if env is None else env),
+            "cwd": str(cwd),
+        }
         with open(os.devnull, "rb") as nothing:
             streams = [nothing, 1 if stdout is None else stdout, 2 if stderr is None else stderr]
             files = [stream if isinstance(stream, int) else stream.fileno() for stream in streams]
@@ -132,7 +142,9 @@ class _Server:
                 cwd=ROOT,
                 env={
                     **{name: value for name, value in os.environ.items() if not name.startswith("SCARCTL_")},
-                    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters"), *filter(None, sys.path)]),
+                    "PYTHONPATH": os.pathsep.join(
+                        [str(ROOT), str(ROOT / "adapters"), *filter(None, sys.path)]
+                    ),
                     "OMP_NUM_THREADS": "1",
                     "OPENBLAS_NUM_THREADS": "1",
                 },
