@@ -153,7 +153,7 @@ def test_death_before_anything_was_saved(tmp_path: Path) -> None:
 
 def test_all_ranks_dead_and_one_host_gone(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="-9"):
-        launch(TRAIN, 2, "fsdp", str(tmp_path), 20, {"die": "all", "die_at": 13})
+        launch(TRAIN, 2, "fsdp", str(tmp_path), 20, {"drained_at": 7, "die": "all", "die_at": 13})
     store = Store.open(tmp_path / "store")
     shutil.rmtree(next((tmp_path / "arena").iterdir()) / f"{store.id}-1")
     found = launch(TRAIN, 2, "fsdp", str(tmp_path), 20)
