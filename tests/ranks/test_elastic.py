@@ -25,7 +25,7 @@ class Agents:
 
     def start(self) -> Program:
         first = int(not self._running)
-        meeting = f"is_host={first},last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
+        meeting = f"is_host={first},last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=3"
         options = [{"until": str(self.folder / "enough"), "settings": {"daemon": None}}]
         command = [
             *("-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"),
