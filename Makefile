@@ -80,11 +80,14 @@ types: $(VENV)/.dev
 layers: $(VENV)/.dev
 	$(BIN)/lint-imports
 
+# Hundreds of the tests' processes import scarctl: it is compiled once, whatever the environment says.
+unit long oldest: export PYTHONDONTWRITEBYTECODE =
+
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not long"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not long"
 
 long: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) -m long
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m long
 
 oldest: $(OLDEST)/.oldest
 	@# Of setuptools, whenever this Lightning is imported.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.resource_tracker
 import os
 import shutil
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import forkserver
 from tests.support.places import KEY, SECRET, Bucket, Place, s3_client, s3_server
 from tests.support.proxy import Proxy, proxy
 
@@ -43,6 +45,12 @@ GRACE_SECONDS = 5.0
 T = TypeVar("T")
 
 
+def pytest_collection_finish() -> None:
+    """What has been imported by now stays. The collector, which many tests call, need not look at it each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def arena_dir(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Path]:
     """The base folder for arenas, one per test: never the machine's real shared memory, never another test's.
@@ -58,7 +66,7 @@ def arena_dir(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
     folder = Path(tempfile.mkdtemp(prefix="scarctl-"))
     monkeypatch.setenv(ARENA_VARIABLE, str(folder))
     threads = set(threading.enumerate())
-    processes = set(_processes(folder))
+    processes = set(_processes())
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield folder
@@ -142,31 +150,49 @@ def _new_processes(folder: Path, before: set[int]) -> dict[int, str]:
     return {pid: what for pid, what in _processes(folder).items() if pid not in before}
 
 
-def _processes(folder: Path) -> dict[int, str]:
+def _processes(folder: Path | None = None) -> dict[int, str]:
     """Command lines by process id: this process's children, and what was started with this arena folder.
 
     A process that detached itself is nobody's child any more, but it keeps its environment. Without /proc
-    nothing is found.
+    nothing is found. folder None: this process's children only.
     """
     found: dict[int, str] = {}
-    # The standard library's own helper lives as long as the interpreter.
-    tracker = multiprocessing.resource_tracker._resource_tracker
+    # Helpers that live as long as the interpreter: the standard library's own, and those that fork programs for tests.
+    servers = forkserver.servers()
+    helpers = {
+        os.getpid(),
+        getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None),
+        *servers,
+    }
     marker = f"{ARENA_VARIABLE}={folder}".encode()
-    for entry in Path("/proc").glob("[0-9]*"):
-        pid = int(entry.name)
-        if pid in (os.getpid(), getattr(tracker, "_pid", None)):
+    if not os.path.isdir("/proc/self"):
+        return found
+    begun = _stat("self")[2]
+    # Every test comes here twice: an older process has nothing to do with it, and its environment need not be read.
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        if (pid := int(name)) in helpers:
             continue
         try:
-            state, parent = entry.joinpath("stat").read_text().rpartition(")")[2].split()[:2]
-            if state == "Z":
-                continue
-            if int(parent) == os.getpid() or marker in entry.joinpath("environ").read_bytes().split(b"\0"):
-                found[pid] = (
-                    entry.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                )
+            state, parent, started = _stat(name)
+            ours = parent in (os.getpid(), *servers)
+            if not ours and folder is not None and started >= begun:
+                ours = marker in _read(f"/proc/{name}/environ").split(b"\0")
+            if ours and state != "Z":
+                found[pid] = _read(f"/proc/{name}/cmdline").replace(b"\0", b" ").decode(errors="replace")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # it has ended, or it is another user's and so not ours
     return found
+
+
+def _stat(process: str) -> tuple[str, int, int]:
+    """Its state, its parent, and when it was started, in ticks since the machine was."""
+    fields = _read(f"/proc/{process}/stat").rpartition(b")")[2].split()
+    return fields[0].decode(), int(fields[1]), int(fields[19])
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -24,22 +22,16 @@ from scarctl.store import Store, verify
 from scarctl.version import step_of
 from tests.daemon.trainer import stop
 from tests.support import stepper
-
-ROOT = Path(__file__).parent.parent
-
+from tests.support.forkserver import Program
 
 pytestmark = pytest.mark.usefixtures("both_savers")
 
 
 def train_and_kill(store: Path, seconds: float, log: Path) -> tuple[int, np.ndarray]:
     """Run the stepper, kill it `seconds` after its first step; returns the last step and acknowledgements it told."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.stepper", str(store), "1000000"],
-            stdout=output,
-            stderr=subprocess.PIPE,
-            cwd=ROOT,
-        )
+    with log.open("wb") as output, log.with_suffix(".err").open("wb") as errors:
+        command = ["-m", "tests.support.stepper", str(store), "1000000"]
+        process = Program(command, stdout=output, stderr=errors)
     try:
         deadline = time.monotonic() + 60
         while len(told(log)) < 2 and process.poll() is None and time.monotonic() < deadline:
@@ -47,8 +39,8 @@ def train_and_kill(store: Path, seconds: float, log: Path) -> tuple[int, np.ndar
         time.sleep(seconds)
     finally:
         process.kill()
-        _, errors = process.communicate()
-    assert process.returncode == -signal.SIGKILL, errors.decode()
+        process.wait()
+    assert process.returncode == -signal.SIGKILL, log.with_suffix(".err").read_text()
     lines = told(log)
     return lines[-1]["step"], np.array(lines[-1]["durable"])
 

@@ -6,8 +6,6 @@ import ctypes
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -24,10 +22,10 @@ from scarctl.errors import UsageError
 from scarctl.signals import TOGETHER
 from scarctl.store import Store, verify
 from tests.support import stepper
+from tests.support.forkserver import Program
 from tests.support.process import Forked, Tell
 from tests.support.training import Loop, differing
 
-ROOT = Path(__file__).parent.parent
 STEPS, MORE = 7, 5
 
 
@@ -448,7 +446,7 @@ def test_a_program_that_just_ends(tmp_path: Path, expected: dict[str, torch.Tens
             loop = trained(Path({str(tmp_path / str(number))!r}))
             {end}
         """
-        running.append(subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT))
+        running.append(Program(["-c", textwrap.dedent(program)]))
     assert [process.wait(60) for process in running] == list(ends.values())
     for number in range(len(ends)):
         assert_goes_on_exactly(tmp_path / str(number), expected, tier=None)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from scarctl.errors import ScarError
 from scarctl.history import History
 from scarctl.outlook import history_of
 from scarctl.store import Store
+from tests.support import forkserver
 from tests.support.training import drained
 
 RATE = 0.95
@@ -194,8 +192,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.leaves_arena
 def test_the_command_goes_back_where_that_is_nearer(tmp_path: Path, arena_dir: Path) -> None:
     store, output = tmp_path / "store", tmp_path / "whole.safetensors"
-    command = [sys.executable, "-c", SEALED, str(store)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], env={**os.environ}, timeout=60)
+    done = forkserver.run(["-c", SEALED, str(store)], timeout=60)
     assert done.returncode == -signal.SIGKILL
     # As its last look would have found a run that was thrown off its way right before.
     run = Store.open(store).run_id
@@ -226,8 +223,7 @@ def test_the_command_goes_back_where_that_is_nearer(tmp_path: Path, arena_dir: P
 @pytest.fixture
 def killed(tmp_path: Path) -> Path:
     """A store, and the arena, of a run that was killed after 45 iterations."""
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "store"), "45"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], env={**os.environ}, timeout=60)
+    done = forkserver.run(["-c", KILLED, str(tmp_path / "store"), "45"], timeout=60)
     assert done.returncode == -signal.SIGKILL
     return tmp_path / "store"
 

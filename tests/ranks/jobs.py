@@ -22,6 +22,7 @@ from scarctl.live import LiveState
 from scarctl.ranks import team
 from scarctl.ranks.crew import Crew
 from scarctl.store import StoreWriter
+from tests.support.training import drained
 
 ROWS = 512
 
@@ -124,10 +125,10 @@ def train(
 ) -> dict[str, Any]:
     """Resume and train up to iteration `steps`.
 
-    Options: `die` (a rank, or "all") at the end of iteration `die_at`, or `die_in` a place of `PLACES`; a file to keep
-    the state in that was `resumed`, and that of the end (`keep`); a file to train `until`; arguments of `attach`
-    (`settings`); `mode` and `snapshot` of `resume`; a `snapshot_at` iteration; what to `recover` at the end; a rank
-    whose store is `slow`.
+    Options: `die` (a rank, or "all") at the end of iteration `die_at`, or `die_in` a place of `PLACES`; an iteration
+    after which it waits for the store (`drained_at`); a file to keep the state in that was `resumed`, and that of the
+    end (`keep`); a file to train `until`; arguments of `attach` (`settings`); `mode` and `snapshot` of `resume`; a
+    `snapshot_at` iteration; what to `recover` at the end; a rank whose store is `slow`.
     """
     options = options or {}
     if rank == options.get("die") and "die_in" in options:
@@ -162,6 +163,9 @@ def train(
             step(model, optimizer, number)
             scheduler.step()
             time.sleep(0.005 if "slow" in options else 0.0)
+            if options.get("drained_at") == number:
+                session._finish()
+                drained([session])
             if options.get("die_at") == number and options["die"] in (rank, "all"):
                 os.kill(os.getpid(), signal.SIGKILL)
             # The file may appear between two ranks' looks: they agree on what they saw.

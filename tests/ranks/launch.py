@@ -13,7 +13,6 @@ import importlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +20,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.support.forkserver import ROOT, TORCH, Program, run
+
+RANKS_ARE_FORKS = (
+    *("--local-addr", "127.0.0.1", "--monitor-interval", "0.1", "--start-method", "fork"),
+    *("--run-path", str(ROOT / "tests" / "ranks" / "forked.py")),
+)
+"""The end of torchrun's options; a module and its arguments follow."""
 
 
 def free_port() -> int:
@@ -52,21 +57,13 @@ def launch(function: str, world: int, *arguments: Any, timeout: float = 60.0) ->
     """What `function` ("module:name") returned on every rank. Fails with what the ranks wrote to stderr."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="scarctl-ranks-") as folder:
-        processes: list[subprocess.Popen[bytes]] = []
+        processes: list[Program] = []
         try:
             for rank in range(world):
-                command = [sys.executable, "-m", "tests.ranks.launch", function, folder, str(timeout)]
+                command = ["-m", "tests.ranks.launch", function, folder, str(timeout), json.dumps(arguments)]
                 with (Path(folder) / f"{rank}.err").open("wb") as errors:
-                    processes.append(
-                        subprocess.Popen(
-                            [*command, json.dumps(arguments)],
-                            cwd=ROOT,
-                            env=environment(rank, world, port),
-                            stdin=subprocess.DEVNULL,
-                            stdout=errors,
-                            stderr=errors,
-                        )
-                    )
+                    env = environment(rank, world, port)
+                    processes.append(Program(command, env=env, stdout=errors, stderr=errors))
             deadline = time.monotonic() + timeout + 5
             # A rank that failed leaves the others waiting for it.
             while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
@@ -85,6 +82,31 @@ def launch(function: str, world: int, *arguments: Any, timeout: float = 60.0) ->
             ]
             raise AssertionError("\n".join(text))
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+def torchrun(
+    module: str,
+    *arguments: str,
+    world: int,
+    restarts: int = 1,
+    timeout: float = 150.0,
+    imports: tuple[str, ...] = TORCH,
+) -> None:
+    """Run a program on `world` ranks under torchrun, which starts all of them again when one dies.
+
+    The ranks are forks of its agent. Fails with what they wrote to stderr.
+    """
+    options = ["--nproc-per-node", str(world), "--max-restarts", str(restarts), "--rdzv-backend", "c10d"]
+    options += ["--rdzv-endpoint", "127.0.0.1:0", *RANKS_ARE_FORKS, module, *arguments]
+    command = ["-m", "torch.distributed.run", *options]
+    done = run(command, env=of_agent(), timeout=timeout, imports=imports)
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def of_agent() -> dict[str, str]:
+    """`environment`, without what torchrun sets itself."""
+    unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in environment(0, 1, 0).items() if name not in unset}
 
 
 def main(function: str, folder: str, timeout: str, arguments: str) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.launch import ROOT, environment, free_port
+from tests.ranks.launch import RANKS_ARE_FORKS, free_port, of_agent
+from tests.support.forkserver import Program
 
 
 class Agents:
@@ -22,28 +21,24 @@ class Agents:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._port, self._running = free_port(), list[subprocess.Popen[bytes]]()
+        self._port, self._running = free_port(), list[Program]()
 
-    def start(self) -> subprocess.Popen[bytes]:
-        unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        env = {name: value for name, value in environment(0, 1, 0).items() if name not in unset}
+    def start(self) -> Program:
         first = int(not self._running)
         meeting = f"is_host={first},last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=3"
         options = [{"until": str(self.folder / "enough"), "settings": {"daemon": None}}]
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"),
+            *("-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "job"),
-            *("--rdzv-conf", meeting, "--monitor-interval", "0.2", "--max-restarts", "3"),
-            *("--local-addr", "127.0.0.1", "-m", "tests.ranks.job", "fsdp", str(self.folder), str(1 << 20)),
+            *("--rdzv-conf", meeting, "--max-restarts", "3", *RANKS_ARE_FORKS),
+            *("tests.ranks.job", "fsdp", str(self.folder), str(1 << 20), json.dumps(options)),
         ]
         with (self.folder / f"agent-{len(self._running)}.log").open("wb") as log:
-            agent = subprocess.Popen(
-                [*command, json.dumps(options)], cwd=ROOT, env=env, stdout=log, stderr=log
-            )
+            agent = Program(command, env=of_agent(), stdout=log, stderr=log)
         self._running.append(agent)
         return agent
 
-    def kill(self, agent: subprocess.Popen[bytes]) -> None:
+    def kill(self, agent: Program) -> None:
         """The agent and its rank, at once."""
         children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
         for pid in [agent.pid, *map(int, children)]:

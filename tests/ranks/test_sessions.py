@@ -16,7 +16,8 @@ import torch
 
 from scarctl.store import Store
 from tests.ranks.jobs import load
-from tests.ranks.launch import ROOT, environment, launch
+from tests.ranks.launch import environment, launch
+from tests.ranks.launch import torchrun as run_under_torchrun
 
 TRAIN = "tests.ranks.jobs:train"
 
@@ -31,17 +32,8 @@ def torchrun(
     kind: str, world: int, folder: Path, steps: int, options: list[dict[str, Any]], *, restarts: int = 1
 ) -> list[dict[str, Any]]:
     """Run a job of `train` under torchrun, which starts it again when a rank dies; every rank's last report."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)),
-        *("--max-restarts", str(restarts), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-        *("--local-addr", "127.0.0.1", "-m", "tests.ranks.job", kind, str(folder), str(steps)),
-    ]
-    unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    env = {name: value for name, value in environment(0, world, 0).items() if name not in unset}
-    done = subprocess.run(
-        [*command, json.dumps(options)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=150
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    arguments = (kind, str(folder), str(steps), json.dumps(options))
+    run_under_torchrun("tests.ranks.job", *arguments, world=world, restarts=restarts)
     reports = [(folder / f"report-{rank}.jsonl").read_text().splitlines()[-1] for rank in range(world)]
     return [json.loads(report) for report in reports]
 
@@ -161,7 +153,7 @@ def test_death_before_anything_was_saved(tmp_path: Path) -> None:
 
 def test_all_ranks_dead_and_one_host_gone(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="-9"):
-        launch(TRAIN, 2, "fsdp", str(tmp_path), 20, {"die": "all", "die_at": 13})
+        launch(TRAIN, 2, "fsdp", str(tmp_path), 20, {"drained_at": 7, "die": "all", "die_at": 13})
     store = Store.open(tmp_path / "store")
     shutil.rmtree(next((tmp_path / "arena").iterdir()) / f"{store.id}-1")
     found = launch(TRAIN, 2, "fsdp", str(tmp_path), 20)
@@ -294,7 +286,8 @@ def test_a_running_job_does_what_it_is_asked_for_on_all_ranks_after_the_same_ste
     options = {"settings": {"daemon": True}, "until": str(tmp_path / "enough")}
     with ThreadPoolExecutor() as pool:
         job = pool.submit(launch, TRAIN, 2, "fsdp", str(tmp_path), 1 << 20, options, timeout=100)
-        while not job.done() and "ranks" not in ask("checkpoint", "--live", "--full"):
+        # A session may be asked before it can do anything.
+        while not job.done() and "ranks" not in ask("checkpoint", "--live", "--full", "--wait", "5"):
             time.sleep(0.2)
         refused = ask("recover", "--lost", "rank:1", "--live", "--max-rework", "0")
         recovered = ask("recover", "--lost", "rank:1", "--live")

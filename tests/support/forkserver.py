@@ -1,0 +1,295 @@
+"""Python programs as processes of their own, forked from one that has imported what takes them longest.
+
+    done = run(["-m", "tests.ranks.job", "fsdp"], env=..., timeout=60)
+
+A program has its own arguments, environment, folder and standard streams, and can be killed like any other. What it
+shares with others is a past: the server has imported some modules, in a new interpreter, and has never had a thread.
+Programs for which that would make a difference (what they import, options of the interpreter) belong to `subprocess`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).parents[2]
+TORCH = (
+    "scarctl.session",
+    "torch._dynamo",
+    "torch.distributed.run",
+    "tests.ranks.jobs",
+    "tests.ranks.checks",
+)
+"""What training loops import, some of it at their first step."""
+
+
+class Program:
+    """A running program. `arguments` are those that python would get: "-m", "-c" or a script, and the program's own."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+        stdout: IO[bytes] | int | None = None,
+        stderr: IO[bytes] | int | None = None,
+        imports: tuple[str, ...] = TORCH,
+    ) -> None:
+        """`stdout`, `stderr`: open files; None is this process's own. `imports`: modules that are there already."""
+        self.args = arguments
+        self.returncode: int | None = None
+        self._server = _server(imports)
+        task = {
+            "arguments": list(arguments),
+            "env": dict(os.environ if env is None else env),
+            "cwd": str(cwd),
+        }
+        with open(os.devnull, "rb") as nothing:
+            streams = [nothing, 1 if stdout is None else stdout, 2 if stderr is None else stderr]
+            files = [stream if isinstance(stream, int) else stream.fileno() for stream in streams]
+            self.pid = self._server.start(task, files)
+
+    def poll(self) -> int | None:
+        """Its exit code, or minus the signal that ended it; None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._server.ended(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float = 60.0) -> int:
+        """Raises subprocess.TimeoutExpired; then it still runs."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if not self._server.listen(deadline - time.monotonic()):
+                raise subprocess.TimeoutExpired(self.args, timeout)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            # Until it is asked for, its number may have become another process's: no later than it is told of.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run(
+    arguments: Sequence[str], *, timeout: float, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, and take in what it writes. Raises as `subprocess.run`; nothing of it is left then."""
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+
+        def written(file: IO[bytes]) -> str:
+            file.seek(0)
+            return file.read().decode()
+
+        program = Program(arguments, stdout=stdout, stderr=stderr, **options)
+        try:
+            code = program.wait(timeout)
+        except BaseException as error:
+            program.kill()
+            program.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                error.output, error.stderr = written(stdout), written(stderr)
+            raise
+        done = subprocess.CompletedProcess(list(arguments), code, written(stdout), written(stderr))
+    if check:
+        done.check_returncode()
+    return done
+
+
+def servers() -> list[int]:
+    """Their process ids. They live as long as this process."""
+    return [server.process.pid for server in _servers]
+
+
+_servers: list[_Server] = []
+
+
+class _Server:
+    """This process's side of a server."""
+
+    def __init__(self, imports: Sequence[str]) -> None:
+        mine, its = socket.socketpair()
+        with its:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.forkserver", str(its.fileno()), *imports],
+                pass_fds=[its.fileno()],
+                stdin=subprocess.DEVNULL,
+                cwd=ROOT,
+                env={
+                    **{name: value for name, value in os.environ.items() if not name.startswith("SCARCTL_")},
+                    "PYTHONPATH": os.pathsep.join(
+                        [str(ROOT), str(ROOT / "adapters"), *filter(None, sys.path)]
+                    ),
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                },
+            )
+        self._socket, self._owner = mine, os.getpid()
+        self._starting, self._listening = threading.Lock(), threading.Lock()
+        self._rest = b""
+        self._ended: dict[int, int] = {}
+        self._started: list[int] = []
+        _servers.append(self)
+        atexit.register(self._stop)
+
+    def _stop(self) -> None:
+        if self.process.poll() is None and os.getpid() == self._owner:
+            self._socket.close()
+            self.process.wait()
+
+    def start(self, task: Any, files: Sequence[int]) -> int:
+        data = json.dumps(task).encode()
+        with self._starting:
+            socket.send_fds(self._socket, [struct.pack("!I", len(data))], files)
+            self._socket.sendall(data)
+            while not self._started:
+                assert self.listen(60.0), "the server of forks does not answer"
+            return self._started.pop()
+
+    def ended(self, pid: int) -> int | None:
+        while self.listen(0.0):
+            pass
+        return self._ended.pop(pid, None)
+
+    def listen(self, seconds: float) -> bool:
+        """Take in what it has to tell, waiting so long for it. False when there was nothing."""
+        if not select.select([self._socket], [], [], max(0.0, seconds))[0]:
+            return False
+        with self._listening:
+            if not select.select([self._socket], [], [], 0.0)[0]:
+                return True  # another thread has taken it in
+            data = self._socket.recv(1 << 16)
+            assert data, "the server of forks has died"
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                told = json.loads(line)
+                if "started" in told:
+                    self._started.append(told["started"])
+                else:
+                    self._ended[told["ended"]] = told["code"]
+        return True
+
+
+@functools.cache
+def _server(imports: tuple[str, ...]) -> _Server:
+    return _Server(imports)
+
+
+# -- in the server --------------------------------------------------------------------------------------------------
+
+
+def _serve(control: socket.socket) -> dict[str, Any]:
+    """Fork, until the other side is gone. In a fork this returns what it shall be."""
+    wake, waker = socket.socketpair()
+    for end in (wake, waker):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waker.fileno())
+    running: set[int] = set()
+
+    def tell(**what: int) -> None:
+        control.sendall(json.dumps(what).encode() + b"\n")
+
+    while True:
+        ready, _, _ = select.select([control, wake], [], [])
+        if wake in ready:
+            wake.recv(4096)
+            while running:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    break
+                running.discard(pid)
+                tell(ended=pid, code=os.waitstatus_to_exitcode(status))
+        if control in ready:
+            data, files, _, _ = socket.recv_fds(control, 4, 3)
+            if not data:
+                for pid in running:
+                    os.kill(pid, signal.SIGKILL)
+                os._exit(0)
+            size, task = struct.unpack("!I", data)[0], b""
+            while len(task) < size:
+                task += control.recv(size - len(task))
+            pid = os.fork()
+            if not pid:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for end in (wake, waker, control):
+                    end.close()
+                for number, file in enumerate(files):
+                    os.dup2(file, number)
+                    os.close(file)
+                found: dict[str, Any] = json.loads(task)
+                return found
+            for file in files:
+                os.close(file)
+            running.add(pid)
+            tell(started=pid)
+
+
+def _become(arguments: list[str], env: dict[str, str], cwd: str) -> None:
+    """Run the program, as the interpreter's main function would."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    tempfile.tempdir = None
+    # Forks have the server's random numbers; a new interpreter has its own.
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(env.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    for path in reversed(env.get("PYTHONPATH", "").split(os.pathsep)):
+        if path and path not in sys.path:
+            sys.path.insert(0, path)
+    what, *rest = arguments
+    if what == "-m":
+        sys.path.insert(0, cwd)
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif what == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+    else:
+        sys.path.insert(0, str(Path(what).parent))
+        sys.argv = arguments
+        runpy.run_path(what, run_name="__main__")
+
+
+def _main() -> None:
+    number, *imports = sys.argv[1:]
+    for name in imports:
+        importlib.import_module(name)
+    assert threading.active_count() == 1
+    gc.collect()
+    gc.freeze()  # pages that the collector does not write to stay shared
+    _become(**_serve(socket.socket(fileno=int(number))))
+
+
+if __name__ == "__main__":
+    _main()
