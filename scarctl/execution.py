@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.arrays import distinct, places
 from scarctl.daemon.arena import Arena
 from scarctl.errors import NoIntactCopy
 from scarctl.extrapolation import Extrapolation
@@ -29,7 +30,7 @@ from scarctl.recovery import (
     no_copy,
     only_step,
     plan_rollback,
-    take_rows,
+    rows_of,
     versions_of,
 )
 from scarctl.store import ShardState, Store
@@ -207,7 +208,7 @@ class _Run:
         for piece in self.pieces():
             changes = sink.put(piece.group, piece.ids, piece.versions, piece.tensors)
             if changes is not None:
-                squared[np.searchsorted(self.plan.ids, piece.ids)] = changes
+                squared[places(self.plan.ids, piece.ids)] = changes
         return squared
 
     def outcome(self) -> Plan:
@@ -232,7 +233,7 @@ class _Run:
         yield from self._from_memory(plan.ids[near], plan.version[near])
         far = plan.ids[plan.tier == STORE]
         shard_of = plan.shard_of[far]
-        for shard in np.unique(shard_of).tolist():
+        for shard in distinct(shard_of).tolist():
             yield from self._from_store(shard, far[shard_of == shard])
 
     def _from_memory(self, ids: Ids, versions: Ids) -> Iterator[_Piece]:
@@ -245,7 +246,7 @@ class _Run:
             step = max(1, _BATCH_BYTES // max(1, group.rows_per_partition * group.row_bytes))
             for first in range(int(bounds[g]), int(bounds[g + 1]), step):
                 part = slice(first, min(first + step, int(bounds[g + 1])))
-                rows = take_rows(*layout.row_ranges(ids[part]))
+                rows = rows_of(layout, ids[part])
                 tensors = [arena.rows(g, t)[rows] for t in range(len(group.tensors))]
                 yield _Piece(MEMORY, g, ids[part], versions[part], tensors)
 
@@ -260,9 +261,8 @@ class _Run:
             found = versions >= 0
             for batch in self.store.read(state, ids[found], corrupt=corrupt) if found.any() else ():
                 # Beside a writer that collects, a copy may have become a newer one since the plan was made.
-                versions = versions_of(state, batch.ids)
-                self._note(batch.ids, versions)
-                yield _Piece(STORE, batch.group, batch.ids, versions, batch.tensors)
+                self._note(batch.ids, batch.versions)
+                yield _Piece(STORE, batch.group, batch.ids, batch.versions, batch.tensors)
             left = [ids[~found], *(bad for bad, _ in corrupt)]
             self.problems += [reason for _, reason in corrupt]
             ids = np.unique(np.concatenate(left))
@@ -287,13 +287,13 @@ class _Run:
         return ids[~near]
 
     def _note(self, ids: Ids, versions: Ids) -> None:
-        at = np.searchsorted(self.plan.ids, ids)
+        at = places(self.plan.ids, ids)
         if (self.version[at] != versions).any():
             self.version[at] = versions
             self.moved_on = True
 
     def _settle(self, ids: Ids, tier: int, versions: Ids) -> None:
-        at = np.searchsorted(self.plan.ids, ids)
+        at = places(self.plan.ids, ids)
         self.tier[at] = tier
         self.version[at] = versions
 

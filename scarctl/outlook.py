@@ -82,27 +82,24 @@ def parameters_of(layout: Any) -> NDArray[np.bool_]:
 
 def rework_of(
     outlook: Outlook,
-    ids: NDArray[np.int64],
+    share: float,
     *,
-    parameters: NDArray[np.bool_],
     ages: NDArray[np.int64],
     distance: NDArray[np.float64] | None,
     since: int = 0,
 ) -> Rework:
-    """Predicted rework after the partitions `ids` went back to their copies.
+    """Predicted rework after a `share` of the parameters' partitions went back to their copies.
 
-    parameters, ages, distance: over all partitions; see `rework_of_loss`. distance: in the l2 norm, `since` iterations
-    ago; None when it is not known.
+    ages, distance: of those partitions, of shape (partitions,); see `rework_of_loss`. distance: in the l2 norm, `since`
+    iterations ago; None when it is not known.
     """
-    mine = ids[parameters[ids]]
-    whole = int(parameters.sum())
-    if not mine.size:
+    if not ages.size:
         return Rework(0.0, 0.0, 0.0, "distances")
     norm = None
-    if distance is not None and np.isfinite(distance[mine]).all():
-        norm = float(np.linalg.norm(distance[mine]))
-    old, counts = grouped(ages[mine])
-    return rework_of_loss(outlook, norm, old, mine.size / whole, counts=counts, since=since)
+    if distance is not None and np.isfinite(distance).all():
+        norm = float(np.linalg.norm(distance))
+    old, counts = grouped(ages)
+    return rework_of_loss(outlook, norm, old, share, counts=counts, since=since)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,22 +128,22 @@ def weigh(
     outlook, norm = stored_outlook(
         [(loss.store, loss.states) for loss in losses if parameters_of(loss.layout).any()], step
     )
-    parameters, ages, distance, ids, since, base = [], [], [], [], 0, 0
+    ages, distance, whole, since = [], [], 0, 0
     for loss in losses:
         newest, known = _copies(loss)
-        parameters.append(parameters_of(loss.layout))
-        ages.append(np.where(newest < 0, 0, np.maximum(step - newest, 0)))
-        distance.append(known)
-        ids.append(loss.ids + base)
-        base += loss.layout.partitions
+        parameters = parameters_of(loss.layout)
+        whole += int(np.count_nonzero(parameters))
+        lost = loss.ids[parameters[loss.ids]]
+        ages.append(np.where(newest < 0, 0, np.maximum(step - newest, 0))[lost])
+        distance.append(known[lost])
         if loss.arena is not None:
             last = int(loss.arena.newest().max(initial=NEVER))
             since = max(since, step - int(step_of(last)) if last >= 0 else 0)
+    old = np.concatenate(ages)
     rework = rework_of(
         outlook,
-        np.concatenate(ids),
-        parameters=np.concatenate(parameters),
-        ages=np.concatenate(ages),
+        old.size / max(1, whole),
+        ages=old,
         distance=np.concatenate(distance) if norm == "l2" else None,
         since=since,
     )

@@ -7,6 +7,7 @@ end of the interval. What is expected is that the lost part goes back on the way
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -110,10 +111,11 @@ class Outlook:
         counts: how many copies are of each age; default one.
         """
 
-        def bound(c: float, _: float) -> float:
+        @functools.cache  # a rate stands in the profile with two distances, which count for nothing here
+        def bound(c: float) -> float:
             return rework_bound_of_ages(c, ages, math.sqrt(share), counts=counts)
 
-        return self._over_the_interval(bound, share, "ages")
+        return self._over_the_interval(lambda c, _: bound(c), share, "ages")
 
     def _over_the_interval(self, bound: Callable[[float, float], float], share: float, basis: str) -> Rework:
         fit = self.convergence

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.arrays import distinct
 from scarctl.daemon.arena import Arena
 from scarctl.errors import Corruption, LayoutMismatch, NoIntactCopy, UsageError
 from scarctl.layout import Layout
@@ -201,7 +202,7 @@ def plan_rollback(
 
     Raises NoIntactCopy (kind "no-sealed-state") when there is none; LayoutMismatch.
     """
-    shards = np.unique(shard_of).tolist()
+    shards = distinct(shard_of).tolist()
     damage: list[str] = []
     passed_over = until is not None
     for one in _sealed_states(store, layout, shards, snapshot):
@@ -278,6 +279,14 @@ def _sealed_states(
     return [SealedSet(snapshot.epoch, snapshot.step, snapshot.seqs)]
 
 
+def rows_of(layout: Layout, ids: Ids) -> slice | Ids:
+    """What picks the rows of `ids` (ascending, of one group): a slice when they are adjacent."""
+    if len(ids) and ids[-1] - ids[0] == len(ids) - 1:
+        starts, stops = layout.row_ranges(ids[[0, -1]])
+        return slice(int(starts[0]), int(stops[1]))
+    return take_rows(*layout.row_ranges(ids))
+
+
 def take_rows(starts: Ids, stops: Ids) -> slice | Ids:
     """What picks the rows of all ranges [start, stop), which ascend: a slice when they are adjacent."""
     if not len(starts) or (starts[1:] == stops[:-1]).all():
@@ -333,7 +342,7 @@ def versions_of(state: ShardState, ids: Ids) -> Ids:
 
 
 def only_step(version: Ids) -> int | None:
-    steps = np.unique(step_of(version))
+    steps = distinct(step_of(version))
     return int(steps[0]) if len(steps) == 1 else None
 
 
@@ -356,7 +365,7 @@ def _shard_lines(
     layout: Layout, shard_of: NDArray[np.int32], ids: Ids, tier: NDArray[np.int8], version: Ids
 ) -> list[dict[str, Any]]:
     lines = []
-    for shard in np.unique(shard_of[ids]).tolist():
+    for shard in distinct(shard_of[ids]).tolist():
         mine = shard_of[ids] == shard
         steps = step_of(version[mine])
         lines.append(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.arrays import distinct
 from scarctl.dtypes import torched
 from scarctl.engine import Engine
 from scarctl.errors import Corruption, NoIntactCopy, UsageError
@@ -223,7 +224,7 @@ def _fetch_lost(
     arena = engine.arena
     torn = ids[~arena.intact()[ids]]
     # The arena has the newest copies of all: the store is read only for what is not intact there.
-    states = engine.store.states(np.unique(engine.shard_of[torn]).tolist())
+    states = engine.store.states(distinct(engine.shard_of[torn]).tolist())
     known = arena.distance[ids]
     plan = plan_partial(ids, engine.layout, engine.shard_of, states, arena, survivors_step=head_step)
     _unseal_waiting(engine, plan)

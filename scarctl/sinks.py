@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.arrays import distinct
 from scarctl.daemon.arena import Arena
 from scarctl.errors import LayoutMismatch
 from scarctl.layout import Layout, TensorSpec
-from scarctl.recovery import Ids, take_rows
+from scarctl.recovery import Ids, rows_of, take_rows
 from scarctl.statefile import StateFile
 from scarctl.statewriter import StateWriter
 from scarctl.values import squared_changes
@@ -32,14 +33,15 @@ class ArenaSink:
     def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Bytes]) -> None:
         """Write partitions and their versions; how far the live values are from them is unknown then."""
         arena = self._arena
-        rows = take_rows(*arena.layout.row_ranges(ids))
+        rows = rows_of(arena.layout, ids)
         if (versions < arena.sealed).any():
             arena.unseal()
         arena.begin(ids)
         for t, data in enumerate(tensors):
             arena.rows(group, t)[rows] = data
-        for version in np.unique(versions).tolist():
-            of_version = ids[versions == version]
+        found = distinct(versions).tolist()
+        for version in found:
+            of_version = ids[versions == version] if len(found) > 1 else ids
             arena.end(of_version, version)
             arena.acknowledge(of_version, version)
         arena.distance[ids] = np.nan

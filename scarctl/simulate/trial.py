@@ -272,10 +272,12 @@ class _Run:
         layout = keeper.arena.layout
         outlook = Outlook(step, self._motions[keeper.every].history.convergence(step))
         lost, parameters = _lost(layout, cell.lost, shard_seed), parameters_of(layout)
-        ages = np.maximum(step - step_of(keeper.arena.version), 0)
-        distance = keeper.live(self._adapter).distances()
+        lost = lost[parameters[lost]]
+        share = lost.size / max(1, int(np.count_nonzero(parameters)))
+        ages = np.maximum(step - step_of(keeper.arena.version[lost]), 0)
+        distance = keeper.live(self._adapter).distances()[lost]
         return {
-            name: rework_of(outlook, lost, parameters=parameters, ages=ages, distance=known).to_json()
+            name: rework_of(outlook, share, ages=ages, distance=known).to_json()
             for name, known in (("distances", distance), ("ages", None))
         }
 

@@ -59,6 +59,10 @@ class Blobs(Protocol):
     gap: int
     """Bytes worth reading and throwing away rather than asking for a second range."""
 
+    batch: int
+    """Bytes of partitions that are read at a time: not many, so that the next ones get the same memory, and find it in
+    the cache."""
+
     exclusive: bool
     """Whether `create_exclusive` is exclusive against every other writer."""
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from scarctl.errors import Corruption, UsageError
 from scarctl.layout import Layout
-from scarctl.store.fetch import BATCH
 from scarctl.store.format import (
     SETTINGS,
     corrupt,
@@ -359,7 +358,7 @@ class _Check:
         ids, sums = tail.ids, tail.checksums
         assert sums is not None
         place = positions(layout, ids)
-        batch = BATCH if self.subset is None else PIECE
+        batch = self.blobs.batch if self.subset is None else PIECE
         for g, i, j in by_group(layout, ids):
             group = layout.groups[g]
             step = max(1, batch // max(1, min(group.rows_per_partition, group.rows) * group.row_bytes))

@@ -13,22 +13,20 @@ from scarctl.errors import Corruption
 from scarctl.layout import Layout
 from scarctl.store.blob import Blobs
 from scarctl.store.format import segment_path
-from scarctl.store.segment import by_group, open_segment, partition_checksums
+from scarctl.store.segment import by_group, open_segment, partition_checksums, partition_rows
 from scarctl.store.spans import Bytes, Ids, Wanted
 from scarctl.store.state import ShardState
-
-BATCH = 16 << 20
-"""Bytes of partitions read at a time: so few that the next ones get the same memory, and find it in the cache."""
 
 
 @dataclass(frozen=True)
 class Batch:
     """Verified partitions of one group: `tensors[t]` is uint8[rows, row_bytes], the partitions' rows in order
-    of `ids`.
+    of `ids`; `versions` are those of the copies.
     """
 
     group: int
     ids: Ids
+    versions: Ids
     tensors: list[Bytes]
 
 
@@ -51,14 +49,14 @@ class Found:
     """Copies whose segment is missing."""
 
 
-def units(state: ShardState, layout: Layout, at: NDArray[np.int64]) -> Iterator[Unit]:
-    """The saved members `at` (ascending) by segment, at most about BATCH bytes each."""
+def units(state: ShardState, layout: Layout, at: NDArray[np.int64], batch: int) -> Iterator[Unit]:
+    """The saved members `at` (ascending) by segment, at most about `batch` bytes each."""
     segments = state.segment[at]
     order = np.argsort(segments, kind="stable")
     at, segments = at[order], segments[order]
     nbytes = layout.partition_bytes[state.ids[at]]
     for i, j in pairwise([*np.flatnonzero(np.diff(segments, prepend=-1)).tolist(), len(at)]):
-        cuts = np.flatnonzero(np.diff((np.cumsum(nbytes[i:j]) - 1) // BATCH) > 0) + i + 1
+        cuts = np.flatnonzero(np.diff((np.cumsum(nbytes[i:j]) - 1) // batch) > 0) + i + 1
         for a, b in pairwise([i, *cuts.tolist(), j]):
             yield Unit(int(segments[a]), at[a:b], int(nbytes[a:b].sum()))
 
@@ -92,16 +90,20 @@ def read_unit(blobs: Blobs, state: ShardState, layout: Layout, unit: Unit) -> Fo
             reason = f"{blobs.where(path)}: data do not match their checksum"
             found.corrupt.append((ids[i:j][~intact], reason))
         if intact.any():
-            found.batches.append(_batch(g, layout, ids[i:j], data, intact))
+            versions = state.version[unit.at[i:j]]
+            found.batches.append(_batch(g, layout, ids[i:j], versions, data, intact))
     return found
 
 
-def _batch(g: int, layout: Layout, ids: Ids, data: list[Bytes], intact: NDArray[np.bool_]) -> Batch:
+def _batch(
+    g: int, layout: Layout, ids: Ids, versions: Ids, data: list[Bytes], intact: NDArray[np.bool_]
+) -> Batch:
     group = layout.groups[g]
-    starts, stops = layout.row_ranges(ids)
-    rows = int((stops - starts).sum())
+    # Only the last partition of a group may have fewer rows.
+    rows = (len(ids) - 1) * group.rows_per_partition + partition_rows(group, int(ids[-1] - layout.base[g]))
     tensors = [d.reshape(rows, spec.row_bytes) for d, spec in zip(data, group.tensors, strict=True)]
     if not intact.all():
+        starts, stops = layout.row_ranges(ids)
         keep = np.repeat(intact, stops - starts)
-        ids, tensors = ids[intact], [t[keep] for t in tensors]
-    return Batch(g, ids, tensors)
+        ids, versions, tensors = ids[intact], versions[intact], [t[keep] for t in tensors]
+    return Batch(g, ids, versions, tensors)

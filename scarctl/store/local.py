@@ -48,6 +48,9 @@ class LocalBlobs:
     """Files in a local folder, made durable with fsync. Errors name the full path."""
 
     gap = 16 << 10
+    batch = (
+        4 << 20
+    )  # the allocator keeps memory of this size; each larger one it would get from the system anew
     exclusive = True
 
     def __init__(self, root: Path) -> None:
@@ -112,11 +115,12 @@ class LocalBlobs:
         # What is not a regular file stays in the list: opening it gives the error that names it.
         found = []
         for entry in self._scan(folder):
-            # Deleted since the folder was read: absent now, and that says nothing about the others.
-            with contextlib.suppress(FileNotFoundError):
-                info = entry.stat(follow_symlinks=False)
-                if not stat.S_ISDIR(info.st_mode) and not entry.name.startswith(TEMPORARY):
-                    found.append((entry.name, info.st_size))
+            if entry.is_dir(follow_symlinks=False) or entry.name.startswith(TEMPORARY):
+                continue
+            try:
+                found.append((entry.name, entry.stat(follow_symlinks=False).st_size))
+            except FileNotFoundError:
+                continue  # deleted since the folder was read: that says nothing about the others
         return sorted(found)
 
     def names(self, folder: str) -> list[str]:

@@ -30,6 +30,7 @@ class FsspecBlobs(Client):
     """Files under one address. Errors name the address without what is secret in it. For several threads."""
 
     gap = 64 << 10
+    batch = 16 << 20
 
     def __init__(self, address: Address) -> None:
         super().__init__(address)

@@ -146,8 +146,10 @@ def by_group(layout: Layout, ids: Ids) -> Iterator[tuple[int, int, int]]:
 
 def positions(layout: Layout, ids: Ids) -> Ids:
     """Ordinal of each of a segment's (ascending) partitions among those of its group."""
-    first = np.searchsorted(ids, layout.base[layout.group_of(ids)])
-    return np.arange(len(ids), dtype=np.int64) - first
+    found = np.empty(len(ids), np.int64)
+    for _, i, j in by_group(layout, ids):
+        found[i:j] = np.arange(j - i)
+    return found
 
 
 # --- writing ------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.arrays import adjacent
 from scarctl.layout import Layout
 from scarctl.store.blob import Blobs
 from scarctl.store.format import (
@@ -92,7 +93,11 @@ class ShardState:
             return np.full(len(ids), -1, np.int64)
         first, last = int(self.ids[0]), int(self.ids[-1])
         if last - first == len(self.ids) - 1:  # all there are: no need to search
-            return np.where((ids >= first) & (ids <= last), ids - first, -1)
+            at = ids - first
+            at[(ids < first) | (ids > last)] = -1
+            return at
+        if np.array_equal(self.ids, ids):
+            return np.arange(len(ids), dtype=np.int64)
         at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
         return np.where(self.ids[at] == ids, at, -1)
 
@@ -142,11 +147,13 @@ class ShardState:
     def _save(self, record: Record, segment: SegmentRef, tail: Tail, what: object) -> None:
         assert self.layout is not None
         assert tail.checksums is not None
-        at = self.find(tail.ids)
-        if (at < 0).any():
+        found = self.find(tail.ids)
+        if (found < 0).any():
             raise corrupt(
-                what, f"partition {self.layout.name(int(tail.ids[at < 0][0]))} is not of shard {self.shard}"
+                what,
+                f"partition {self.layout.name(int(tail.ids[found < 0][0]))} is not of shard {self.shard}",
             )
+        at = adjacent(found)
         number = len(self.segments)
         self.segments.append(segment)
         self.version[at] = record.version if tail.versions is None else tail.versions

@@ -336,7 +336,7 @@ class Store:
     # data
 
     def read(self, state: ShardState, ids: Ids, *, corrupt: list[tuple[Ids, str]]) -> Iterator[Batch]:
-        """Reads the copies of `ids` that `state` names, every one verified, in batches of at most about 16 MiB.
+        """Reads the copies of `ids` that `state` names, every one verified, about `Blobs.batch` bytes at a time.
 
         Partitions whose copy is missing or damaged, or that were never saved, are appended to `corrupt` as
         `(ids, reason)` and not yielded. Order is by segment, group and id. Raises Unavailable, AccessDenied.
@@ -352,7 +352,7 @@ class Store:
             corrupt.append((ids[~saved], f"never saved in shard {state.shard}"))
         gone: list[tuple[Ids, str]] = []
         read = partial(read_unit, self.blobs, state, state.layout)
-        parts = units(state, state.layout, at[saved])
+        parts = units(state, state.layout, at[saved], self.blobs.batch)
         for found in self.blobs.each(read, parts, attrgetter("nbytes")):
             yield from found.batches
             corrupt += found.corrupt

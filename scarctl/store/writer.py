@@ -180,7 +180,7 @@ class StoreWriter:
         self._publish_next(record, tail)
         self.handed_bytes += record.nbytes
         self._floor[shard] = step
-        if state.unindexed_records >= INDEX_RECORDS or 0 < len(state.ids) <= 4 * state.unindexed:
+        if state.unindexed_records >= INDEX_RECORDS or 0 < len(state.ids) <= 2 * state.unindexed:
             self._write_index(shard)
         return record
 

@@ -36,6 +36,7 @@ class MemoryBlobs:
     """A store's files as a dictionary: reading only, with the promises of `LocalBlobs`."""
 
     gap = 16 << 10
+    batch = 4 << 20
     exclusive = True
 
     def __init__(self, root: Path, content: dict[str, bytes]) -> None:

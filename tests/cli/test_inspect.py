@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from scarctl.cli.inspect import survey
+from scarctl.cli.inspect import Survey, survey
 from scarctl.cli.screen import draw, heatmap
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.folder import arena_folder
+from scarctl.history import History
+from scarctl.layout import TensorSpec, build_layout
+from scarctl.prediction import Outlook, rework_of_loss
 from scarctl.store import Store
 from tests.cli.conftest import Model, Run
 
@@ -159,6 +162,64 @@ def test_a_heatmap_of_many_partitions_fits_the_screen() -> None:
     assert heatmap(np.zeros(3, dtype=np.int64), 50)[0].plain == "···"
     assert heatmap(np.full(3, -1), 50)[0].plain == "!!!"
     assert heatmap(np.array([0, 1, 1 << 40]), 50)[0].plain == "··█"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["distances known", "ages only"])
+def test_every_line_is_what_counting_gives(known: bool) -> None:
+    rng, step, since = np.random.default_rng(0), 100, 3
+    layout = build_layout(
+        [
+            (f"g{n}", kind, (TensorSpec("", "F32", (n + 3, 2)),))
+            for n, kind in enumerate(["parameter", "buffer"] * 8)
+        ],
+        rows={"*": 2},
+    )
+    count = layout.partitions
+    # A damaged store may name any shard: nothing is as long as the highest number.
+    shard_of = rng.choice(np.array([0, 3, 70_000, 2**31 - 1], np.int32), count)
+    saved = rng.integers(-1, step, count)
+    distance = np.where(known, rng.integers(0, 5, count) / 4, np.nan)
+    outlook = Outlook.of(step, [History((k, 5, 0.97**k) for k in range(0, 100, 5))])
+    view = Survey(
+        "s",
+        step,
+        layout,
+        shard_of,
+        saved,
+        distance,
+        {},
+        [],
+        None,
+        outlook=outlook,
+        comparable=True,
+        since=since,
+    )
+    parameter = np.array([layout.groups[g].kind == "parameter" for g in layout.group_of(np.arange(count))])
+    assert [line["shard"] for line in view.shards] == np.unique(shard_of).tolist()
+    for line in view.shards:
+        mine = shard_of == line["shard"]
+        lost = mine & parameter
+        ages = np.where(saved < 0, 0, step - saved)[lost]
+        assert line["partitions"] == mine.sum()
+        assert line["bytes"] == layout.partition_bytes[mine].sum()
+        assert line["never_saved"] == (saved[mine] < 0).sum()
+        assert (line["oldest_step"], line["newest_step"]) == (
+            saved[mine & (saved >= 0)].min(),
+            saved[mine].max(),
+        )
+        assert line["share"] == lost.sum() / parameter.sum()
+        norm = float(np.linalg.norm(distance[lost])) if known else None
+        told = rework_of_loss(outlook, norm, ages, line["share"], since=since)
+        assert told.iterations is not None
+        assert line["rework"]["basis"] == told.basis
+        assert line["rework"]["iterations"] == pytest.approx(told.iterations)
+        assert (line["rework"]["low"], line["rework"]["high"]) == pytest.approx((told.low, told.high))
+    names = [line["name"] for line in view.partitions(np.arange(count))]
+    for few in (0, 3, count, count + 5):
+        stalest = [names[i] for i in np.argsort(saved, kind="stable")[:few]]
+        assert [line["name"] for line in view.stalest(few)] == stalest
+        changed = [i for i in np.argsort(-distance, kind="stable") if distance[i] > 0]
+        assert [line["name"] for line in view.most_changed(few)] == [names[i] for i in changed[:few]]
 
 
 @pytest.mark.parametrize("spoiled", ["scarctl.json", "layout", "log"])

@@ -78,7 +78,7 @@ class LogMachine(RuleBasedStateMachine):
         self.data.change(ids.tolist(), self.seed)
         record = self.writer.commit(shard, ids, self.data, step=self.step, sealed=sealed, extras=extras)
         state = self.writer.states[shard]
-        assert 4 * state.unindexed < len(state.ids)  # else an index should have been written
+        assert 2 * state.unindexed < len(state.ids)  # else an index should have been written
         version = pack(self.writer.epoch, self.step)
         model.copies.update({i: (version, self.data.partition(i)) for i in ids.tolist()})
         model.step = self.step

@@ -153,7 +153,7 @@ def test_any_choice_of_partitions_round_trips(
         patch.setattr("scarctl.store.segment.BIG_RUN", big)
         patch.setattr("scarctl.store.segment.CHUNK", chunk)
         patch.setattr("scarctl.store.spans.SPAN", chunk)
-        patch.setattr("scarctl.store.fetch.BATCH", chunk)
+        patch.setattr(LocalBlobs, "batch", chunk)
         patch.setattr(LocalBlobs, "gap", gap)
         writer.commit(0, np.array(ids, np.int64), data, step=0, extras={"x": 1})
         state = writer.states[0]
