@@ -1,7 +1,7 @@
 """Several requests at once: the only place where a store makes threads.
 
 Whoever reads many things says so (`Blobs.each`) and stays ordinary code; a remote store then has some of them under
-way at a time, a local one does them one after another.
+way at a time, a local one two if they are large.
 """
 
 from __future__ import annotations

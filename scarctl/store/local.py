@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from scarctl.errors import AccessDenied, MissingGuarantee, NoStore, ScarError, Unavailable
-from scarctl.store.atonce import no_bytes
+from scarctl.store.atonce import Helpers, no_bytes
 from scarctl.store.blob import Buffer, InDoubt, as_bytes
 from scarctl.store.format import TEMPORARY, check_name, corrupt
 
@@ -44,13 +44,15 @@ def os_error(error: OSError, path: object, doing: str) -> ScarError:
     return Unavailable(reason, hint="check the disk and try again; what was acknowledged is safe")
 
 
+_HELPERS = Helpers(1)
+
+
 class LocalBlobs:
     """Files in a local folder, made durable with fsync. Errors name the full path."""
 
     gap = 16 << 10
-    batch = (
-        4 << 20
-    )  # the allocator keeps memory of this size; each larger one it would get from the system anew
+    # The allocator keeps memory of this size; each larger piece it would get from the system anew.
+    batch = 4 << 20
     exclusive = True
 
     def __init__(self, root: Path) -> None:
@@ -152,7 +154,8 @@ class LocalBlobs:
     def each(
         self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
     ) -> Iterator[R]:
-        return map(work, items)
+        # What is read in bulk is checked beside the next read. Small things take less than a thread does.
+        return map(work, items) if size is no_bytes else _HELPERS.each(work, items, size)
 
     # writing
 
