@@ -163,10 +163,11 @@ class Store:
         what = blobs.where(SETTINGS)
         if not blobs.has(SETTINGS):
             _refuse_foreign(address, blobs, "give the folder of a store")
-            raise NoStore(
-                f"{address.root or address.shown}: there is no store here",
-                hint="check the path; the first checkpoint creates a store",
-            )
+            if not blobs.has(SETTINGS):  # or it was made just now
+                raise NoStore(
+                    f"{address.root or address.shown}: there is no store here",
+                    hint="check the path; the first checkpoint creates a store",
+                )
         obj = load_json(blobs.read(SETTINGS, MAX_SETTINGS), what)
         f = Fields(obj, what)
         if f.text("kind") != "store":
@@ -439,7 +440,7 @@ def blobs_at(address: Address) -> Blobs:
 def _refuse_foreign(address: Address, blobs: Blobs, hint: str) -> None:
     """Raises NoStore if there is something that is not an empty folder. Left-overs of a crash do not count."""
     others = [name for name in blobs.top() if name != LOCK and not is_left_over(name)]
-    if others:
+    if others and SETTINGS not in others:  # a store that is made meanwhile is none of them
         raise NoStore(
             f"{address.root or address.shown}: this folder holds other things ({sorted(others)[0]!r}), but no store",
             hint=hint,
