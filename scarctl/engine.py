@@ -172,6 +172,8 @@ class Engine:
         self.arena = _open_arena(folder, layout, store.run_id)
         self.pinning = Pinning(self.arena.memory())
         self.queue = HandOverQueue(self.arena.folder)
+        self._sealing: int | None = None
+        """Number of the newest hand-over that seals the state, until it is known to be durable."""
         self._due_at = -1
         """The step of the newest regular checkpoint."""
         self._orphaned = False
@@ -211,7 +213,7 @@ class Engine:
             distance_sq=squared(distance),
             nbytes=self.layout.partition_bytes,
             staleness=self._staleness(step),
-            eligible=~pending,
+            eligible=self._eligible(pending),
             budget=self.budget_now,
             credit=self.credit,
             cursor=self.cursor,
@@ -224,6 +226,17 @@ class Engine:
         ids, bad = self.tracker.check(live, chosen.ids, distance)
         self._save(live, ids, distance, version)
         return Copied(version, ids, sealed=False, nonfinite=np.union1d(chosen.nonfinite, bad))
+
+    def _eligible(self, pending: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """What a partial checkpoint may copy: what does not wait for the store.
+
+        Nothing while a sealed state is on its way there: what it has found as it was saved does not wait, and with a
+        newer copy the state would not be of one step any more.
+        """
+        if self._sealing is not None and self._sealing in self.queue.numbers():
+            return np.zeros_like(pending)
+        self._sealing = None
+        return ~pending
 
     def _staleness(self, step: int) -> Ids:
         """Iterations since every copy; zeros where nobody asks, for it takes longer than all else of a selection."""
@@ -320,6 +333,8 @@ class Engine:
     def hand_over(self, copied: Copied, extras: Any) -> None:
         """Queue what was copied for the persister. Returns at once; the queue is on disk, in the arena's folder."""
         number = self.queue.put(version=copied.version, ids=copied.ids, sealed=copied.sealed, extras=extras)
+        if copied.sealed:
+            self._sealing = number
         nbytes = int(self.layout.partition_bytes[copied.ids].sum())
         self.cadence.handed_over(time.monotonic(), number, nbytes)
         self.saver.notify()
