@@ -233,7 +233,8 @@ class Engine:
         Nothing while a sealed state is on its way there: what it has found as it was saved does not wait, and with a
         newer copy the state would not be of one step any more.
         """
-        if self._sealing is not None and self._sealing in self.queue.numbers():
+        # A daemon that takes over gives what waits other numbers, which are larger; nothing else comes after a seal.
+        if self._sealing is not None and max(self.queue.numbers(), default=-1) >= self._sealing:
             return np.zeros_like(pending)
         self._sealing = None
         return ~pending

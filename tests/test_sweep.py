@@ -146,6 +146,17 @@ class Job:
         self.model(torch.rand(8, 16)).sum().backward()  # moves every row by as much, for ever
         self.optimizer.step()
 
+    def hold_up_a_look(self) -> None:
+        """One is under way, and goes on when `go` is set."""
+        for _ in range(4):
+            self.step()
+        self.session.checkpoint()
+        self.settle()
+        self.entered.clear()
+        self.go.clear()
+        self.step()
+        assert self.entered.wait(60)
+
     def settle(self) -> None:
         """Until the worker has nothing to do."""
         self.session._worker.submit(lambda: None).wait()
@@ -161,14 +172,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 
 
 def test_no_step_waits_for_a_look(job: Job) -> None:
-    for _ in range(4):
-        job.step()
-    job.session.checkpoint()
-    job.settle()
-    job.entered.clear()
-    job.go.clear()
-    job.step()
-    assert job.entered.wait(60), "a look has begun"
+    job.hold_up_a_look()
     before = job.session.stats.checkpoints
     for _ in range(2):
         job.step()
@@ -253,14 +257,7 @@ def test_groups_that_are_trained_again_are_compared(tmp_path: Path, monkeypatch:
 
 
 def test_closing_waits_for_a_look(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(4):
-        job.step()
-    job.session.checkpoint()
-    job.settle()
-    job.entered.clear()
-    job.go.clear()
-    job.step()
-    assert job.entered.wait(60)
+    job.hold_up_a_look()
     engine, looking = job.session._engine, []
     assert engine is not None
     monkeypatch.setattr(engine.pinning, "end", lambda: looking.append(not job.go.is_set()))

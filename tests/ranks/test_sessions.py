@@ -287,7 +287,7 @@ def test_a_running_job_does_what_it_is_asked_for_on_all_ranks_after_the_same_ste
     with ThreadPoolExecutor() as pool:
         job = pool.submit(launch, TRAIN, 2, "fsdp", str(tmp_path), 1 << 20, options, timeout=100)
         # A session may be asked before it can do anything.
-        while not job.done() and "ranks" not in ask("checkpoint", "--live", "--full", "--wait", "5"):
+        while not job.done() and "ranks" not in ask("checkpoint", "--live", "--full"):
             time.sleep(0.2)
         refused = ask("recover", "--lost", "rank:1", "--live", "--max-rework", "0")
         recovered = ask("recover", "--lost", "rank:1", "--live")
