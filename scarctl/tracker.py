@@ -9,7 +9,8 @@ touched   compares the rows of embedding tables that got a gradient since the la
           all others: `scarctl.touches`. Of groups that are no tables it compares all.
 auto      touched for what gets sparse gradients, sampled for large partitions on a GPU, overlapped for all else.
 
-Whatever is chosen is looked at before it is copied: what is not finite is left out. Sealed checkpoints look at everything, whatever the tracker.
+Whatever is chosen is looked at before it is copied: what is not finite is left out. Sealed checkpoints look at
+everything, whatever the tracker.
 
 **What is frozen** (`StateGroup.frozen`), and was found equal to its copies once, counts as equal as long as torch has
 counted no write to it. Writes through `.data` are not counted: so one in 64 of its partitions is compared all the
