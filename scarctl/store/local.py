@@ -73,7 +73,15 @@ class LocalBlobs:
     # reading
 
     def has(self, name: str) -> bool:
-        return os.path.lexists(self._path(name))
+        path = self._path(name)
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            # A disk that does not answer is no absent file: writers give up for good when others have collected theirs.
+            raise os_error(error, path, "look for") from error
+        return True
 
     def top(self) -> list[str]:
         try:

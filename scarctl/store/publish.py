@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scarctl.errors import ScarError
+from scarctl.errors import ScarError, Unavailable
 from scarctl.store.blob import InDoubt
-from scarctl.store.format import record_path, segment_path
+from scarctl.store.format import SETTINGS, record_path, segment_path
 from scarctl.store.record import Record
 from scarctl.store.segment import Tail
 
@@ -64,10 +64,13 @@ class Publisher:
         doubt = self._doubts.get(shard)
         if doubt is None:
             return
+        path = record_path(shard, doubt.record.seq)
         try:
-            there = self._store.blobs.settle(record_path(shard, doubt.record.seq), doubt.record.data)
+            there = self._store.blobs.settle(path, doubt.record.data)
             if there:
                 self._conclude(doubt.record, doubt.tail)
+            else:
+                self._require_absent(path)
         except FileExistsError:
             there = False
         if not there and shard in self._doubts:
@@ -79,10 +82,13 @@ class Publisher:
         return shard not in self._doubts
 
     def there(self, record: Record) -> Record | None:
-        """What stands in the place of a record; None when a newer writer has collected it."""
+        """What stands in the place of a record; None when a newer writer has collected it. Raises InDoubt when the
+        whole store is away.
+        """
         try:
             return self._store.log(record.shard).record(record.seq)
         except FileNotFoundError:
+            self._require_absent(record_path(record.shard, record.seq))
             return None
 
     def discard(self, record: Record) -> None:
@@ -121,14 +127,43 @@ class Publisher:
         """
         log = self._store.log(record.shard)
         if record.seq == 0:
-            return max(log.numbers(), default=0) == 0
+            numbers = log.numbers()
+            self._require_store()
+            return max(numbers, default=0) == 0
         boundary = self._boundary(record.shard)
-        if not self._store.blobs.has(record_path(record.shard, boundary + 1 if boundary else 0)):
-            return False
-        if max(log.indexes(), default=0) <= record.seq:
+        first = record_path(record.shard, boundary + 1 if boundary else 0)
+        if not self._store.blobs.has(first):
+            self._require_store()
+            if not self._store.blobs.has(first):  # or the store is back just now
+                return False
+        indexes = log.indexes()
+        if not indexes:
+            self._require_store()
+        if max(indexes, default=0) <= record.seq:
             return True
         newest = log.newest()
+        if newest is None:
+            self._require_store()
         return newest is not None and newest.boundary <= record.seq
+
+    def _require_store(self) -> None:
+        """Raise Unavailable while the whole store is away, as a folder is that is not mounted: what is missing there
+        was not collected.
+        """
+        if not self._store.blobs.has(SETTINGS):
+            raise Unavailable(
+                f"{self._store.where}: the store is not there",
+                hint="is it mounted? What was acknowledged is in it, and saving goes on when it is back",
+            )
+
+    def _require_absent(self, path: str) -> None:
+        """Raise InDoubt unless there is a store, without such a record."""
+        try:
+            self._require_store()
+        except Unavailable as error:
+            raise InDoubt(error.message, hint=error.hint) from error
+        if self._store.blobs.has(path):
+            raise InDoubt(f"{self._store.blobs.where(path)}: it comes and goes", hint="is the store mounted?")
 
     def _drop(self, record: Record) -> None:
         """The record is not there: deletes its segment, unless it was there and a newer writer has collected it."""
