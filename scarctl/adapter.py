@@ -69,7 +69,10 @@ class Adapter(Protocol):
         """Names of the optimizers' classes, part of the layout's identity; "" when there is none."""
 
     def groups(self) -> list[StateGroup]:
-        """The state as it is now. Names, order, shapes and dtypes are stable once a first step was taken."""
+        """The state as it is now. Names, order, shapes and dtypes are stable once a first step was taken.
+
+        A `StateGroup` that was returned before may come again as long as its tensors are the same.
+        """
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The groups of kind "buffer", by name, as they are now. Called after every step: to be quick."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -25,6 +27,8 @@ class Binding:
         self._adapter = adapter
         self._store = store
         self._views: LiveState | None = None  # mapping the arena takes longer than the rest of a hook
+        self._seen: list[StateGroup] = []
+        """What the adapter had when `_views` was made, and found to fit."""
 
     def build_layout(self) -> Layout:
         """The layout of the state as it is now, after the first step."""
@@ -66,13 +70,19 @@ class Binding:
 
     def live(self, arena: Arena) -> LiveState:
         """The model's tensors as they are now. Raises LayoutMismatch when they are not those of the arena's layout."""
-        states = _states_of(self._adapter, arena.layout)
+        views = self._views if self._views is not None and self._views.arena is arena else None
+        there = self._adapter.groups()
+        if views is not None and len(there) == len(self._seen) and all(map(operator.is_, there, self._seen)):
+            return views
+        states = _states_of(there, arena.layout)
         tensors = [_tensors(state, group) for state, group in zip(states, arena.layout.groups, strict=True)]
         frozen = frozenset(g for g, state in enumerate(states) if state.frozen)
-        if self._views is None or self._views.arena is not arena:
-            self._views = LiveState(arena.layout, tensors, arena, frozen)
-            return self._views
-        return self._views.with_tensors(dict(enumerate(tensors)), frozen)
+        if views is None:
+            views = LiveState(arena.layout, tensors, arena, frozen)
+        else:
+            views = views.with_tensors(dict(enumerate(tensors)), frozen)
+        self._views, self._seen = views, list(there)
+        return views
 
 
 def layout_of(adapter: Adapter, fixed: Settings) -> Layout:
@@ -88,13 +98,13 @@ def layout_of(adapter: Adapter, fixed: Settings) -> Layout:
 
 def tensors_of(adapter: Adapter, layout: Layout) -> list[list[torch.Tensor]]:
     """The state's tensors as they are now, parallel to the layout's. Raises LayoutMismatch when they do not fit it."""
-    states = _states_of(adapter, layout)
+    states = _states_of(adapter.groups(), layout)
     return [_tensors(state, group) for state, group in zip(states, layout.groups, strict=True)]
 
 
-def _states_of(adapter: Adapter, layout: Layout) -> list[StateGroup]:
-    """The adapter's groups, parallel to the layout's. Raises LayoutMismatch when they do not fit it."""
-    by_name = {state.name: state for state in adapter.groups()}
+def _states_of(there: Sequence[StateGroup], layout: Layout) -> list[StateGroup]:
+    """An adapter's groups, parallel to the layout's. Raises LayoutMismatch when they do not fit it."""
+    by_name = {state.name: state for state in there}
     for group in layout.groups:
         state = by_name.get(group.name)
         found = [state.tensors.get(spec.slot) for spec in group.tensors] if state else []

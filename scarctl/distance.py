@@ -69,11 +69,16 @@ def distances(
     per_partition = group.rows_per_partition
     squared = _squares(live[0], saved[0], per_partition, scratch or Scratch(), relative=norm == "relative")
     if norm == "rms":
-        values = max(1, math.prod(group.tensors[0].shape[1:])) * per_partition
-        counts = np.full(group.partitions, float(values))
-        counts[-1] = values * (group.rows / per_partition - (group.partitions - 1))
-        squared /= counts
+        squared /= values_of(group)
     return np.sqrt(squared)
+
+
+def values_of(group: Group) -> NDArray[np.float64]:
+    """Values of every partition of the parameter, float64 of shape (group.partitions,): the last one may be short."""
+    row = max(1, math.prod(group.tensors[0].shape[1:]))
+    values = np.full(group.partitions, float(row * group.rows_per_partition))
+    values[-1:] = row * (group.rows - (group.partitions - 1) * group.rows_per_partition)
+    return values
 
 
 def _squares(
@@ -82,7 +87,7 @@ def _squares(
     """Squared norms of (live - saved) per partition; divided by those of `saved` when `relative`."""
     rows = live.shape[0] if live.dim() else 1
     partitions = -(-rows // per_partition)
-    result = torch.zeros(partitions, dtype=_accumulator(live.dtype), device=live.device)
+    result = torch.zeros(partitions, dtype=accumulator(live.dtype), device=live.device)
     scale = torch.zeros_like(result) if relative else None
     values = per_partition * (live.numel() // rows)
     if _is_plain(live) and not relative and 0 < values <= _CPU_CHUNK:
@@ -126,7 +131,8 @@ def _plain_norms(
             torch.linalg.vector_norm(difference[whole * values :], out=result[first + whole])
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The type of differences of such values, and of their norms."""
     if dtype == torch.float64 or not (dtype.is_floating_point or dtype.is_complex):
         return torch.float64
     return torch.float32
@@ -202,7 +208,7 @@ class Scratch:
         return self._buffer(1, like).copy_(b)
 
     def _buffer(self, which: int, like: torch.Tensor) -> torch.Tensor:
-        size, key = like.numel(), (which, _accumulator(like.dtype), like.device)
+        size, key = like.numel(), (which, accumulator(like.dtype), like.device)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[key] = torch.empty(size, dtype=key[1], device=like.device)
@@ -299,7 +305,7 @@ def finite(group: Group, live: torch.Tensor, ids: NDArray[np.int64]) -> NDArray[
     for batch in _batches(ids, group.rows, per_partition, values):
         matrix = _matrix(_rows_of(live, batch, per_partition), batch.size)
         # Whatever is not finite makes the sum so.
-        sums = matrix.sum(dim=1, dtype=_accumulator(matrix.dtype))
+        sums = matrix.sum(dim=1, dtype=accumulator(matrix.dtype))
         result[done : done + batch.size] = torch.isfinite(sums).cpu().numpy()
         done += batch.size
     return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -15,8 +16,9 @@ from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.movements import Movements
-from scarctl.distance import Norm, Scratch, changed, distances, distances_of, finite
+from scarctl.distance import Norm, Scratch, changed, distances_of, finite
 from scarctl.dtypes import torch_of
+from scarctl.foreach import distances_of_groups
 from scarctl.layout import Layout
 from scarctl.recovery import take_rows
 from scarctl.sampling import sampled_squares
@@ -89,17 +91,22 @@ class LiveState:
         """
         return self.distances_at(np.arange(self.layout.partitions), norm)
 
-    def distances_at(self, ids: Ids, norm: Norm = "l2") -> NDArray[np.float64]:
+    def distances_at(
+        self, ids: Ids, norm: Norm = "l2", scratch: Scratch | None = None
+    ) -> NDArray[np.float64]:
         """Distances of the partitions `ids` (ascending): float64 of the shape of `ids`. See `distances`."""
-        result, scratch = np.empty(ids.size), Scratch()
-        bounds = np.searchsorted(ids, self.layout.base)
-        for g, group in enumerate(self.layout.groups):
-            part = slice(int(bounds[g]), int(bounds[g + 1]))
-            mine = ids[part]
-            if mine.size * _GATHER >= group.partitions:
-                result[part] = self.group_distances(g, norm, scratch)[mine - self.layout.base[g]]
-            elif mine.size:
+        result, scratch = np.empty(ids.size), scratch or Scratch()
+        whole: dict[int, slice] = {}
+        for g, part in self.parts(ids):
+            group, mine = self.layout.groups[g], ids[part]
+            adjacent = mine[-1] - mine[0] == mine.size - 1
+            if mine.size == group.partitions or (not adjacent and mine.size * _GATHER >= group.partitions):
+                whole[g] = part
+            else:
                 result[part] = self.distances_of(g, mine, norm, scratch)
+        found = self.groups_distances(list(whole), norm, scratch)
+        for (g, part), every in zip(whole.items(), found, strict=True):
+            result[part] = every[ids[part] - self.layout.base[g]]
         return result
 
     def distances_of(
@@ -115,7 +122,19 @@ class LiveState:
 
     def group_distances(self, g: int, norm: Norm, scratch: Scratch) -> NDArray[np.float64]:
         """Distances of all partitions of group `g`: float64 of shape (partitions of it,)."""
-        return distances(self.layout.groups[g], self.tensors[g], self._saved[g], norm, scratch)
+        return self.groups_distances([g], norm, scratch)[0]
+
+    def groups_distances(
+        self, groups: Sequence[int], norm: Norm, scratch: Scratch
+    ) -> list[NDArray[np.float64]]:
+        """Distances of all partitions of each of these groups: arrays parallel to `groups`."""
+        return distances_of_groups(
+            [self.layout.groups[g] for g in groups],
+            [self.tensors[g] for g in groups],
+            [self._saved[g] for g in groups],
+            norm,
+            scratch,
+        )
 
     def sampled_squares(self, g: int, seed: int, turn: int) -> NDArray[np.float64]:
         """Estimates of the squared distances of all partitions of group `g`; see `scarctl.sampling`."""
@@ -244,14 +263,23 @@ class LiveState:
         """Of all rows of group `g`, each as one vector."""
         return torch.from_numpy(movements.of(g)).view(torch.bfloat16).view(self.layout.groups[g].rows, -1)
 
+    def parts(self, ids: Ids) -> Iterator[tuple[int, slice]]:
+        """Groups that have some of the partitions `ids` (ascending), and where in `ids` those are."""
+        if not ids.size:
+            return
+        first, last = np.searchsorted(self.layout.base, ids[[0, -1]], side="right") - 1
+        bounds = np.searchsorted(ids, self.layout.base[first : last + 2]).tolist()
+        for g, (start, stop) in enumerate(pairwise(bounds), int(first)):
+            if start < stop:
+                yield g, slice(start, stop)
+
     def _span(self, g: int) -> slice:
         return slice(int(self.layout.base[g]), int(self.layout.base[g + 1]))
 
     def _batches(self, ids: Ids, limit: int = _BATCH_BYTES) -> Iterator[tuple[int, Ids, Ids, Ids]]:
         """Pieces (group, ids, first rows, last rows + 1) of at most about `limit` bytes, or one partition."""
-        bounds = np.searchsorted(ids, self.layout.base)
-        for g, group in enumerate(self.layout.groups):
-            mine = ids[bounds[g] : bounds[g + 1]]
+        for g, part in self.parts(ids):
+            group, mine = self.layout.groups[g], ids[part]
             step = max(1, limit // max(1, group.rows_per_partition * group.row_bytes))
             for first in range(0, mine.size, step):
                 batch = mine[first : first + step]

@@ -10,6 +10,7 @@ waited for.
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -24,6 +25,8 @@ Ids = NDArray[np.int64]
 
 _PIECE = 4 << 20
 """Bytes of parameters after which a checkpoint that waits gets its turn."""
+_GROUP = 32 << 10
+"""Bytes that are compared in the time that a group takes besides."""
 
 
 class Sweep:
@@ -39,20 +42,27 @@ class Sweep:
         """The partition at which the next look begins."""
         self._changes = 0
         """How often others than looks have set what is unknown."""
+        self._groups: Sequence[int] = ()
+        self._nbytes = 0
+        """Bytes of the parameters of these groups, which looks compare."""
         self._interrupted = threading.Event()
 
-    def distances(self, live: LiveState, g: int, scratch: Scratch) -> NDArray[np.float64]:
-        """Of all partitions of group `g`, float64 of shape (partitions of it,). Compares those that it does not know.
+    def distances(
+        self, live: LiveState, groups: Sequence[int], scratch: Scratch
+    ) -> list[NDArray[np.float64]]:
+        """Of all partitions of each of these groups, arrays parallel to `groups`. Compares those that it does not know.
 
         NaN or Inf only where values were found not to be finite just now.
         """
-        span = slice(int(self._layout.base[g]), int(self._layout.base[g + 1]))
-        unknown = self._unknown[span] | ~np.isfinite(self._known[span])
-        ids = np.flatnonzero(unknown) + span.start
+        spans = [slice(int(self._layout.base[g]), int(self._layout.base[g + 1])) for g in groups]
+        unknown = np.zeros(self._layout.partitions, dtype=bool)
+        for span in spans:
+            unknown[span] = self._unknown[span] | ~np.isfinite(self._known[span])
+        ids = np.flatnonzero(unknown)
         if ids.size:
-            self._known[ids] = live.distances_of(g, ids, self._norm, scratch)
+            self._known[ids] = live.distances_at(ids, self._norm, scratch)
             self._unknown[ids] = False
-        return self._known[span].copy()
+        return [self._known[span].copy() for span in spans]
 
     def forget(self, ids: Ids | slice) -> None:
         """Partitions `ids` were copied, or changed by no step: nothing is known of them any more."""
@@ -68,28 +78,57 @@ class Sweep:
         self._interrupted.clear()
 
     def look(self, live: LiveState, groups: Sequence[int], share: float) -> None:
-        """Compare the next partitions of these groups: `share` of them by bytes, in (0, 1], or fewer if interrupted."""
-        row_bytes = {g: self._layout.groups[g].tensors[0].row_bytes for g in groups}
-        left = share * sum(self._layout.groups[g].tensors[0].nbytes for g in groups)
+        """Compare the next partitions of these groups (ascending): `share` of them by bytes, in (0, 1], or fewer if
+        interrupted.
+        """
+        if groups is not self._groups:
+            self._groups = groups
+            self._nbytes = sum(self._layout.groups[g].tensors[0].nbytes for g in groups)
+        if not groups:
+            return
         scratch = Scratch()
-        for g, ids in self._pieces(groups):
-            if left <= 0 or self._interrupted.is_set():
+        for ids in self._pieces(groups, share * self._nbytes):
+            if self._interrupted.is_set():
                 return
             changes = self._changes
-            found = live.distances_of(g, ids, self._norm, scratch)
+            found = live.distances_at(ids, self._norm, scratch)
             if changes == self._changes:
                 self._known[ids] = found
                 self._unknown[ids] = False
             self._next = int(ids[-1]) + 1
-            left -= ids.size * self._layout.groups[g].rows_per_partition * row_bytes[g]
 
-    def _pieces(self, groups: Sequence[int]) -> Iterator[tuple[int, Ids]]:
-        """(Group, adjacent partitions) of all groups in order, once, beginning with the next one to be looked at."""
-        at = self._next
-        for first, last in ((at, self._layout.partitions), (0, at)):
-            for g in groups:
-                start, stop = max(first, int(self._layout.base[g])), min(last, int(self._layout.base[g + 1]))
-                group = self._layout.groups[g]
-                together = max(1, _PIECE // max(1, group.rows_per_partition * group.tensors[0].row_bytes))
-                for piece in range(start, stop, together):
-                    yield g, np.arange(piece, min(stop, piece + together))
+    def _pieces(self, groups: Sequence[int], most: float) -> Iterator[Ids]:
+        """Partitions of these groups in order, beginning with the next one to be looked at: each once at most, and of
+        no more bytes than `most` and one partition. A piece, ascending, may have some of several groups.
+        """
+        at, base = self._next, self._layout.base
+        begin = bisect.bisect_left(groups, int(np.searchsorted(base, at, side="right")) - 1)
+        if begin == len(groups):
+            begin = at = 0
+        piece: list[Ids] = []
+        room = _PIECE
+        for turn in range(begin, begin + len(groups) + 1):
+            g = groups[turn % len(groups)]
+            start, stop = int(base[g]), int(base[g + 1])
+            if turn == begin:
+                start = max(start, at)
+            elif turn == begin + len(groups):
+                stop = min(stop, at)
+            if turn == len(groups) and piece:
+                yield np.concatenate(piece)  # ids begin again
+                piece, room = [], _PIECE
+            group = self._layout.groups[g]
+            nbytes = max(1, group.rows_per_partition * group.tensors[0].row_bytes)
+            while start < stop and most > 0:
+                end = min(stop, start + max(1, int(min(room, most) // nbytes)))
+                piece.append(np.arange(start, end))
+                most -= (end - start) * nbytes
+                room -= (end - start) * nbytes + _GROUP
+                start = end
+                if room <= 0:
+                    yield np.concatenate(piece)
+                    piece, room = [], _PIECE
+            if most <= 0:
+                break
+        if piece:
+            yield np.concatenate(piece)

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from scarctl.adapter import Adapter, touched_rows_of
 from scarctl.config import SessionSettings
-from scarctl.distance import Norm, Scratch
+from scarctl.distance import Norm, Scratch, values_of
 from scarctl.errors import UsageError
 from scarctl.layout import Layout
 from scarctl.live import LiveState
@@ -200,9 +200,9 @@ class Tracker:
         """
         self._turn = step if self._turn is None else self._turn + 1
         result, scratch = np.zeros(self._layout.partitions), Scratch()
-        self._estimated, self._swept = [], []
+        self._estimated, self._swept, whole = [], [], list[int]()
         for g in range(len(self._layout.groups)):
-            span = slice(int(self._layout.base[g]), int(self._layout.base[g + 1]))
+            span = self._span(g)
             if span.start == span.stop:
                 continue
             touches = self._touches.get(g)
@@ -220,12 +220,16 @@ class Tracker:
             elif self._samples(g, live.tensors[g][0].device):
                 result[span] = self._from_sample(live, g)
             elif self._sweep is not None and self._parameter_bytes >= SMALL:
-                result[span] = self._sweep.distances(live, g, scratch)
                 self._swept.append(g)
             else:
-                result[span] = live.group_distances(g, self._norm, scratch)
+                whole.append(g)
                 continue
             self._estimated.append(g)
+        compared = list(zip(whole, live.groups_distances(whole, self._norm, scratch), strict=True))
+        if self._sweep is not None:
+            compared += zip(self._swept, self._sweep.distances(live, self._swept, scratch), strict=True)
+        for g, distance in compared:
+            result[self._span(g)] = distance
         self._look_again(live, result)
         return result
 
@@ -247,6 +251,9 @@ class Tracker:
         self._suspects = np.union1d(self._suspects, bad)
         return ids[finite], bad
 
+    def _span(self, g: int) -> slice:
+        return slice(int(self._layout.base[g]), int(self._layout.base[g + 1]))
+
     def _samples(self, g: int, device: torch.device) -> bool:
         group = self._layout.groups[g]
         values = group.rows_per_partition * math.prod(group.tensors[0].shape[1:])
@@ -257,18 +264,10 @@ class Tracker:
     def _from_sample(self, live: LiveState, g: int) -> NDArray[np.float64]:
         squares = live.sampled_squares(g, self._seed + g, self._turn or 0)
         if self._norm == "rms":
-            squares /= self._values(g)
+            squares /= values_of(self._layout.groups[g])
         elif self._norm == "relative":
             squares /= np.maximum(self._scale_of(live, g), np.finfo(np.float32).tiny)
         return np.sqrt(squares)
-
-    def _values(self, g: int) -> NDArray[np.float64]:
-        """Values of every partition of the parameter: the last one may be short."""
-        group = self._layout.groups[g]
-        row = max(1, math.prod(group.tensors[0].shape[1:]))
-        values = np.full(group.partitions, float(row * group.rows_per_partition))
-        values[-1] = row * (group.rows - (group.partitions - 1) * group.rows_per_partition)
-        return values
 
     def _scale_of(self, live: LiveState, g: int) -> NDArray[np.float64]:
         """Squared norms of all copies of the group, exact: of those only that are new since they were last needed."""

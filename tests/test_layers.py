@@ -22,6 +22,7 @@ WITH_TORCH = {
     "scarctl.dtypes",
     "scarctl.engine",
     "scarctl.extrapolating",
+    "scarctl.foreach",
     "scarctl.live",
     "scarctl.moment",
     "scarctl.motion",

@@ -42,12 +42,13 @@ def _state() -> tuple[Layout, LiveState, Sweep]:
 
 
 def _known(sweep: Sweep, live: LiveState) -> np.ndarray:
-    return np.concatenate([sweep.distances(live, g, Scratch()) for g in ALL])
+    return np.concatenate(sweep.distances(live, ALL, Scratch()))
 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "_PIECE", 3 * 32)
+    monkeypatch.setattr(sweep, "_GROUP", 0)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -81,6 +82,38 @@ def test_groups_that_are_left_out_are_not_read() -> None:
     assert known[:40].all()
     assert not known[40:47].any()
     assert known[47:].all()
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("groups", [[0], [1], [2], [0, 1], [0, 2], [1, 2], ALL])
+def test_a_turn_has_every_partition_once_in_order(groups: list[int]) -> None:
+    layout, _, found = _state()
+    all_of_them = np.concatenate([np.arange(layout.base[g], layout.base[g + 1]) for g in groups])
+    for at in range(layout.partitions + 1):
+        found._next = at
+        pieces = list(found._pieces(groups, np.inf))
+        wanted = np.roll(all_of_them, -int(np.searchsorted(all_of_them, at)))
+        np.testing.assert_array_equal(np.concatenate(pieces), wanted)
+        assert all((np.diff(ids) > 0).all() for ids in pieces)
+        assert {ids.size for ids in pieces} <= {1, 2, 3}
+        some = np.concatenate(list(found._pieces(groups, 32 * 5)))
+        np.testing.assert_array_equal(some, wanted[:5])
+
+
+def test_many_small_groups_are_a_piece_only_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that waits gets its turn soon, and a look does no more than its share."""
+    monkeypatch.setattr(sweep, "_PIECE", 64 << 10)
+    specs = [(f"b{i}", "parameter", (TensorSpec("", "F32", (8,)),)) for i in range(100)]
+    found = Sweep(build_layout(specs), "l2")
+    groups = list(range(100))
+    assert [ids.size for ids in found._pieces(groups, np.inf)] == [2] * 50
+    assert [ids.size for ids in found._pieces(groups, 32 * 3)] == [2, 1]
+
+
+def test_nothing_to_look_at() -> None:
+    _, live, found = _state()
+    found.look(live, [], 0.5)
+    assert not _known(found, live).any()
 
 
 def test_what_is_not_known_is_compared_when_it_is_asked_for() -> None:

@@ -21,7 +21,7 @@ Template = Mapping[str, torch.dtype | None]
 """Slots that an optimizer gives a parameter, and their dtype (None: the parameter's)."""
 
 # Adam's step counts are 0-dim tensors, like the moments of a 0-dim parameter: only the name tells them apart.
-_NEVER_SLOTS = frozenset({"step"})
+NEVER_SLOTS = frozenset({"step"})
 
 # What torch keeps in every optimizer, a scheduler's wrapper of `step`, and what a gradient scaler lends for one step.
 _OF_THE_BASE = frozenset(
@@ -45,7 +45,7 @@ log = logging.getLogger("scarctl")
 
 def is_slot(key: str, value: Any, parameter: torch.Tensor) -> bool:
     """Whether an entry of the optimizer's state of `parameter` is one of its slots."""
-    return key not in _NEVER_SLOTS and is_part_like(value, parameter)
+    return key not in NEVER_SLOTS and is_part_like(value, parameter)
 
 
 class Slots:

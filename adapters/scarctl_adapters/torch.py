@@ -35,6 +35,7 @@ from scarctl_adapters.fsdp import (
     zero_of,
 )
 from scarctl_adapters.mixing import mix_late
+from scarctl_adapters.sameness import Tensors, tensors_now
 from scarctl_adapters.slots import Slots, create_slots, is_slot
 
 
@@ -75,6 +76,8 @@ class TorchAdapter:
         """Weights of embedding modules."""
         self._sparse: set[str] = set()
         """What has had a sparse gradient."""
+        self._known: tuple[Tensors | None, list[StateGroup]] = None, []
+        """The groups when they were asked for last, and the tensors that there were."""
         self._slots = [Slots(optimizer) for optimizer in self._optimizers]
         self._stepping: int | None = None
         """Number of the optimizer whose step is about to begin."""
@@ -103,6 +106,7 @@ class TorchAdapter:
             check_stateful(name, item)
         adapter = cls(model, optimizers, late, extras or {}, replicated)
         adapter._wrapping.check_patterns([group.name for group in adapter.groups()])
+        adapter._known = None, []  # the model may go to a GPU yet: let go of where it is
         return adapter
 
     @property
@@ -130,8 +134,18 @@ class TorchAdapter:
     def groups(self) -> list[StateGroup]:
         """Parameters with their slots, then buffers. Of a DTensor, this rank's part."""
         stepped = self._stepping is not None or any(with_state(o).state for o in self._optimizers)
+        # What FSDP2 has gathered looks the same from one forward to the next, and the parts that count need not be.
+        there = None if self._sharded else tensors_now(self._model, self._optimizers, stepped)
+        known, groups = self._known
+        if there is None or there != known:
+            groups = self._new_groups(foretell=stepped)
+            # Both at once, and only now: a signal's handler may ask in between, and what fails here is asked again.
+            self._known = there, groups
+        return list(groups)
+
+    def _new_groups(self, *, foretell: bool) -> list[StateGroup]:
         for slots in self._slots:
-            slots.learn(foretell=stepped)
+            slots.learn(foretell=foretell)
         zeros = self._zeros()
         groups = []
         numbers = {id(p): i for i, o in enumerate(self._optimizers) for p in params_of(o)}
@@ -379,7 +393,9 @@ def _stack(values: list[Any]) -> Any:
         all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in values)
         and len({v.dtype for v in values}) == 1
     ):
-        return torch.stack([v.detach().cpu() for v in values])
+        # On a GPU that is one wait instead of one for each.
+        where = {v.device for v in values}
+        return torch.stack(values if len(where) == 1 else [v.cpu() for v in values]).detach().cpu()
     return list(values)
 
 
