@@ -233,12 +233,12 @@ class Checkpoints:
         Torch counts in-place writes to a tensor (`_version`); writes through `.data` escape it: `validate` finds those.
         """
         live, arena = under_way.live, engine.arena
-        for g, before in enumerate(under_way.counters):
-            first, last = np.searchsorted(copied.ids, engine.layout.base[g : g + 2])
-            ids = copied.ids[first:last]
-            if before != live.counters(g) and ids.size:
+        everything = copied.ids
+        for g, part in live.parts(everything):
+            ids = everything[part]
+            if under_way.counters[g] != live.counters(g):
                 copied = self._repeat(live, copied, g, engine)
-            elif under_way.snapshot is not None and ids.size:
+            elif under_way.snapshot is not None:
                 twin = live.with_tensors({g: under_way.snapshot[g]})
                 torn = np.intersect1d(ids, np.flatnonzero(twin.changed()))
                 if torn.size:

@@ -227,17 +227,28 @@ class Engine:
         self._save(live, ids, distance, version)
         return Copied(version, ids, sealed=False, nonfinite=np.union1d(chosen.nonfinite, bad))
 
-    def _eligible(self, pending: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """What a partial checkpoint may copy: what does not wait for the store.
+    @property
+    def may_copy(self) -> bool:
+        """Whether there is something that a partial checkpoint may copy, if it has changed."""
+        try:
+            return not self._is_sealing() and not self.arena.pending().all()
+        except ScarError:
+            return True  # the checkpoint will meet the same fault, and report it
 
-        Nothing while a sealed state is on its way there: what it has found as it was saved does not wait, and with a
-        newer copy the state would not be of one step any more.
+    def _eligible(self, pending: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """What a partial checkpoint may copy: what does not wait for the store, and nothing while a seal does."""
+        return np.zeros_like(pending) if self._is_sealing() else ~pending
+
+    def _is_sealing(self) -> bool:
+        """Whether a sealed state is on its way to the store.
+
+        What it has found as it was saved does not wait, and with a newer copy of that the state would not be of one
+        step any more.
         """
         # A daemon that takes over gives what waits other numbers, which are larger; nothing else comes after a seal.
-        if self._sealing is not None and max(self.queue.numbers(), default=-1) >= self._sealing:
-            return np.zeros_like(pending)
-        self._sealing = None
-        return ~pending
+        if self._sealing is not None and max(self.queue.numbers(), default=-1) < self._sealing:
+            self._sealing = None
+        return self._sealing is not None
 
     def _staleness(self, step: int) -> Ids:
         """Iterations since every copy; zeros where nobody asks, for it takes longer than all else of a selection."""

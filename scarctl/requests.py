@@ -63,7 +63,7 @@ class Requests:
             engine.cadence.agree(engine.selector.interval)
             engine.selector.expect(step, engine.budget_now)
         # A part of what is all on its way would be nothing: whoever asked waits until there is something to take.
-        if self._requested or (self._requested is not None and not engine.arena.pending().all()):
+        if self._requested or (self._requested is not None and engine.may_copy):
             requested, self._requested = self._requested, None
             return Due(requested)
         return Due(whole, may_skip=whole) if regular else None

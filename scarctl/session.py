@@ -496,7 +496,10 @@ class Session:
                 # A step that raised has left parameters half changed: what was saved before is better.
                 if seal and quiet and self.head_step > 0 and (as_it_is or self._flushed != self.head_step):
                     moment = self._take() if as_it_is else self._moment or self._take()
-                    self._seal(moment)
+                    errors = self.stats.errors
+                    if not self._seal(moment) and self.stats.errors > errors:
+                        # A signal's handler of somebody else may have raised in the middle of it.
+                        self._seal(moment)
                     if failed and self._engine is not None and moment is not None:
                         self._rescue(self._engine, moment)
 

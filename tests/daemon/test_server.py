@@ -285,18 +285,26 @@ class TestDeath:
             wait_until(lambda: place not in Path("/proc/self/maps").read_text())
 
 
+class Gate(threading.Event):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+        """Somebody waits."""
+
+
 class TestSlowStores:
     """What hangs in one store holds up nobody else."""
 
     @pytest.fixture
-    def gate(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    def gate(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
         """Commits to stores named "slow" wait for this event."""
         from scarctl.store.writer import StoreWriter
 
-        gate, commit = threading.Event(), StoreWriter.commit
+        gate, commit = Gate(), StoreWriter.commit
 
         def waiting(self: StoreWriter, *arguments: Any, **options: Any) -> Any:
             if self.store.root.name == "slow":
+                gate.reached.set()
                 gate.wait(30)
             return commit(self, *arguments, **options)
 
@@ -306,10 +314,11 @@ class TestSlowStores:
 
     @pytest.mark.leaves_arena
     def test_other_runs_go_on_and_stopping_waits(
-        self, daemon: Daemon, base: Path, tmp_path: Path, gate: threading.Event
+        self, daemon: Daemon, base: Path, tmp_path: Path, gate: Gate
     ) -> None:
         slow, fast = Trainer(tmp_path / "slow", base), Trainer(tmp_path / "fast", base)
         slow.save(slow.everything, 1)
+        assert gate.reached.wait(30)
         slow.die()
         with protocol.connect(daemon.folder, 10) as connection:
             # Somebody takes the run over: it is let go, which takes as long as the write.
@@ -329,12 +338,13 @@ class TestSlowStores:
         daemon: Daemon,
         base: Path,
         tmp_path: Path,
-        gate: threading.Event,
+        gate: Gate,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(server_module, "_PATIENCE", 0.3)
         slow = Trainer(tmp_path / "slow", base)
         slow.save(slow.everything, 1)
+        assert gate.reached.wait(30)
         slow.die()
         with pytest.raises(Contention, match="earlier process"):
             Trainer(tmp_path / "slow", base)

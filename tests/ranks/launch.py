@@ -91,16 +91,18 @@ def torchrun(
     restarts: int = 1,
     timeout: float = 150.0,
     imports: tuple[str, ...] = TORCH,
-) -> None:
-    """Run a program on `world` ranks under torchrun, which starts all of them again when one dies.
+) -> str:
+    """Run a program on `world` ranks under torchrun, which starts all of them again when one dies; what they wrote to
+    stderr.
 
-    The ranks are forks of its agent. Fails with what they wrote to stderr.
+    The ranks are forks of its agent.
     """
     options = ["--nproc-per-node", str(world), "--max-restarts", str(restarts), "--rdzv-backend", "c10d"]
     options += ["--rdzv-endpoint", "127.0.0.1:0", *RANKS_ARE_FORKS, module, *arguments]
     command = ["-m", "torch.distributed.run", *options]
     done = run(command, env=of_agent(), timeout=timeout, imports=imports)
     assert done.returncode == 0, done.stderr[-6000:]
+    return done.stderr
 
 
 def of_agent() -> dict[str, str]:

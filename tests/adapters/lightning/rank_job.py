@@ -27,9 +27,11 @@ from tests.adapters.lightning.fits import EXACT, QUIET, Net, Point, interrupt, k
 
 
 class RankNet(Net):
-    """Something may happen to rank 1 only."""
+    """Something may happen to rank 1 only, and not before rank 0 has come as far."""
 
     def reach(self, what: str, batch: int) -> None:
+        if (what, self.current_epoch, batch) == self._at and not self.trainer.sanity_checking:
+            torch.distributed.barrier()
         if self.global_rank == 1:
             super().reach(what, batch)
 

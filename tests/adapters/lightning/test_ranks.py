@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ def read(folder: Path) -> list[dict[str, Any]]:
 def run(folder: Path, **settings: Any) -> list[dict[str, Any]]:
     """Two ranks of the job under torchrun; what came of each."""
     folder.mkdir()
-    torchrun(JOB, json.dumps({**settings, "result": str(folder)}), world=2, timeout=110, imports=LIGHTNING)
+    settings["result"] = str(folder)
+    # Shown when a test fails.
+    sys.stderr.write(torchrun(JOB, json.dumps(settings), world=2, timeout=110, imports=LIGHTNING))
     return read(folder)
 
 
@@ -41,10 +44,10 @@ def test_ddp_goes_on_exactly_after_an_exception(tmp_path: Path) -> None:
     whole = run_alone(tmp_path / "whole", strategy="ddp", store="")
     again = run(tmp_path / "again", strategy="ddp", store=str(tmp_path / "store"), die=["batch_end", 1, 0])
     for rank in range(2):
+        assert again[rank]["resumed"]["step"] == 4
+        assert again[rank]["resumed"]["exact"], again[rank]["resumed"]
         assert {**again[rank], "seen": 0, "resumed": 0} == {**whole[rank], "seen": 0, "resumed": 0}
         assert again[rank]["seen"] == whole[rank]["seen"][4:]
-        assert again[rank]["resumed"]["step"] == 4
-        assert again[rank]["resumed"]["exact"]
 
 
 @pytest.mark.long
