@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import uuid
@@ -13,9 +14,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from scarctl.errors import MissingGuarantee
 from scarctl.store import Store, client
+from scarctl.store.address import Address
 from scarctl.store.doctor import diagnose
 from scarctl.store.local import LocalBlobs
 from scarctl.store.probe import race
+from scarctl.store.store import blobs_at
+from tests.support.places import KEY, SECRET, s3_client, s3_server
 
 
 class LooksFirst(MemoryFileSystem):  # type: ignore[misc]
@@ -86,3 +90,19 @@ def test_an_interrupted_race_leaves_no_racer_waiting(tmp_path: Path, monkeypatch
     assert len(started) == 5
     assert not any(thread.is_alive() for thread in started)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_s3_server_of_the_tests_has_one_winner() -> None:
+    """However its threads take turns: what is tested with it must not fail by its own races."""
+    with s3_server() as endpoint:
+        s3_client(endpoint).create_bucket(Bucket="winners")
+        address = Address.parse(
+            "s3://winners/run", {"endpoint_url": endpoint, "key": KEY, "secret": SECRET, "anon": False}
+        )
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            done = race(blobs_at(address), "race-", rounds=10)
+        finally:
+            sys.setswitchinterval(usual)
+    assert done.one_winner == done.rounds == 10, done.problems

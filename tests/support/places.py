@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 
 class Raw(Protocol):
@@ -104,6 +108,21 @@ class Bucket:
         return [upload["Key"] for upload in answer.get("Uploads", ())]
 
 
+def one_request_at_a_time(app: WSGIApplication) -> WSGIApplication:
+    """`app`, which serves requests one after the other, each once what its client sends is there."""
+    serving = threading.Lock()
+
+    def serve(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        length = environ.get("CONTENT_LENGTH")
+        if length or environ.get("wsgi.input_terminated"):  # the latter: sent in chunks
+            # A client that stalls or goes away halfway keeps nobody waiting; the application sees how much came.
+            environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(length) if length else -1))
+        with serving:
+            return app(environ, start_response)
+
+    return serve
+
+
 KEY, SECRET = "AKIAPLANTEDKEY000001", "planted/secret+of/the/tests"
 
 
@@ -112,6 +131,7 @@ def s3_server() -> Iterator[str]:
     """An S3 server on a free port of the loopback interface; gives its address.
 
     Moto's, without what it puts in front of all its services: that takes longer for each request than the request.
+    Moto looks whether there is an object and puts one in two steps. S3 does it in one, and so does this.
     """
     from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
     from werkzeug.serving import make_server
@@ -121,7 +141,8 @@ def s3_server() -> Iterator[str]:
 
         def log_request(self, *_: Any) -> None: ...
 
-    server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=Quiet)
+    app = one_request_at_a_time(create_backend_app("s3"))
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Quiet)
     server.daemon_threads = True  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
