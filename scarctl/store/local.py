@@ -22,6 +22,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 WRITEBACK = 8 << 20  # bytes after which a writer asks the system to begin writing them out
+READ = 512 << 10  # bytes of one read: for larger ones the system reads ahead into what another thread reads
 
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -299,7 +300,7 @@ class LocalReader:
         done = 0
         while done < len(buffer):
             try:
-                got = os.preadv(self._fd, [buffer[done:]], start + done)
+                got = os.preadv(self._fd, [buffer[done : done + READ]], start + done)
             except OSError as error:
                 raise os_error(error, self._path, "read") from error
             if got == 0:
