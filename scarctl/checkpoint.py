@@ -206,15 +206,14 @@ class Checkpoints:
             if not copied.ids.size and not copied.sealed:
                 return None
             engine.hand_over(copied, self.extras(engine, under_way.moment))
-        except Exception as error:
-            engine.adopt_orphans()
-            self._fault(error)
-            return None
-        except BaseException:
-            # Ctrl-C in the main thread: the copy goes on without it.
+        except BaseException as error:
+            # Ctrl-C, or what a signal's handler raises in the main thread: the copy goes on without it.
             under_way.job.settle()
             engine.adopt_orphans()
-            raise
+            if not isinstance(error, Exception):
+                raise
+            self._fault(error)
+            return None
         return copied
 
     def extras(self, engine: Engine, moment: Moment) -> dict[str, Any]:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 SETTLE = 0.25
 """Seconds after a step in which the loop may still be changing what belongs to it (a schedule), unless it is at the
 next one already."""
@@ -42,7 +44,7 @@ class Gate:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Inside, nobody else is inside `held` or `quiet`. May be nested."""
-        with self._changed:
+        with self._changed, _outside_inference():
             yield
 
     def enter(self) -> None:
@@ -87,11 +89,11 @@ class Gate:
             self._wanted += 1
             mine = threading.get_ident() == self._trainer
             if self._implied and (mine if between is None else between):
-                yield True
-            elif mine:
-                yield not self._stepping
+                quiet = True
             else:
-                yield self._wait(deadline)
+                quiet = not self._stepping if mine else self._wait(deadline)
+            with _outside_inference():
+                yield quiet
         finally:
             self._wanted -= 1
             self._changed.notify_all()
@@ -108,3 +110,15 @@ class Gate:
             limit = deadline if self._stepping else min(deadline, self._ended + SETTLE)
             self._changed.wait(limit - now)
         return False
+
+
+@contextmanager
+def _outside_inference() -> Iterator[None]:
+    """Whoever evaluates may save as well. Writes to tensors that are made in `torch.inference_mode` are not counted by
+    torch, or refused: what a session keeps must not be of that kind.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import scarctl.session
 from scarctl.errors import UsageError
+from scarctl.live import LiveState
 from scarctl.signals import TOGETHER
 from scarctl.store import Store, verify
 from tests.support import stepper
@@ -442,6 +444,38 @@ def test_a_handler_of_somebody_else_raises_in_the_middle_of_closing(
     with pytest.raises(RuntimeError, match="broken batch"), loop.session:
         raise RuntimeError("broken batch")
     assert len(calls) == 2
+    assert_goes_on_exactly(tmp_path / "store", expected, tier=None)
+
+
+def test_it_raises_while_closing_waits_for_the_copy(
+    tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has been copied by then is a part of what is sealed."""
+    loop = trained(tmp_path / "store")
+    save, calls, main = LiveState.save, [], threading.get_ident()
+
+    def slowly(live: LiveState, ids: np.ndarray, *arguments: Any) -> None:
+        calls.append(ids.size)
+        half = ids.size // 2
+        save(live, ids[:half], *arguments)
+        if len(calls) == 1:
+            signal.pthread_kill(main, signal.SIGALRM)
+            time.sleep(0.5)
+        save(live, ids[half:], *arguments)
+
+    def raises(*_: object) -> None:
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(LiveState, "save", slowly)
+    before = signal.signal(signal.SIGALRM, raises)
+    try:
+        with pytest.raises(RuntimeError, match="broken batch"), loop.session:
+            raise RuntimeError("broken batch")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert calls
+    assert calls[0] > 1
+    assert "closed by peer" in str(loop.session.stats.last_error)
     assert_goes_on_exactly(tmp_path / "store", expected, tier=None)
 
 

@@ -23,6 +23,7 @@ WITH_TORCH = {
     "scarctl.engine",
     "scarctl.extrapolating",
     "scarctl.foreach",
+    "scarctl.gate",
     "scarctl.live",
     "scarctl.moment",
     "scarctl.motion",

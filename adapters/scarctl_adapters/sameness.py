@@ -6,7 +6,7 @@ replaced is seen in a fraction of that time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -28,12 +28,17 @@ class Tensors:
     """By id: as long as they are kept, no other object gets that id."""
 
 
-def tensors_now(model: nn.Module, optimizers: Iterable[Optimizer], *more: object) -> Tensors | None:
-    """Parameters, buffers and the modules that have them, slots, and `more`.
+def tensors_now(model: nn.Module, optimizers: Iterable[Optimizer]) -> Tensors | None:
+    """Parameters, buffers and the modules that have them, and slots.
 
-    None where a tensor is of a subclass, such as DTensor, or sparse: its parts may be others, and it the same.
+    None where a tensor is of a subclass, such as DTensor, or sparse: its parts may be others, and it the same. Also
+    where a module tells in a way of its own what it has.
     """
-    facts: list[object] = [*more]
+    if not _is_usual(model.named_parameters, nn.Module.named_parameters) or not all(
+        _is_usual(module.named_buffers, nn.Module.named_buffers) for module in model.modules()
+    ):
+        return None
+    facts: list[object] = []
     kept: dict[int, torch.Tensor] = {}
     for where, tensor in _tensors_of(model, optimizers):
         number = id(tensor)
@@ -44,6 +49,10 @@ def tensors_now(model: nn.Module, optimizers: Iterable[Optimizer], *more: object
             kept[number] = tensor
             facts += _facts_of(tensor)
     return Tensors(facts, kept)
+
+
+def _is_usual(method: Callable[..., object], usual: Callable[..., object]) -> bool:
+    return getattr(method, "__func__", None) is usual
 
 
 def _facts_of(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -72,9 +81,12 @@ def _tensors_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[t
                 # Who asks for buffers later asks this very module.
                 yield (name + key, id(module)), buffer
     for i, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            yield from ((i, p) for p in group["params"])
-        for parameter, state in with_state(optimizer).state.items():
+        inner = with_state(optimizer)
+        # With ZeRO that is another one, of the parameters whose slots are here.
+        theirs = [] if inner is optimizer else inner.param_groups
+        for number, group in enumerate((*optimizer.param_groups, *theirs)):
+            yield from (((i, number), p) for p in group["params"])
+        for parameter, state in inner.state.items():
             if isinstance(parameter, torch.Tensor):
                 yield (i, bool(state)), parameter
                 for key, value in state.items():

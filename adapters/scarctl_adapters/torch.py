@@ -106,7 +106,6 @@ class TorchAdapter:
             check_stateful(name, item)
         adapter = cls(model, optimizers, late, extras or {}, replicated)
         adapter._wrapping.check_patterns([group.name for group in adapter.groups()])
-        adapter._known = None, []  # the model may go to a GPU yet: let go of where it is
         return adapter
 
     @property
@@ -134,13 +133,15 @@ class TorchAdapter:
     def groups(self) -> list[StateGroup]:
         """Parameters with their slots, then buffers. Of a DTensor, this rank's part."""
         stepped = self._stepping is not None or any(with_state(o).state for o in self._optimizers)
-        # What FSDP2 has gathered looks the same from one forward to the next, and the parts that count need not be.
-        there = None if self._sharded else tensors_now(self._model, self._optimizers, stepped)
+        # Before the first step the model may go to a GPU yet, and where it was would be kept. What FSDP2 has gathered
+        # looks the same from one forward to the next, and the parts that count need not be.
+        keeps = stepped and not self._sharded
+        there = tensors_now(self._model, self._optimizers) if keeps else None
         known, groups = self._known
         if there is None or there != known:
             groups = self._new_groups(foretell=stepped)
             # Both at once, and only now: a signal's handler may ask in between, and what fails here is asked again.
-            self._known = there, groups
+            self._known = (None, []) if there is None else (there, groups)
         return list(groups)
 
     def _new_groups(self, *, foretell: bool) -> list[StateGroup]:
@@ -149,13 +150,13 @@ class TorchAdapter:
         zeros = self._zeros()
         groups = []
         numbers = {id(p): i for i, o in enumerate(self._optimizers) for p in params_of(o)}
-        self._trained = []
+        trained = []
         tables = {
             id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
         }
         for name, wrapped, parameter in self._parameters():
             if id(parameter) in numbers:
-                self._trained.append((name, parameter, numbers[id(parameter)]))
+                trained.append((name, parameter, numbers[id(parameter)]))
                 if id(parameter) in tables:
                     self._tables.add(name)
             if is_elsewhere(parameter):
@@ -172,13 +173,14 @@ class TorchAdapter:
             place, frozen = place_of(parameter, name), not parameter.requires_grad
             groups.append(StateGroup(name, "parameter", tensors, place, role, scope, frozen))
         buffers = list(_buffers(self._model))
-        self._places = [(self._wrapping.clean(name), module, key) for name, module, key in buffers]
-        for (wrapped, module, key), (name, _, _) in zip(buffers, self._places, strict=True):
+        places = [(self._wrapping.clean(name), module, key) for name, module, key in buffers]
+        for (wrapped, module, key), (name, _, _) in zip(buffers, places, strict=True):
             buffer = module._buffers[key]
             if buffer is not None and not is_elsewhere(buffer):
                 role, scope = self._wrapping.role(name, wrapped, buffer, buffer=True)
                 place = place_of(buffer, name)
                 groups.append(StateGroup(name, "buffer", {"": local_part(buffer)}, place, role, scope))
+        self._trained, self._places = trained, places
         return groups
 
     def _zeros(self) -> dict[int, str]:

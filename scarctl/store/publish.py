@@ -160,9 +160,10 @@ class Publisher:
         """Raise InDoubt unless there is a store, without such a record."""
         try:
             self._require_store()
-        except Unavailable as error:
+            there = self._store.blobs.has(path)
+        except ScarError as error:
             raise InDoubt(error.message, hint=error.hint) from error
-        if self._store.blobs.has(path):
+        if there:
             raise InDoubt(f"{self._store.blobs.where(path)}: it comes and goes", hint="is the store mounted?")
 
     def _drop(self, record: Record) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,6 +167,64 @@ def test_the_first_step_is_seen() -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     assert adapter.groups()[0].tensors.keys() == {"", "exp_avg", "exp_avg_sq"}
+
+
+def test_what_the_model_was_made_of_is_let_go_before_the_first_step(tmp_path: Path) -> None:
+    """It is often moved to a GPU, or made smaller, after attaching."""
+    values = np.zeros((64, 64), np.float32)
+    gone = weakref.ref(values)
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.from_numpy(values))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    del values
+    with scarctl.attach(model, optimizer, store=tmp_path / "store", daemon=False):
+        assert gone() is not None
+        model.half()
+        gc.collect()
+        assert gone() is None
+
+
+class _TellsItself(nn.Module):
+    """A tensor that is no parameter of its own is one of what it tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.hidden = [nn.Parameter(torch.zeros(2))]
+
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from super().named_parameters(*args, **options)
+        yield "hidden", self.hidden[0]
+
+
+class _TellsBuffers(nn.Module):
+    def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super().named_buffers(*args, **options)
+
+
+def test_a_model_that_tells_itself_what_it_has_is_asked_every_time(tmp_path: Path) -> None:
+    def attached() -> tuple[_TellsItself, torch.optim.Optimizer, scarctl.Session]:
+        model = _TellsItself()
+        optimizer = torch.optim.SGD([model.weight], lr=0.1)
+        session = scarctl.attach(model, optimizer, store=tmp_path / "store", interval=1, daemon=False)
+        return model, optimizer, session
+
+    def step(model: _TellsItself, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        optimizer.step()
+
+    model, optimizer, session = attached()
+    with session:
+        step(model, optimizer)
+        step(model, optimizer)
+        model.hidden[0] = nn.Parameter(torch.full((2,), 7.0))
+        step(model, optimizer)
+    model, optimizer, session = attached()
+    with session:
+        assert session.resume().exact
+        assert model.hidden[0].tolist() == [7.0, 7.0]
+    assert tensors_now(nn.Sequential(_TellsBuffers()), []) is None
 
 
 def test_tensors_of_subclasses_are_asked_every_time() -> None:
