@@ -125,7 +125,7 @@ def train(
 ) -> dict[str, Any]:
     """Resume and train up to iteration `steps`.
 
-    Options: `die` (a rank, or "all") at the end of iteration `die_at`, or `die_in` a place of `PLACES`; an iteration
+    Options: `die` (a rank, or "all") at the end of iteration `die_at`, or `die_in` a place of `PLACES`; iterations
     after which it waits for the store (`drained_at`); a file to keep the state in that was `resumed`, and that of the
     end (`keep`); a file to train `until`; arguments of `attach` (`settings`); `mode` and `snapshot` of `resume`; a
     `snapshot_at` iteration; what to `recover` at the end; a rank whose store is `slow`.
@@ -163,7 +163,7 @@ def train(
             step(model, optimizer, number)
             scheduler.step()
             time.sleep(0.005 if "slow" in options else 0.0)
-            if options.get("drained_at") == number:
+            if number in options.get("drained_at", ()):
                 session._finish()
                 drained([session])
             if options.get("die_at") == number and options["die"] in (rank, "all"):

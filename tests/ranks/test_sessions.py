@@ -72,8 +72,9 @@ def test_a_job_goes_on_exactly_and_so_do_others_that_divide_it_in_another_way(
 
 
 def test_losing_a_rank_loses_only_what_it_owned(tmp_path: Path) -> None:
-    options = [{"die": 1, "die_at": 13}, {"resumed": str(tmp_path / "resumed.pt")}]
-    found = torchrun("fsdp", 4, tmp_path, 20, options)
+    # What waits for the store at 10 is not saved then, and what waits at 13 goes with its rank.
+    first = {"drained_at": [4, 9, 10], "die": 1, "die_at": 13}
+    found = torchrun("fsdp", 4, tmp_path, 20, [first, {"resumed": str(tmp_path / "resumed.pt")}])
     assert {report["step"] for report in found} == {13}
     assert not any(report["exact"] for report in found)
     assert found[0]["ranks"]["lost"] == [1]
@@ -153,7 +154,7 @@ def test_death_before_anything_was_saved(tmp_path: Path) -> None:
 
 def test_all_ranks_dead_and_one_host_gone(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="-9"):
-        launch(TRAIN, 2, "fsdp", str(tmp_path), 20, {"drained_at": 7, "die": "all", "die_at": 13})
+        launch(TRAIN, 2, "fsdp", str(tmp_path), 20, {"drained_at": [7], "die": "all", "die_at": 13})
     store = Store.open(tmp_path / "store")
     shutil.rmtree(next((tmp_path / "arena").iterdir()) / f"{store.id}-1")
     found = launch(TRAIN, 2, "fsdp", str(tmp_path), 20)
