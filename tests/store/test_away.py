@@ -15,6 +15,7 @@ from scarctl.errors import AccessDenied, Unavailable
 from scarctl.layout import Layout
 from scarctl.store import InDoubt, Store, verify
 from scarctl.store.format import SETTINGS, record_path, segment_path
+from scarctl.store.local import os_error
 from tests.store.helpers import Data, read_all
 from tests.store.test_fencing import Hooked, open_writer
 
@@ -143,6 +144,33 @@ def test_it_is_away_while_the_answer_to_a_repeated_request_is_looked_into(
     with pytest.raises(InDoubt):
         writer.commit(0, ids[:3], newer, step=2)
     check(folder, data.all(ids.tolist()) | newer.all([0, 1, 2]))
+    writer.commit(0, ids[3:5], newer, step=3)
+    check(folder, data.all(ids.tolist()) | newer.all([0, 1, 2, 3, 4]))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_it_may_not_be_looked_into_while_its_record_is_looked_for(
+    folder: Folder, layout: Layout, number: int
+) -> None:
+    """What is not known has not failed."""
+    data, ids = Data(layout), np.arange(layout.partitions)
+    writer = open_writer(str(folder.path), layout)
+    writer.commit(0, ids, data, step=1)
+    inner = writer.store.blobs
+    writer.store.blobs = Hooked(inner, record_path(0, writer.states[0].seq + 1), folder.vanish, after=True)
+    newer = Data(layout, 2)
+    with pytest.raises(InDoubt):
+        writer.commit(0, ids[:3], newer, step=2)
+
+    class Denied(Hooked):
+        def has(self, name: str) -> bool:
+            raise os_error(OSError(number, os.strerror(number)), name, "look for")
+
+    writer.store.blobs = Denied(inner, "", None)
+    with pytest.raises(InDoubt, match=os.strerror(number)):
+        writer.commit(0, ids[3:5], newer, step=3)
+    writer.store.blobs = inner
+    folder.come_back()
     writer.commit(0, ids[3:5], newer, step=3)
     check(folder, data.all(ids.tolist()) | newer.all([0, 1, 2, 3, 4]))
 
