@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from scarctl.adapter import Adapter
+from scarctl.caveats import Caveats
 from scarctl.dtypes import plain
 from scarctl.engine import Copied, Engine
 from scarctl.errors import Corruption
@@ -102,6 +103,7 @@ class Checkpoints:
         streams: Streams,
         stats: Stats,
         fault: Callable[[Exception], None],
+        caveats: Caveats,
         *,
         validate: bool,
     ) -> None:
@@ -111,6 +113,7 @@ class Checkpoints:
         self._streams = streams
         self._stats = stats
         self._fault = fault
+        self._caveats = caveats
         self._validate = validate
         self._under_way: _UnderWay | None = None
         self._live: LiveState | None = None
@@ -223,6 +226,7 @@ class Checkpoints:
             "late": plain(self._adapter.capture_late()),
             "policy": {"credit": engine.credit, "cursor": engine.cursor},
             **to_extras(engine.motion.history, engine.settings.norm),
+            **self._caveats.to_extras(),
             **(engine.trend.to_extras() if engine.trend is not None else {}),
         }
 

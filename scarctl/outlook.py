@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.caveats import Caveat, caveats_of
 from scarctl.convergence import CannotTell
 from scarctl.daemon.arena import Arena
 from scarctl.errors import Corruption
@@ -51,13 +52,13 @@ def of_own_part(extras: Mapping[str, Any], own: Any) -> dict[str, Any]:
 
 def stored_outlook(
     writers: Sequence[tuple[Store, Mapping[int, ShardState]]], step: int
-) -> tuple[Outlook, str]:
-    """What the newest extras say of convergence at `step`, and the norm of the run's distances.
+) -> tuple[Outlook, str, tuple[Caveat, ...]]:
+    """What the newest extras say of convergence at `step`, the norm of the run's distances, and the run's caveats.
 
     writers: each store as its writer sees it, with the states of its shards: one, or one for each rank that has some of
     the state. What cannot be read is no error: the outlook says so.
     """
-    parts, norm = [], ""
+    parts, norm, caveats = [], "", dict[Caveat, None]()
     for store, states in writers:
         newest = max(
             (state for state in states.values() if state.extras is not None),
@@ -67,10 +68,12 @@ def stored_outlook(
         try:
             found = None if newest is None else store.read_extras(newest)
         except Corruption as error:
-            return Outlook(step, CannotTell(f"the run's extras are damaged: {error.message}")), ""
-        history, norm = history_of(None if found is None else found[1])
+            return Outlook(step, CannotTell(f"the run's extras are damaged: {error.message}")), "", ()
+        extras = None if found is None else found[1]
+        history, norm = history_of(extras)
         parts.append(history.until(step))
-    return Outlook.of(step, parts), norm
+        caveats |= dict.fromkeys(caveats_of(extras))
+    return Outlook.of(step, parts), norm, tuple(caveats)
 
 
 def parameters_of(layout: Any) -> NDArray[np.bool_]:
@@ -125,7 +128,7 @@ def weigh(
     """
     step = max(max((state.step for state in loss.states.values()), default=0) for loss in losses)
     step = max([step, *(loss.arena.head_step for loss in losses if loss.arena is not None)])
-    outlook, norm = stored_outlook(
+    outlook, norm, _ = stored_outlook(
         [(loss.store, loss.states) for loss in losses if parameters_of(loss.layout).any()], step
     )
     ages, distance, whole, since = [], [], 0, 0

@@ -49,6 +49,8 @@ class Resumed:
     in other parts: then all of it came from the store."""
     ranks: Mapping[str, Any] | None = None
     """With several ranks: which of them were lost, and what that costs; see `scarctl.ranks.agreement`."""
+    reasons: tuple[str, ...] = ()
+    """Why the state is not exact, a sentence each; () when it is."""
 
 
 def resume_live(

@@ -16,12 +16,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
 from scarctl import signals
 from scarctl.adapter import Adapter
 from scarctl.binding import Binding
+from scarctl.caveats import Caveats, caveats_of, reasons
 from scarctl.checkpoint import Checkpoints, Stats
 from scarctl.claiming import claim_saver
 from scarctl.config import SessionSettings
@@ -69,8 +71,14 @@ class Session:
         self.stats = Stats()
         self.head_step = 0
         """Iterations finished so far, counted over restarts."""
+        self.caveats = Caveats()
+        """What of this run is not protected, or not exact; each was logged at WARNING."""
+        self.resumed: Resumed | None = None
+        """What `resume` returned, and why that is not exact if it turned out later."""
         self._adapter = adapter
         self._hooked_begin = auto == "begin"
+        self._found_reasons: tuple[str, ...] = ()
+        """Why what was resumed from is not exact, as the run knew that saved it."""
         self._closed = False
         self._pid = os.getpid()
         self._requests = Requests(self._together, self.recover, self._fault)
@@ -96,7 +104,13 @@ class Session:
             undo.pop_all()
         self._worker = Worker("scarctl-copy")
         self._checkpoints = Checkpoints(
-            adapter, self._worker, self._streams, self.stats, self._fault, validate=settings.validate
+            adapter,
+            self._worker,
+            self._streams,
+            self.stats,
+            self._fault,
+            self.caveats,
+            validate=settings.validate,
         )
         # Without this, a loop that just ends would lose what it did since the last checkpoint.
         atexit.register(self._at_exit)
@@ -213,13 +227,15 @@ class Session:
                     f"{self.store.url} has no snapshot {snapshot!r}: nothing is saved there",
                     hint="check the address; without a snapshot, resume() begins a new run there",
                 )
-            return Resumed(step=0, exact=True, report=None)
+            self.resumed = Resumed(step=0, exact=True, report=None)
+            return self.resumed
         with self._gate.held():
             resumption = Resumption(
                 self._adapter, self._binding, self.store, self._together, self._opening.open, self._go_on
             )
             resumed, moved = resumption.run(mode, snapshot)
             self._opening.looked()
+            self.resumed = resumed = self._doubted(resumed)
             if moved:
                 # Until this is durable the state is where it came from.
                 self._seal(self._take())
@@ -250,7 +266,15 @@ class Session:
         self._opening.looked(superseding=True)
         self.head_step = step
 
+    def _doubted(self, resumed: Resumed) -> Resumed:
+        """The same with why it is not exact: what the run that saved it knew, and mixed steps."""
+        found = [tuple(theirs) for theirs in self._together.gather(list(self._found_reasons))]
+        mixed = () if resumed.exact or not resumed.step else ("partitions are of several steps",)
+        why = tuple(dict.fromkeys([*mixed, *(reason for theirs in found for reason in theirs)]))
+        return replace(resumed, exact=resumed.exact and not why, reasons=why)
+
     def _go_on(self, engine: Engine, resumed: Resumed, extras: Any) -> None:
+        self._found_reasons = reasons(caveats_of(extras))
         if extras is not None:
             self._adapter.restore(extras["early"], extras["late"])
             engine.credit, engine.cursor = extras["policy"]["credit"], extras["policy"]["cursor"]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from scarctl.caveats import Caveat
     from scarctl.cli.ranks import Layouts, Ranks
     from scarctl.daemon.peek import ArenaView
     from scarctl.layout import Layout
@@ -138,6 +139,8 @@ class Survey:
     """Distances are in the norm that convergence is told in."""
     since: int = 0
     """Iterations since the distances were taken."""
+    caveats: tuple[Caveat, ...] = ()
+    """What the run that saved this found unprotected, or not exact."""
 
     @cached_property
     def staleness(self) -> NDArray[np.int64]:
@@ -262,6 +265,7 @@ class Survey:
             "store": self.usage,
             "snapshots": self.snapshots,
             "run": self.run,
+            "caveats": [caveat.to_json() for caveat in self.caveats],
             "convergence": None if self.outlook is None else self.outlook.to_json(),
             **(self.ranks[0].to_json() if self.ranks else {}),
         }
@@ -321,7 +325,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
             "errors": arena.errors,
         }
     named = [snapshot.to_json() for snapshot in snapshots(store)]
-    outlook, norm = stored_outlook([(store, states)], max(step, 0))
+    outlook, norm, caveats = stored_outlook([(store, states)], max(step, 0))
     return Survey(
         store.url,
         step if step >= 0 else None,
@@ -336,6 +340,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         outlook=outlook,
         comparable=norm == "l2",
         since=since,
+        caveats=caveats,
     )
 
 
@@ -399,6 +404,7 @@ def summary(view: Survey) -> list[str]:
             f"step {view.run['head_step']}, {view.run['pending_partitions']} partitions not durable yet, "
             f"{view.run['errors']} errors"
         )
+    lines += [f"caution: {caveat.message}" for caveat in view.caveats]
     if view.outlook is not None:
         lines.append(_outlook_line(view.outlook))
         expected = [line["expected_perturbation"] for line in view.shards]

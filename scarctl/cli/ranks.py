@@ -183,7 +183,7 @@ def survey_ranks(store: Store, arena_dir: str | None, parts: Parts | None) -> Su
     own = [
         (store, {shard: states[shard]}) for shard, layout in layouts.items() if parameters_of(layout).any()
     ]
-    outlook, norm = stored_outlook(own, max(step, 0))
+    outlook, norm, caveats = stored_outlook(own, max(step, 0))
     view = Survey(
         store.url,
         step if step >= 0 else None,
@@ -197,6 +197,7 @@ def survey_ranks(store: Store, arena_dir: str | None, parts: Parts | None) -> Su
         outlook=outlook,
         comparable=norm == "l2",
         since=max((since_of(arena, step) for arena in here), default=0),
+        caveats=caveats,
     )
     by_shard = {line["shard"]: line for line in view.shards}
     lines = [
