@@ -30,6 +30,7 @@ KEYS = {
     "store",
     "run",
     "snapshots",
+    "caveats",
     "convergence",
 }
 SHARD_KEYS = {
