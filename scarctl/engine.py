@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from scarctl.cadence import Cadence
 from scarctl.config import SessionSettings
+from scarctl.daemon import kinship
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.handover import HandOverQueue
 from scarctl.daemon.movements import Movements
@@ -169,7 +170,7 @@ class Engine:
             divisible=settings.policy != "full" and selector is None,
             shared=selector is not None,
         )
-        self.arena = _open_arena(folder, layout, store.run_id)
+        self.arena = _open_arena(folder, layout, store)
         self.pinning = Pinning(self.arena.memory())
         self.queue = HandOverQueue(self.arena.folder)
         self._sealing: int | None = None
@@ -451,9 +452,9 @@ class Engine:
         return durable
 
 
-def _open_arena(folder: Path, layout: Layout, run_id: str) -> Arena:
+def _open_arena(folder: Path, layout: Layout, store: Store) -> Arena:
     """The run's arena: the one that a process left when it died, or a new one."""
-    arena = Arena.open_existing(folder, run_id=run_id)
+    arena = kinship.take(folder, store)
     if arena is not None and arena.layout == layout:
         arena.pid = os.getpid()
         return arena
@@ -461,4 +462,4 @@ def _open_arena(folder: Path, layout: Layout, run_id: str) -> Arena:
         log.warning("the arena in %s is of another layout: replaced", folder)
         HandOverQueue(folder).clear()
         arena.remove()
-    return Arena.create(folder, layout, run_id=run_id, epoch=1)
+    return kinship.create(folder, layout, store)

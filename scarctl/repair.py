@@ -16,7 +16,7 @@ from scarctl.daemon.arena import Arena
 from scarctl.daemon.client import wait_until_released
 from scarctl.daemon.folder import arena_folder, host_folder
 from scarctl.daemon.handover import HandOverQueue
-from scarctl.daemon.peek import open_stopped
+from scarctl.daemon.kinship import believed, open_stopped
 from scarctl.errors import Corruption, NoIntactCopy, UsageError
 from scarctl.execution import Report, Sink, execute
 from scarctl.joint import (
@@ -230,6 +230,8 @@ class _Recovery:
             return Recovery(plan, estimate(known), self._output(), None, self.cost, left_out=self.left_out)
         report = self._into(plan, state) if state is not None else self._elsewhere(plan)
         if writer is not None:
+            if self.arena is not None:
+                writer.accompany(self.arena)
             writer.roll_back(report.plan.seqs)
             self._forget()
         return Recovery(
@@ -473,6 +475,9 @@ class _RanksRecovery:
             return
         seqs = {shard: seq for _, one in plan.each() for shard, seq in one.seqs.items()}
         seqs |= extra_seqs(self.joint, plan)
+        for writer, arena in zip(self.writers, self.arenas, strict=False):
+            if arena is not None:
+                writer.accompany(arena)
         for writer in self.writers:
             mine = {shard: seq for shard, seq in seqs.items() if shard in writer.states}
             if mine:
@@ -502,8 +507,9 @@ def _stopped_arena(store: Store, layout: Layout, settings: RecoverSettings) -> I
     if settings.into is None and settings.output is None:
         # It is what will be written: here a live run is an error, and so is a damaged arena.
         arena = Arena.open_existing(arena_folder(settings.arena_dir, store.run_id), run_id=store.run_id)
+        arena = None if arena is None else believed(arena, store)
     else:
-        arena = open_stopped(settings.arena_dir, store.run_id)
+        arena = open_stopped(settings.arena_dir, store)
     if arena is None:
         yield None
         return

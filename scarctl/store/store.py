@@ -40,6 +40,7 @@ from scarctl.store.format import (
     shard_folder,
     shard_of_folder,
 )
+from scarctl.store.line import line_of
 from scarctl.store.local import LocalBlobs
 from scarctl.store.lock import BothLocks, NoLock, StoreLock
 from scarctl.store.log import ShardLog
@@ -191,8 +192,9 @@ class Store:
 
     @property
     def run_id(self) -> str:
-        """Names what one process saves to: the store, or its shard in it. Also the name of its arena's folder."""
-        return self.id if self.part is None else f"{self.id}-{self.part.shard}"
+        """Names what one process saves to, and its arena's folder: the store at this place, or its shard in it."""
+        run = f"{self.id}.{self.address.digest}"
+        return run if self.part is None else f"{run}-{self.part.shard}"
 
     def shard_of(self, layout: Layout) -> NDArray[np.int32]:
         """Shard of every partition: int32 of shape (layout.partitions,)."""
@@ -283,8 +285,7 @@ class Store:
 
     def current_layout(self) -> Layout | None:
         """The layout of the newest records; None before the first."""
-        newest = self.blobs.each(lambda shard: self.log(shard).newest(), self.shards())
-        record = max(filter(None, newest), key=lambda record: record.epoch, default=None)
+        record = max(self._newest(), key=lambda record: record.epoch, default=None)
         return None if record is None else self.layout(record.layout)
 
     # logs
@@ -295,6 +296,14 @@ class Store:
             return [self.part.shard] if self.log(self.part.shard).numbers() else []
         found = (shard_of_folder(name) for name in self.blobs.folders("shards"))
         return sorted(shard for shard in found if shard is not None)
+
+    def line(self) -> int:
+        """What the store holds now: see `scarctl.store.line`. Raises Corruption."""
+        return line_of({record.shard: record.line for record in self._newest()})
+
+    def _newest(self) -> list[Record]:
+        found = self.blobs.each(lambda shard: self.log(shard).newest(), self.shards())
+        return [record for record in found if record is not None]
 
     def log(self, shard: int) -> ShardLog:
         return ShardLog(self.blobs, shard, self.layout)
