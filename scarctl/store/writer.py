@@ -118,7 +118,7 @@ class StoreWriter:
                     if worth and self.is_settled(shard) and not self._write_index(shard):
                         break
         finally:
-            self._closed = True
+            self._closed, self._publisher.companion = True, None
             self.store.return_lock(self._lock)
 
     # --- commits --------------------------------------------------------------------------------------------

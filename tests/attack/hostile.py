@@ -39,6 +39,7 @@ from scarctl.daemon.arenafile import FILE
 from scarctl.daemon.folder import arena_folder, host_folder
 from scarctl.daemon.handover import HandOverQueue
 from scarctl.errors import ScarError
+from scarctl.store import Store
 from scarctl.version import pack
 from tests.attack.image import LAYOUT, Image, make
 from tests.attack.targets_store import signed
