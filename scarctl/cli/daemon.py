@@ -220,7 +220,9 @@ def _stale_line(arena: StaleArena) -> str:
     elif arena.aside:
         what = f"step {arena.head_step}, set aside: it is not of the store's state any more"
     elif arena.foreign:
-        what = f"step {arena.head_step}, the store was saved to or rolled back from elsewhere: of no use to it"
+        what = (
+            f"step {arena.head_step}, the store was saved to or rolled back from elsewhere: of no use to it"
+        )
     elif arena.durable:
         what = f"step {arena.durable_step}, the store has all of it"
     else:

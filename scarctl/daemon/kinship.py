@@ -87,11 +87,13 @@ def open_stopped(base: str | None, store: Store) -> Arena | None:
     except (AccessDenied, Corruption) as error:
         log.warning("%s", error)
         return None
-    return None if arena is None else believed(arena, store)
+    return believed(arena, store)
 
 
-def believed(arena: Arena, store: Store) -> Arena | None:
+def believed(arena: Arena | None, store: Store) -> Arena | None:
     """An arena that was opened, if it belongs to the store; else it is closed, a warning says so, and it is none."""
+    if arena is None:
+        return None
     try:
         if _is_kin(arena, store):
             return arena
@@ -125,8 +127,24 @@ def take(folder: Path, store: Store) -> Arena | None:
     return None
 
 
-def create(folder: Path, layout: Layout, store: Store) -> Arena:
-    """A new arena for a run of this store. What was set aside gives way. Raises what `Arena.create` raises."""
+def arena_for(folder: Path, layout: Layout, store: Store) -> Arena:
+    """A run's arena: the one that a process left when it died, or a new one.
+
+    Raises what `take` and `Arena.create` raise.
+    """
+    arena = take(folder, store)
+    if arena is not None and arena.layout == layout:
+        arena.pid = os.getpid()
+        return arena
+    if arena is not None:
+        log.warning("the arena in %s is of another layout: replaced", folder)
+        HandOverQueue(folder).clear()
+        arena.remove()
+    return _create(folder, layout, store)
+
+
+def _create(folder: Path, layout: Layout, store: Store) -> Arena:
+    """A new arena. What was set aside gives way."""
 
     def make() -> Arena:
         return Arena.create(folder, layout, run_id=store.run_id, epoch=1, place=store.where)

@@ -105,14 +105,13 @@ class Store:
         storage_options: Mapping[str, Any] | None = None,
         assume_single_writer: bool = False,
     ) -> Store:
-        """Creates a store, or opens the one that is there if the settings given (not None) are the store's
-        own.
+        """Creates a store, or opens the one that is there if the settings given (not None) are the store's own.
 
         storage_options: for the file system of a remote store, see `scarctl.store.address`.
         assume_single_writer: also where nothing can be created exclusively.
 
-        Raises SettingsConflict if they are not; NoStore (kind "foreign-store") if the folder holds other
-        things; MissingGuarantee if the place cannot create files exclusively.
+        Raises SettingsConflict if they are not; NoStore (kind "foreign-store") if the folder holds other things;
+        MissingGuarantee if the place cannot create files exclusively.
         """
         given: dict[str, Any] = {
             "shards": shards,
@@ -223,9 +222,7 @@ class Store:
             lock.release()
 
     def take_lock(self) -> Lock:
-        """The lock, from this store if it holds it. Whoever takes it gives it to `return_lock`. Raises
-        Contention.
-        """
+        """The lock, from this store if it holds it. Whoever takes it gives it to `return_lock`. Raises Contention."""
         lock, self._lock = self._lock, None
         if lock is not None and lock.held:
             return lock
@@ -274,9 +271,7 @@ class Store:
             {"format": FORMAT, "kind": "layout", "digest": layout.digest, "layout": layout.to_json()}
         )
         if len(data) > MAX_LAYOUT:
-            raise UsageError(
-                f"the layout has {len(data)} bytes of names and shapes, the limit is {MAX_LAYOUT}"
-            )
+            raise UsageError(f"the layout has {len(data)} bytes of names and shapes, more than {MAX_LAYOUT}")
         self.blobs.prepare("layout")
         try:
             self.blobs.create_exclusive(layout_path(layout.digest), [data])
@@ -408,12 +403,8 @@ class Store:
     def usage(self, states: Mapping[int, ShardState]) -> dict[str, int]:
         """`bytes` of all files, `live_bytes` of newest copies, number of `segments` and of `records`."""
         total = segments = records = live = 0
-        folders = [
-            "layout",
-            SNAPSHOTS,
-            TOPOLOGIES,
-            *(f"shards/{s}/{f}" for s in self.shards() for f in ("seg", "log", "index")),
-        ]
+        own = (f"shards/{s}/{f}" for s in self.shards() for f in ("seg", "log", "index"))
+        folders = ["layout", SNAPSHOTS, TOPOLOGIES, *own]
         for folder, files in zip(folders, self.blobs.each(self.blobs.files, folders), strict=True):
             sizes = [size for _, size in files]
             total += sum(sizes)

@@ -8,7 +8,6 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -101,9 +100,7 @@ class StoreWriter:
     def __enter__(self) -> StoreWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -228,7 +225,9 @@ class StoreWriter:
         try:
             self._begin(dict(self.states), seqs)
         except FileExistsError:
-            self._dead = Fenced(f"{self.store.where}: a newer writer has taken over", hint="stop this process")
+            self._dead = Fenced(
+                f"{self.store.where}: a newer writer has taken over", hint="stop this process"
+            )
             raise self._dead from None
         self._dead = None
         for shard in seqs:
@@ -337,10 +336,11 @@ class StoreWriter:
         """What the store holds now: see `scarctl.store.line`."""
         return self._publisher.line
 
-    def accompany(self, companion: Companion) -> None:
-        """Has `companion` note what the store holds, now and with every record."""
+    def accompany(self, companion: Companion | None) -> None:
+        """Has `companion`, if there is one, note what the store holds, now and with every record."""
         self._publisher.companion = companion
-        companion.note(self.line)
+        if companion is not None:
+            companion.note(self.line)
 
     def is_settled(self, shard: int) -> bool:
         """Whether it is known what the newest record of a shard is."""

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ class Told:
 
 def live(store: Path, host: Path, life: int, plan: Plan) -> Told:
     """Have a process live."""
+    warm()
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -119,6 +121,23 @@ def live(store: Path, host: Path, life: int, plan: Plan) -> Told:
     return Told(first["step"], first["exact"], tuple(first["values"]), left, first["found"])
 
 
+@cache
+def warm() -> None:
+    """What a session imports is imported here: once, not in every child."""
+    with tempfile.TemporaryDirectory() as folder:
+        state = {"a": np.zeros((2, 2))}
+        session = scarctl.attach(
+            state, store=f"{folder}/run", arena_dir=folder, daemon=False, flush_on_signal=False
+        )
+        session.step()
+        session.close()
+        session = scarctl.attach(
+            state, store=f"{folder}/run", arena_dir=folder, daemon=False, flush_on_signal=False
+        )
+        session.resume()
+        session.close()
+
+
 def _live(pipe: int, store: Path, host: Path, life: int, plan: Plan) -> None:
     def tell(**fields: Any) -> None:
         os.write(pipe, json.dumps(fields).encode() + b"\n")
@@ -135,7 +154,7 @@ def _live(pipe: int, store: Path, host: Path, life: int, plan: Plan) -> None:
         session.close(seal=False)
         return
     tell(step=resumed.step, exact=resumed.exact, values=_values(state), found=resumed.report is not None)
-    engine = None
+    engine = session._engine
     for n in range(1, plan.steps + 1):
         for array in state.values():
             array[:] = life * STEPS + session.head_step + 1
@@ -156,7 +175,11 @@ def _live(pipe: int, store: Path, host: Path, life: int, plan: Plan) -> None:
     arena = None if engine is None else engine.arena
     left = [NEVER] * ROWS
     if arena is not None:
-        rows = [float(arena.rows(g, 0).view(np.float64)[r, 0]) for g, (n, _) in enumerate(SHAPES.values()) for r in range(n)]
+        rows = [
+            float(arena.rows(g, 0).view(np.float64)[r, 0])
+            for g, (n, _) in enumerate(SHAPES.values())
+            for r in range(n)
+        ]
         left = [v if there else NEVER for v, there in zip(rows, arena.intact().tolist(), strict=True)]
     tell(left=left)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -272,7 +295,9 @@ class World:
         allowed = frozenset().union(*known) if known else frozenset()
         strangers = sorted(set(told.values) - allowed)
         if strangers:
-            raise Violation(f"{strangers} came back, neither from the store nor from this host's memory of it")
+            raise Violation(
+                f"{strangers} came back, neither from the store nor from this host's memory of it"
+            )
         self.counts["exact"] += told.exact
         self.begun |= {(told.step, told.values)} if not told.exact else set()
         uniform = len(set(told.values)) == 1 and int(told.values[0]) % STEPS == told.step
@@ -379,7 +404,7 @@ def wander(world: World, rng: random.Random, acts: int) -> None:
                 plan = replace(plan, drained=rng.random() < 0.5)
             world.run(store, rng.choice("ab"), plan)
         elif chance < 0.9:
-            world.copy(store, rng.choice(["run", "copy", "backup"]) if len(stores) > 1 else "copy")
+            world.copy(store, rng.choice(sorted({"run", "copy", "backup"} - {store})))
         else:
             world.prune(store)
 
