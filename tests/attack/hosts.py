@@ -380,7 +380,7 @@ CASES: dict[str, Callable[[World, str], None]] = {
 }
 
 
-def wander(world: World, rng: random.Random, acts: int) -> None:
+def wander(world: World, rng: random.Random, acts: int, daemons: bool) -> None:
     """Anything, in any order."""
     world.run("run", "a", Plan(steps=3, durable=1, end=rng.choice(["kill", "close"])))
     for _ in range(acts):
@@ -394,7 +394,7 @@ def wander(world: World, rng: random.Random, acts: int) -> None:
                 durable=rng.choice([0, 0, rng.randint(0, steps)]),
                 stopped=rng.choice([0, rng.randint(0, steps)]),
                 end=rng.choices(["kill", "close"], [3, 1])[0],
-                daemon=rng.choices(["", "stays", "dies"], [8, 1, 1])[0],
+                daemon=rng.choices(["", "stays", "dies"], [18, daemons, daemons])[0],
             )
             if plan.end == "close":
                 plan = replace(plan, stopped=0)
@@ -454,11 +454,11 @@ def case(name: str, daemon: str = "") -> Counter[str]:
         return world.counts
 
 
-def episode(seed: int, acts: int = 14) -> Counter[str]:
+def episode(seed: int, acts: int = 14, *, daemons: bool = True) -> Counter[str]:
     """A random one. Raises Violation."""
     with a_world() as world:
         try:
-            wander(world, random.Random(seed), acts)
+            wander(world, random.Random(seed), acts, daemons)
         except Violation as error:
             raise Violation("\n".join([*world.journal, str(error)])) from None
         return world.counts
