@@ -44,9 +44,18 @@ def require_kinship(arena: Arena, line: int, store: Store, *, again: bool) -> No
 
     again: the process that made its copies lives. Else one without copies may belong to any store.
     """
-    if line in arena.lines or (not again and _is_blank(arena)):
-        return
-    raise Fenced(
+    if line not in arena.lines and (again or not _is_blank(arena)):
+        raise _overtaken(store)
+
+
+def require_same_line(arena: Arena, store: Store) -> None:
+    """Raise Fenced unless what was just read from a store is of the line of a live run's arena."""
+    if not belongs(lambda: arena.lines, store):
+        raise _overtaken(store)
+
+
+def _overtaken(store: Store) -> Fenced:
+    return Fenced(
         f"{store.url}: another process has saved to this store meanwhile, or it has been rolled back or replaced",
         hint="stop one of the two; what this one has in memory stays there",
     )
@@ -203,7 +212,7 @@ def _tell_of_others(folder: Path, store: Store) -> None:
         except ScarError:
             ours = True
         if ours:
-            whose = f"of the store in {view.place}" if view.place else "of an earlier version of scarctl"
+            whose = f"of the store in {view.place}" if view.lines[0] else "of an earlier version of scarctl"
             log.warning(
                 "%s: what %s has in memory is not used: it is %s, step %d",
                 store.url,
