@@ -1,4 +1,4 @@
-"""Stores and the arenas of several hosts as a transition system, next to that of the protocol (`tests.attack.protocol`).
+"""Stores and arenas of several hosts as a transition system, next to that of the protocol (`tests.attack.protocol`).
 
 A process has a host and a store. What it has trained is the list of its steps since the beginning of the run; the
 newest of it is in the host's arena, what it has committed in the log. Everything that others can see is one step, a
