@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -22,8 +21,8 @@ from numpy.typing import NDArray
 
 from scarctl.cadence import Cadence
 from scarctl.config import SessionSettings
-from scarctl.daemon.arena import Arena
 from scarctl.daemon.handover import HandOverQueue
+from scarctl.daemon.kinship import arena_for
 from scarctl.daemon.movements import Movements
 from scarctl.daemon.persister import adopt_orphans
 from scarctl.daemon.saver import Saver
@@ -169,7 +168,7 @@ class Engine:
             divisible=settings.policy != "full" and selector is None,
             shared=selector is not None,
         )
-        self.arena = _open_arena(folder, layout, store.run_id)
+        self.arena = arena_for(folder, layout, store)
         self.pinning = Pinning(self.arena.memory())
         self.queue = HandOverQueue(self.arena.folder)
         self._sealing: int | None = None
@@ -449,16 +448,3 @@ class Engine:
         else:
             self.arena.close()
         return durable
-
-
-def _open_arena(folder: Path, layout: Layout, run_id: str) -> Arena:
-    """The run's arena: the one that a process left when it died, or a new one."""
-    arena = Arena.open_existing(folder, run_id=run_id)
-    if arena is not None and arena.layout == layout:
-        arena.pid = os.getpid()
-        return arena
-    if arena is not None:
-        log.warning("the arena in %s is of another layout: replaced", folder)
-        HandOverQueue(folder).clear()
-        arena.remove()
-    return Arena.create(folder, layout, run_id=run_id, epoch=1)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from scarctl.config import check_fixed, check_fraction, check_policy
 from scarctl.daemon.arena import Arena
-from scarctl.daemon.peek import open_stopped
+from scarctl.daemon.kinship import open_stopped
 from scarctl.errors import Corruption, NoStore, ScarError, SettingsConflict, UsageError
 from scarctl.layout import Layout, build_layout
 from scarctl.policy import select, squared
@@ -239,7 +239,7 @@ def _load(
     for shard_state in states.values():
         known = shard_state.saved & ~shard_state.doubt
         newest[shard_state.ids[known]] = shard_state.version[known]
-    run = open_stopped(settings.arena_dir, store.run_id)
+    run = open_stopped(settings.arena_dir, store)
     if run is not None:
         try:
             if run.layout == layout:

@@ -16,7 +16,7 @@ from scarctl.daemon.arena import Arena
 from scarctl.daemon.client import wait_until_released
 from scarctl.daemon.folder import arena_folder, host_folder
 from scarctl.daemon.handover import HandOverQueue
-from scarctl.daemon.peek import open_stopped
+from scarctl.daemon.kinship import believed, open_stopped
 from scarctl.errors import Corruption, NoIntactCopy, UsageError
 from scarctl.execution import Report, Sink, execute
 from scarctl.joint import (
@@ -230,6 +230,7 @@ class _Recovery:
             return Recovery(plan, estimate(known), self._output(), None, self.cost, left_out=self.left_out)
         report = self._into(plan, state) if state is not None else self._elsewhere(plan)
         if writer is not None:
+            writer.accompany(self.arena)
             writer.roll_back(report.plan.seqs)
             self._forget()
         return Recovery(
@@ -417,7 +418,10 @@ class _RanksRecovery:
     def _carry_out(self, plan: JointPlan, memory: Arenas, problems: tuple[str, ...]) -> Recovery:
         state = None if self.settings.into is None else open_state(self.settings.into)
         if state is not None:
-            touched = {share.layout.groups[g].name for share, one in plan.each() for g in _groups(one)}
+            numbers = (
+                (share, np.unique(one.layout.group_of(one.ids)).tolist()) for share, one in plan.each()
+            )
+            touched = {share.layout.groups[g].name for share, groups in numbers for g in groups}
             wholes = [group for name, group in whole_groups(self.joint.layouts).items() if name in touched]
             whole = Layout(wholes)
             self.left_out = check_fits(whole, np.arange(whole.partitions), state)
@@ -473,6 +477,8 @@ class _RanksRecovery:
             return
         seqs = {shard: seq for _, one in plan.each() for shard, seq in one.seqs.items()}
         seqs |= extra_seqs(self.joint, plan)
+        for writer, arena in zip(self.writers, self.arenas, strict=False):
+            writer.accompany(arena)
         for writer in self.writers:
             mine = {shard: seq for shard, seq in seqs.items() if shard in writer.states}
             if mine:
@@ -491,23 +497,17 @@ class _RanksRecovery:
         return None if path is None else str(path)
 
 
-def _groups(plan: Plan) -> list[int]:
-    found: list[int] = np.unique(plan.layout.group_of(plan.ids)).tolist()
-    return found
-
-
 @contextmanager
 def _stopped_arena(store: Store, layout: Layout, settings: RecoverSettings) -> Iterator[Arena | None]:
     """The arena that a run of this store left on this host, if it is of the store's layout."""
     if settings.into is None and settings.output is None:
         # It is what will be written: here a live run is an error, and so is a damaged arena.
-        arena = Arena.open_existing(arena_folder(settings.arena_dir, store.run_id), run_id=store.run_id)
+        folder = arena_folder(settings.arena_dir, store.run_id)
+        arena = believed(Arena.open_existing(folder, run_id=store.run_id), store)
     else:
-        arena = open_stopped(settings.arena_dir, store.run_id)
-    if arena is None:
-        yield None
-        return
+        arena = open_stopped(settings.arena_dir, store)
     try:
-        yield arena if arena.layout == layout else None
+        yield arena if arena is not None and arena.layout == layout else None
     finally:
-        arena.close()
+        if arena is not None:
+            arena.close()

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arrays import distinct
+from scarctl.daemon.kinship import require_same_line
 from scarctl.dtypes import torched
 from scarctl.engine import Engine
 from scarctl.errors import Corruption, NoIntactCopy, UsageError
@@ -128,6 +129,7 @@ def _fetch(engine: Engine) -> tuple[Found | None, Report | None]:
     arena = engine.arena
     states = engine.store.states(engine.store.shards())
     newest = None if _never_complete(engine, states) else _newest_extras(engine, states)
+    require_same_line(engine.arena, engine.store)
     if newest is None:
         if engine.layout.partitions or engine.store.part is None:
             return None, None
@@ -227,6 +229,8 @@ def _fetch_lost(
     torn = ids[~arena.intact()[ids]]
     # The arena has the newest copies of all: the store is read only for what is not intact there.
     states = engine.store.states(distinct(engine.shard_of[torn]).tolist())
+    if torn.size:
+        require_same_line(arena, engine.store)
     known = arena.distance[ids]
     plan = plan_partial(ids, engine.layout, engine.shard_of, states, arena, survivors_step=head_step)
     _unseal_waiting(engine, plan)

@@ -80,7 +80,7 @@ def test_kill_and_run_again(tmp_path: Path, arena_dir: Path, host_is_lost: bool)
         assert verify(store, read_data=True).problems == []
         if host_is_lost:
             kill_daemon(arena_dir)
-            shutil.rmtree(arena_folder(str(arena_dir), store.id), ignore_errors=True)
+            shutil.rmtree(arena_folder(str(arena_dir), store.run_id), ignore_errors=True)
         store.close()
         if durable.size and durable.min() >= 0:
             assert (stored_steps(folder) >= durable).all()
@@ -148,7 +148,7 @@ def test_death_before_the_first_whole_checkpoint(tmp_path: Path, arena_dir: Path
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
-    folder = arena_folder(str(arena_dir), Store.open(str(tmp_path / "store")).id)
+    folder = arena_folder(str(arena_dir), Store.open(str(tmp_path / "store")).run_id)
     for path in folder.glob("handover-*" if forget == "handovers" else "*" if forget == "arena" else "x"):
         path.unlink()
     model, optimizer = stepper.build()

@@ -256,7 +256,7 @@ def test_a_daemon_that_cannot_be_started_again_is_told_and_counted(
             loop.train(1)
             time.sleep(0.05)
         assert loop.session.stats.errors > 0
-        view = peek(str(arena_dir), loop.session.store.id)
+        view = peek(str(arena_dir), loop.session.store.run_id)
         assert view is not None
         assert view.errors == loop.session.stats.errors
     wait_until(lambda: status(daemon_folder))

@@ -42,7 +42,7 @@ _PATIENCE = 5.0
     "--reap",
     is_flag=True,
     envvar="SCARCTL_REAP",
-    help="With stop: remove the arenas of dead runs that the store has all of.",
+    help="With stop: remove the arenas of dead runs that the store has all of, and those set aside.",
 )
 @click.option(
     "--timeout",
@@ -199,6 +199,7 @@ def _run_lines(run: dict[str, Any]) -> list[str]:
 def _stale_fields(arena: StaleArena) -> dict[str, Any]:
     return {
         "id": arena.id,
+        "store": arena.place or None,
         "folder": str(arena.folder),
         "bytes": arena.nbytes,
         "idle_seconds": round(arena.seconds, 3),
@@ -208,12 +209,20 @@ def _stale_fields(arena: StaleArena) -> dict[str, Any]:
         "pending_partitions": arena.pending if arena.pending >= 0 else None,
         "handovers": arena.handovers,
         "durable": arena.durable,
+        "foreign": arena.foreign,
+        "aside": arena.aside,
     }
 
 
 def _stale_line(arena: StaleArena) -> str:
     if arena.pending < 0:
         what = "cannot be read"
+    elif arena.aside:
+        what = f"step {arena.head_step}, set aside: it is not of the store's state any more"
+    elif arena.foreign:
+        what = (
+            f"step {arena.head_step}, the store was saved to or rolled back from elsewhere: of no use to it"
+        )
     elif arena.durable:
         what = f"step {arena.durable_step}, the store has all of it"
     else:

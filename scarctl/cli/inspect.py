@@ -275,7 +275,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     """Look at a store and, if it is on this host, its run's arena. Takes no lock and changes nothing."""
     import numpy as np
 
-    from scarctl.daemon.peek import peek
+    from scarctl.daemon.kinship import view_of
     from scarctl.outlook import stored_outlook
     from scarctl.store import snapshots, topology_epochs
     from scarctl.version import step_of
@@ -312,7 +312,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     step = max((state.step for state in states.values()), default=-1)
     distance = np.full(layout.partitions, np.nan)
     run: dict[str, Any] | None = None
-    arena = peek(arena_dir, store.run_id)
+    arena = view_of(arena_dir, store)
     if arena is not None and arena.layout == layout:
         distance, step = arena.distance, max(step, arena.head_step)
         since = since_of(arena, step)

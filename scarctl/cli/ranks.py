@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from scarctl.cli.inspect import Survey, lag_of, rework_cell, since_of
 from scarctl.cli.output import human_bytes
-from scarctl.daemon.peek import ArenaView, peek
+from scarctl.daemon.kinship import view_of
+from scarctl.daemon.peek import ArenaView
 from scarctl.joint import fallback_note
 from scarctl.layout import Layout
 from scarctl.outlook import parameters_of, stored_outlook
@@ -161,7 +162,7 @@ def survey_ranks(store: Store, arena_dir: str | None, parts: Parts | None) -> Su
     topology = parts.topology if parts is not None and parts.topology is not None else newest_topology(store)
     assert topology is not None, "asked for a store with one"
     states = store.states(topology.shards)
-    arenas = {shard: peek(arena_dir, store.of_shard(shard).run_id) for shard in topology.shards}
+    arenas = {shard: view_of(arena_dir, store.of_shard(shard)) for shard in topology.shards}
     layouts: dict[int, Layout] = {}
     for shard, state in states.items():
         arena = arenas[shard]

@@ -90,8 +90,10 @@ class Arena:
     # -- making and finding -------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, folder: Path, layout: Layout, *, run_id: str, epoch: int) -> Arena:
+    def create(cls, folder: Path, layout: Layout, *, run_id: str, epoch: int, place: str = "") -> Arena:
         """A new arena in `folder`, which is made if need be. It appears there only when it is complete.
+
+        place: of the store, for people.
 
         Hand-overs that lie there without an arena mean nothing any more: they are deleted.
 
@@ -112,7 +114,7 @@ class Arena:
                 memory = _map(fd, geometry.size)
             finally:
                 os.close(fd)
-            write_header(memory, layout, layout_json, geometry, run_id)
+            write_header(memory, layout, layout_json, geometry, run_id, place)
             arena = cls(memory, layout, geometry, folder, lock)
             arena.reset()
             arena.epoch = epoch
@@ -257,6 +259,22 @@ class Arena:
     @base_epoch.setter
     def base_epoch(self, value: int) -> None:
         self._fields[5] = value
+
+    # -- the store that it belongs to: see `scarctl.daemon.kinship` ---------------------------------------------
+
+    @property
+    def lines(self) -> tuple[int, int]:
+        """What the store held when it was last heard of, and what it holds if the record under way is there."""
+        return int(self._fields[6]), int(self._fields[7])
+
+    def expect(self, line: int) -> None:
+        """See `scarctl.store.line.Companion`."""
+        self._fields[7] = line
+
+    def note(self, line: int) -> None:
+        """See `scarctl.store.line.Companion`."""
+        self._fields[7] = line
+        self._fields[6] = line
 
     # -- copies -------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from scarctl.errors import AccessDenied, Corruption
 from scarctl.layout import Layout
+from scarctl.printable import printable
 from scarctl.version import MAX_EPOCH, MAX_STEP, NEVER, pack
 
 FILE = "arena"
@@ -25,7 +26,9 @@ _HEADER = 4096
 _FIXED = struct.Struct("<8sIIQQQQQQ32s16s16s")
 # magic, format, header, file, partitions, json at, json, arrays, tensors, layout digest, store, boot
 FIELDS_AT = 256
-FIELDS = ("epoch", "head_step", "pid", "sealed", "errors", "base_epoch")
+FIELDS = ("epoch", "head_step", "pid", "sealed", "errors", "base_epoch", "line", "next_line")
+"""Zeros where an earlier version of scarctl has made the arena, which knew fewer of them."""
+_PLACE_AT = 512
 _PAGE = 4096
 _ALIGNED = 64
 _MAX_LAYOUT_JSON = 64 << 20
@@ -51,8 +54,11 @@ class Geometry:
 
 
 def write_header(
-    memory: mmap.mmap, layout: Layout, layout_json: bytes, geometry: Geometry, run_id: str
+    memory: mmap.mmap, layout: Layout, layout_json: bytes, geometry: Geometry, run_id: str, place: str
 ) -> None:
+    text = os.fsencode(place)
+    if _PLACE_AT + 2 + len(text) <= _HEADER:
+        memory[_PLACE_AT : _PLACE_AT + 2 + len(text)] = len(text).to_bytes(2, "little") + text
     memory[geometry.json_at : geometry.json_at + len(layout_json)] = layout_json
     fixed = _FIXED.pack(
         _MAGIC,
@@ -113,10 +119,16 @@ def read_header(fd: int, path: Path, run_id: str) -> tuple[Layout, Geometry]:
     return layout, geometry
 
 
+def read_place(fd: int) -> str:
+    """Where the store is that the arena belongs to, for people; "" where it does not say."""
+    raw = os.pread(fd, _HEADER - _PLACE_AT, _PLACE_AT)
+    return printable(os.fsdecode(raw[2 : 2 + int.from_bytes(raw[:2], "little")]))
+
+
 def _possible(fields: bytes) -> bool:
     """Whether the numbers after the header are such as a run writes."""
     numbers: list[int] = np.frombuffer(fields, np.int64).tolist()
-    epoch, head_step, pid, sealed, errors, base_epoch = numbers
+    epoch, head_step, pid, sealed, errors, base_epoch, line, next_line = numbers
     return (
         0 <= epoch <= MAX_EPOCH
         and 0 <= base_epoch <= MAX_EPOCH
@@ -124,6 +136,8 @@ def _possible(fields: bytes) -> bool:
         and 0 <= pid < 1 << 31
         and NEVER <= sealed <= pack(MAX_EPOCH, MAX_STEP)
         and errors >= 0
+        and line >= 0
+        and next_line >= 0
     )
 
 

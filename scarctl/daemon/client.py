@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from scarctl.daemon import protocol
-from scarctl.errors import Contention, ScarError, Unavailable
+from scarctl.errors import Contention, ScarError, Unavailable, UsageError
 from scarctl.store.address import PORTABLE
 
 T = TypeVar("T")
@@ -128,13 +128,22 @@ def question(folder: Path, op: str, *, patience: float) -> dict[str, Any] | None
         raise
     with contextlib.closing(connection):
         try:
-            return request(connection, op, patience=patience)
+            return _in_any_version(connection, op, patience)
         except Unavailable as error:
             if isinstance(error.__cause__, TimeoutError):
                 raise _silent(protocol.check_peer(connection), patience) from error
             if error.kind == "daemon-gone":
                 return None
             raise
+
+
+def _in_any_version(connection: socket.socket, op: str, patience: float) -> dict[str, Any]:
+    try:
+        return request(connection, op, patience=patience)
+    except UsageError as error:
+        if error.kind != "daemon-version":
+            raise
+        return request(connection, op, patience=patience, v=protocol.EARLIER)
 
 
 def hold(folder: Path, seconds: int) -> int:

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.daemon.arena import Arena
-from scarctl.daemon.arenafile import FIELDS, FIELDS_AT, FILE, read_header
+from scarctl.daemon.arenafile import FIELDS, FIELDS_AT, FILE, read_header, read_place
 from scarctl.daemon.folder import arena_folder, check_both
-from scarctl.errors import AccessDenied, Contention, Corruption, ScarError
+from scarctl.errors import AccessDenied, Corruption, ScarError
 from scarctl.layout import Layout
 
 log = logging.getLogger("scarctl")
@@ -30,6 +29,10 @@ class ArenaView:
     """Faults while saving that the run has counted."""
     sealed: int
     """Version of the newest sealed commit."""
+    lines: tuple[int, int]
+    """See `Arena.lines`."""
+    place: str
+    """Where the store is, for people; "" where the arena does not say."""
     version: NDArray[np.int64]
     durable: NDArray[np.int64]
     distance: NDArray[np.float64]
@@ -54,9 +57,10 @@ class ArenaView:
 
 
 def peek(base: str | None, run_id: str) -> ArenaView | None:
-    """What the arena of this store's run on this host says, None when there is none to read.
+    """What the arena of a run on this host says, None when there is none to read.
 
-    Takes no lock: numbers of a run that is alive may be a moment apart. `base` as for `arena_folder`.
+    Takes no lock: numbers of a run that is alive may be a moment apart. Whether it belongs to the store as that is now
+    says `kinship.view_of`. `base` as for `arena_folder`.
     """
     folder = arena_folder(base, run_id)
     path = folder / FILE
@@ -73,6 +77,7 @@ def peek(base: str | None, run_id: str) -> ArenaView | None:
         return None
     try:
         layout, geometry = read_header(fd, path, run_id)
+        place = read_place(fd)
         n = layout.partitions
         fields = np.frombuffer(_read(fd, path, FIELDS_AT, 8 * len(FIELDS)), np.int64)
         arrays = np.frombuffer(_read(fd, path, geometry.arrays_at, 32 * n), np.int64).reshape(4, n)
@@ -88,25 +93,12 @@ def peek(base: str | None, run_id: str) -> ArenaView | None:
         named["pid"],
         named["errors"],
         named["sealed"],
+        (named["line"], named["next_line"]),
+        place,
         version=arrays[1],
         durable=arrays[2],
         distance=arrays[3].view(np.float64),
     )
-
-
-def open_stopped(base: str | None, run_id: str) -> Arena | None:
-    """The arena that a stopped run of this store left on this host.
-
-    None when there is none, when its run is alive, or, with a warning, when it is damaged or not ours: whoever asks has
-    the store to fall back on.
-    """
-    try:
-        return Arena.open_existing(arena_folder(base, run_id), run_id=run_id)
-    except Contention:
-        return None
-    except (AccessDenied, Corruption) as error:
-        log.warning("%s", error)
-        return None
 
 
 def _read(fd: int, path: Path, at: int, size: int) -> bytes:

@@ -21,7 +21,9 @@ from scarctl.errors import AccessDenied, Corruption, ScarError, UsageError, by_k
 from scarctl.store.format import MAX_SHARD
 from scarctl.version import MAX_EPOCH
 
-VERSION = 2
+VERSION = 3
+EARLIER = 2
+"""What a daemon of an earlier version of scarctl speaks: it can be asked for its status, and to stop."""
 MAX_MESSAGE = 64 << 10
 MAX_REPLY = 1 << 20
 SOCKET = "daemon.sock"

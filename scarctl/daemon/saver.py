@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.handover import HandOverQueue
+from scarctl.daemon.kinship import require_kinship
 from scarctl.daemon.persister import Persister, reconcile
 from scarctl.daemon.runner import PersisterThread
-from scarctl.errors import Fenced, ScarError, Unavailable
+from scarctl.errors import ScarError, Unavailable
 from scarctl.store import Store, StoreWriter
-from scarctl.version import NEVER, epoch_of
+from scarctl.version import NEVER
 
 
 class Saver(Protocol):
@@ -100,23 +101,24 @@ class LocalSaver:
         again: the training process is the one that made the copies in the arena; it goes on making them.
         stopped: write nothing to the store until `resume`.
         """
-        known = arena.epoch
+        # Whoever may not save here is to fence nobody: so it is asked before an epoch begins, and for certain after.
+        require_kinship(arena, self._store.line(), self._store, again=again)
         self.shard_of = self._store.shard_of(arena.layout)
         self._arena = arena
-        self._writer = self._store.writer(layout=arena.layout, shard_of=self.shard_of)
+        self._writer = writer = self._store.writer(layout=arena.layout, shard_of=self.shard_of)
+        try:
+            require_kinship(arena, writer.line, self._store, again=again)
+        except BaseException:
+            writer.close()
+            raise
         stored = np.full(arena.layout.partitions, NEVER, dtype=np.int64)
-        for state in self._writer.states.values():
+        for state in writer.states.values():
             stored[state.ids] = state.version
         if not again:
-            reconcile(arena, HandOverQueue(arena.folder), stored, self._writer.epoch)
-            arena.base_epoch = self._writer.epoch
-        elif epoch_of(int(stored.max(initial=NEVER))) > known:
-            self._writer.close()
-            raise Fenced(
-                f"{self._store.url}: another process has saved to this store meanwhile",
-                hint="stop one of the two; what this one has in memory stays there",
-            )
-        arena.epoch = self._writer.epoch
+            reconcile(arena, HandOverQueue(arena.folder), stored, writer.epoch)
+            arena.base_epoch = writer.epoch
+        arena.epoch = writer.epoch
+        writer.accompany(arena)
         self.stopped = stopped
         if not stopped:
             self._start()

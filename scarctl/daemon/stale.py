@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,14 +14,18 @@ from pathlib import Path
 
 from scarctl.daemon.arenafile import FILE, MOVEMENTS
 from scarctl.daemon.folder import check_private, lock_folder
-from scarctl.daemon.peek import peek
+from scarctl.daemon.kinship import ASIDE
+from scarctl.daemon.peek import ArenaView, peek
 from scarctl.errors import Contention, ScarError
+from scarctl.store import Store
 from scarctl.version import step_of
 
 log = logging.getLogger("scarctl")
 
 DAY = 86400.0
-_RUN_ID = re.compile(r"[0-9a-f]{32}(-[0-9]{1,6})?", re.ASCII)
+_RUN_ID = re.compile(
+    rf"(?P<store>[0-9a-f]{{32}})(\.[0-9a-f]{{16}})?(-(?P<shard>[0-9]{{1,6}}))?({re.escape(ASIDE)})?", re.ASCII
+)
 _HANDOVER = "handover-*.safetensors"
 
 
@@ -41,11 +46,20 @@ class StaleArena:
     """Partitions whose newest copy the store has not; -1 when the arena cannot be read."""
     handovers: int
     """Hand-overs in its queue."""
+    place: str = ""
+    """Where the store is, for people; "" where the arena does not say."""
+    foreign: bool = False
+    """It does not belong to that store any more: see `scarctl.daemon.kinship`."""
+
+    @property
+    def aside(self) -> bool:
+        """Whether it was set aside: no session will look at it again."""
+        return self.folder.name.endswith(ASIDE)
 
     @property
     def durable(self) -> bool:
         """Whether the store has all that is in it."""
-        return self.pending == 0 and self.handovers == 0
+        return self.pending == 0 and self.handovers == 0 and not self.foreign
 
 
 def survey(folder: Path, live: frozenset[str] = frozenset()) -> list[StaleArena]:
@@ -61,8 +75,8 @@ def survey(folder: Path, live: frozenset[str] = frozenset()) -> list[StaleArena]
 
 
 def reap(folder: Path, *, older_than: float = 0.0) -> list[StaleArena]:
-    """Remove arenas in the host folder whose run is dead, which the store has all of, and which nothing happened to
-    for `older_than` seconds. Returns what was removed. A fault is logged, never raised.
+    """Remove arenas in the host folder whose run is dead, which the store has all of or which were set aside, and which
+    nothing happened to for `older_than` seconds. Returns what was removed. A fault is logged, never raised.
     """
     removed = []
     try:
@@ -105,7 +119,25 @@ def _look(path: Path, *, dead: bool = False) -> StaleArena | None:
         durable_step=step_of(int(view.durable.max(initial=-1))) if view else -1,
         pending=view.pending if view else -1,
         handovers=sum(1 for _ in path.glob(_HANDOVER)),
+        place=view.place if view else "",
+        foreign=view is not None and _is_foreign(path, view),
     )
+
+
+def _is_foreign(path: Path, view: ArenaView) -> bool:
+    """Whether the store that an arena names says so. A store that is away, or is no folder, says nothing."""
+    run = _RUN_ID.fullmatch(path.name)
+    if path.name.endswith(ASIDE):
+        return True
+    if run is None or not os.path.isabs(view.place):
+        return False
+    try:
+        store = Store.open(view.place)
+        if store.id != run["store"]:
+            return True
+        return (store if run["shard"] is None else store.of_shard(int(run["shard"]))).line() not in view.lines
+    except (ScarError, OSError):
+        return False
 
 
 def _remove(path: Path) -> StaleArena | None:
@@ -119,8 +151,11 @@ def _remove(path: Path) -> StaleArena | None:
         return None
     try:
         arena = _look(path, dead=True)
-        if arena is None or not arena.durable:
+        if arena is None or not (arena.durable or arena.aside):
             return None
+        if arena.aside:
+            shutil.rmtree(path)
+            return arena
         (path / MOVEMENTS).unlink(missing_ok=True)
         (path / FILE).unlink()
         with contextlib.suppress(OSError):  # what is set aside there is for people to look at

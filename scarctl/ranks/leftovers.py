@@ -7,10 +7,10 @@ import socket
 
 from scarctl.claiming import claim_saver
 from scarctl.config import SessionSettings
-from scarctl.daemon.arena import Arena
 from scarctl.daemon.arenafile import FILE
 from scarctl.daemon.folder import arena_folder
 from scarctl.daemon.handover import HandOverQueue
+from scarctl.daemon.kinship import take
 from scarctl.daemon.persister import adopt_orphans
 from scarctl.errors import Unavailable
 from scarctl.ranks.team import Team
@@ -57,7 +57,7 @@ def _save_one(view: Store, settings: SessionSettings) -> None:
     folder = arena_folder(settings.arena_dir, view.run_id)
     saver = claim_saver(view, settings, lambda wish: None)
     try:
-        arena = Arena.open_existing(folder, run_id=view.run_id)
+        arena = take(folder, view)
         if arena is None:
             return
         try:

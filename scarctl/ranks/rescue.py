@@ -21,8 +21,9 @@ from scarctl.daemon.arena import Arena
 from scarctl.daemon.arenafile import FILE
 from scarctl.daemon.folder import arena_folder
 from scarctl.daemon.handover import HandOverQueue
+from scarctl.daemon.kinship import belongs
 from scarctl.dtypes import torch_of
-from scarctl.errors import Contention
+from scarctl.errors import Contention, Unavailable
 from scarctl.live import LiveState
 from scarctl.outlook import of_own_part
 from scarctl.ranks.holdings import Division
@@ -123,6 +124,9 @@ def _bring_up(
     if arena is None:
         return False
     try:
+        if not _is_of(arena, store):
+            log.warning("%s: what an earlier run has left in %s is not of this one", store.url, folder)
+            return False
         queue = HandOverQueue(arena.folder)
         waiting = queue.pending()
         last = waiting[-1:]
@@ -147,6 +151,13 @@ def _bring_up(
     finally:
         arena.close()
     return True
+
+
+def _is_of(arena: Arena, store: Store) -> bool:
+    try:
+        return belongs(lambda: arena.lines, store)
+    except Unavailable:
+        return True  # whoever opens the arena asks again
 
 
 def _for_owner(extras: Any, known: Any, names: Collection[str]) -> Any:

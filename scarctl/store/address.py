@@ -6,6 +6,7 @@ messages, logs and records name is `Address.shown`.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import urllib.parse
@@ -57,6 +58,12 @@ class Address:
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """For the file system. They may hold secrets."""
     timeout: float = DEFAULT_TIMEOUT
+
+    @property
+    def digest(self) -> str:
+        """Tells this place from others: 16 hex digits, the same by whatever links a local folder is reached."""
+        place = f"{self.scheme}://{self.path}" if self.root is None else os.path.realpath(self.root)
+        return hashlib.sha256(os.fsencode(place)).hexdigest()[:16]
 
     @staticmethod
     def parse(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Address:

@@ -160,7 +160,7 @@ class ShardLog:
             elif child.base is None:
                 self._check_parent(child, record.digest)
             if seq in indexes and (index := self._index(record)) is not None:
-                index.state.boundary = record.boundary
+                index.state.boundary, index.state.line = record.boundary, record.line
                 return index.state, records
             records.append(record)
             if record.base is None and seq <= boundary:

@@ -44,9 +44,15 @@ class Record:
     extras: bool = False
     base: int | None = None
     boundary: int = 0
+    line: str = ""
+    """See `scarctl.store.line`. A new record that is given none begins one; of an old one it may not be known."""
     write_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: str = field(default_factory=now)
     writer: str = field(default_factory=who)
+
+    def __post_init__(self) -> None:
+        if not self.line:
+            object.__setattr__(self, "line", self.write_id)
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +95,7 @@ class Record:
             "extras": self.extras,
             "base": self.base,
             "boundary": self.boundary,
+            "line": self.line,
             "created": self.created,
             "writer": self.writer,
         }
@@ -133,5 +140,13 @@ class Record:
         )
         # A later version may add fields: the digest and the bytes are those of the file, not of what we
         # understood.
-        record.__dict__.update(digest=f.text("checksum"), data=data)
+        record.__dict__.update(digest=f.text("checksum"), data=data, line=_line(obj, f, record))
         return record
+
+
+def _line(obj: dict[str, Any], f: Fields, record: Record) -> str:
+    """The line that a record says. Earlier versions of scarctl said none: then it is known only where one begins."""
+    if "line" in obj:
+        return f.hex("line", 32)
+    begins = record.kind == "commit" or record.base is not None or record.seq == 0
+    return record.write_id if begins else ""

@@ -56,8 +56,9 @@ class ShardState:
     partition among its segment's partitions of its group. `doubt` marks members that may have had a newer
     copy in a damaged segment (`damaged`). `step` is that of the newest commit, -1 if there is none. `sealed`
     lists `(seq, epoch, step)`. `extras` is `(version, number of the segment)`. `records` counts the log's
-    files. `unindexed_records` and `unindexed` are the records, and the partitions in them, since the last
-    index. `past`: the state after a record that was asked for, not the newest.
+    files. `line`: see `scarctl.store.line`; "" when it is not known. `unindexed_records` and `unindexed` are the
+    records, and the partitions in them, since the last index. `past`: the state after a record that was asked for, not
+    the newest.
     """
 
     shard: int
@@ -78,6 +79,7 @@ class ShardState:
     extras: tuple[int, int] | None = None
     damaged: list[Damage] = field(default_factory=list)
     boundary: int = 0
+    line: str = ""
     unindexed_records: int = 0
     unindexed: int = 0
     past: bool = False
@@ -125,6 +127,7 @@ class ShardState:
 
         Raises Corruption if the record cannot follow this state.
         """
+        line = self.line
         if self.layout is None or self.layout.digest != record.layout:
             self.__dict__.update(ShardState(self.shard, records=self.records).__dict__)
         self.layout = layout
@@ -140,6 +143,7 @@ class ShardState:
         if record.sealed:
             self._seal(record)
         self.boundary = record.boundary
+        self.line = record.line or line
         self.unindexed_records += 1
         self.unindexed += record.partitions if record.kind != "epoch" else 0
         self.seq, self.epoch, self.tail_digest = record.seq, record.epoch, record.digest

@@ -40,6 +40,7 @@ from scarctl.store.format import (
     shard_folder,
     shard_of_folder,
 )
+from scarctl.store.line import line_of
 from scarctl.store.local import LocalBlobs
 from scarctl.store.lock import BothLocks, NoLock, StoreLock
 from scarctl.store.log import ShardLog
@@ -104,14 +105,13 @@ class Store:
         storage_options: Mapping[str, Any] | None = None,
         assume_single_writer: bool = False,
     ) -> Store:
-        """Creates a store, or opens the one that is there if the settings given (not None) are the store's
-        own.
+        """Creates a store, or opens the one that is there if the settings given (not None) are the store's own.
 
         storage_options: for the file system of a remote store, see `scarctl.store.address`.
         assume_single_writer: also where nothing can be created exclusively.
 
-        Raises SettingsConflict if they are not; NoStore (kind "foreign-store") if the folder holds other
-        things; MissingGuarantee if the place cannot create files exclusively.
+        Raises SettingsConflict if they are not; NoStore (kind "foreign-store") if the folder holds other things;
+        MissingGuarantee if the place cannot create files exclusively.
         """
         given: dict[str, Any] = {
             "shards": shards,
@@ -191,8 +191,9 @@ class Store:
 
     @property
     def run_id(self) -> str:
-        """Names what one process saves to: the store, or its shard in it. Also the name of its arena's folder."""
-        return self.id if self.part is None else f"{self.id}-{self.part.shard}"
+        """Names what one process saves to, and its arena's folder: the store at this place, or its shard in it."""
+        run = f"{self.id}.{self.address.digest}"
+        return run if self.part is None else f"{run}-{self.part.shard}"
 
     def shard_of(self, layout: Layout) -> NDArray[np.int32]:
         """Shard of every partition: int32 of shape (layout.partitions,)."""
@@ -221,9 +222,7 @@ class Store:
             lock.release()
 
     def take_lock(self) -> Lock:
-        """The lock, from this store if it holds it. Whoever takes it gives it to `return_lock`. Raises
-        Contention.
-        """
+        """The lock, from this store if it holds it. Whoever takes it gives it to `return_lock`. Raises Contention."""
         lock, self._lock = self._lock, None
         if lock is not None and lock.held:
             return lock
@@ -272,9 +271,7 @@ class Store:
             {"format": FORMAT, "kind": "layout", "digest": layout.digest, "layout": layout.to_json()}
         )
         if len(data) > MAX_LAYOUT:
-            raise UsageError(
-                f"the layout has {len(data)} bytes of names and shapes, the limit is {MAX_LAYOUT}"
-            )
+            raise UsageError(f"the layout has {len(data)} bytes of names and shapes, more than {MAX_LAYOUT}")
         self.blobs.prepare("layout")
         try:
             self.blobs.create_exclusive(layout_path(layout.digest), [data])
@@ -283,8 +280,7 @@ class Store:
 
     def current_layout(self) -> Layout | None:
         """The layout of the newest records; None before the first."""
-        newest = self.blobs.each(lambda shard: self.log(shard).newest(), self.shards())
-        record = max(filter(None, newest), key=lambda record: record.epoch, default=None)
+        record = max(self._newest(), key=lambda record: record.epoch, default=None)
         return None if record is None else self.layout(record.layout)
 
     # logs
@@ -295,6 +291,14 @@ class Store:
             return [self.part.shard] if self.log(self.part.shard).numbers() else []
         found = (shard_of_folder(name) for name in self.blobs.folders("shards"))
         return sorted(shard for shard in found if shard is not None)
+
+    def line(self) -> int:
+        """What the store holds now: see `scarctl.store.line`. Raises Corruption."""
+        return line_of({record.shard: record.line for record in self._newest()})
+
+    def _newest(self) -> list[Record]:
+        found = self.blobs.each(lambda shard: self.log(shard).newest(), self.shards())
+        return [record for record in found if record is not None]
 
     def log(self, shard: int) -> ShardLog:
         return ShardLog(self.blobs, shard, self.layout)
@@ -399,12 +403,8 @@ class Store:
     def usage(self, states: Mapping[int, ShardState]) -> dict[str, int]:
         """`bytes` of all files, `live_bytes` of newest copies, number of `segments` and of `records`."""
         total = segments = records = live = 0
-        folders = [
-            "layout",
-            SNAPSHOTS,
-            TOPOLOGIES,
-            *(f"shards/{s}/{f}" for s in self.shards() for f in ("seg", "log", "index")),
-        ]
+        own = (f"shards/{s}/{f}" for s in self.shards() for f in ("seg", "log", "index"))
+        folders = ["layout", SNAPSHOTS, TOPOLOGIES, *own]
         for folder, files in zip(folders, self.blobs.each(self.blobs.files, folders), strict=True):
             sizes = [size for _, size in files]
             total += sum(sizes)

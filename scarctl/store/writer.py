@@ -8,7 +8,6 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -19,6 +18,7 @@ from scarctl.errors import Contention, Corruption, Fenced, Overwritten, ScarErro
 from scarctl.layout import Layout, members_by_shard
 from scarctl.store.blob import InDoubt
 from scarctl.store.format import index_path, record_path, segment_name, segment_path, shard_folder
+from scarctl.store.line import Companion
 from scarctl.store.publish import Publisher
 from scarctl.store.record import Record
 from scarctl.store.segment import Pieces, SegmentRef, Source, Tail, ascending, write_segment
@@ -71,9 +71,7 @@ class StoreWriter:
 
     def __init__(self, store: Store, layout: Layout, shard_of: NDArray[np.int32]) -> None:
         if shard_of.shape != (layout.partitions,):
-            raise UsageError(
-                f"shard_of has shape {shard_of.shape}, the layout has {layout.partitions} partitions"
-            )
+            raise UsageError(f"shard_of has shape {shard_of.shape}, not ({layout.partitions},)")
         self.store = store
         self.layout = layout
         self._blobs = store.blobs
@@ -102,9 +100,7 @@ class StoreWriter:
     def __enter__(self) -> StoreWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -119,7 +115,7 @@ class StoreWriter:
                     if worth and self.is_settled(shard) and not self._write_index(shard):
                         break
         finally:
-            self._closed = True
+            self._closed, self._publisher.companion = True, None
             self.store.return_lock(self._lock)
 
     # --- commits --------------------------------------------------------------------------------------------
@@ -135,19 +131,16 @@ class StoreWriter:
         extras: object | None = None,
         verify_source: Callable[[], bool] | None = None,
     ) -> Record:
-        """Saves the partitions `ids` (int64, members of `shard`, any order) as of `step`; durable when it
-        returns.
+        """Saves the partitions `ids` (int64, members of `shard`, any order) as of `step`; durable when it returns.
 
-        sealed: with this record every member's newest copy is of this step, for what is not in `ids` has not
-            changed
+        sealed: with this record every member's newest copy is of this step, for what is not in `ids` has not changed
             since it was saved. `ids` may then be empty.
         extras: saved whole with the commit (see `scarctl.extras`); None: none.
         verify_source: asked after the data are written; False discards the segment and raises Overwritten.
 
-        Raises UsageError (nothing written); Fenced (a newer writer; this one is done); Overwritten;
-        Unavailable or AccessDenied: the commit did not happen, except kind "in-doubt": then the next commit
-        settles it first. After any of them the store is readable at its last acknowledged commit, and
-        committing again is possible.
+        Raises UsageError (nothing written); Fenced (a newer writer; this one is done); Overwritten; Unavailable or
+        AccessDenied: the commit did not happen, except kind "in-doubt": then the next commit settles it first. After
+        any of them the store is readable at its last acknowledged commit, and committing again is possible.
         """
         self._usable()
         state = self._state(shard)
@@ -213,8 +206,7 @@ class StoreWriter:
         return unique
 
     def roll_back(self, seqs: Mapping[int, int]) -> None:
-        """Starts a new epoch in which shard s is as it was after record `seqs[s]`; other shards stay as they
-        are.
+        """Starts a new epoch in which shard s is as it was after record `seqs[s]`; other shards stay as they are.
 
         Records that came after are never seen again. Raises UsageError for a record that does not exist;
         Fenced; Unavailable and others: some shards may be rolled back; open the store again and repeat it.
@@ -336,7 +328,19 @@ class StoreWriter:
             parent=state.tail_digest,
             layout=self.layout.digest,
             boundary=state.boundary,
+            line=state.line,
         )
+
+    @property
+    def line(self) -> int:
+        """What the store holds now: see `scarctl.store.line`."""
+        return self._publisher.line
+
+    def accompany(self, companion: Companion | None) -> None:
+        """Has `companion`, if there is one, note what the store holds, now and with every record."""
+        self._publisher.companion = companion
+        if companion is not None:
+            companion.note(self.line)
 
     def is_settled(self, shard: int) -> bool:
         """Whether it is known what the newest record of a shard is."""
@@ -388,6 +392,7 @@ class StoreWriter:
             layout=self.layout.digest,
             base=base,
             boundary=tip.boundary,
+            line=tip.line if base is None else "",
         )
         members = self._members.get(shard, state.ids)
         tail = None
@@ -452,9 +457,7 @@ class StoreWriter:
             state.records += 1
 
     def _write_index(self, shard: int) -> bool:
-        """Writes the index of the state as it is. A failure costs nothing but time: it is logged, and tried
-        again later. Returns whether it did not fail.
-        """
+        """Writes the index of the state as it is; returns whether that worked. A failure costs time, and is logged."""
         state = self.states[shard]
         if state.doubt.any() or state.seq < 0:
             return True  # an index cannot say what is in doubt
@@ -483,9 +486,7 @@ class StoreWriter:
 
     def _usable(self) -> None:
         if os.getpid() != self._pid:
-            raise UsageError(
-                "this store was opened for writing before a fork: only the parent process may commit"
-            )
+            raise UsageError("this store was opened for writing before a fork: only its parent may commit")
         if self._dead is not None:
             raise self._dead
         if self._closed:
@@ -493,7 +494,5 @@ class StoreWriter:
 
     def _state(self, shard: int) -> ShardState:
         if shard not in self.states:
-            raise UsageError(
-                f"there is no shard {shard} in this store", hint=f"there are {sorted(self.states)}"
-            )
+            raise UsageError(f"there is no shard {shard} in this store", hint=f"only {sorted(self.states)}")
         return self.states[shard]

@@ -39,6 +39,7 @@ from scarctl.daemon.arenafile import FILE
 from scarctl.daemon.folder import arena_folder, host_folder
 from scarctl.daemon.handover import HandOverQueue
 from scarctl.errors import ScarError
+from scarctl.store import Store
 from scarctl.version import pack
 from tests.attack.image import LAYOUT, Image, make
 from tests.attack.targets_store import signed
@@ -93,7 +94,7 @@ class Yard:
         (self.root / "work").mkdir()
         self.base = self.root / "arenas"
         self.base.mkdir(mode=0o700)
-        self.id = json.loads(image.files["scarctl.json"])["id"]
+        self.id = Store.open(self.store).run_id
         self.state = self.root / "work" / "state.safetensors"
         self.sockets: list[socket.socket] = []
 
@@ -104,6 +105,7 @@ class Yard:
         arena.begin(everything)
         arena.end(everything, pack(9, 900))
         arena.pid = 0x7FFFFFF0
+        arena.note(Store.open(self.store).line())
         arena.close()
         HandOverQueue(arena.folder).put(
             version=pack(9, 900), ids=everything, sealed=True, extras={"text": "hand-over"}

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tests.attack import arenas
 from tests.attack.protocol import ENDED, MUTANTS, Broken, Files, Model, Process, check
 
 World = tuple[Files, tuple[Process, ...]]
@@ -177,6 +178,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if result.broken:
             failed += 1
             print("\n".join(f"    {step}" for step in result.trace))  # noqa: T201
+    for hosts in arenas.SHORT if args.short else arenas.SHORT + arenas.LONG:
+        if args.only and args.only not in hosts.name:
+            continue
+        found = arenas.explore(hosts)
+        states += found.states
+        failed += bool(found.broken)
+        line = f"{hosts.name:35}{found.states:>10,} states {found.steps:>11,} steps"
+        print("\n    ".join([f"{line}  {found.broken or 'holds'}", *found.trace * bool(found.broken)]))  # noqa: T201
+    for mutant in () if args.only else arenas.MUTANTS:
+        wanted = arenas.MUTANTS[mutant]
+        found = arenas.explore(next(one for one in arenas.SHORT if one.name == wanted), mutant)
+        failed += not found.broken
+        line = f"caught after {len(found.trace):2} steps" if found.broken else "NOT CAUGHT"
+        print(f"{line}: {mutant}: {found.broken}", flush=True)  # noqa: T201
     by_name = {scenario.name: scenario for scenario in SHORT}
     for mutant in () if args.only else MUTANTS:
         result = explore(by_name[MUTANTS[mutant]], mutant)

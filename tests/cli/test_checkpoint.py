@@ -347,7 +347,8 @@ def test_the_memory_of_a_stopped_run_is_compared_with(run: Run, saved: Model, ar
     for shard in store.shards():
         state = store.state(shard)
         version[state.ids] = state.version
-    arena = Arena.create(arena_folder(str(arena_dir), store.id), layout, run_id=store.id, epoch=1)
+    arena = Arena.create(arena_folder(str(arena_dir), store.run_id), layout, run_id=store.run_id, epoch=1)
+    arena.note(store.line())
     everything = np.arange(layout.partitions)
     arena.begin(everything)
     for g, group in enumerate(layout.groups):

@@ -155,15 +155,15 @@ def test_reap_removes_what_the_store_has_and_nothing_else(
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: alive.phases() == ["attached"])
     stale = {arena["id"]: arena for arena in run("daemon", "status", "--json").document["stale"]}
-    assert set(stale) == {durable.store.id, waiting.store.id}
-    assert (stale[durable.store.id]["durable"], stale[waiting.store.id]["durable"]) == (True, False)
-    assert stale[waiting.store.id]["pending_partitions"] == waiting.layout.partitions
+    assert set(stale) == {durable.store.run_id, waiting.store.run_id}
+    assert (stale[durable.store.run_id]["durable"], stale[waiting.store.run_id]["durable"]) == (True, False)
+    assert stale[waiting.store.run_id]["pending_partitions"] == waiting.layout.partitions
     text = run("daemon", "status").stdout
     assert "the store has all of it" in text
     assert "not in the store" in text
     done = run("daemon", "stop", "--reap", "--json").document
-    assert [arena["id"] for arena in done["reaped"]] == [durable.store.id]
-    assert [arena["id"] for arena in done["stale"]] == [waiting.store.id]
+    assert [arena["id"] for arena in done["reaped"]] == [durable.store.run_id]
+    assert [arena["id"] for arena in done["stale"]] == [waiting.store.run_id]
     assert not durable.arena.folder.exists()
     assert alive.arena.folder.exists()
     wait_until(lambda: alive.phases() == ["attached"])

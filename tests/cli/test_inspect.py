@@ -100,7 +100,8 @@ def test_what_the_run_on_this_host_knows(run: Run, saved: Model, arena_dir: Path
     store = Store.open("ckpt")
     layout = store.current_layout()
     assert layout is not None
-    arena = Arena.create(arena_folder(str(arena_dir), store.id), layout, run_id=store.id, epoch=1)
+    arena = Arena.create(arena_folder(str(arena_dir), store.run_id), layout, run_id=store.run_id, epoch=1)
+    arena.note(store.line())
     arena.head_step, arena.errors = 40, 2
     arena.distance[:] = 0.5
     arena.distance[3] = float("nan")

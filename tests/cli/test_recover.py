@@ -319,7 +319,8 @@ class TestArena:
         """What a stopped run left: all of step 3, one partition torn."""
         store = Store.open("ckpt")
         of = layout()
-        arena = Arena.create(arena_folder(str(arena_dir), store.id), of, run_id=store.id, epoch=1)
+        arena = Arena.create(arena_folder(str(arena_dir), store.run_id), of, run_id=store.run_id, epoch=1)
+        arena.note(store.line())
         everything = np.arange(of.partitions)
         arena.begin(everything)
         arena.end(everything, pack(1, 3))

@@ -33,7 +33,8 @@ def arena(run: Run, saved: Model, arena_dir: Path) -> Iterator[Arena]:
     store = Store.open("ckpt")
     layout = store.current_layout()
     assert layout is not None
-    arena = Arena.create(arena_folder(str(arena_dir), store.id), layout, run_id=store.id, epoch=1)
+    arena = Arena.create(arena_folder(str(arena_dir), store.run_id), layout, run_id=store.run_id, epoch=1)
+    arena.note(store.line())
     arena.head_step = 40
     arena.version[:2] = 1 << 40 | 31
     yield arena

@@ -67,9 +67,11 @@ class Rig:
         self.shard_of = self.layout.shards(shards, 0)
         self.everything = np.arange(self.layout.partitions)
         self.writer = self.store.writer(layout=self.layout, shard_of=self.shard_of)
-        place = arena_base / "run" / self.store.id
-        found = Arena.open_existing(place, run_id=self.store.id)
-        self.arena = found or Arena.create(place, self.layout, run_id=self.store.id, epoch=self.writer.epoch)
+        place = arena_base / "run" / self.store.run_id
+        found = Arena.open_existing(place, run_id=self.store.run_id)
+        self.arena = found or Arena.create(
+            place, self.layout, run_id=self.store.run_id, epoch=self.writer.epoch
+        )
         self.arena.epoch = self.writer.epoch
         self.queue = HandOverQueue(self.arena.folder)
         self.persister = Persister(self.arena, self.writer, self.shard_of)

@@ -310,7 +310,7 @@ class TestWaitingForTheStore:
     def test_a_live_run_is_named(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
         trainer = Trainer(tmp_path / "store", arena_dir)
         with pytest.raises(Contention, match=f"process {os.getpid()} is saving"):
-            client.wait_until_released(folder, trainer.store.id)
+            client.wait_until_released(folder, trainer.store.run_id)
         trainer.close()
 
     def test_what_a_dead_run_left_is_saved_first(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ class TestWaitingForTheStore:
         trainer.saver.stop()
         trainer.save(trainer.everything, 3)
         trainer.die()
-        client.wait_until_released(folder, trainer.store.id)
+        client.wait_until_released(folder, trainer.store.run_id)
         assert set(trainer.stored()[0]) == {3}
         store = Store.open(str(tmp_path / "store"))
         store.lock()
@@ -335,9 +335,9 @@ class TestWaitingForTheStore:
         wait_until(lambda: status(folder)["runs"][0]["errors"] > 0)  # type: ignore[index]
         trainer.die()
         with pytest.raises(Contention, match=r"still saves what process .* left: .*the folder is gone"):
-            client.wait_until_released(folder, trainer.store.id, seconds=0.2)
+            client.wait_until_released(folder, trainer.store.run_id, seconds=0.2)
         (tmp_path / "shards").rename(tmp_path / "store" / "shards")
-        client.wait_until_released(folder, trainer.store.id)
+        client.wait_until_released(folder, trainer.store.run_id)
         assert set(trainer.stored()[0]) == {2}
         again = Trainer(tmp_path / "store", arena_dir)
         again.close()

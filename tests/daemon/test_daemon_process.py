@@ -125,7 +125,7 @@ class TestKilled:
         wait_until(lambda: idle(folder))
         assert_stored(tmp_path / "store", told["handed"])
         assert list(folder.glob("*/handover-*")) == []
-        view = peek(str(arena_dir), Store.open(str(tmp_path / "store")).id)
+        view = peek(str(arena_dir), Store.open(str(tmp_path / "store")).run_id)
         assert view is not None
         assert not view.alive
 
@@ -354,7 +354,7 @@ class TestOtherUsers:
         trainer.drained()
         trainer.saver.stop()
         trainer.save(trainer.everything, 2)
-        arena = arena_folder(str(arena_dir), trainer.store.id)
+        arena = arena_folder(str(arena_dir), trainer.store.run_id)
         files = [folder / name for name in (LOCK, LOG, protocol.SOCKET)] + list(arena.iterdir())
         assert len(files) == 5
 
@@ -464,7 +464,7 @@ def test_links_in_its_own_folder_are_not_followed_either(
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious" * 1000)
     store = Store.create(tmp_path / "store", shards=3)
-    place = folder / store.id if name == "arena" else folder
+    place = folder / store.run_id if name == "arena" else folder
     place.mkdir(mode=0o700, exist_ok=True)
     (place / name).symlink_to(victim)
     with contextlib.suppress(ScarError):

@@ -51,7 +51,7 @@ class TestOperations:
         told = status(daemon.folder)
         assert told is not None
         (run,) = told["runs"]
-        assert (run["pid"], run["phase"], run["id"]) == (os.getpid(), "attached", trainer.store.id)
+        assert (run["pid"], run["phase"], run["id"]) == (os.getpid(), "attached", trainer.store.run_id)
         assert (run["head_step"], run["durable_step"], run["oldest_durable_step"]) == (2, 2, 1)
         assert (run["queued_bytes"], run["errors"], run["peers"], run["last_error"]) == (0, 0, [], None)
         assert run["saved_bytes"] > trainer.layout.nbytes
@@ -180,12 +180,12 @@ class TestOperations:
         trainer = Trainer(tmp_path / "store", base)
         for full in (True, False):
             wish = {"kind": "full" if full else "partial"}
-            told = client.ask(daemon.folder, "ask", store=trainer.store.id, wish=wish)
+            told = client.ask(daemon.folder, "ask", store=trainer.store.run_id, wish=wish)
             assert told["pid"] == os.getpid()
         wait_until(lambda: trainer.requests == ["full", "partial"])
         trainer.close()
         with pytest.raises(UsageError) as caught:
-            client.ask(daemon.folder, "ask", store=trainer.store.id, wish={"kind": "full"})
+            client.ask(daemon.folder, "ask", store=trainer.store.run_id, wish={"kind": "full"})
         assert caught.value.kind == "no-session"
 
     def test_a_failure_for_good_is_told_and_shown(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ class TestDeath:
         trainer = Trainer(tmp_path / "store", base)
         trainer.save(trainer.everything, 1)
         with daemon._changed:
-            daemon._runs[trainer.store.id].pid = NO_PROCESS  # a forked child keeps the connection open
+            daemon._runs[trainer.store.run_id].pid = NO_PROCESS  # a forked child keeps the connection open
         wait_until(lambda: status(daemon.folder)["runs"] == [])  # type: ignore[index]
         assert set(trainer.stored()[0]) == {1}
         trainer.die()

@@ -42,18 +42,18 @@ class Trainer:
     def __init__(self, store: Path, base: Path, *, shards: int = 3, layout: Layout | None = None) -> None:
         self.store = Store.create(str(store), shards=shards)
         self.requests: list[str] = []
-        place = arena_folder(str(base), self.store.id)
+        place = arena_folder(str(base), self.store.run_id)
         self.folder = place.parent
         requests = self.requests  # nothing that holds on to this object, or its arena would stay
         self.saver = DaemonSaver(
-            str(self.store.root), self.store.id, self.folder, lambda wish: requests.append(wish.kind)
+            str(self.store.root), self.store.run_id, self.folder, lambda wish: requests.append(wish.kind)
         )
         self.layout = layout or small_layout()
         self.everything = np.arange(self.layout.partitions)
         try:
             self.saver.claim()
-            found = Arena.open_existing(place, run_id=self.store.id)
-            self.arena = found or Arena.create(place, self.layout, run_id=self.store.id, epoch=1)
+            found = Arena.open_existing(place, run_id=self.store.run_id)
+            self.arena = found or Arena.create(place, self.layout, run_id=self.store.run_id, epoch=1)
             self.arena.pid = os.getpid()
             self.queue = HandOverQueue(self.arena.folder)
             self.saver.open(self.arena)
@@ -100,7 +100,7 @@ class Trainer:
     def phases(self) -> list[str]:
         """The phase that the daemon says this run is in; empty when it has none."""
         runs = (status(self.folder) or {"runs": []})["runs"]
-        return [run["phase"] for run in runs if run["id"] == self.store.id]
+        return [run["phase"] for run in runs if run["id"] == self.store.run_id]
 
 
 def status(folder: Path) -> dict[str, Any] | None:

@@ -156,7 +156,7 @@ def test_all_ranks_dead_and_one_host_gone(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="-9"):
         launch(TRAIN, 2, "fsdp", str(tmp_path), 20, {"drained_at": [7], "die": "all", "die_at": 13})
     store = Store.open(tmp_path / "store")
-    shutil.rmtree(next((tmp_path / "arena").iterdir()) / f"{store.id}-1")
+    shutil.rmtree(next((tmp_path / "arena").iterdir()) / f"{store.of_shard(1).run_id}")
     found = launch(TRAIN, 2, "fsdp", str(tmp_path), 20)
     steps = {report["step"] for report in found}
     assert steps in ({1}, {5}, {10}), "nobody has what came after the last checkpoint that rank 1 got durable"

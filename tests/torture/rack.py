@@ -233,7 +233,7 @@ class Rack:
         handed = self.witness.handed
         # The record comes before the hand-over leaves the queue.
         steps = stored_steps(store, handed.size)
-        arena = Arena.share(arena_folder(str(self.arenas), store.id), run_id=store.id)
+        arena = Arena.share(arena_folder(str(self.arenas), store.run_id), run_id=store.run_id)
         store.close()
         # What is sealed is copied over copies that still wait: some may have been torn by the kill.
         whole = arena.intact() if arena is not None else True
