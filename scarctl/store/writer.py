@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -55,8 +56,8 @@ class Observer(Protocol):
 class StoreWriter:
     """The one writer of a store. Opening starts a new epoch in every shard's log, which fences all older writers.
 
-    `states` is kept up to date with every commit: treat its arrays as read-only. Not for several threads at once. In a
-    forked child it refuses to work. Raises Contention if another live process writes; LayoutMismatch if the store holds
+    `states` is kept up to date with every commit: treat its arrays as read-only. Several threads may `commit`, each to
+    another shard; all else is for one. In a forked child it refuses to work. Raises Contention if another live process writes; LayoutMismatch if the store holds
     another layout; UsageError (also for a whole store of several ranks), Corruption, AccessDenied, Unavailable.
     """
 
@@ -81,6 +82,7 @@ class StoreWriter:
         nothing = {} if store.part is None else {store.part.shard: np.empty(0, np.int64)}
         self._members = nothing | members_by_shard(shard_of)
         self._pid = os.getpid()
+        self._counting = threading.Lock()
         self._dead: ScarError | None = None  # why nothing can be committed any more
         self._publisher = Publisher(store, self._advance, lambda shard: self.states[shard].boundary)
         self._floor: dict[int, int] = {}  # the step of the newest commit in this epoch
@@ -135,12 +137,10 @@ class StoreWriter:
         extras: object | None = None,
         verify_source: Callable[[], bool] | None = None,
     ) -> Record:
-        """Saves the partitions `ids` (int64, members of `shard`, any order) as of `step`; durable when it
-        returns.
+        """Saves the partitions `ids` (int64, members of `shard`, any order) as of `step`; durable when it returns.
 
         sealed: with this record every member's newest copy is of this step, for what is not in `ids` has not
-            changed
-            since it was saved. `ids` may then be empty.
+            changed since it was saved. `ids` may then be empty.
         extras: saved whole with the commit (see `scarctl.extras`); None: none.
         verify_source: asked after the data are written; False discards the segment and raises Overwritten.
 
@@ -178,7 +178,8 @@ class StoreWriter:
                 f"shard {shard}: partitions changed before the commit of step {step}", hint="commit again"
             )
         self._publish_next(record, tail)
-        self.handed_bytes += record.nbytes
+        with self._counting:
+            self.handed_bytes += record.nbytes
         self._floor[shard] = step
         if state.unindexed_records >= INDEX_RECORDS or 0 < len(state.ids) <= 2 * state.unindexed:
             self._write_index(shard)
@@ -213,8 +214,7 @@ class StoreWriter:
         return unique
 
     def roll_back(self, seqs: Mapping[int, int]) -> None:
-        """Starts a new epoch in which shard s is as it was after record `seqs[s]`; other shards stay as they
-        are.
+        """Starts a new epoch in which shard s is as it was after record `seqs[s]`; other shards stay as they are.
 
         Records that came after are never seen again. Raises UsageError for a record that does not exist;
         Fenced; Unavailable and others: some shards may be rolled back; open the store again and repeat it.
@@ -452,9 +452,7 @@ class StoreWriter:
             state.records += 1
 
     def _write_index(self, shard: int) -> bool:
-        """Writes the index of the state as it is. A failure costs nothing but time: it is logged, and tried
-        again later. Returns whether it did not fail.
-        """
+        """Writes the index of the state as it is. A failure is logged, and tried again later. Returns success."""
         state = self.states[shard]
         if state.doubt.any() or state.seq < 0:
             return True  # an index cannot say what is in doubt
@@ -469,7 +467,8 @@ class StoreWriter:
     # --- small things ---------------------------------------------------------------------------------------
 
     def _wrote(self, shard: int, path: str, nbytes: int) -> None:
-        self.written_bytes += nbytes
+        with self._counting:
+            self.written_bytes += nbytes
         if self.observer is not None:
             self.observer.wrote(shard, path, nbytes)
 
