@@ -51,6 +51,8 @@ class Resumed:
     """With several ranks: which of them were lost, and what that costs; see `scarctl.ranks.agreement`."""
     reasons: tuple[str, ...] = ()
     """Why the state is not exact, a sentence each; () when it is."""
+    saved_at: str | None = None
+    """UTC time of the newest commit in the store, in ISO 8601; None when no record says it."""
 
 
 def resume_live(

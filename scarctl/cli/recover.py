@@ -20,6 +20,7 @@ from scarctl.cli.output import (
 )
 from scarctl.errors import UsageError
 from scarctl.store import Store
+from scarctl.store.saved import describe, last_saved
 
 if TYPE_CHECKING:
     from scarctl.prediction import Cost
@@ -131,6 +132,7 @@ def command(
         snapshot=snapshot,
         max_rework=max_rework,
     )
+    saved_at = last_saved(Store.open(store, storage_options=settings.storage_options))
     done = recover(settings, dry_run=dry_run)
     for reason in done.problems:
         warn(reason)
@@ -139,9 +141,9 @@ def command(
             f"{into} holds no optimizer slots: {len(done.left_out)} tensors such as {min(done.left_out)!r} are left out"
         )
     emit(
-        {**done.to_json(), "dry_run": dry_run},
+        {**done.to_json(), "saved_at": saved_at, "dry_run": dry_run},
         as_json=as_json,
-        text=_text(done, dry_run, new_file=output is not None),
+        text=f"{_text(done, dry_run, new_file=output is not None)}\nthe store was {describe(saved_at)}",
     )
     if done.plan.degraded:
         note("exit code 3: the newest copy of something is damaged, an older one was taken")

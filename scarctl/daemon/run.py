@@ -216,6 +216,7 @@ class Run:
             "shards": self._shards(durable),
             "queued_partitions": int(pending.sum()),
             "queued_bytes": int(arena.layout.partition_bytes[pending].sum()),
+            "saved_at": stats.saved_at,
             "saved_bytes": stats.nbytes,
             "bytes_per_second": int(stats.nbytes / seconds),
             "space": thread.space if thread is not None else None,

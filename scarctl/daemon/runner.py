@@ -32,6 +32,7 @@ from scarctl.daemon.state import (
     Wake,
 )
 from scarctl.errors import AccessDenied, Corruption, ScarError, Unavailable
+from scarctl.store.record import now
 
 log = logging.getLogger("scarctl")
 
@@ -50,6 +51,8 @@ class PersisterStats:
     nbytes: int = 0
     """Bytes of state written."""
     busy_seconds: float = 0.0
+    saved_at: str | None = None
+    """UTC time at which the newest of them was durable, in ISO 8601."""
     errors: int = 0
 
 
@@ -239,6 +242,7 @@ class PersisterThread:
         finally:
             self.stats.busy_seconds += time.monotonic() - started
         self.stats.handovers += 1
+        self.stats.saved_at = now()
         self.last_error = None
         # Others may wait: what is saved makes room for itself, and no more.
         self._tidy(written // 2)

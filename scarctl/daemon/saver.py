@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from scarctl.daemon.persister import Persister, reconcile
 from scarctl.daemon.runner import PersisterThread
 from scarctl.errors import Fenced, ScarError, Unavailable
 from scarctl.store import Store, StoreWriter
+from scarctl.store.saved import last_saved
 from scarctl.version import NEVER, epoch_of
 
 
@@ -86,6 +88,7 @@ class LocalSaver:
         self._arena: Arena | None = None
         self._writer: StoreWriter | None = None
         self._thread: PersisterThread | None = None
+        self._saved_at: str | None = None
         self.stopped = False
         self.shard_of: NDArray[np.int32] = np.empty(0, dtype=np.int32)
         """Shard of every partition, int32 of shape (layout.partitions,), once open."""
@@ -101,6 +104,8 @@ class LocalSaver:
         stopped: write nothing to the store until `resume`.
         """
         known = arena.epoch
+        with contextlib.suppress(ScarError):  # for people only
+            self._saved_at = last_saved(self._store)
         self.shard_of = self._store.shard_of(arena.layout)
         self._arena = arena
         self._writer = self._store.writer(layout=arena.layout, shard_of=self.shard_of)
@@ -192,7 +197,10 @@ class LocalSaver:
         assert self._writer is not None
         self.stopped = False
         persister = Persister(self._arena, self._writer, self.shard_of)
+        if self._thread is not None:
+            self._saved_at = self._thread.stats.saved_at
         self._thread = PersisterThread(persister, HandOverQueue(self._arena.folder))
+        self._thread.stats.saved_at = self._thread.stats.saved_at or self._saved_at
 
     def _running(self) -> PersisterThread:
         if self._thread is None:

@@ -22,7 +22,9 @@ def last_saved(store: Store, shards: Iterable[int] | None = None) -> str | None:
 
     A damaged record says nothing. Raises Unavailable, AccessDenied.
     """
-    found = store.blobs.each(lambda s: _of_shard(store.log(s)), list(store.shards() if shards is None else shards))
+    found = store.blobs.each(
+        lambda s: _of_shard(store.log(s)), list(store.shards() if shards is None else shards)
+    )
     times = [moment for moment in map(parse, (created for created in found if created is not None)) if moment]
     return max(times).isoformat(timespec="seconds") if times else None
 

@@ -57,8 +57,9 @@ class StoreWriter:
     """The one writer of a store. Opening starts a new epoch in every shard's log, which fences all older writers.
 
     `states` is kept up to date with every commit: treat its arrays as read-only. Several threads may `commit`, each to
-    another shard; all else is for one. In a forked child it refuses to work. Raises Contention if another live process writes; LayoutMismatch if the store holds
-    another layout; UsageError (also for a whole store of several ranks), Corruption, AccessDenied, Unavailable.
+    another shard; all else is for one. In a forked child it refuses to work. Raises Contention if another live process
+    writes; LayoutMismatch if the store holds another layout; UsageError (also for a whole store of several ranks),
+    Corruption, AccessDenied, Unavailable.
     """
 
     epoch: int

@@ -239,7 +239,9 @@ def test_a_failure_at_any_call_loses_nothing(
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     handover = rig.queue.read(rig.save(rig.everything, 2, sealed=sealed))
     # At the second shard's record or segment: its index may fail unseen.
-    rig.blobs.fail_at(operation, "shards/1/log" if operation == "create_exclusive" else "shards/1/seg", number)
+    rig.blobs.fail_at(
+        operation, "shards/1/log" if operation == "create_exclusive" else "shards/1/seg", number
+    )
     with pytest.raises(kind):
         rig.persister.persist(handover)
     pending = rig.arena.pending()
