@@ -302,13 +302,11 @@ class Session:
         with self._gate.held():
             self._finish()
             live = self._binding.live(engine.arena)
-            report, extras = recover_live(
-                engine, live, lost, mode, self.head_step, self._together, max_rework
+            report = recover_live(
+                engine, live, self._adapter, lost, mode, self.head_step, self._together, max_rework
             )
             # Whatever was flushed or taken before is not what the state is now.
             self._flushed = self._moment = None
-            if extras is not None:
-                self._adapter.restore(extras["early"], extras["late"])
             if report.mode == "rollback" and report.step is not None:
                 self.head_step = report.step
                 engine.arena.head_step = report.step

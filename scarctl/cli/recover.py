@@ -169,6 +169,9 @@ def _live(
         arena_dir=arena_dir,
     )
     report, ranks = done["report"], done["ranks"]
+    report.setdefault("problems", [])  # of a session of an older version
+    for reason in report["problems"]:
+        warn(reason)
     partitions, nbytes = (sum(rank[i] for rank in ranks) for i in range(2))
     lines = [f"restored {partitions} partitions, {human_bytes(nbytes)}, in place, after step {done['step']}"]
     cost = Cost(Rework(**report["rework"]), report["rollback_steps"], report["reason"])
@@ -188,7 +191,9 @@ def _live(
         "by_rank": [{"restored_partitions": count, "bytes": n} for count, n in ranks],
     }
     emit(fields, as_json=as_json, text="\n".join(lines))
-    return EXIT_PARTLY if report["degraded"] else EXIT_OK
+    if report["problems"] and not report["degraded"]:
+        note("exit code 3: what is named above could not be restored whole")
+    return EXIT_PARTLY if report["degraded"] or report["problems"] else EXIT_OK
 
 
 def cost_lines(cost: Cost, mode: str) -> list[str]:
