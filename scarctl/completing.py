@@ -1,7 +1,7 @@
 """Completing a recovery in a running process: what of the lost partitions is kept in extras, and what is left behind.
 
-A partial recovery restores tensors of groups. An optimizer may keep more of a parameter, in another shape; that is saved
-in the late extras, and only the adapter knows what belongs to which parameter.
+A partial recovery restores tensors of groups. An optimizer may keep more of a parameter, in another shape. That is in
+the late extras, and only the adapter knows what belongs to which parameter.
 """
 
 from __future__ import annotations

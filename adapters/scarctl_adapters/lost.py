@@ -3,9 +3,9 @@
 Adafactor keeps a number per row and one per column, SOAP matrices of each dimension, LBFGS vectors over all parameters
 under the first of them. A partial recovery takes it from the newest extras:
 
-- a number per row (as many values as the parameter has rows): of the rows that were lost, and where it is not finite;
-- all else that has a size, together: when the whole parameter was lost, or when some of it is not finite, also where the
-  parameter was not lost. A part of it would not fit the rest;
+- a number per row (as many values as the parameter has rows): of lost rows, and where it is not finite;
+- all else that has a size, together: when the whole parameter was lost, or when some of it is not finite, also where
+  the parameter was not lost. A part of it would not fit the rest;
 - a single number, such as a step count: when it is not finite.
 """
 
