@@ -29,7 +29,8 @@ from scarctl.live import LiveState
 from scarctl.prediction import MODES, Cost
 from scarctl.recovery import MEMORY, Ids, Lost, Perturbation, Plan, estimate, plan_partial, plan_rollback
 from scarctl.sinks import ArenaSink
-from scarctl.store import ShardState, Snapshot
+from scarctl.store import ShardState, Snapshot, Store
+from scarctl.store.saved import describe
 from scarctl.together import Found, Together
 from scarctl.version import NEVER, pack, step_of
 from scarctl.weighing import shared_history, weigh_loss, weigh_resume
@@ -54,6 +55,21 @@ class Resumed:
     """Why the state is not exact, a sentence each; () when it is."""
     saved_at: str | None = None
     """UTC time of the newest commit in the store, in ISO 8601; None when no record says it."""
+
+
+def said(resumed: Resumed, store: Store) -> Resumed:
+    """The same; one line of the log says what it is."""
+    if not resumed.step and resumed.report is None:
+        log.info("%s has nothing to resume from: a new run begins", store.url)
+        return resumed
+    exact = "exact" if resumed.exact else f"not exact: {'; '.join(resumed.reasons)}"
+    line, report = f"resumed {store.url} at step {resumed.step}, {exact}", resumed.report
+    if report is not None and report.plan.ids.size:
+        oldest = int(step_of(report.plan.version).min())
+        tiers = ", ".join(f"{count} partitions from {tier}" for tier, count in report.tiers.items())
+        line += f"; oldest copy of step {oldest}; {tiers}"
+    log.info("%s; %s", line, describe(resumed.saved_at))
+    return resumed
 
 
 def resume_live(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.handover import HandOver, HandOverQueue
+from scarctl.daemon.speed import Meter
 from scarctl.errors import Corruption, Overwritten, ScarError
 from scarctl.layout import members_by_shard
 from scarctl.store import Collector, StoreWriter
@@ -34,6 +35,8 @@ class Persister:
     """Commits hand-overs, all shards of one at once. Not for several threads at once."""
 
     def __init__(self, arena: Arena, writer: StoreWriter, shard_of: NDArray[np.int32]) -> None:
+        self.meter = Meter()
+        """How fast the store takes what is committed."""
         self.put_off = threading.Event()
         """Set by another thread: what is being written is given up, and `PutOff` raised."""
         self._arena = arena
@@ -118,7 +121,8 @@ class Persister:
 
         def commit(part: tuple[int, Ids]) -> tuple[Ids, bool] | BaseException:
             try:
-                return self._commit(*part, handover, handover.extras if part[0] == carrier else None)
+                with self.meter.commit():
+                    return self._commit(*part, handover, handover.extras if part[0] == carrier else None)
             except BaseException as error:  # not to be raised beside commits that are under way
                 return error
 

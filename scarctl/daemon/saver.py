@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from scarctl.daemon.arena import Arena
 from scarctl.daemon.handover import HandOverQueue
 from scarctl.daemon.persister import Persister, reconcile
 from scarctl.daemon.runner import PersisterThread
+from scarctl.daemon.speed import Speed
 from scarctl.errors import Fenced, ScarError, Unavailable
 from scarctl.store import Store, StoreWriter
 from scarctl.store.saved import last_saved
@@ -53,6 +54,10 @@ class Saver(Protocol):
     def trouble(self) -> ScarError | None:
         """What keeps it from saving for some time already, while it goes on trying; None when nothing does."""
 
+    @property
+    def speed(self) -> Speed | None:
+        """How fast the store takes what is handed over; None while that is not known."""
+
     def stop(self) -> None:
         """Write nothing to the store until `resume`. Does not wait for what is being written: that is put off."""
 
@@ -83,8 +88,10 @@ class LocalSaver:
 
     outlives = False
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, on_saved: Callable[[], None] = lambda: None) -> None:
+        """on_saved: called in the saving thread after every hand-over."""
         self._store = store
+        self._on_saved = on_saved
         self._arena: Arena | None = None
         self._writer: StoreWriter | None = None
         self._thread: PersisterThread | None = None
@@ -149,6 +156,11 @@ class LocalSaver:
         return None
 
     @property
+    def speed(self) -> Speed | None:
+        """See `Saver`."""
+        return self._thread.speed if self._thread is not None else None
+
+    @property
     def thread(self) -> PersisterThread | None:
         """The thread, for its figures; None before it was started."""
         return self._thread
@@ -199,7 +211,7 @@ class LocalSaver:
         persister = Persister(self._arena, self._writer, self.shard_of)
         if self._thread is not None:
             self._saved_at = self._thread.stats.saved_at
-        self._thread = PersisterThread(persister, HandOverQueue(self._arena.folder))
+        self._thread = PersisterThread(persister, HandOverQueue(self._arena.folder), self._on_saved)
         self._thread.stats.saved_at = self._thread.stats.saved_at or self._saved_at
 
     def _running(self) -> PersisterThread:
