@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from scarctl.errors import UsageError
 from scarctl.layout import Layout, Place
@@ -117,6 +119,25 @@ class KnowsTouched(Protocol):
 def touched_rows_of(adapter: Adapter) -> Callable[..., Mapping[str, torch.Tensor]] | None:
     """The adapter's `KnowsTouched.touched_rows`; None when it has none."""
     return getattr(adapter, "touched_rows", None)
+
+
+class RestoresLost(Protocol):
+    """What an adapter may offer besides: for recovering a part of the state in a running process."""
+
+    def restore_lost(self, lost: Mapping[str, NDArray[np.bool_]], saved: Callable[[], Any]) -> None:
+        """Put back what belongs to lost rows of groups and is in no group, such as an optimizer's factored statistics.
+
+        The rest of the extras stays as it is. What is not finite may be put back wherever it belongs.
+
+        lost: which rows of a group were lost, bool of shape (rows,), by name; only groups that have lost some. Their
+        tensors are restored by now. saved: gives the newest late extras, or raises ScarError; to be asked only if
+        something is needed of them.
+        """
+
+
+def restore_lost_of(adapter: Adapter) -> Callable[..., None] | None:
+    """The adapter's `RestoresLost.restore_lost`; None when it has none."""
+    return getattr(adapter, "restore_lost", None)
 
 
 class AdapterClass(Protocol):

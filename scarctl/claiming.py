@@ -30,6 +30,7 @@ def claim_saver(store: Store, settings: SessionSettings, on_request: Callable[[W
         saver: Saver = DaemonSaver(store.address.url, store.run_id, folder, on_request, options, store.part)
         try:
             saver.claim()
+            log.info("%s, saved by the daemon in %s", _attached(store, settings), folder)
             return saver
         except BaseException as error:
             saver.close()
@@ -38,4 +39,12 @@ def claim_saver(store: Store, settings: SessionSettings, on_request: Callable[[W
             log.warning("%s. Saving goes on in a thread of this process, and ends with it", error)
     saver = LocalSaver(store)
     saver.claim()
+    log.info("%s, saved by a thread of this process", _attached(store, settings))
     return saver
+
+
+def _attached(store: Store, settings: SessionSettings) -> str:
+    return (
+        f"attached to {store.url}: interval {settings.interval}, fraction {settings.fraction:.4g}, "
+        f"{store.settings.shards} shards"
+    )

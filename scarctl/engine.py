@@ -8,7 +8,6 @@ small file; the persister does the rest in the background.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.behind import Behind
 from scarctl.cadence import Cadence
+from scarctl.caveats import Caveats
 from scarctl.config import SessionSettings
 from scarctl.daemon.handover import HandOverQueue
 from scarctl.daemon.kinship import arena_for
@@ -41,8 +42,6 @@ from scarctl.version import NEVER, pack, step_of
 log = logging.getLogger("scarctl")
 Ids = NDArray[np.int64]
 _NONE = np.empty(0, dtype=np.int64)
-_STUCK = 60
-"""Seconds after which copies that wait for the store are worth a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +139,12 @@ class Engine:
         *,
         stopped: bool = False,
         selector: Selector | None = None,
+        caveats: Caveats | None = None,
     ) -> None:
         """Open or create the arena in `folder`, and start saving: a new epoch.
 
         stopped: write nothing to the store until `saver.resume()`. selector: instead of `policy.select`.
+        caveats: where it is said that the store is behind.
 
         Raises Contention, Unavailable (arena or store is full), AccessDenied, Corruption.
         """
@@ -177,8 +178,14 @@ class Engine:
         """The step of the newest regular checkpoint."""
         self._orphaned = False
         """Copies could not be queued: to be tried again."""
-        self._oldest, self._oldest_since = NEVER, math.inf
-        """Version of the oldest copy that waits for the store, and since when that is the oldest."""
+        self._behind = Behind(
+            self.arena,
+            self.cadence,
+            settings,
+            int(np.unique(self.shard_of).size),
+            layout.nbytes if settings.policy == "full" else self.budget,
+            caveats if caveats is not None else Caveats(),
+        )
         self.movements: Movements | None = None
         try:
             if self.trend is not None:
@@ -206,7 +213,7 @@ class Engine:
         self._look(live, step)
         distance = self.tracker.distances(live, step)
         pending = self.arena.pending()
-        self._warn_if_stuck(pending)
+        self._behind.look(pending, step, self.saver)
         chosen = self.selector.select(
             self.settings.policy,
             distance_sq=squared(distance),
@@ -275,7 +282,8 @@ class Engine:
         if first:
             distance = np.zeros(self.layout.partitions)
             ids, nonfinite = np.arange(self.layout.partitions), _NONE
-        elif skip_if_behind and self.arena.pending().any():
+        elif skip_if_behind and (pending := self.arena.pending()).any():
+            self._behind.look(pending, step, self.saver)
             return Copied(version, _NONE, sealed=False)
         else:
             distance = live.distances(self.settings.norm)
@@ -364,23 +372,16 @@ class Engine:
             self._due_at = step
         return due
 
+    def is_sealed(self) -> bool:
+        """Whether every copy is of the newest iteration, in the store or on its way there."""
+        waiting = [handover.version for handover in self.queue.pending() if handover.sealed]
+        head, copies = self.arena.head_step, step_of(self.arena.newest())
+        return head in map(step_of, waiting) or bool((copies == head).all())
+
     def lag(self) -> int:
         """Iterations between now and the oldest copy that the store has not, 0 when it has all."""
         waiting = self.arena.version[self.arena.pending()]
         return max(0, self.arena.head_step - int(step_of(waiting).min())) if waiting.size else 0
-
-    def _warn_if_stuck(self, pending: NDArray[np.bool_]) -> None:
-        oldest = int(self.arena.version[pending].min(initial=np.iinfo(np.int64).max))
-        now = time.monotonic()
-        if not pending.any() or oldest != self._oldest:
-            self._oldest, self._oldest_since = oldest, now
-        elif now > self._oldest_since + _STUCK:
-            self._oldest_since = math.inf  # said once
-            log.warning(
-                "copies of step %d have waited for the store for more than %d s: `scarctl daemon status` may tell why",
-                step_of(oldest),
-                _STUCK,
-            )
 
     def start_over(self) -> None:
         """Forget what the arena has: it is of a run that never got as far as a whole checkpoint.

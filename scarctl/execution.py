@@ -34,6 +34,7 @@ from scarctl.recovery import (
     versions_of,
 )
 from scarctl.store import ShardState, Store
+from scarctl.store.saved import last_saved
 from scarctl.version import NEVER
 
 Bytes = NDArray[np.uint8]
@@ -74,6 +75,8 @@ class Report:
     """The file that was written."""
     cost: Cost | None = None
     """What the recovery is predicted to cost; None where nobody has asked."""
+    saved_at: str | None = None
+    """UTC time of the newest commit in the store, where copies came from it and its records say it."""
     extrapolation: Extrapolation | None = None
     """What came back further along the way than it was saved; None where nobody wanted that, or all is of one step."""
 
@@ -115,6 +118,8 @@ class Report:
             "perturbation": self.perturbation.to_json(),
             "output": self.output,
             "seconds": round(self.seconds, 6),
+            "problems": list(self.problems),
+            "saved_at": self.saved_at,
             **(self.cost.to_json() if self.cost is not None else {}),
             **({"extrapolation": self.extrapolation.to_json()} if self.extrapolation is not None else {}),
         }
@@ -164,6 +169,9 @@ def execute(plan: Plan, store: Store | None, arena: Arena | None, sink: Sink) ->
             _perturbation(done.ids, squared, distance),
             time.perf_counter() - started,
             tuple(dict.fromkeys(run.problems)),
+            saved_at=last_saved(store, plan.states)
+            if store is not None and (plan.tier == STORE).any()
+            else None,
         )
 
 

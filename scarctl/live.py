@@ -116,6 +116,22 @@ class LiveState:
         mine = ids - int(self.layout.base[g])
         return distances_of(self.layout.groups[g], self.tensors[g], self._saved[g], mine, norm, scratch)
 
+    def not_finite(self, ids: Ids) -> Ids:
+        """Of partitions `ids` (ascending) those with live values that are not finite where the saved ones are."""
+        bad = []
+        for g, part in self.parts(ids):
+            group, mine = self.layout.groups[g], ids[part]
+            count = max(1, _BATCH_BYTES // max(1, group.rows_per_partition * group.row_bytes))
+            for first in range(0, mine.size, count):
+                some = mine[first : first + count]
+                if self._is_left(g, some):
+                    bad += [one for one in np.split(some, some.size) if self._is_left(g, one)]
+        return np.concatenate([ids[:0], *bad])
+
+    def _is_left(self, g: int, ids: Ids) -> bool:
+        rows = take_rows(*self.layout.row_ranges(ids))
+        return any(_left(*pair, rows) for pair in zip(self.tensors[g], self._saved[g], strict=True))
+
     def finite(self, g: int, ids: Ids) -> NDArray[np.bool_]:
         """Of which partitions `ids` (ascending) of group `g` the parameter is finite; see `scarctl.distance.finite`."""
         return finite(self.layout.groups[g], self.tensors[g][0], ids - int(self.layout.base[g]))
@@ -330,3 +346,16 @@ def _copy_rows(target: torch.Tensor, source: torch.Tensor, starts: Ids, stops: I
     index = torch.from_numpy(rows)
     picked = source.index_select(0, index.to(source.device)).to(target.device)
     target.index_copy_(0, index.to(target.device), picked)
+
+
+def _left(live: torch.Tensor, saved: torch.Tensor, rows: slice | Ids) -> bool:
+    """Whether some value of these rows is not finite where the saved one is."""
+    if not live.is_floating_point() or not live.numel():
+        return False
+    at = torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows
+    here = live.detach()[at if isinstance(at, slice) else at.to(live.device)] if live.dim() else live.detach()
+    wrong = ~torch.isfinite(here.float())
+    if not wrong.any():
+        return False
+    there = torch.isfinite((saved[at] if saved.dim() else saved).float())
+    return bool((wrong.cpu() & there).any())

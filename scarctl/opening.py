@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 
+from scarctl.caveats import Caveats
 from scarctl.config import SessionSettings
 from scarctl.daemon.folder import arena_folder
 from scarctl.daemon.saver import Saver
@@ -22,11 +23,19 @@ log = logging.getLogger("scarctl")
 class Opening:
     """Opens the engine of one session, and lets go of it."""
 
-    def __init__(self, store: Store, settings: SessionSettings, saver: Saver, together: Together) -> None:
+    def __init__(
+        self,
+        store: Store,
+        settings: SessionSettings,
+        saver: Saver,
+        together: Together,
+        caveats: Caveats,
+    ) -> None:
         self._store = store
         self._settings = settings
         self._saver = saver
         self._together = together
+        self._caveats = caveats
         self.opened: Engine | None = None
         self.engine: Engine | None = None
         """The same, once it goes."""
@@ -49,6 +58,7 @@ class Opening:
                     self._saver,
                     stopped=stopped,
                     selector=self._together.selector(),
+                    caveats=self._caveats,
                 ),
                 undo=lambda engine: engine.leave(),
             )
@@ -88,11 +98,26 @@ class Opening:
         engine = self.opened
         if engine is None:
             self._saver.close()
-        elif engine is not self.engine:
+            log.info("closed %s: nothing was saved in this session", self._store.url)
+            return
+        step = f"{engine.arena.head_step}, {'sealed' if engine.is_sealed() else 'not sealed'}"
+        waiting, folder = int(engine.arena.pending().sum()), engine.arena.folder
+        if engine is not self.engine:
             engine.leave()  # a resume that failed: all stays as it was
+            log.info("closed %s: it was not resumed, and stays as it was", self._store.url)
         elif failed and self._saver.outlives:
             engine.leave()
-        elif not engine.close(self._settings.drain_timeout):
+            log.info(
+                "closed %s after a failure: step %s; the daemon saves the %d partitions that wait in %s",
+                self._store.url,
+                step,
+                waiting,
+                folder,
+            )
+        elif engine.close(self._settings.drain_timeout):
+            log.info("closed %s: step %s, all of it durable", self._store.url, step)
+        else:
+            log.info("closed %s: step %s, not all of it durable", self._store.url, step)
             log.error(
                 "not everything is durable in %s: %s. It stays in %s; the next session on this host goes on with it",
                 self._store.url,

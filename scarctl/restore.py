@@ -7,7 +7,6 @@ there.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,19 +16,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.adapter import Adapter
 from scarctl.arrays import distinct
+from scarctl.completing import complete, left_behind
 from scarctl.daemon.kinship import require_same_line
-from scarctl.dtypes import torched
 from scarctl.engine import Engine
-from scarctl.errors import Corruption, NoIntactCopy, UsageError
+from scarctl.errors import UsageError
 from scarctl.execution import Report, execute
 from scarctl.extrapolating import load_extrapolated
 from scarctl.extrapolation import Extrapolation
+from scarctl.found_extras import newest_extras, sealed_extras
 from scarctl.live import LiveState
 from scarctl.prediction import MODES, Cost
 from scarctl.recovery import MEMORY, Ids, Lost, Perturbation, Plan, estimate, plan_partial, plan_rollback
 from scarctl.sinks import ArenaSink
 from scarctl.store import ShardState, Snapshot, Store
+from scarctl.store.saved import describe
 from scarctl.together import Found, Together
 from scarctl.version import NEVER, pack, step_of
 from scarctl.weighing import shared_history, weigh_loss, weigh_resume
@@ -52,6 +54,23 @@ class Resumed:
     """With several ranks: which of them were lost, and what that costs; see `scarctl.ranks.agreement`."""
     reasons: tuple[str, ...] = ()
     """Why the state is not exact, a sentence each; () when it is."""
+    saved_at: str | None = None
+    """UTC time of the newest commit in the store, in ISO 8601; None when no record says it."""
+
+
+def said(resumed: Resumed, store: Store) -> Resumed:
+    """The same; one line of the log says what it is."""
+    if not resumed.step and resumed.report is None:
+        log.info("%s has nothing to resume from: a new run begins", store.url)
+        return resumed
+    exact = "exact" if resumed.exact else f"not exact: {'; '.join(resumed.reasons)}"
+    line, report = f"resumed {store.url} at step {resumed.step}, {exact}", resumed.report
+    if report is not None and report.plan.ids.size:
+        oldest = int(step_of(report.plan.version).min())
+        tiers = ", ".join(f"{count} partitions from {tier}" for tier, count in report.tiers.items())
+        line += f"; oldest copy of step {oldest}; {tiers}"
+    log.info("%s; %s", line, describe(resumed.saved_at))
+    return resumed
 
 
 def resume_live(
@@ -92,7 +111,7 @@ def _weigh(engine: Engine, together: Together) -> tuple[str, Cost | None]:
 
     def look() -> tuple[dict[int, ShardState], tuple[int, Any] | None] | None:
         states = engine.store.states(engine.store.shards())
-        return None if _never_complete(engine, states) else (states, _newest_extras(engine, states))
+        return None if _never_complete(engine, states) else (states, newest_extras(engine, states))
 
     found = together.agree(look)
     everywhere = together.gather(found is not None)
@@ -128,7 +147,7 @@ def _fetch(engine: Engine) -> tuple[Found | None, Report | None]:
     """Bring the freshest copies of everything into the arena. None when some partition has no copy anywhere."""
     arena = engine.arena
     states = engine.store.states(engine.store.shards())
-    newest = None if _never_complete(engine, states) else _newest_extras(engine, states)
+    newest = None if _never_complete(engine, states) else newest_extras(engine, states)
     require_same_line(engine.arena, engine.store)
     if newest is None:
         if engine.layout.partitions or engine.store.part is None:
@@ -166,13 +185,16 @@ def _believe_newest_seal(engine: Engine) -> None:
 def recover_live(
     engine: Engine,
     live: LiveState,
+    adapter: Adapter,
     lost: Lost,
     mode: str,
     head_step: int,
     together: Together,
     max_rework: float | None = None,
-) -> tuple[Report, Any]:
-    """Restore what was lost in a running process. Returns the extras too when that is a rollback, else None.
+) -> Report:
+    """Restore what was lost in a running process, and the extras when that is a rollback.
+
+    The report's problems name what is left that is not finite, on any rank, where a copy is.
 
     Raises UsageError, NoIntactCopy, ScarError (kind "too-much-rework"); then no live value was changed.
     """
@@ -183,7 +205,9 @@ def recover_live(
     if mode == "rollback":
         report, extras = _roll_back(engine, live, together, lost=ids.size)
         _learnt(engine, extras, report.step or 0, together)
-        return replace(report, cost=cost), extras
+        adapter.restore(extras["early"], extras["late"])
+        left = together.agree(lambda: left_behind(engine, live, adapter, ids, extras["late"]))
+        return _checked(replace(report, cost=cost), left, together)
     with _known_to_differ(engine, ids):
         report = together.agree(lambda: _fetch_lost(engine, live, ids, now, head_step))
     # One rank's part may be of one step, but not of that of the others.
@@ -200,8 +224,15 @@ def recover_live(
     engine.motion.forget()
     if engine.trend is not None:
         engine.trend.forget(ids)
+    left = together.agree(lambda: complete(engine, live, adapter, ids))
     together.spread()
-    return replace(report, cost=cost), None
+    return _checked(replace(report, cost=cost), left, together)
+
+
+def _checked(report: Report, left: list[str], together: Together) -> Report:
+    """With what is left behind on all ranks."""
+    everywhere = [text for theirs in together.gather(left) for text in theirs]
+    return replace(report, problems=tuple(dict.fromkeys([*report.problems, *everywhere])))
 
 
 def _with(report: Report, told: Extrapolation | None) -> Report:
@@ -266,7 +297,7 @@ def _roll_back(
         _unseal_waiting(engine, plan)
         report = execute(plan, engine.store, engine.arena, ArenaSink(engine.arena))
         report = replace(report, perturbation=_perturbation(live.distances(), estimate(known)))
-        return report, _sealed_extras(engine.store, report.plan)
+        return report, sealed_extras(engine.store, report.plan)
 
     with _known_to_differ(engine, everything), contextlib.ExitStack() as stopped:
         # Only when nobody saves any more do all look at the same logs.
@@ -321,63 +352,3 @@ def _never_complete(engine: Engine, states: Mapping[int, ShardState]) -> bool:
     for state in states.values():
         there[state.ids[state.version >= 0]] = True
     return not there.all()
-
-
-def _newest_extras(engine: Engine, states: Mapping[int, ShardState]) -> tuple[int, Any] | None:
-    """Version and content of the newest extras, from memory or the store; None when none were ever saved.
-
-    Raises NoIntactCopy when there are some and none can be read.
-    """
-    # Newest first: of two of the same version the later one counts.
-    waiting = reversed(engine.queue.pending())
-    candidates = [(h.version, h.extras) for h in waiting if h.extras is not None]
-    damaged: list[str] = []
-    for state in states.values():
-        found = next(_stored_extras(engine.store, state, damaged), None)
-        if found is not None:
-            candidates.append(found)
-    if not candidates and damaged:
-        raise NoIntactCopy(
-            f"{engine.store.url}: the extras (optimizer's counts, random numbers) are damaged: {'; '.join(damaged)}",
-            hint="nothing was changed; `scarctl verify` lists what is damaged",
-        )
-    if not candidates:
-        return None
-    version, extras = max(candidates, key=lambda found: found[0])
-    return version, torched(extras)
-
-
-def _stored_extras(store: Store, state: ShardState, damaged: list[str]) -> Iterator[tuple[int, Any]]:
-    """A shard's extras up to `state`, newest first; those that cannot be read are skipped, and named in `damaged`."""
-    if state.extras is None:
-        return
-    older = (
-        store.state(state.shard, at=record.seq)
-        for record in reversed(list(store.records(state.shard)))
-        if record.extras and record.seq <= state.seq
-    )
-    for candidate in itertools.chain([state], older):
-        try:
-            found = store.read_extras(candidate)
-        except Corruption as error:
-            damaged.append(error.message)
-        else:
-            if found is not None:
-                yield found
-
-
-def _sealed_extras(store: Store, plan: Plan) -> Any:
-    """Extras of the sealed state that `plan` goes back to."""
-    damaged: list[str] = []
-    own = plan.states.values()
-    # A rank that owns nothing has no part in what was sealed, and its own extras.
-    for state in own or store.states(store.shards()).values():
-        for version, extras in _stored_extras(store, state, damaged):
-            if step_of(version) == plan.step:
-                return torched(extras)
-            if own:
-                break
-    raise NoIntactCopy(
-        f"{store.url}: the sealed state of step {plan.step} has no intact extras: {'; '.join(damaged) or 'none saved'}",
-        hint="nothing was changed; recover the lost partitions only (partial)",
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ from scarctl.engine import Engine
 from scarctl.layout import Layout
 from scarctl.restore import Resumed, check_mode, resume_live
 from scarctl.store import Store, read_snapshot
+from scarctl.store.saved import last_saved
 from scarctl.together import Elsewhere, Together
 
 log = logging.getLogger("scarctl")
@@ -71,6 +73,7 @@ class Resumption:
     def _in_place(self, layout: Layout, mode: str, name: str | None) -> Resumed:
         agree = self._together.agree
         snapshot = agree(lambda: None if name is None else read_snapshot(self._store, name))
+        saved_at = agree(lambda: last_saved(self._store))
         agree(lambda: self._binding.check(layout))
         remove_slots = self._adapter.create_slots(layout)
         # What a dead process left becomes durable only when it is clear from which step this one goes on.
@@ -85,6 +88,7 @@ class Resumption:
             raise
         if extras is None:
             remove_slots()
+        resumed = replace(resumed, saved_at=saved_at)
         self._go_on(engine, resumed, extras)
         return resumed
 
@@ -103,7 +107,7 @@ class Resumption:
         live.load(np.arange(engine.layout.partitions))
         self._together.spread()
         engine.start_over()
-        resumed = Resumed(agreed.step, agreed.exact, None, agreed.summary)
+        resumed = Resumed(agreed.step, agreed.exact, None, agreed.summary, saved_at=last_saved(self._store))
         self._go_on(engine, resumed, agreed.extras)
         engine.saver.resume()
         return resumed

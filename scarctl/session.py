@@ -37,7 +37,7 @@ from scarctl.moment import Moment, Moments, check_step
 from scarctl.naming import take_snapshot
 from scarctl.opening import Opening
 from scarctl.requests import Due, Requests
-from scarctl.restore import Resumed, recover_live
+from scarctl.restore import Resumed, recover_live, said
 from scarctl.resuming import Resumption
 from scarctl.streams import Streams
 from scarctl.together import Alone, Together
@@ -99,7 +99,7 @@ class Session:
             self._binding = Binding(adapter, self.store)
             self._saver = self._together.agree(self._claim, undo=lambda saver: saver.close())
             undo.callback(self._saver.close)
-            self._opening = Opening(self.store, settings, self._saver, self._together)
+            self._opening = Opening(self.store, settings, self._saver, self._together, self.caveats)
             self._remove_hooks = self._install(auto)
             undo.pop_all()
         self._worker = Worker("scarctl-copy")
@@ -227,7 +227,7 @@ class Session:
                     f"{self.store.url} has no snapshot {snapshot!r}: nothing is saved there",
                     hint="check the address; without a snapshot, resume() begins a new run there",
                 )
-            self.resumed = Resumed(step=0, exact=True, report=None)
+            self.resumed = said(Resumed(step=0, exact=True, report=None), self.store)
             return self.resumed
         with self._gate.held():
             resumption = Resumption(
@@ -271,7 +271,7 @@ class Session:
         found = [tuple(theirs) for theirs in self._together.gather(list(self._found_reasons))]
         mixed = () if resumed.exact or not resumed.step else ("partitions are of several steps",)
         why = tuple(dict.fromkeys([*mixed, *(reason for theirs in found for reason in theirs)]))
-        return replace(resumed, exact=resumed.exact and not why, reasons=why)
+        return said(replace(resumed, exact=resumed.exact and not why, reasons=why), self.store)
 
     def _go_on(self, engine: Engine, resumed: Resumed, extras: Any) -> None:
         self._found_reasons = reasons(caveats_of(extras))
@@ -302,13 +302,11 @@ class Session:
         with self._gate.held():
             self._finish()
             live = self._binding.live(engine.arena)
-            report, extras = recover_live(
-                engine, live, lost, mode, self.head_step, self._together, max_rework
+            report = recover_live(
+                engine, live, self._adapter, lost, mode, self.head_step, self._together, max_rework
             )
             # Whatever was flushed or taken before is not what the state is now.
             self._flushed = self._moment = None
-            if extras is not None:
-                self._adapter.restore(extras["early"], extras["late"])
             if report.mode == "rollback" and report.step is not None:
                 self.head_step = report.step
                 engine.arena.head_step = report.step

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
@@ -14,10 +15,8 @@ from scarctl.adapter import StateGroup
 from scarctl.errors import UsageError
 from scarctl.layout import Layout
 from scarctl.stateful import (
-    capture_host_rng,
     check_names,
     check_stateful,
-    restore_host_rng,
     restore_state,
     state_of,
 )
@@ -34,7 +33,10 @@ from scarctl_adapters.fsdp import (
     world,
     zero_of,
 )
+from scarctl_adapters.lost import restore_lost
 from scarctl_adapters.mixing import mix_late
+from scarctl_adapters.rng import capture_rng as capture_rng
+from scarctl_adapters.rng import restore_rng as restore_rng
 from scarctl_adapters.sameness import Tensors, tensors_now
 from scarctl_adapters.slots import Slots, create_slots, is_slot
 
@@ -274,6 +276,12 @@ class TorchAdapter:
             restore_state(item, early["extras"][name])
         restore_rng(early["rng"])
 
+    @torch.no_grad()
+    def restore_lost(self, lost: Mapping[str, NDArray[np.bool_]], saved: Callable[[], Any]) -> None:
+        """Optimizer state of lost parameters that is none of their slots; see `scarctl_adapters.lost`."""
+        names = {id(parameter): name for name, _, parameter in self._parameters()}
+        restore_lost(self._optimizers, names, lost, saved)
+
     def create_slots(self, layout: Layout) -> Callable[[], None]:
         """Tensors in the optimizers' state for every slot of `layout` that is not there yet."""
         owners = {id(p): o for o in map(with_state, self._optimizers) for p in params_of(o)}
@@ -431,20 +439,3 @@ def update_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
         if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
             value = value.to(before.device)
         group[name] = value
-
-
-def capture_rng() -> dict[str, Any]:
-    """Global random number generators of Python, numpy, torch, and of CUDA where it is in use."""
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return capture_host_rng() | {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if cuda else [],
-    }
-
-
-def restore_rng(state: Mapping[str, Any]) -> None:
-    """Put `capture_rng` back; CUDA's only as far as there are devices."""
-    restore_host_rng(state)
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])

@@ -173,6 +173,8 @@ def _no_daemon() -> ScarError:
 
 
 def _run_lines(run: dict[str, Any]) -> list[str]:
+    from scarctl.store.saved import describe
+
     part = ""
     if run.get("shard") is not None:
         part = (
@@ -185,6 +187,7 @@ def _run_lines(run: dict[str, Any]) -> list[str]:
         return [f"{head}, nothing saved yet"]
     lines = [
         f"{head}, step {run['head_step']}, durable {run['durable_step']} (oldest {run['oldest_durable_step']}), "
+        f"{describe(run['saved_at'])}, "
         f"queued {human_bytes(run['queued_bytes'])}, {human_bytes(run['bytes_per_second'])}/s, "
         f"{run['errors']} errors, {len(run['peers'])} peers"
     ]

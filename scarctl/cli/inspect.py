@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scarctl.cli.ages import Age, age_of, lag_of, since_of
 from scarctl.cli.output import EXIT_OK, Seconds, common_options, emit, human_bytes, open_store
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from scarctl.caveats import Caveat
     from scarctl.cli.ranks import Layouts, Ranks
-    from scarctl.daemon.peek import ArenaView
     from scarctl.layout import Layout
     from scarctl.prediction import Outlook
     from scarctl.store import Store
@@ -129,6 +129,8 @@ class Survey:
     """Named sealed states."""
     run: dict[str, Any] | None
     """What the arena says about the run, None when there is no arena on this host."""
+    age: Age = field(default_factory=lambda: Age(None, is_lower_bound=True))
+    """When it was saved, and whether the run may have been further than `step`."""
     ranks: list[Ranks] = field(default_factory=list)
     """Those that save to the store, each to its own shard: one entry; none where one process does."""
     note: str | None = None
@@ -258,6 +260,7 @@ class Survey:
         total = len(self.saved_step)
         return {
             "step": self.step,
+            **self.age.to_json(),
             "total_partitions": total,
             "total_bytes": 0 if self.layout is None else self.layout.nbytes,
             "shards": self.shards,
@@ -336,20 +339,13 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         usage,
         named,
         run,
+        age_of(store, states, [arena]),
         note=note,
         outlook=outlook,
         comparable=norm == "l2",
         since=since,
         caveats=caveats,
     )
-
-
-def lag_of(arena: ArenaView) -> int:
-    """Iterations since the oldest copy was made that is not durable yet, 0 when all are."""
-    from scarctl.version import step_of
-
-    waiting = arena.version[(arena.version != arena.durable) & (arena.version >= 0)]
-    return max(arena.head_step - int(step_of(waiting).min()), 0) if len(waiting) else 0
 
 
 def _least(values: NDArray[Any], count: int) -> NDArray[np.int64]:
@@ -372,12 +368,11 @@ def _norm(distances: NDArray[np.float64]) -> float:
         return math.sqrt(np.square(distances).sum())
 
 
-def since_of(arena: ArenaView, step: int) -> int:
-    """Iterations since the arena's distances were taken: with its newest checkpoint."""
-    from scarctl.version import step_of
+AHEAD = "; no running process says how far the run is, so ages are lower bounds"
 
-    newest = max(int(arena.version.max(initial=-1)), arena.sealed)
-    return max(0, step - int(step_of(newest))) if newest >= 0 else 0
+
+def _step(view: Survey) -> str:
+    return f"step {view.step}{' or later' if view.age.is_lower_bound else ''}"
 
 
 def summary(view: Survey) -> list[str]:
@@ -386,7 +381,8 @@ def summary(view: Survey) -> list[str]:
         return [f"{view.url}: nothing is saved yet"]
     usage = view.usage
     lines = [
-        f"store {view.url}: step {view.step}, {view.layout.partitions} partitions, {human_bytes(view.layout.nbytes)}",
+        f"store {view.url}: {_step(view)}, {view.layout.partitions} partitions, {human_bytes(view.layout.nbytes)}",
+        f"{view.age}{AHEAD if view.age.is_lower_bound else ''}",
         f"on disk {human_bytes(usage['bytes'])}, of which live {human_bytes(usage['live_bytes'])}; "
         f"{usage['segments']} segments, {usage['records']} records",
     ]
@@ -428,7 +424,8 @@ def shard_rows(view: Survey) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for line in view.shards:
         oldest, newest, change = line["oldest_step"], line["newest_step"], line["perturbation"]["value"]
-        age = "never saved" if oldest is None or line["never_saved"] else str((view.step or 0) - oldest)
+        never = oldest is None or line["never_saved"]
+        age = "never saved" if never else view.age.at_least((view.step or 0) - oldest)
         rows.append(
             (
                 str(line["shard"]),
@@ -455,7 +452,7 @@ def part_table(view: Survey) -> tuple[str, tuple[str, ...], list[tuple[str, ...]
     if view.ranks:
         from scarctl.cli.ranks import COLUMNS
 
-        return "ranks", COLUMNS, view.ranks[0].rows(view.step or 0)
+        return "ranks", COLUMNS, view.ranks[0].rows(view)
     return "shards", SHARD_COLUMNS, shard_rows(view)
 
 
@@ -463,14 +460,14 @@ SHARD_COLUMNS = ("shard", "partitions", "bytes", "saved steps", "age", "losing i
 PARTITION_COLUMNS = ("partition", "shard", "saved", "staleness", "distance")
 
 
-def partition_rows(lines: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Cells of a table of partitions."""
+def partition_rows(lines: list[dict[str, Any]], age: Age) -> list[tuple[str, ...]]:
+    """Cells of a table of partitions. age: of the view that they are of."""
     return [
         (
             line["name"],
             str(line["shard"]),
             "never" if line["saved_step"] is None else str(line["saved_step"]),
-            "-" if line["staleness"] is None else str(line["staleness"]),
+            "-" if line["staleness"] is None else age.at_least(line["staleness"]),
             "unknown" if line["distance"] is None else f"{line['distance']:.4g}",
         )
         for line in lines
@@ -482,8 +479,8 @@ def _plain(view: Survey) -> str:
     if view.layout is not None:
         tables = [
             part_table(view),
-            ("stalest", PARTITION_COLUMNS, partition_rows(view.stalest(TOP))),
-            ("most changed", PARTITION_COLUMNS, partition_rows(view.most_changed(TOP))),
+            ("stalest", PARTITION_COLUMNS, partition_rows(view.stalest(TOP), view.age)),
+            ("most changed", PARTITION_COLUMNS, partition_rows(view.most_changed(TOP), view.age)),
         ]
         for title, columns, rows in tables:
             if rows:

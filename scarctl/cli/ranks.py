@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.cli.inspect import Survey, lag_of, rework_cell, since_of
+from scarctl.cli.ages import age_of, lag_of, since_of
+from scarctl.cli.inspect import Survey, rework_cell
 from scarctl.cli.output import human_bytes
 from scarctl.daemon.kinship import view_of
 from scarctl.daemon.peek import ArenaView
@@ -130,8 +131,9 @@ class Ranks:
             lines.append(f"retired shards: {', '.join(gone)}")
         return [*lines, *([self.note] if self.note else [])]
 
-    def rows(self, step: int) -> list[tuple[str, ...]]:
-        """Cells of the ranks' table."""
+    def rows(self, view: Survey) -> list[tuple[str, ...]]:
+        """Cells of the ranks' table. view: what they are part of."""
+        step = view.step or 0
         rows: list[tuple[str, ...]] = []
         for line in self.lines:
             oldest, newest, change = line["oldest_step"], line["newest_step"], line["perturbation"]["value"]
@@ -146,7 +148,9 @@ class Ranks:
                     str(line["partitions"]),
                     human_bytes(line["bytes"]),
                     "-" if oldest is None else f"{oldest}..{newest}",
-                    "never saved" if oldest is None or line["never_saved"] else str(max(0, step - oldest)),
+                    "never saved"
+                    if oldest is None or line["never_saved"]
+                    else view.age.at_least(max(0, step - oldest)),
                     "-" if line["durable_step"] is None else str(line["durable_step"]),
                     "-" if line["head_step"] is None else str(line["head_step"]),
                     process,
@@ -181,6 +185,7 @@ def survey_ranks(store: Store, arena_dir: str | None, parts: Parts | None) -> Su
             arenas[shard] = None
         at += layout.partitions
     here = [arena for arena in arenas.values() if arena is not None]
+    saving = [arenas[shard] for shard, layout in layouts.items() if layout.partitions]
     own = [
         (store, {shard: states[shard]}) for shard, layout in layouts.items() if parameters_of(layout).any()
     ]
@@ -195,6 +200,7 @@ def survey_ranks(store: Store, arena_dir: str | None, parts: Parts | None) -> Su
         store.usage(states),
         [snapshot.to_json() for snapshot in snapshots(store)],
         _run(here),
+        age_of(store, topology.shards, saving),
         outlook=outlook,
         comparable=norm == "l2",
         since=max((since_of(arena, step) for arena in here), default=0),

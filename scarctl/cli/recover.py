@@ -20,6 +20,7 @@ from scarctl.cli.output import (
 )
 from scarctl.errors import UsageError
 from scarctl.store import Store
+from scarctl.store.saved import describe, last_saved
 
 if TYPE_CHECKING:
     from scarctl.prediction import Cost
@@ -131,6 +132,7 @@ def command(
         snapshot=snapshot,
         max_rework=max_rework,
     )
+    saved_at = last_saved(Store.open(store, storage_options=settings.storage_options))
     done = recover(settings, dry_run=dry_run)
     for reason in done.problems:
         warn(reason)
@@ -139,9 +141,9 @@ def command(
             f"{into} holds no optimizer slots: {len(done.left_out)} tensors such as {min(done.left_out)!r} are left out"
         )
     emit(
-        {**done.to_json(), "dry_run": dry_run},
+        {**done.to_json(), "saved_at": saved_at, "dry_run": dry_run},
         as_json=as_json,
-        text=_text(done, dry_run, new_file=output is not None),
+        text=f"{_text(done, dry_run, new_file=output is not None)}\nthe store was {describe(saved_at)}",
     )
     if done.plan.degraded:
         note("exit code 3: the newest copy of something is damaged, an older one was taken")
@@ -167,6 +169,9 @@ def _live(
         arena_dir=arena_dir,
     )
     report, ranks = done["report"], done["ranks"]
+    report.setdefault("problems", [])  # of a session of an older version
+    for reason in report["problems"]:
+        warn(reason)
     partitions, nbytes = (sum(rank[i] for rank in ranks) for i in range(2))
     lines = [f"restored {partitions} partitions, {human_bytes(nbytes)}, in place, after step {done['step']}"]
     cost = Cost(Rework(**report["rework"]), report["rollback_steps"], report["reason"])
@@ -186,7 +191,9 @@ def _live(
         "by_rank": [{"restored_partitions": count, "bytes": n} for count, n in ranks],
     }
     emit(fields, as_json=as_json, text="\n".join(lines))
-    return EXIT_PARTLY if report["degraded"] else EXIT_OK
+    if report["problems"] and not report["degraded"]:
+        note("exit code 3: what is named above could not be restored whole")
+    return EXIT_PARTLY if report["degraded"] or report["problems"] else EXIT_OK
 
 
 def cost_lines(cost: Cost, mode: str) -> list[str]:

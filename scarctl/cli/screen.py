@@ -41,8 +41,8 @@ def page(view: Survey, width: int) -> list[RenderableType]:
         return parts
     parts += ["", *heatmap(view.staleness, width - 2)]
     parts += _table(*part_table(view))
-    parts += _table("stalest", PARTITION_COLUMNS, partition_rows(view.stalest(TOP)))
-    changed = partition_rows(view.most_changed(TOP))
+    parts += _table("stalest", PARTITION_COLUMNS, partition_rows(view.stalest(TOP), view.age))
+    changed = partition_rows(view.most_changed(TOP), view.age)
     if changed:
         parts += _table("most changed", PARTITION_COLUMNS, changed)
     return parts

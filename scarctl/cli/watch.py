@@ -59,7 +59,7 @@ def line(view: Survey) -> str:
     """What matters of a view in one line."""
     if view.layout is None:
         return "nothing is saved yet"
-    parts = [f"step {view.step}"]
+    parts = [f"step {view.step}{' or later' if view.age.is_lower_bound else ''}"]
     if view.run is not None:
         waiting, lag = view.run["pending_partitions"], view.run["lag_steps"]
         parts.append(
@@ -70,8 +70,8 @@ def line(view: Survey) -> str:
         )
     stalest = int(view.staleness.max(initial=0))
     never = int((view.saved_step < 0).sum())
-    parts.append(f"{never} never saved" if never else f"oldest saved {stalest} steps ago")
-    parts.append(f"{human_bytes(view.usage['bytes'])} on disk")
+    parts.append(f"{never} never saved" if never else f"oldest saved {view.age.at_least(stalest)} steps ago")
+    parts += [str(view.age), f"{human_bytes(view.usage['bytes'])} on disk"]
     if view.run is not None:
         parts.append(f"{view.run['errors']} errors")
     return ", ".join(parts)

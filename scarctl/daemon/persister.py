@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.handover import HandOver, HandOverQueue
+from scarctl.daemon.speed import Meter
 from scarctl.errors import Corruption, Overwritten, ScarError
 from scarctl.layout import members_by_shard
 from scarctl.store import Collector, StoreWriter
@@ -31,9 +32,11 @@ class PutOff(Exception):
 
 
 class Persister:
-    """Commits hand-overs, shard by shard. Not for several threads at once."""
+    """Commits hand-overs, all shards of one at once. Not for several threads at once."""
 
     def __init__(self, arena: Arena, writer: StoreWriter, shard_of: NDArray[np.int32]) -> None:
+        self.meter = Meter()
+        """How fast the store takes what is committed."""
         self.put_off = threading.Event()
         """Set by another thread: what is being written is given up, and `PutOff` raised."""
         self._arena = arena
@@ -69,16 +72,9 @@ class Persister:
         ids = handover.ids[arena.version[handover.ids] == version]
         ids = ids[arena.durable[ids] != version]
         shard_of = self._shard_of[ids]
-        extras, written = handover.extras, 0
-        for shard in self._members:
-            if shard in already:
-                continue
-            done, sealed = self._commit(shard, ids[shard_of == shard], handover, extras)
-            if done.size or sealed:
-                extras = None  # they belong to the whole process: once is enough
-            written += int(arena.layout.partition_bytes[done].sum())
-            if sealed:
-                already.add(shard)
+        parts = [(shard, ids[shard_of == shard]) for shard in self._members if shard not in already]
+        parts = [(shard, own) for shard, own in parts if own.size or handover.sealed]
+        written = self._commit_all(parts, handover, already)
         if len(already) == len(self._members):
             arena.sealed = version
         return written
@@ -114,6 +110,41 @@ class Persister:
             if writer.handed_bytes
             else None,
         }
+
+    def _commit_all(self, parts: list[tuple[int, Ids]], handover: HandOver, already: set[int]) -> int:
+        """Commit the ids of every shard of `parts`, all at once, and add those that are sealed now to `already`.
+
+        What one shard raises is raised when all have ended. Returns the bytes written.
+        """
+        carrier = parts[0][0] if parts else None  # extras belong to the whole process: once is enough
+        sizes = self._arena.layout.partition_bytes
+
+        def commit(part: tuple[int, Ids]) -> tuple[Ids, bool] | BaseException:
+            try:
+                with self.meter.commit():
+                    return self._commit(*part, handover, handover.extras if part[0] == carrier else None)
+            except BaseException as error:  # not to be raised beside commits that are under way
+                return error
+
+        outcomes = self._writer.store.blobs.write_each(commit, parts, lambda part: int(sizes[part[1]].sum()))
+        written, carried, faults = 0, True, []
+        for (shard, _), outcome in zip(parts, list(outcomes), strict=True):
+            if isinstance(outcome, BaseException):
+                faults.append(outcome)
+                continue
+            done, sealed = outcome
+            written += int(sizes[done].sum())
+            if sealed:
+                already.add(shard)
+            if shard == carrier:
+                carried = bool(done.size or sealed)
+        if faults:
+            raise next((fault for fault in faults if not isinstance(fault, Exception)), faults[0])
+        if written and not carried and carrier is not None and handover.extras is not None:
+            # Newer copies took the place of all of them meanwhile; what others have saved needs extras nonetheless.
+            step, none = step_of(handover.version), np.empty(0, dtype=np.int64)
+            self._writer.commit(carrier, none, self._source, step=step, extras=handover.extras)
+        return written
 
     def _commit(self, shard: int, ids: Ids, handover: HandOver, extras: Any) -> tuple[Ids, bool]:
         """Commit what of `ids` has no newer copy, and acknowledge it.

@@ -16,6 +16,7 @@ from typing import Any
 from scarctl.daemon import protocol
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.client import REPLY_SECONDS, connect, gone, insist, request
+from scarctl.daemon.speed import Speed
 from scarctl.errors import Corruption, Fenced, ScarError, Unavailable
 from scarctl.store import Part
 from scarctl.wishes import Wish
@@ -67,6 +68,7 @@ class DaemonSaver:
         self._closing = self._stopped = False
         self._failure: ScarError | None = None
         self._trouble: ScarError | None = None
+        self._speed: Speed | None = None
         self._last: ScarError | None = None
         self._watcher = threading.Thread(target=self._look, name="scarctl-watch", daemon=True)
         _savers.add(self)
@@ -129,6 +131,11 @@ class DaemonSaver:
     def trouble(self) -> ScarError | None:
         """See `Saver`."""
         return self._trouble
+
+    @property
+    def speed(self) -> Speed | None:
+        """See `Saver`. As the daemon has said it last."""
+        return self._speed
 
     def stop(self) -> None:
         """See `Saver`."""
@@ -237,6 +244,8 @@ class DaemonSaver:
                     self._failure = protocol.error_from(event["failed"])
                 elif "wish" in event:
                     self._on_request(Wish.from_json(event["wish"]))
+                elif "speed" in event:
+                    self._speed = Speed.from_json(event["speed"])
             except (protocol.Closed, OSError, Corruption):
                 self._begin_again()
 

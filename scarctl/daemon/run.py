@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,8 @@ log = logging.getLogger("scarctl")
 
 MAX_SHARDS_SHOWN = 1024
 _ANSWERS = 16
+_SPEED_PAUSE = 0.25
+"""Seconds between two messages to the session about the speed of saving, at least."""
 
 
 class Run:
@@ -50,7 +53,8 @@ class Run:
         """What the training process has said to the newest wishes, by their number."""
         self._wishes = 0
         self._folder = folder
-        self._saver = LocalSaver(store)
+        self._saver = LocalSaver(store, self._saved)
+        self._told_speed = 0.0
         self._arena: Arena | None = None
         self._lock = threading.Lock()
         self._released = self._adopted = self._looked = self._put_off = False
@@ -187,6 +191,14 @@ class Run:
                 if self._arena is not None:
                     self._arena.close()
 
+    def _saved(self) -> None:
+        """A hand-over is durable: now and then the session is told how fast that goes."""
+        thread, now = self._saver.thread, time.monotonic()
+        speed = thread.speed if thread is not None else None
+        if speed is not None and now > self._told_speed + _SPEED_PAUSE:
+            self._told_speed = now
+            self.events.put({"speed": speed.to_json()})
+
     def status(self, phase: Phase) -> dict[str, Any]:
         """Figures for `scarctl daemon status`. Steps are -1 where nothing is durable yet."""
         known: dict[str, Any] = {
@@ -216,8 +228,10 @@ class Run:
             "shards": self._shards(durable),
             "queued_partitions": int(pending.sum()),
             "queued_bytes": int(arena.layout.partition_bytes[pending].sum()),
+            "saved_at": stats.saved_at,
             "saved_bytes": stats.nbytes,
             "bytes_per_second": int(stats.nbytes / seconds),
+            "speed": thread.speed.to_json() if thread is not None and thread.speed is not None else None,
             "space": thread.space if thread is not None else None,
             "errors": stats.errors,
             "last_error": str(fault) if fault is not None else None,

@@ -9,11 +9,13 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from scarctl.daemon.handover import HandOverQueue
 from scarctl.daemon.persister import Persister, PutOff
+from scarctl.daemon.speed import Speed
 from scarctl.daemon.state import (
     Event,
     Failed,
@@ -32,6 +34,7 @@ from scarctl.daemon.state import (
     Wake,
 )
 from scarctl.errors import AccessDenied, Corruption, ScarError, Unavailable
+from scarctl.store.record import now
 
 log = logging.getLogger("scarctl")
 
@@ -50,6 +53,8 @@ class PersisterStats:
     nbytes: int = 0
     """Bytes of state written."""
     busy_seconds: float = 0.0
+    saved_at: str | None = None
+    """UTC time at which the newest of them was durable, in ISO 8601."""
     errors: int = 0
 
 
@@ -60,7 +65,10 @@ class _Look:
 class PersisterThread:
     """Makes hand-overs durable in the background until `close`. A failing store never raises here: see `failure`."""
 
-    def __init__(self, persister: Persister, queue: HandOverQueue) -> None:
+    def __init__(
+        self, persister: Persister, queue: HandOverQueue, on_saved: Callable[[], None] = lambda: None
+    ) -> None:
+        """on_saved: called in the thread after every hand-over."""
         self.stats = PersisterStats()
         self.last_error: ScarError | None = None
         """The newest failure since the last success."""
@@ -68,6 +76,7 @@ class PersisterThread:
         """The failure that halted the thread for good; None while it works."""
         self._persister = persister
         self._queue = queue
+        self._on_saved = on_saved
         self._machine = Machine()
         self._changed = threading.Condition()
         self._refusals = 0
@@ -172,6 +181,11 @@ class PersisterThread:
             return not self._events and self._machine.phase is Phase.IDLE
 
     @property
+    def speed(self) -> Speed | None:
+        """How fast the store takes hand-overs; None before the first."""
+        return self._persister.meter.speed()
+
+    @property
     def space(self) -> dict[str, Any]:
         """See `Persister.space`."""
         return self._persister.space
@@ -238,8 +252,11 @@ class PersisterThread:
             return Failed(number, False, time.monotonic())
         finally:
             self.stats.busy_seconds += time.monotonic() - started
+        self._persister.meter.handed_over(written, time.monotonic() - started)
         self.stats.handovers += 1
+        self.stats.saved_at = now()
         self.last_error = None
+        self._on_saved()
         # Others may wait: what is saved makes room for itself, and no more.
         self._tidy(written // 2)
         return Persisted(number)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,8 +14,10 @@ from scarctl.daemon.handover import HandOverQueue
 from scarctl.daemon.kinship import require_kinship
 from scarctl.daemon.persister import Persister, reconcile
 from scarctl.daemon.runner import PersisterThread
+from scarctl.daemon.speed import Speed
 from scarctl.errors import ScarError, Unavailable
 from scarctl.store import Store, StoreWriter
+from scarctl.store.saved import last_saved
 from scarctl.version import NEVER
 
 
@@ -52,6 +55,10 @@ class Saver(Protocol):
     def trouble(self) -> ScarError | None:
         """What keeps it from saving for some time already, while it goes on trying; None when nothing does."""
 
+    @property
+    def speed(self) -> Speed | None:
+        """How fast the store takes what is handed over; None while that is not known."""
+
     def stop(self) -> None:
         """Write nothing to the store until `resume`. Does not wait for what is being written: that is put off."""
 
@@ -82,11 +89,14 @@ class LocalSaver:
 
     outlives = False
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, on_saved: Callable[[], None] = lambda: None) -> None:
+        """on_saved: called in the saving thread after every hand-over."""
         self._store = store
+        self._on_saved = on_saved
         self._arena: Arena | None = None
         self._writer: StoreWriter | None = None
         self._thread: PersisterThread | None = None
+        self._saved_at: str | None = None
         self.stopped = False
         self.shard_of: NDArray[np.int32] = np.empty(0, dtype=np.int32)
         """Shard of every partition, int32 of shape (layout.partitions,), once open."""
@@ -101,7 +111,9 @@ class LocalSaver:
         again: the training process is the one that made the copies in the arena; it goes on making them.
         stopped: write nothing to the store until `resume`.
         """
-        # Whoever may not save here is to fence nobody: so it is asked before an epoch begins, and for certain after.
+        with contextlib.suppress(ScarError):  # for people only
+            self._saved_at = last_saved(self._store)
+        # A saver that may not save here must fence nobody: so this is asked before an epoch begins, and again after.
         require_kinship(arena, self._store.line(), self._store, again=again)
         self.shard_of = self._store.shard_of(arena.layout)
         self._arena = arena
@@ -144,6 +156,11 @@ class LocalSaver:
     def trouble(self) -> ScarError | None:
         """See `Saver`. The thread tells of its own: what fails is in its log."""
         return None
+
+    @property
+    def speed(self) -> Speed | None:
+        """See `Saver`."""
+        return self._thread.speed if self._thread is not None else None
 
     @property
     def thread(self) -> PersisterThread | None:
@@ -194,7 +211,10 @@ class LocalSaver:
         assert self._writer is not None
         self.stopped = False
         persister = Persister(self._arena, self._writer, self.shard_of)
-        self._thread = PersisterThread(persister, HandOverQueue(self._arena.folder))
+        if self._thread is not None:
+            self._saved_at = self._thread.stats.saved_at
+        self._thread = PersisterThread(persister, HandOverQueue(self._arena.folder), self._on_saved)
+        self._thread.stats.saved_at = self._thread.stats.saved_at or self._saved_at
 
     def _running(self) -> PersisterThread:
         if self._thread is None:

@@ -101,6 +101,14 @@ class Blobs(Protocol):
         size: of the result; not many large ones wait to be taken. Raises what the first in order raised that failed.
         """
 
+    def write_each(
+        self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
+    ) -> Iterator[R]:
+        """As `each`, for work that waits until what it writes is durable.
+
+        size: bytes that the work writes.
+        """
+
     def writer(self, name: str) -> AbstractContextManager[BlobWriter]:
         """Writes a file whose name is unique. Raises FileExistsError if it is not."""
 

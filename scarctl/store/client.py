@@ -161,6 +161,12 @@ class Client:
         """See `Blobs.each`. Not every synchronous file system is for several threads."""
         return self._helpers.each(work, items, size) if self._fs.async_impl else map(work, items)
 
+    def write_each(
+        self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
+    ) -> Iterator[R]:
+        """See `Blobs.write_each`."""
+        return self.each(work, items, size)
+
     def hurry(self) -> None:
         """See `Blobs.hurry`."""
         self._hurried = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -55,9 +56,10 @@ class Observer(Protocol):
 class StoreWriter:
     """The one writer of a store. Opening starts a new epoch in every shard's log, which fences all older writers.
 
-    `states` is kept up to date with every commit: treat its arrays as read-only. Not for several threads at once. In a
-    forked child it refuses to work. Raises Contention if another live process writes; LayoutMismatch if the store holds
-    another layout; UsageError (also for a whole store of several ranks), Corruption, AccessDenied, Unavailable.
+    `states` is kept up to date with every commit: treat its arrays as read-only. Several threads may `commit`, each to
+    another shard; all else is for one. In a forked child it refuses to work. Raises Contention if another live process
+    writes; LayoutMismatch if the store holds another layout; UsageError (also for a whole store of several ranks),
+    Corruption, AccessDenied, Unavailable.
     """
 
     epoch: int
@@ -79,6 +81,7 @@ class StoreWriter:
         nothing = {} if store.part is None else {store.part.shard: np.empty(0, np.int64)}
         self._members = nothing | members_by_shard(shard_of)
         self._pid = os.getpid()
+        self._counting = threading.Lock()
         self._dead: ScarError | None = None  # why nothing can be committed any more
         self._publisher = Publisher(store, self._advance, lambda shard: self.states[shard].boundary)
         self._floor: dict[int, int] = {}  # the step of the newest commit in this epoch
@@ -171,7 +174,8 @@ class StoreWriter:
                 f"shard {shard}: partitions changed before the commit of step {step}", hint="commit again"
             )
         self._publish_next(record, tail)
-        self.handed_bytes += record.nbytes
+        with self._counting:
+            self.handed_bytes += record.nbytes
         self._floor[shard] = step
         if state.unindexed_records >= INDEX_RECORDS or 0 < len(state.ids) <= 2 * state.unindexed:
             self._write_index(shard)
@@ -472,7 +476,8 @@ class StoreWriter:
     # --- small things ---------------------------------------------------------------------------------------
 
     def _wrote(self, shard: int, path: str, nbytes: int) -> None:
-        self.written_bytes += nbytes
+        with self._counting:
+            self.written_bytes += nbytes
         if self.observer is not None:
             self.observer.wrote(shard, path, nbytes)
 

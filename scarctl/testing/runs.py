@@ -41,7 +41,8 @@ class Runs:
 
     "non-contiguous", "0-dim", "empty", "bfloat16": a group with such a tensor;
     "tied": one parameter that `values` has under two names; "frozen": a value that training leaves as it is;
-    "accumulation": an iteration has several backward passes; "several-optimizers": more than one steps in it.
+    "accumulation": an iteration has several backward passes; "several-optimizers": more than one steps in it;
+    "factored": the optimizer keeps state of parameters in another shape than theirs, which `restore_lost` puts back.
     """
 
     def training(self, variant: str = "") -> Training:

@@ -98,6 +98,14 @@ def _check_memory(groups: list[StateGroup]) -> None:
                 assert other == f"{group.name}/{slot}", f"{other} and {group.name}/{slot} are the same memory"
 
 
+def sized(value: Any) -> list[torch.Tensor]:
+    """Floating-point tensors with dimensions inside dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.dim() and value.is_floating_point() else []
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [tensor for item in items for tensor in sized(item)]
+
+
 def row_count(group: StateGroup) -> int:
     tensor = group.tensors[""]
     return tensor.shape[0] if tensor.dim() else 1

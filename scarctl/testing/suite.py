@@ -40,6 +40,7 @@ from scarctl.testing.state import (
     files,
     row_count,
     rows_of_shard,
+    sized,
     spoil,
     stored,
     stored_layout,
@@ -317,6 +318,28 @@ class AdapterConformance(Runs):
         self._counts(tmp_path, "several-optimizers")
 
     # -- what several tests do ----------------------------------------------------------------------------------
+
+    def test_optimizer_state_of_another_shape(self, tmp_path: Path) -> None:
+        """`training("factored")`: what is in no group, but belongs to lost parameters, is recovered with them."""
+        self._need("factored")
+        training = self.training("factored")
+
+        def recover(session: Session) -> None:
+            adapter = adapter_of(session)
+            for tensor in sized(adapter.capture_late()):
+                tensor.fill_(torch.nan)
+            if all(bool(torch.isfinite(tensor).all()) for tensor in sized(adapter.capture_late())):
+                raise unittest.SkipTest("capture_late() gives copies, or nothing that has a size")
+            spoil(adapter, {group.name: np.ones(row_count(group), bool) for group in adapter.groups()})
+            problems = session.recover("all").problems
+            assert not problems, f"a recovery leaves something behind: {problems}"
+            left = [t for t in sized(adapter.capture_late()) if not torch.isfinite(t).all()]
+            assert not left, "a recovery leaves something that is not finite in capture_late()"
+            raise Stop
+
+        recorder = Recorder(training, self.generators, {2: checkpoint, 4: recover})
+        with stopped():
+            self._train(training, recorder, tmp_path, LAST, **RARELY)
 
     def _supports(self, tmp_path: Path, variant: str, has: Callable[[torch.Tensor], bool]) -> None:
         self._need(variant)

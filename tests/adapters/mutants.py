@@ -29,7 +29,7 @@ class Mutated(AdapterConformance):
     """The suite of the torch adapter, with another adapter or another loop."""
 
     loop: ClassVar[type[TorchTraining]] = TorchTraining
-    variants = frozenset({"tied", "bfloat16", "non-contiguous", "several-optimizers"})
+    variants = frozenset({"tied", "bfloat16", "non-contiguous", "several-optimizers", "factored"})
 
     def training(self, variant: str = "") -> Training:
         return self.loop(variant)
@@ -153,6 +153,12 @@ class SlotsAsExtras(TorchAdapter):
         parameters = [parameter for _, _, parameter in self._parameters()]
         for parameter, slots in zip(parameters, late["slots"], strict=False):
             self._optimizers[0].state[parameter].update(slots)
+
+
+class LeavesFactored(TorchAdapter):
+    """Knows only slots."""
+
+    def restore_lost(self, lost: object, saved: object) -> None: ...
 
 
 class Copies(TorchAdapter):

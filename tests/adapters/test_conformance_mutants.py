@@ -26,6 +26,10 @@ FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
         "all_values_of_a_group_are_recovered_together",
         r"not as they were saved: .*exp_avg",
     ),
+    mutants.LeavesFactored: (
+        "optimizer_state_of_another_shape",
+        "leaves something behind: .*exp_avg_sq|row_var",
+    ),
     mutants.Copies: ("partial_recovery_touches_only_the_lost_rows", "were not restored"),
     mutants.Upcasts: ("tensors_of_a_dtype_that_numpy_lacks", "has no such tensor"),
     mutants.MakesContiguous: ("tensors_that_are_not_contiguous", "has no such tensor"),

@@ -61,6 +61,8 @@ class TorchTraining(Training):
                 torch.optim.SGD(parameters[:1], lr=0.1, momentum=0.9),
                 torch.optim.AdamW(parameters[1:], lr=0.01),
             ]
+        elif variant == "factored":
+            self.optimizers = [torch.optim.Adafactor(parameters, lr=0.01)]
         else:
             self.optimizers = [torch.optim.Adam(parameters, lr=0.01)]
         self.schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in self.optimizers]
@@ -132,6 +134,7 @@ class TestTorch(AdapterConformance):
             "frozen",
             "accumulation",
             "several-optimizers",
+            *(["factored"] if hasattr(torch.optim, "Adafactor") else []),
         }
     )
 

@@ -12,6 +12,7 @@ import errno
 import os
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,13 +199,14 @@ class Recorder:
         """Called with the path, relative to `base`: what other processes do at that moment."""
         self._live = Disk()
         self._numbers = 0
+        self._lock = threading.RLock()
         self._fds: dict[int, int] = {}
         self._real = {name: getattr(os, name) for name in _RECORDED}
         self._take(base, 0)
 
     def __enter__(self) -> Recorder:
         for name in _RECORDED:
-            setattr(os, name, getattr(self, f"_{name}"))
+            setattr(os, name, self._alone(getattr(self, f"_{name}")))
         for name in _FORBIDDEN:
             if hasattr(os, name):
                 self._real[name] = getattr(os, name)
@@ -271,6 +273,15 @@ class Recorder:
                 self.dead = True
         if self.dead:
             raise Killed
+
+    def _alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """One call at a time, as the disk sees them."""
+
+        def locked(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                return call(*args, **kwargs)
+
+        return locked
 
     def _unknown(self, name: str) -> Callable[..., Any]:
         def call(*_: object, **__: object) -> Any:

@@ -197,15 +197,12 @@ def test_a_store_whose_maker_died_is_safe_when_the_next_has_opened_it(tmp_path: 
             shutil.rmtree(after)
 
 
-def test_the_witness_finds_a_commit_that_is_gone(run: Run) -> None:
-    history = run.history(0)
-    moment = len(history.events)
-    disk = Disk()
-    disk.play(history.events[:moment])
-    disk.write(run.folder / "whole", Loss(np.random.default_rng(0), 1.0))
-    url = run.folder / "whole" / "a" / "run"
-    check(str(url), history.witness(moment))
-    newest = max((url / "shards/0/log").glob("*.json"))
-    newest.unlink()
+def test_the_witness_finds_a_commit_that_is_gone(tmp_path: Path) -> None:
+    witness = Witness()
+    player = Player(str(tmp_path / "run"), witness.take)
+    player.play([("open",), ("together", 1.0), ("commit", 0)])
+    check(player.url, witness)
+    max((tmp_path / "run/shards/0/log").glob("*.json")).unlink()
     with pytest.raises(Violation):
-        check(str(url), history.witness(moment))
+        check(player.url, witness)
+    player.close()

@@ -94,7 +94,6 @@ class Witness:
         self.snapshots: dict[str, Options[Named | None]] = {}
         self.stamp = 0
         self.acknowledged = 0
-        self._shard = 0
 
     def take(self, message: Message) -> None:
         """Raises Violation when a writer has found what cannot be."""
@@ -128,20 +127,19 @@ class Witness:
                 raise Violation(f"a writer found what nobody saved in shard {shard}: {found}")
 
     def _begin_commit(self, message: Message) -> None:
-        self._shard = message["shard"]
         self.stamp = max(self.stamp, message["stamp"])
-        options = self.shards[self._shard]
+        options = self.shards[message["shard"]]
         options.begin(
             options.all[-1].committed(message)
         )  # what is in doubt the writer settles first, and it is there
 
-    def _done_commit(self, _: Message) -> None:
-        self.shards[self._shard].done()
+    def _done_commit(self, message: Message) -> None:
+        self.shards[message["shard"]].done()
         self.acknowledged += 1
 
     def _failed_commit(self, message: Message) -> None:
         if not message["doubt"]:
-            self.shards[self._shard].all.pop()
+            self.shards[message["shard"]].all.pop()
 
     def _begin_back(self, message: Message) -> None:
         epoch, step = message["to"]

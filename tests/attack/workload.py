@@ -7,10 +7,12 @@ number and the *stamp* of the commit that saved it, so whoever hears the message
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scarctl.errors import Unavailable
 from scarctl.store import Collector, Store, StoreWriter, create_snapshot, delete_snapshot, sealed_sets
@@ -35,6 +37,16 @@ def content(partition: int, stamp: int) -> bytes:
     g, start, stop = place(LAYOUT, partition)
     length = sum((stop - start) * spec.row_bytes for spec in LAYOUT.groups[g].tensors)
     return np.random.default_rng((partition, stamp)).bytes(length)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A commit that was told of."""
+
+    shard: int
+    ids: NDArray[np.int64]
+    sealed: bool
+    extras: Any
 
 
 class Player:
@@ -91,6 +103,22 @@ class Player:
             writer.close()
 
     def commit(self, shard: int, share: float = 0.4, *, sealed: bool = False, extras: bool = False) -> None:
+        self._commit([self._begin(shard, share, sealed=sealed, extras=extras)])
+        self.step += not sealed
+
+    def together(self, share: float = 0.4, *, sealed: bool = False) -> None:
+        """All shards of one step at once, as a hand-over is committed."""
+        begun = [self._begin(s, share, sealed=sealed, extras=sealed or not s) for s in range(SHARDS)]
+        self.sealing = sealed
+        self._commit(begun)
+        self.sealing = False
+        self.step += 1
+
+    def sealed(self, share: float = 0.4) -> None:
+        """As `seal`, all shards at once."""
+        self.together(share, sealed=True)
+
+    def _begin(self, shard: int, share: float, *, sealed: bool, extras: bool) -> Begun:
         members = MEMBERS[shard]
         ids = np.sort(self.rng.permutation(members)[: int(len(members) * share)])
         state = self.writer.states[shard]
@@ -104,21 +132,34 @@ class Player:
         self.tell(
             message | {"epoch": self.writer.epoch, "step": self.step, "sealed": sealed, "extras": extras}
         )
-        saved = {"stamp": self.stamp} if extras else None
-        try:
-            self.writer.commit(shard, ids, self._source, step=self.step, sealed=sealed, extras=saved)
-            self.tell({"done": "commit"})
-        except Unavailable as error:
-            if not self.faulty:
-                raise
-            self.tell({"failed": "commit", "doubt": error.kind == "in-doubt"})
-        self.step += not sealed
+        return Begun(shard, ids, sealed, {"stamp": self.stamp} if extras else None)
+
+    def _commit(self, begun: list[Begun]) -> None:
+        def commit(one: Begun) -> BaseException | None:
+            try:
+                self.writer.commit(
+                    one.shard, one.ids, self._source, step=self.step, sealed=one.sealed, extras=one.extras
+                )
+            except BaseException as error:
+                return error
+            return None
+
+        outcomes = list(self.writer.store.blobs.write_each(commit, begun))
+        faults = [fault for fault in outcomes if fault is not None]
+        for one, outcome in zip(begun, outcomes, strict=True):
+            if outcome is None:
+                self.tell({"done": "commit", "shard": one.shard})
+            elif isinstance(outcome, Unavailable) and self.faulty:
+                self.tell({"failed": "commit", "shard": one.shard, "doubt": outcome.kind == "in-doubt"})
+        raised = [fault for fault in faults if not (isinstance(fault, Unavailable) and self.faulty)]
+        if raised:
+            raise raised[0]
 
     def seal(self, share: float = 0.4) -> None:
         """All shards of one step."""
         for shard in range(SHARDS):
             self.sealing = shard == SHARDS - 1
-            self.commit(shard, share, sealed=True, extras=True)
+            self._commit([self._begin(shard, share, sealed=True, extras=True)])
         self.sealing = False
         self.step += 1
 
@@ -203,8 +244,7 @@ SCRIPT: tuple[tuple[Act, ...], ...] = (
         *(("commit", shard, 0.5) for _ in range(2) for shard in range(SHARDS)),
         ("seal", 0.5),
         ("turn",),
-        ("commit", 0),
-        ("commit", 1),
+        ("together", 0.4),
         ("snapshot", "b"),
         ("turn",),
         ("turn",),
@@ -215,7 +255,7 @@ SCRIPT: tuple[tuple[Act, ...], ...] = (
     # By hand: a prune between two epochs; the process before it has not closed the store.
     (("prune", "b"), ("open",), ("commit", 0), ("seal", 0.0), ("commit", 0), ("commit", 1)),
     # Back, and on from there.
-    (("open",), ("commit", 0), ("back",), ("seal", 0.2), ("snapshot", "a"), ("collect",), ("close",)),
+    (("open",), ("commit", 0), ("back",), ("sealed", 0.2), ("snapshot", "a"), ("collect",), ("close",)),
 )
 """Lives of processes: each opens the store anew. Everything that a store can do is in it."""
 
@@ -223,13 +263,16 @@ SCRIPT: tuple[tuple[Act, ...], ...] = (
 def draw(rng: np.random.Generator, length: int) -> list[Act]:
     """A random life."""
     acts: list[Act] = [("open",)]
-    kinds = ("commit", "seal", "snapshot", "drop", "turn", "collect", "back", "prune", "reopen")
-    odds = np.array([8, 3, 2, 1.5, 4, 2, 0.7, 0.7, 0.5])
+    kinds = (
+        *("commit", "seal", "snapshot", "drop", "turn", "collect", "back", "prune", "reopen"),
+        *("together", "sealed"),
+    )
+    odds = np.array([5, 2, 2, 1.5, 4, 2, 0.7, 0.7, 0.5, 3, 2])
     for kind in rng.choice(kinds, length, p=odds / odds.sum()).tolist():
         if kind == "commit":
             acts.append(("commit", int(rng.integers(SHARDS)), float(rng.choice([0.1, 0.4, 1.0]))))
-        elif kind == "seal":
-            acts.append(("seal", float(rng.choice([0.0, 0.3, 1.0]))))
+        elif kind in ("seal", "sealed", "together"):
+            acts.append((kind, float(rng.choice([0.0, 0.3, 1.0]))))
         elif kind in ("snapshot", "drop"):
             acts.append((kind, str(rng.choice(["a", "b"]))))
         elif kind == "prune":

@@ -40,6 +40,7 @@ KEYS = {
     "output",
     "seconds",
     "problems",
+    "saved_at",
     "dry_run",
 }
 SHARD_KEYS = {"shard", "partitions", "bytes", "tiers", "oldest_step", "newest_step"}

@@ -42,6 +42,7 @@ class FaultyBlobs:
     raised: int = 0
     _plan: dict[tuple[str, int], int] = field(default_factory=dict)
     _always: dict[str, int] = field(default_factory=dict)
+    _named: dict[str, tuple[str, int]] = field(default_factory=dict)
     _chance: tuple[random.Random, float, tuple[int, ...]] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -49,6 +50,11 @@ class FaultyBlobs:
         """The next, the one after that, ... (`at`, from 1) call of `operation` fails with errno `number`."""
         assert operation in (*OPERATIONS, *OTHERS)
         self._plan.update({(operation, self.calls[operation] + k): number for k in at})
+
+    def fail_at(self, operation: str, name: str, number: int = errno.EIO) -> None:
+        """The next call of `operation` for a file with `name` in its own fails with errno `number`."""
+        assert operation in (*OPERATIONS, *OTHERS)
+        self._named[operation] = name, number
 
     def break_down(self, operation: str, number: int) -> None:
         """From now on every call of `operation` fails, until `mend`."""
@@ -62,10 +68,15 @@ class FaultyBlobs:
     def mend(self) -> None:
         self._plan.clear()
         self._always.clear()
+        self._named.clear()
         self._chance = None
 
     def _call(self, operation: str, name: str) -> None:
         number = self._due(operation)
+        with self._lock:
+            if number is None and (found := self._named.get(operation)) is not None and found[0] in name:
+                number = self._named.pop(operation)[1]
+                self.raised += 1
         if number is not None:
             raise os_error(OSError(number, os.strerror(number)), self.inner.where(name), operation)
 

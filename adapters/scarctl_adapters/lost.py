@@ -1,0 +1,141 @@
+"""Optimizer state of lost parameters that has another shape than they have, and so is none of their slots.
+
+Adafactor keeps a number per row and one per column, SOAP matrices of each dimension, LBFGS vectors over all parameters
+under the first of them. A partial recovery takes it from the newest extras:
+
+- a number per row (as many values as the parameter has rows): of lost rows, and where it is not finite;
+- all else that has a size, together: when the whole parameter was lost, or when some of it is not finite, also where
+  the parameter was not lost. A part of it would not fit the rest;
+- a single number, such as a step count: when it is not finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.optim import Optimizer
+
+from scarctl_adapters.fsdp import local_part, params_of, with_state
+from scarctl_adapters.slots import is_slot
+
+Rows = NDArray[np.bool_]
+
+
+def restore_lost(
+    optimizers: Sequence[Optimizer],
+    names: Mapping[int, str],
+    lost: Mapping[str, Rows],
+    saved: Callable[[], Any],
+) -> None:
+    """Put back what belongs to lost rows of groups. Reads what was saved only when something is needed of it.
+
+    names: of groups, by id of the parameter. saved: gives late extras.
+    """
+    for number, optimizer in enumerate(optimizers):
+        for at, parameter, state in _states(optimizer):
+            rows = lost.get(names.get(id(parameter), ""))
+            own = {key: value for key, value in state.items() if not is_slot(key, value, parameter)}
+            if not _concerned(own, rows):
+                continue
+            copies = _copies(saved()["optimizers"][number], at)
+            count = local_part(parameter).shape[0] if parameter.dim() else 1
+            for key, value in _mended(own, copies, rows, count, parameter.device).items():
+                state[key] = value
+
+
+def _states(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor, dict[str, Any]]]:
+    """Number, parameter and state, of the parameters that have some."""
+    states = with_state(optimizer).state
+    for number, parameter in enumerate(params_of(optimizer)):
+        if states.get(parameter):
+            yield number, parameter, states[parameter]
+
+
+def _concerned(own: Mapping[str, Any], rows: Rows | None) -> bool:
+    """Whether some of this may have to be put back."""
+    return any(not is_finite(value) or (rows is not None and not _is_single(value)) for value in own.values())
+
+
+def _copies(saved: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """What was saved of the parameter of this number."""
+    found = {}
+    for key, (where, values) in saved["columns"].items():
+        at = np.flatnonzero(np.asarray(where) == number)
+        if at.size:
+            found[key] = values[int(at[0])]
+    return found
+
+
+def _mended(
+    own: Mapping[str, Any], copies: Mapping[str, Any], rows: Rows | None, count: int, device: torch.device
+) -> dict[str, Any]:
+    """The entries of `own` that change. rows: those that were lost; None where the parameter was not."""
+    changed = {}
+    whole = [key for key, value in own.items() if not _is_single(value) and not _is_per_row(value, count)]
+    together = bool(rows is not None and rows.all()) or not all(is_finite(own[key]) for key in whole)
+    for key, value in own.items():
+        if key not in copies or not is_finite(copies[key]):
+            continue  # there is nothing better
+        if _is_single(value):
+            if not is_finite(value):
+                changed[key] = _like(value, copies[key], device)
+        elif key in whole:
+            if together:
+                changed[key] = _like(value, copies[key], device)
+        else:
+            _put_rows(value, copies[key], rows)
+    return changed
+
+
+def _put_rows(value: torch.Tensor, copy: Any, rows: Rows | None) -> None:
+    """A number per row: those of lost rows, and those that are not finite."""
+    if not isinstance(copy, torch.Tensor) or copy.shape != value.shape:
+        return
+    there = copy.to(value.device, value.dtype)
+    wanted = ~torch.isfinite(value)
+    if rows is not None:
+        wanted |= torch.from_numpy(rows).to(value.device).reshape(value.shape)
+    value.copy_(torch.where(wanted, there, value))
+
+
+def _like(value: Any, copy: Any, device: torch.device) -> Any:
+    """The copy, to take the place of `value`: its tensors where those of `value` are."""
+    if isinstance(copy, torch.Tensor):
+        return copy.clone().to(value.device if isinstance(value, torch.Tensor) else device)
+    if isinstance(copy, list | tuple):
+        pairs = value if isinstance(value, list | tuple) and len(value) == len(copy) else [None] * len(copy)
+        return type(copy)(_like(a, b, device) for a, b in zip(pairs, copy, strict=True))
+    if isinstance(copy, dict):
+        there = value if isinstance(value, dict) else {}
+        return {key: _like(there.get(key), item, device) for key, item in copy.items()}
+    return copy
+
+
+def _is_single(value: Any) -> bool:
+    """A number, or nothing that has values."""
+    if isinstance(value, torch.Tensor):
+        return not value.dim()
+    return not isinstance(value, list | tuple | dict)
+
+
+def _is_per_row(value: Any, count: int) -> bool:
+    """A number for each of `count` rows: of shape (count,), (count, 1), ..."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == count == value.numel()
+
+
+def is_finite(value: Any) -> bool:
+    """Whether no number in it is Inf or NaN."""
+    if isinstance(value, torch.Tensor):
+        return not value.is_floating_point() or bool(torch.isfinite(value).all())
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, list | tuple):
+        return all(map(is_finite, value))
+    if isinstance(value, dict):
+        return all(map(is_finite, value.values()))
+    return True

@@ -1,0 +1,79 @@
+"""When a store was saved to last: wall-clock times of records, for people. Nothing depends on them."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from scarctl.errors import Corruption
+from scarctl.store.log import ShardLog
+
+if TYPE_CHECKING:
+    from scarctl.store.store import Store
+
+_FAR = 200
+"""Records of a shard that are read at most."""
+_UNITS = (("day", 86_400), ("hour", 3_600), ("minute", 60), ("second", 1))
+
+
+def last_saved(store: Store, shards: Iterable[int] | None = None) -> str | None:
+    """UTC time of the newest commit of some shards, all by default, in ISO 8601; None when no record says it.
+
+    A damaged record says nothing. Raises Unavailable, AccessDenied.
+    """
+    found = store.blobs.each(
+        lambda s: _of_shard(store.log(s)), list(store.shards() if shards is None else shards)
+    )
+    times = [moment for moment in map(parse, (created for created in found if created is not None)) if moment]
+    return max(times).isoformat(timespec="seconds") if times else None
+
+
+def _of_shard(log: ShardLog) -> str | None:
+    """When a shard's newest commit was made, or the record that took the place of what was collected."""
+    oldest = None
+    try:
+        record = log.newest()
+        for _ in range(_FAR):
+            if record is None:
+                break
+            if record.kind == "commit":
+                return record.created
+            if record.kind == "compact":
+                oldest = record.created  # moved right after something was saved
+            record = log.record(record.seq - 1) if record.seq > record.boundary else None
+    except (Corruption, FileNotFoundError):
+        pass
+    return oldest
+
+
+def parse(created: str) -> datetime.datetime | None:
+    """A record's time; None when it is none, or without a zone."""
+    try:
+        moment = datetime.datetime.fromisoformat(created)
+        return moment.astimezone(datetime.timezone.utc) if moment.tzinfo is not None else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def seconds_since(created: str | None) -> float | None:
+    """Seconds from a time of `last_saved` to now, at least 0: clocks of hosts differ. None: not known."""
+    moment = parse(created) if created is not None else None
+    if moment is None:
+        return None
+    return max(0.0, (datetime.datetime.now(datetime.timezone.utc) - moment).total_seconds())
+
+
+def describe(created: str | None) -> str:
+    """Such a time for people: "saved 2026-11-22 21:20:11 UTC, 3 minutes ago"."""
+    moment, seconds = parse(created) if created is not None else None, seconds_since(created)
+    if moment is None or seconds is None:
+        return "time of the last save unknown"
+    return f"saved {moment:%Y-%m-%d %H:%M:%S} UTC, {_roughly(seconds)} ago"
+
+
+def _roughly(seconds: float) -> str:
+    """A time span in its largest unit."""
+    name, length = next(((name, length) for name, length in _UNITS if seconds >= length), _UNITS[-1])
+    count = int(seconds // length)
+    return f"{count} {name}{'' if count == 1 else 's'}"

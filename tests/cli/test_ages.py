@@ -1,0 +1,110 @@
+"""When something was saved, by the clock, and ages that are lower bounds."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import scarctl
+from scarctl.cli.inspect import survey
+from scarctl.store import Store
+from scarctl.store.record import now
+from scarctl.store.saved import describe, last_saved
+from tests.cli.conftest import Model, Run
+
+
+def _ago(seconds: float) -> str:
+    moment = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=seconds)
+    return moment.isoformat(timespec="seconds")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "seconds ago"),
+        (61, "1 minute ago"),
+        (185, "3 minutes ago"),
+        (7_300, "2 hours ago"),
+        (90_000, "1 day ago"),
+    ],
+)
+def test_a_time_for_people(seconds: float, text: str) -> None:
+    said = describe(_ago(seconds))
+    assert said.startswith("saved 20")
+    assert " UTC, " in said
+    assert said.endswith(text)
+
+
+@pytest.mark.parametrize("created", [None, "", "yesterday", "2026-11-22T21:20:11", "9999-99-99"])
+def test_what_is_no_time(created: str | None) -> None:
+    assert describe(created) == "time of the last save unknown"
+
+
+def test_opening_a_store_is_no_save(run: Run, saved: Model) -> None:
+    store = Store.open("ckpt")
+    before = last_saved(store)
+    assert before is not None
+    layout = store.current_layout()
+    assert layout is not None
+    while now() <= before:  # records say when to the second
+        time.sleep(0.02)
+    store.writer(layout=layout, shard_of=store.shard_of(layout)).close()
+    assert all(store.log(shard).record(store.state(shard).seq).kind == "epoch" for shard in range(4))
+    assert last_saved(store) == before
+
+
+def test_a_damaged_record_says_nothing(run: Run, saved: Model) -> None:
+    for shard in range(4):
+        newest = max(Path(f"ckpt/shards/{shard}/log").glob("*.json"))
+        newest.write_bytes(b"{}")
+    assert last_saved(Store.open("ckpt")) is None
+
+
+def test_a_store_that_was_copied_away_says_that_the_run_may_be_further(run: Run, saved: Model) -> None:
+    done = run("inspect", "--store", "ckpt", "--json").document
+    assert done["age_is_lower_bound"] is True
+    assert done["saved_at"] <= now()
+    assert 0 <= done["saved_seconds_ago"] < 600
+    text = run("inspect", "--store", "ckpt").stdout
+    assert "step 0 or later" in text
+    assert f"saved {done['saved_at'][:10]}" in text
+    assert "at least 0" in text
+
+
+def test_a_run_that_is_alive_knows_its_step(tmp_path: Path, arena_dir: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with scarctl.attach(
+        model, optimizer, store=tmp_path / "run", daemon=False, arena_dir=arena_dir
+    ) as session:
+        session.resume()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        session.checkpoint(full=True, wait=True)
+        view = survey(Store.open(tmp_path / "run"), str(arena_dir))
+        assert view.to_json(0)["age_is_lower_bound"] is False
+        assert view.run is not None
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    away = survey(Store.open(tmp_path / "copy"), str(arena_dir))
+    assert away.to_json(0)["age_is_lower_bound"] is True
+
+
+def test_what_resume_and_recover_say(tmp_path: Path, run: Run, saved: Model) -> None:
+    done = run(
+        "recover", "--store", "ckpt", "--lost", "all", "--output", tmp_path / "out.safetensors", "--json"
+    ).document
+    assert done["saved_at"] == last_saved(Store.open("ckpt"))
+    said = run("recover", "--store", "ckpt", "--lost", "0", "--output", tmp_path / "two.safetensors").stdout
+    assert "the store was saved 20" in said
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for expected in (False, True):
+        with scarctl.attach(model, optimizer, store=tmp_path / "run", daemon=False) as session:
+            assert (session.resume().saved_at is not None) is expected
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
