@@ -25,6 +25,7 @@ import logging
 import mmap
 import os
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,8 @@ from scarctl.daemon.folder import (
     lock_folder,
     reserve,
 )
+from scarctl.daemon.lines import FILE as LINES
+from scarctl.daemon.lines import Lines, Noted, noted
 from scarctl.errors import UsageError
 from scarctl.layout import Layout
 from scarctl.version import NEVER, epoch_of, pack, step_of
@@ -78,6 +81,8 @@ class Arena:
         self._lock = lock
         self._memory = memory
         self._geometry = geometry
+        self._lines: Lines | None = None
+        """Of the store's writer, where this process has it."""
         n, at = layout.partitions, geometry.arrays_at
         self.generation: NDArray[np.uint64] = np.frombuffer(memory, np.uint64, n, at)
         self.version: Ids = np.frombuffer(memory, np.int64, n, at + 8 * n)
@@ -108,6 +113,7 @@ class Arena:
             if os.path.lexists(folder / FILE):
                 raise UsageError(f"there is an arena in {folder} already", hint="open it, or remove it")
             clear_queue(folder)
+            (folder / LINES).unlink(missing_ok=True)
             fd = _open_new(temporary)
             try:
                 reserve(fd, geometry.size, folder)
@@ -158,6 +164,7 @@ class Arena:
             clear_queue(folder)
             (folder / MOVEMENTS).unlink(missing_ok=True)
             path.unlink()
+            (folder / LINES).unlink(missing_ok=True)
             os.close(lock)
             return None
         except BaseException:
@@ -263,18 +270,24 @@ class Arena:
     # -- the store that it belongs to: see `scarctl.daemon.kinship` ---------------------------------------------
 
     @property
-    def lines(self) -> tuple[int, int]:
-        """What the store held when it was last heard of, and what it holds if the record under way is there."""
-        return int(self._fields[6]), int(self._fields[7])
+    def lines(self) -> Noted:
+        """By shard, the line of its log when it was last heard of, and that if the record under way is there."""
+        return {} if self._folder is None else noted(self._folder)
 
-    def expect(self, line: int) -> None:
-        """See `scarctl.store.line.Companion`."""
-        self._fields[7] = line
+    def begin_lines(self, lines: Mapping[int, int]) -> None:
+        """See `scarctl.store.line.Companion`. Raises Unavailable when the folder is full."""
+        if self._folder is not None:
+            self._lines = Lines(self._folder, lines)
 
-    def note(self, line: int) -> None:
+    def expect(self, shard: int, line: int) -> None:
         """See `scarctl.store.line.Companion`."""
-        self._fields[7] = line
-        self._fields[6] = line
+        if self._lines is not None:
+            self._lines.expect(shard, line)
+
+    def note(self, shard: int, line: int) -> None:
+        """See `scarctl.store.line.Companion`."""
+        if self._lines is not None:
+            self._lines.note(shard, line)
 
     # -- copies -------------------------------------------------------------------------------------------------
 
@@ -386,6 +399,7 @@ class Arena:
             # Nobody looks for movements without an arena: a process may be killed in between.
             (self._folder / MOVEMENTS).unlink(missing_ok=True)
             (self._folder / FILE).unlink(missing_ok=True)
+            (self._folder / LINES).unlink(missing_ok=True)
             try:
                 os.rmdir(self._folder)
             except OSError as error:

@@ -26,8 +26,7 @@ _HEADER = 4096
 _FIXED = struct.Struct("<8sIIQQQQQQ32s16s16s")
 # magic, format, header, file, partitions, json at, json, arrays, tensors, layout digest, store, boot
 FIELDS_AT = 256
-FIELDS = ("epoch", "head_step", "pid", "sealed", "errors", "base_epoch", "line", "next_line")
-"""Zeros where an earlier version of scarctl has made the arena, which knew fewer of them."""
+FIELDS = ("epoch", "head_step", "pid", "sealed", "errors", "base_epoch")
 _PLACE_AT = 512
 _PAGE = 4096
 _ALIGNED = 64
@@ -128,7 +127,7 @@ def read_place(fd: int) -> str:
 def _possible(fields: bytes) -> bool:
     """Whether the numbers after the header are such as a run writes."""
     numbers: list[int] = np.frombuffer(fields, np.int64).tolist()
-    epoch, head_step, pid, sealed, errors, base_epoch, line, next_line = numbers
+    epoch, head_step, pid, sealed, errors, base_epoch = numbers
     return (
         0 <= epoch <= MAX_EPOCH
         and 0 <= base_epoch <= MAX_EPOCH
@@ -136,8 +135,6 @@ def _possible(fields: bytes) -> bool:
         and 0 <= pid < 1 << 31
         and NEVER <= sealed <= pack(MAX_EPOCH, MAX_STEP)
         and errors >= 0
-        and line >= 0
-        and next_line >= 0
     )
 
 

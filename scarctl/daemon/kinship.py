@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.arenafile import FILE
 from scarctl.daemon.folder import arena_folder, folder_error
 from scarctl.daemon.handover import HandOverQueue
+from scarctl.daemon.lines import Noted, fit
 from scarctl.daemon.peek import ArenaView, peek
 from scarctl.errors import AccessDenied, Contention, Corruption, Fenced, ScarError, Unavailable
 from scarctl.layout import Layout
@@ -28,23 +29,23 @@ ASIDE = ".aside"
 """What the name of a folder ends in whose arena belongs to no store any more."""
 
 
-def belongs(lines: Callable[[], tuple[int, int]], store: Store) -> bool:
+def belongs(lines: Callable[[], Noted], store: Store) -> bool:
     """Whether an arena is of the store's line. `lines` reads what it has noted: of a live run that changes meanwhile.
 
     Raises Corruption, AccessDenied, Unavailable when the store cannot tell.
     """
     before = lines()
-    line = store.line()
+    there = store.lines()
     after = lines()
-    return line in (*before, *after) or before != after
+    return fit(before, there) or fit(after, there) or before != after
 
 
-def require_kinship(arena: Arena, line: int, store: Store, *, again: bool) -> None:
-    """Raise Fenced unless an arena is of the line that a store has now.
+def require_kinship(arena: Arena, lines: Mapping[int, int], store: Store, *, again: bool) -> None:
+    """Raise Fenced unless an arena is of the lines that a store has now.
 
     again: the process that made its copies lives. Else one without copies may belong to any store.
     """
-    if line not in arena.lines and (again or not _is_blank(arena)):
+    if not fit(arena.lines, lines) and (again or not _is_blank(arena)):
         raise _overtaken(store)
 
 
@@ -71,13 +72,13 @@ def view_of(base: str | None, store: Store) -> ArenaView | None:
         return found
     views = [found]
 
-    def lines() -> tuple[int, int]:
+    def lines() -> Noted:
         newest = peek(base, store.run_id)
         if newest is not None:
             views.append(newest)
         return views[-1].lines
 
-    if store.line() in found.lines or belongs(lines, store):
+    if fit(found.lines, store.lines()) or belongs(lines, store):
         return views[-1]
     log.warning("%s", _stranger(store, "what is in this host's memory is not shown"))
     return None
@@ -208,11 +209,11 @@ def _tell_of_others(folder: Path, store: Store) -> None:
         if view is None or view.alive or not (view.version >= 0).any():
             continue
         try:
-            ours = view.lines == (0, 0) or store.line() in view.lines
+            ours = not view.lines or fit(view.lines, store.lines())
         except ScarError:
             ours = True
         if ours:
-            whose = f"of the store in {view.place}" if view.lines[0] else "of an earlier version of scarctl"
+            whose = f"of the store in {view.place}" if view.lines else "of an earlier version of scarctl"
             log.warning(
                 "%s: what %s has in memory is not used: it is %s, step %d",
                 store.url,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from scarctl.daemon.arenafile import FIELDS, FIELDS_AT, FILE, read_header, read_place
 from scarctl.daemon.folder import arena_folder, check_both
+from scarctl.daemon.lines import Noted, noted
 from scarctl.errors import AccessDenied, Corruption, ScarError
 from scarctl.layout import Layout
 
@@ -29,7 +30,7 @@ class ArenaView:
     """Faults while saving that the run has counted."""
     sealed: int
     """Version of the newest sealed commit."""
-    lines: tuple[int, int]
+    lines: Noted
     """See `Arena.lines`."""
     place: str
     """Where the store is, for people; "" where the arena does not say."""
@@ -93,7 +94,7 @@ def peek(base: str | None, run_id: str) -> ArenaView | None:
         named["pid"],
         named["errors"],
         named["sealed"],
-        (named["line"], named["next_line"]),
+        noted(folder),
         place,
         version=arrays[1],
         durable=arrays[2],

@@ -114,12 +114,12 @@ class LocalSaver:
         with contextlib.suppress(ScarError):  # for people only
             self._saved_at = last_saved(self._store)
         # A saver that may not save here must fence nobody: so this is asked before an epoch begins, and again after.
-        require_kinship(arena, self._store.line(), self._store, again=again)
+        require_kinship(arena, self._store.lines(), self._store, again=again)
         self.shard_of = self._store.shard_of(arena.layout)
         self._arena = arena
         self._writer = writer = self._store.writer(layout=arena.layout, shard_of=self.shard_of)
         try:
-            require_kinship(arena, writer.line, self._store, again=again)
+            require_kinship(arena, writer.lines, self._store, again=again)
         except BaseException:
             writer.close()
             raise

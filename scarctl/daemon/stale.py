@@ -15,6 +15,8 @@ from pathlib import Path
 from scarctl.daemon.arenafile import FILE, MOVEMENTS
 from scarctl.daemon.folder import check_private, lock_folder
 from scarctl.daemon.kinship import ASIDE
+from scarctl.daemon.lines import FILE as LINES
+from scarctl.daemon.lines import fit
 from scarctl.daemon.peek import ArenaView, peek
 from scarctl.errors import Contention, ScarError
 from scarctl.store import Store
@@ -135,7 +137,8 @@ def _is_foreign(path: Path, view: ArenaView) -> bool:
         store = Store.open(view.place)
         if store.id != run["store"]:
             return True
-        return (store if run["shard"] is None else store.of_shard(int(run["shard"]))).line() not in view.lines
+        own = store if run["shard"] is None else store.of_shard(int(run["shard"]))
+        return not fit(view.lines, own.lines())
     except (ScarError, OSError):
         return False
 
@@ -158,6 +161,7 @@ def _remove(path: Path) -> StaleArena | None:
             return arena
         (path / MOVEMENTS).unlink(missing_ok=True)
         (path / FILE).unlink()
+        (path / LINES).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # what is set aside there is for people to look at
             path.rmdir()
         return arena

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from scarctl.errors import ScarError, Unavailable
 from scarctl.store.blob import InDoubt
 from scarctl.store.format import SETTINGS, record_path, segment_path
-from scarctl.store.line import Companion, line_of
+from scarctl.store.line import Companion, number_of
 from scarctl.store.record import Record
 from scarctl.store.segment import Tail
 
@@ -38,13 +38,9 @@ class Publisher:
         self._advance = advance
         self._boundary = boundary
         self._doubts: dict[int, _Doubt] = {}
-        self._lines: dict[int, str] = {}
+        self.lines: dict[int, int] = {}
+        """Of every shard of which a record was published."""
         self.companion: Companion | None = None
-
-    @property
-    def line(self) -> int:
-        """That of the store, once a record of every shard is published."""
-        return line_of(self._lines)
 
     def publish(self, record: Record, tail: Tail | None) -> None:
         """Creates the record and applies it. Raises FileExistsError if another stands there or stood there, InDoubt,
@@ -53,7 +49,7 @@ class Publisher:
         # Until the outcome is known, also over an interrupt.
         self._doubts[record.shard] = _Doubt(record, tail)
         if self.companion is not None:
-            self.companion.expect(line_of({**self._lines, record.shard: record.line}))
+            self.companion.expect(record.shard, number_of(record.line))
         try:
             self._store.blobs.create_exclusive(record_path(record.shard, record.seq), [record.data])
         except InDoubt:
@@ -123,9 +119,9 @@ class Publisher:
             ) from error
         if newest:
             self._advance(record, tail)
-            self._lines[record.shard] = record.line
+            self.lines[record.shard] = number_of(record.line)
             if self.companion is not None:
-                self.companion.note(self.line)
+                self.companion.note(record.shard, self.lines[record.shard])
         del self._doubts[record.shard]
         if not newest:
             # Nothing is deleted: if an answer was lost, the newer writer may have begun at this very record.

@@ -40,7 +40,7 @@ from scarctl.store.format import (
     shard_folder,
     shard_of_folder,
 )
-from scarctl.store.line import line_of
+from scarctl.store.line import number_of
 from scarctl.store.local import LocalBlobs
 from scarctl.store.lock import BothLocks, NoLock, StoreLock
 from scarctl.store.log import ShardLog
@@ -292,9 +292,9 @@ class Store:
         found = (shard_of_folder(name) for name in self.blobs.folders("shards"))
         return sorted(shard for shard in found if shard is not None)
 
-    def line(self) -> int:
-        """What the store holds now: see `scarctl.store.line`. Raises Corruption."""
-        return line_of({record.shard: record.line for record in self._newest()})
+    def lines(self) -> dict[int, int]:
+        """What each shard's log says now: see `scarctl.store.line`. Raises Corruption."""
+        return {record.shard: number_of(record.line) for record in self._newest()}
 
     def _newest(self) -> list[Record]:
         found = self.blobs.each(lambda shard: self.log(shard).newest(), self.shards())

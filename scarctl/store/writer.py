@@ -336,15 +336,15 @@ class StoreWriter:
         )
 
     @property
-    def line(self) -> int:
-        """What the store holds now: see `scarctl.store.line`."""
-        return self._publisher.line
+    def lines(self) -> dict[int, int]:
+        """What each shard's log says now: see `scarctl.store.line`."""
+        return dict(self._publisher.lines)
 
     def accompany(self, companion: Companion | None) -> None:
         """Has `companion`, if there is one, note what the store holds, now and with every record."""
         self._publisher.companion = companion
         if companion is not None:
-            companion.note(self.line)
+            companion.begin_lines(self.lines)
 
     def is_settled(self, shard: int) -> bool:
         """Whether it is known what the newest record of a shard is."""

@@ -105,7 +105,7 @@ class Yard:
         arena.begin(everything)
         arena.end(everything, pack(9, 900))
         arena.pid = 0x7FFFFFF0
-        arena.note(Store.open(self.store).line())
+        arena.begin_lines(Store.open(self.store).lines())
         arena.close()
         HandOverQueue(arena.folder).put(
             version=pack(9, 900), ids=everything, sealed=True, extras={"text": "hand-over"}

@@ -348,7 +348,7 @@ def test_the_memory_of_a_stopped_run_is_compared_with(run: Run, saved: Model, ar
         state = store.state(shard)
         version[state.ids] = state.version
     arena = Arena.create(arena_folder(str(arena_dir), store.run_id), layout, run_id=store.run_id, epoch=1)
-    arena.note(store.line())
+    arena.begin_lines(store.lines())
     everything = np.arange(layout.partitions)
     arena.begin(everything)
     for g, group in enumerate(layout.groups):

@@ -104,7 +104,7 @@ def test_what_the_run_on_this_host_knows(run: Run, saved: Model, arena_dir: Path
     layout = store.current_layout()
     assert layout is not None
     arena = Arena.create(arena_folder(str(arena_dir), store.run_id), layout, run_id=store.run_id, epoch=1)
-    arena.note(store.line())
+    arena.begin_lines(store.lines())
     arena.head_step, arena.errors = 40, 2
     arena.distance[:] = 0.5
     arena.distance[3] = float("nan")

@@ -321,7 +321,7 @@ class TestArena:
         store = Store.open("ckpt")
         of = layout()
         arena = Arena.create(arena_folder(str(arena_dir), store.run_id), of, run_id=store.run_id, epoch=1)
-        arena.note(store.line())
+        arena.begin_lines(store.lines())
         everything = np.arange(of.partitions)
         arena.begin(everything)
         arena.end(everything, pack(1, 3))

@@ -34,7 +34,7 @@ def arena(run: Run, saved: Model, arena_dir: Path) -> Iterator[Arena]:
     layout = store.current_layout()
     assert layout is not None
     arena = Arena.create(arena_folder(str(arena_dir), store.run_id), layout, run_id=store.run_id, epoch=1)
-    arena.note(store.line())
+    arena.begin_lines(store.lines())
     arena.head_step = 40
     arena.version[:2] = 1 << 40 | 31
     yield arena

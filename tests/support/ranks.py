@@ -113,7 +113,7 @@ class RankStore:
         view, layout = self.view(rank), self.layouts[rank]
         epoch = self.topology.epoch
         arena = Arena.create(arena_folder(str(base), view.run_id), layout, run_id=view.run_id, epoch=epoch)
-        arena.note(view.line())
+        arena.begin_lines(view.lines())
         everything = np.arange(layout.partitions)
         arena.begin(everything)
         whole = values(step, self.world)
