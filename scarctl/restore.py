@@ -65,7 +65,7 @@ def resume_live(
         report, extras = _roll_back(engine, live, together, snapshot=snapshot)
         assert report.step is not None
         _learnt(engine, extras, report.step, together)
-        return Resumed(report.step, True, replace(report, cost=cost)), extras
+        return Resumed(report.step, report.exact, replace(report, cost=cost)), extras
     # Meanwhile nothing moves from the queue to the store: extras would be seen in neither. Nor after a failure: what
     # waits may be of later steps than the one from which another attempt goes on.
     together.agree(engine.saver.stop)
@@ -87,7 +87,7 @@ def _learnt(engine: Engine, extras: Any, step: int, together: Together) -> None:
 def _weigh(engine: Engine, together: Together) -> tuple[str, Cost | None]:
     """Which way to go on from what there is. Partial, without a cost, where some rank has nothing to go on from."""
 
-    def look() -> tuple[dict[int, ShardState], tuple[int, Any] | None] | None:
+    def look() -> tuple[dict[int, ShardState], tuple[int, str, Any] | None] | None:
         states = engine.store.states(engine.store.shards())
         return None if _never_complete(engine, states) else (states, _newest_extras(engine, states))
 
@@ -129,18 +129,21 @@ def _fetch(engine: Engine) -> tuple[Found | None, Report | None]:
     if newest is None:
         if engine.layout.partitions or engine.store.part is None:
             return None, None
-        newest = NEVER, None  # a rank that owns nothing, and has not sealed that yet, waits for nothing
+        newest = NEVER, "", None  # a rank that owns nothing, and has not sealed that yet, waits for nothing
     _believe_newest_seal(engine)
     known = estimate(arena.distance).value  # before the arena is filled up
     everything = np.arange(engine.layout.partitions)
     plan = plan_partial(everything, engine.layout, engine.shard_of, states, arena)
     _unseal_waiting(engine, plan)
     report = execute(plan, engine.store, arena, ArenaSink(arena))
-    version, extras = newest
+    version, whole, extras = newest
     owns = bool(everything.size)
-    exact = report.exact and report.step == step_of(version) if owns else extras is not None
+    of_one = report.exact and report.step == step_of(version) and report.plan.whole == whole
+    exact = of_one if owns else extras is not None
+    if owns and report.exact:
+        arena.whole = report.plan.whole
     survived = exact and arena.head_step == step_of(version)
-    return Found(version, extras, exact, survived, known, owns), report
+    return Found(version, extras, exact, survived, known, owns, whole), report
 
 
 def _unseal_waiting(engine: Engine, plan: Plan) -> None:
@@ -155,7 +158,7 @@ def _believe_newest_seal(engine: Engine) -> None:
     if not waiting or not waiting[-1].sealed or not arena.intact().all():
         return
     sealed = waiting[-1]
-    if (arena.version[sealed.ids] == sealed.version).all() and (arena.version <= sealed.version).all():
+    if arena.whole == sealed.whole and (arena.version <= sealed.version).all():
         arena.sealed = max(arena.sealed, sealed.version)
 
 
@@ -226,12 +229,24 @@ def _fetch_lost(
     # The arena has the newest copies of all: the store is read only for what is not intact there.
     states = engine.store.states(distinct(engine.shard_of[torn]).tolist())
     known = arena.distance[ids]
-    plan = plan_partial(ids, engine.layout, engine.shard_of, states, arena, survivors_step=head_step)
+    survivors = _survivors(engine, live, ids, head_step)
+    plan = plan_partial(ids, engine.layout, engine.shard_of, states, arena, survivors=survivors)
     _unseal_waiting(engine, plan)
     report = execute(plan, engine.store, arena, ArenaSink(arena))
+    if report.exact:
+        arena.whole = report.plan.whole
     new = report.plan.tier != MEMORY
     now[new] = live.distances_at(ids[new])
     return replace(report, perturbation=_perturbation(now, estimate(known)))
+
+
+def _survivors(engine: Engine, live: LiveState, ids: Ids, head_step: int) -> str:
+    """The commit of the whole state, after `head_step`, that all live values but `ids` are of; "" for none."""
+    arena = engine.arena
+    if not arena.whole or step_of(int(arena.newest().max(initial=NEVER))) != head_step:
+        return ""
+    kept = np.delete(live.changed(), ids)
+    return "" if kept.any() else arena.whole
 
 
 def _roll_back(
@@ -247,7 +262,7 @@ def _roll_back(
     together.agree(lambda: _drain(engine))
     everything = np.arange(engine.layout.partitions)
 
-    def fetch(until: tuple[int, int] | None) -> tuple[Report, Any]:
+    def fetch(until: tuple[int, int, str] | None) -> tuple[Report, Any]:
         plan = plan_rollback(
             engine.store,
             engine.layout,
@@ -272,6 +287,8 @@ def _roll_back(
             until = min(found)
             report, extras = together.agree(partial(fetch, until))
             found = together.gather(report.plan.sealed)
+        one = len(set(together.gather(report.plan.whole))) == 1
+        report = replace(report, plan=replace(report.plan, exact=report.exact and one))
         together.agree(lambda: engine.forget_after(report.plan))
     live.load(everything)
     together.spread()
@@ -317,14 +334,14 @@ def _never_complete(engine: Engine, states: Mapping[int, ShardState]) -> bool:
     return not there.all()
 
 
-def _newest_extras(engine: Engine, states: Mapping[int, ShardState]) -> tuple[int, Any] | None:
-    """Version and content of the newest extras, from memory or the store; None when none were ever saved.
+def _newest_extras(engine: Engine, states: Mapping[int, ShardState]) -> tuple[int, str, Any] | None:
+    """Version, commit of the whole state and content of the newest extras; None when none were ever saved.
 
     Raises NoIntactCopy when there are some and none can be read.
     """
     # Newest first: of two of the same version the later one counts.
     waiting = reversed(engine.queue.pending())
-    candidates = [(h.version, h.extras) for h in waiting if h.extras is not None]
+    candidates = [(h.version, h.whole, h.extras) for h in waiting if h.extras is not None]
     damaged: list[str] = []
     for state in states.values():
         found = next(_stored_extras(engine.store, state, damaged), None)
@@ -337,11 +354,11 @@ def _newest_extras(engine: Engine, states: Mapping[int, ShardState]) -> tuple[in
         )
     if not candidates:
         return None
-    version, extras = max(candidates, key=lambda found: found[0])
-    return version, torched(extras)
+    version, whole, extras = max(candidates, key=lambda found: found[0])
+    return version, whole, torched(extras)
 
 
-def _stored_extras(store: Store, state: ShardState, damaged: list[str]) -> Iterator[tuple[int, Any]]:
+def _stored_extras(store: Store, state: ShardState, damaged: list[str]) -> Iterator[tuple[int, str, Any]]:
     """A shard's extras up to `state`, newest first; those that cannot be read are skipped, and named in `damaged`."""
     if state.extras is None:
         return
@@ -357,7 +374,7 @@ def _stored_extras(store: Store, state: ShardState, damaged: list[str]) -> Itera
             damaged.append(error.message)
         else:
             if found is not None:
-                yield found
+                yield found[0], candidate.extras_whole, found[1]
 
 
 def _sealed_extras(store: Store, plan: Plan) -> Any:
@@ -366,8 +383,8 @@ def _sealed_extras(store: Store, plan: Plan) -> Any:
     own = plan.states.values()
     # A rank that owns nothing has no part in what was sealed, and its own extras.
     for state in own or store.states(store.shards()).values():
-        for version, extras in _stored_extras(store, state, damaged):
-            if step_of(version) == plan.step:
+        for version, whole, extras in _stored_extras(store, state, damaged):
+            if step_of(version) == plan.step and whole == (plan.whole or whole):
                 return torched(extras)
             if own:
                 break

@@ -76,7 +76,7 @@ class Session:
         self._requests = Requests(self._together, self.recover, self._fault)
         self._gate = Gate(stepping=auto is False)
         self._streams = Streams()
-        self._moments = Moments(adapter, self._streams)
+        self._moments = Moments(adapter, self._streams, self._together)
         self._moment: Moment | None = None
         """The end of the newest step, if it is taken after every step."""
         self._flushed: int | None = None
@@ -184,12 +184,7 @@ class Session:
         """
         engine = self._started()
         take_snapshot(
-            name,
-            self.store,
-            self._together,
-            lambda: engine.arena.epoch,
-            lambda: self.head_step,
-            self.checkpoint,
+            name, self.store, self._together, lambda: (engine.arena.whole, self.head_step), self.checkpoint
         )
         return self.head_step
 
@@ -281,8 +276,9 @@ class Session:
             report, extras = recover_live(
                 engine, live, lost, mode, self.head_step, self._together, max_rework
             )
-            # Whatever was flushed or taken before is not what the state is now.
+            # Whatever was flushed, taken or named before is not what the state is now.
             self._flushed = self._moment = None
+            self._moments.identities.turn()
             if extras is not None:
                 self._adapter.restore(extras["early"], extras["late"])
             if report.mode == "rollback" and report.step is not None:
@@ -511,7 +507,10 @@ class Session:
 
     def _rescue(self, engine: Engine, moment: Moment) -> None:
         """The state of `moment` is saved, and this process ends because something failed, perhaps elsewhere."""
-        self._together.rescue(self.store, moment.step, lambda: self._checkpoints.extras(engine, moment))
+        whole = engine.arena.whole if self._flushed == moment.step else ""
+        self._together.rescue(
+            self.store, moment.step, lambda: self._checkpoints.extras(engine, moment), whole
+        )
 
     def _stop(self) -> None:
         self._closed = True

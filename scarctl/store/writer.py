@@ -132,22 +132,21 @@ class StoreWriter:
         *,
         step: int,
         sealed: bool = False,
+        whole: str = "",
         extras: object | None = None,
         verify_source: Callable[[], bool] | None = None,
     ) -> Record:
-        """Saves the partitions `ids` (int64, members of `shard`, any order) as of `step`; durable when it
-        returns.
+        """Saves the partitions `ids` (int64, members of `shard`, any order) as of `step`; durable when it returns.
 
-        sealed: with this record every member's newest copy is of this step, for what is not in `ids` has not
-            changed
-            since it was saved. `ids` may then be empty.
+        sealed: with this record every member's newest copy is of this step: what is not in `ids` has not changed since
+            it was saved. `ids` may then be empty.
+        whole: of which commit of the whole state a sealed one is a part; see `Record.whole`.
         extras: saved whole with the commit (see `scarctl.extras`); None: none.
         verify_source: asked after the data are written; False discards the segment and raises Overwritten.
 
-        Raises UsageError (nothing written); Fenced (a newer writer; this one is done); Overwritten;
-        Unavailable or AccessDenied: the commit did not happen, except kind "in-doubt": then the next commit
-        settles it first. After any of them the store is readable at its last acknowledged commit, and
-        committing again is possible.
+        Raises UsageError (nothing written); Fenced (a newer writer; this one is done); Overwritten; Unavailable or
+        AccessDenied: the commit did not happen, except kind "in-doubt": then the next commit settles it first. After
+        any of them the store is readable at its last acknowledged commit, and committing again is possible.
         """
         self._usable()
         state = self._state(shard)
@@ -162,6 +161,7 @@ class StoreWriter:
             parent=state.tail_digest,
             layout=self.layout.digest,
             sealed=sealed,
+            whole=whole,
             boundary=state.boundary,
         )
         tail = None
@@ -277,7 +277,7 @@ class StoreWriter:
         if state.doubt.any():
             raise Corruption(f"{self.store.where}: shard {shard} has a damaged segment: nothing is collected")
         sealed = state.sealed
-        state.sealed = [entry for entry in sealed if entry[0] == state.seq or entry[0] in keep]
+        state.sealed = [seal for seal in sealed if seal.seq == state.seq or seal.seq in keep]
         try:
             if not self.put_index(state) and state.sealed != sealed:
                 # The index that is there lists what is given up now. Who goes back believes the boundary's list.
