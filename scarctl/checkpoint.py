@@ -208,7 +208,11 @@ class Checkpoints:
             self._count(copied, engine)
             if not copied.ids.size and not copied.sealed:
                 return None
-            engine.hand_over(copied, self.extras(engine, under_way.moment))
+            extras, whole = self.extras(engine, under_way.moment), ""
+            if copied.sealed:
+                changed = bool(copied.ids.size)
+                whole = under_way.moment.identities.of(copied.step, engine.arena.whole, changed=changed)
+            engine.hand_over(copied, extras, whole)
         except BaseException as error:
             # Ctrl-C, or what a signal's handler raises in the main thread: the copy goes on without it.
             under_way.job.settle()
@@ -252,6 +256,8 @@ class Checkpoints:
                             hint="do not write through .data between optimizer steps; the copy was mended",
                         )
                     )
+        if copied.sealed and _misses(copied, under_way):
+            copied = replace(copied, sealed=False)
         return copied
 
     def _repeat(self, live: LiveState, copied: Copied, g: int, engine: Engine) -> Copied:
@@ -280,3 +286,13 @@ class Checkpoints:
                     engine.layout.name(int(copied.nonfinite[0])),
                 )
             stats.nonfinite_partitions += int(copied.nonfinite.size)
+
+
+def _misses(copied: Copied, under_way: _UnderWay) -> bool:
+    """Whether something that was equal to its copy was written to since: with the rest it is of no one moment."""
+    live = under_way.live
+    if copied.ids.size == live.layout.partitions:
+        return False
+    if all(before == live.counters(g) for g, before in enumerate(under_way.counters)):
+        return False
+    return bool(np.delete(live.changed(), copied.ids).any())

@@ -231,7 +231,7 @@ class Engine:
         # Estimates have not seen every value of what they choose.
         ids, bad = self.tracker.check(live, chosen.ids, distance)
         self._save(live, ids, distance, version)
-        return Copied(version, ids, sealed=False, nonfinite=np.union1d(chosen.nonfinite, bad))
+        return Copied(version, ids, ids.size == self.layout.partitions, np.union1d(chosen.nonfinite, bad))
 
     @property
     def may_copy(self) -> bool:
@@ -349,11 +349,11 @@ class Engine:
             nonfinite=np.union1d(copied.nonfinite, bad),
         )
 
-    def hand_over(self, copied: Copied, extras: Any) -> None:
-        """Queue what was copied for the persister. Returns at once; the queue is on disk, in the arena's folder."""
-        number = self.queue.put(version=copied.version, ids=copied.ids, sealed=copied.sealed, extras=extras)
-        if copied.sealed:
-            self._sealing = number
+    def hand_over(self, copied: Copied, extras: Any, whole: str = "") -> None:
+        """Queue what was copied, sealed if it is called `whole`. Returns at once: the queue is in the arena."""
+        self.arena.whole = whole or self.arena.whole  # before the persister looks
+        number = self.queue.put(version=copied.version, ids=copied.ids, whole=whole, extras=extras)
+        self._sealing = number if whole else self._sealing
         nbytes = int(self.layout.partition_bytes[copied.ids].sum())
         self.cadence.handed_over(time.monotonic(), number, nbytes)
         self.saver.notify()
@@ -424,7 +424,7 @@ class Engine:
         """Make the sealed state of `plan`, which the arena has now, the newest: here and in the store (a new epoch)."""
         self.saver.roll_back(plan.seqs)
         self.arena.durable[:] = self.arena.version
-        self.arena.sealed = NEVER
+        self.arena.sealed, self.arena.whole = NEVER, plan.whole
 
     def leave(self) -> None:
         """Let go at once: what waits becomes durable in the daemon, and the arena stays for the next session."""

@@ -158,7 +158,7 @@ def execute(plan: Plan, store: Store | None, arena: Arena | None, sink: Sink) ->
                     kind="no-sealed-state",
                 ) from None
             older = plan_rollback(
-                store, plan.layout, plan.shard_of, arena, lost=plan.lost, before=int(plan.version.max())
+                store, plan.layout, plan.shard_of, arena, lost=plan.lost, before=plan.sealed
             )
             plan = replace(older, degraded=True)
             run.problems.append(damage.reason)
@@ -206,6 +206,8 @@ class _Run:
         self.problems = list(problems)
         self.fell_back = False
         self.moved_on = False
+        self.same = True
+        """Every copy that took another one's place has its bytes, or is of the same whole state."""
         self.skip_memory = False
 
     def deliver(self, sink: Sink) -> NDArray[np.float64]:
@@ -223,7 +225,6 @@ class _Run:
         """The plan as it was carried out."""
         if not self.fell_back and not self.moved_on:
             return self.plan
-        whole = len(self.plan.ids) == self.plan.layout.partitions
         step = only_step(self.version)
         return replace(
             self.plan,
@@ -231,7 +232,8 @@ class _Run:
             version=self.version,
             degraded=self.plan.degraded or self.fell_back,
             step=step,
-            exact=self.plan.exact and whole and step is not None,
+            exact=self.plan.exact and self.same and step is not None,
+            whole=self.plan.whole if self.same else "",
         )
 
     def pieces(self) -> Iterator[_Piece]:
@@ -279,10 +281,14 @@ class _Run:
             if self.plan.mode == "rollback":
                 raise _NextSealedState(self.problems[-1])
             self.fell_back = True
+            sums = _checksums(state, ids)
             state = self.store.older(shard, ids, state)
-            ids = yield from self._nearer(ids, state)
+            far = yield from self._nearer(ids, state)
             if state is not None:
-                self._settle(ids, STORE, versions_of(state, ids))
+                self._settle(far, STORE, versions_of(state, far))
+                kept = np.isin(ids, far, assume_unique=True)
+                self.same &= bool((_checksums(state, far) == sums[kept]).all())
+            ids = far
 
     def _nearer(self, ids: Ids, older: ShardState | None) -> Generator[_Piece, None, Ids]:
         """Yield those of `ids` that memory has at least as new as `older` has; return the rest."""
@@ -291,6 +297,7 @@ class _Run:
         stored = versions_of(older, ids) if older is not None else np.full(len(ids), NEVER)
         near, memory = nearer(self.arena, ids, stored)
         self._settle(ids[near], MEMORY, memory[near])
+        self.same &= not near.any() or self.arena.whole == self.plan.whole
         yield from self._from_memory(ids[near], memory[near])
         return ids[~near]
 
@@ -299,11 +306,18 @@ class _Run:
         if (self.version[at] != versions).any():
             self.version[at] = versions
             self.moved_on = True
+            self.same = False
 
     def _settle(self, ids: Ids, tier: int, versions: Ids) -> None:
         at = places(self.plan.ids, ids)
         self.tier[at] = tier
         self.version[at] = versions
+
+
+def _checksums(state: ShardState, ids: Ids) -> NDArray[np.uint64]:
+    """Checksums of the copies that a state has of `ids`, its members."""
+    found: NDArray[np.uint64] = state.checksum[state.find(ids)]
+    return found
 
 
 def _perturbation(

@@ -115,7 +115,7 @@ def export(settings: ExportSettings) -> Exported:
         files=tuple(files),
         tensors=len(source.specs),
         bytes=source.nbytes,
-        exact=outcome.step is not None and not outcome.degraded,
+        exact=outcome.exact and not outcome.degraded,
         step=outcome.step,
         oldest_step=int(steps.min(initial=MAX_STEP)),
         newest_step=int(steps.max(initial=0)),
@@ -129,6 +129,7 @@ class _Outcome:
     """What was really written."""
 
     version: Ids
+    exact: bool
     step: int | None
     degraded: bool
     problems: tuple[str, ...]
@@ -159,7 +160,7 @@ def _of_one(store: Store, snapshot: Snapshot | None) -> _Source:
     def fill(writer: StateWriter) -> _Outcome:
         report = execute(plan, store, None, FileSink(layout, writer, runs))
         done = report.plan
-        return _Outcome(done.version, done.step, done.degraded, report.problems)
+        return _Outcome(done.version, done.exact, done.step, done.degraded, report.problems)
 
     return _Source(specs, layout.nbytes, fill)
 
@@ -184,7 +185,7 @@ def _of_ranks(joint: Joint, snapshot: Snapshot | None) -> _Source:
         except NoIntactCopy as error:
             raise no_way_back(snapshot, error) if error.kind == "no-sealed-state" else error from None
         done = report.plan
-        return _Outcome(done.version, done.step, done.degraded, report.problems)
+        return _Outcome(done.version, done.exact, done.step, done.degraded, report.problems)
 
     return _Source(specs, joint.nbytes, fill)
 

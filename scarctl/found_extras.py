@@ -17,21 +17,23 @@ from scarctl.version import step_of
 
 def all_extras(engine: Engine) -> Iterator[tuple[int, Any]]:
     """Version and content of all extras that can be read, newest first. Raises Unavailable, AccessDenied."""
-    waiting = ((h.version, h.extras) for h in reversed(engine.queue.pending()) if h.extras is not None)
+    waiting = (
+        (h.version, h.whole, h.extras) for h in reversed(engine.queue.pending()) if h.extras is not None
+    )
     states = engine.store.states(engine.store.shards()).values()
     stored = [stored_extras(engine.store, state, []) for state in states]
-    for version, extras in heapq.merge(waiting, *stored, key=lambda found: -found[0]):
+    for version, _, extras in heapq.merge(waiting, *stored, key=lambda found: -found[0]):
         yield version, torched(extras)
 
 
-def newest_extras(engine: Engine, states: Mapping[int, ShardState]) -> tuple[int, Any] | None:
-    """Version and content of the newest extras, from memory or the store; None when none were ever saved.
+def newest_extras(engine: Engine, states: Mapping[int, ShardState]) -> tuple[int, str, Any] | None:
+    """Version, commit of the whole state and content of the newest extras; None when none were ever saved.
 
     Raises NoIntactCopy when there are some and none can be read.
     """
     # Newest first: of two of the same version the later one counts.
     waiting = reversed(engine.queue.pending())
-    candidates = [(h.version, h.extras) for h in waiting if h.extras is not None]
+    candidates = [(h.version, h.whole, h.extras) for h in waiting if h.extras is not None]
     damaged: list[str] = []
     for state in states.values():
         found = next(stored_extras(engine.store, state, damaged), None)
@@ -44,11 +46,11 @@ def newest_extras(engine: Engine, states: Mapping[int, ShardState]) -> tuple[int
         )
     if not candidates:
         return None
-    version, extras = max(candidates, key=lambda found: found[0])
-    return version, torched(extras)
+    version, whole, extras = max(candidates, key=lambda found: found[0])
+    return version, whole, torched(extras)
 
 
-def stored_extras(store: Store, state: ShardState, damaged: list[str]) -> Iterator[tuple[int, Any]]:
+def stored_extras(store: Store, state: ShardState, damaged: list[str]) -> Iterator[tuple[int, str, Any]]:
     """A shard's extras up to `state`, newest first; those that cannot be read are skipped, and named in `damaged`."""
     if state.extras is None:
         return
@@ -64,7 +66,7 @@ def stored_extras(store: Store, state: ShardState, damaged: list[str]) -> Iterat
             damaged.append(error.message)
         else:
             if found is not None:
-                yield found
+                yield found[0], candidate.extras_whole, found[1]
 
 
 def sealed_extras(store: Store, plan: Plan) -> Any:
@@ -73,8 +75,8 @@ def sealed_extras(store: Store, plan: Plan) -> Any:
     own = plan.states.values()
     # A rank that owns nothing has no part in what was sealed, and its own extras.
     for state in own or store.states(store.shards()).values():
-        for version, extras in stored_extras(store, state, damaged):
-            if step_of(version) == plan.step:
+        for version, whole, extras in stored_extras(store, state, damaged):
+            if step_of(version) == plan.step and whole == (plan.whole or whole):
                 return torched(extras)
             if own:
                 break

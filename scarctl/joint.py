@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -41,7 +40,7 @@ from scarctl.store import (
     sealed_sets,
     topology_epochs,
 )
-from scarctl.store.topology import read_topology, sealed_by_all
+from scarctl.store.topology import alike, read_topology, sealed_by_all
 from scarctl.version import step_of
 
 log = logging.getLogger("scarctl")
@@ -106,6 +105,8 @@ class JointPlan:
     """The step of everything restored, None when steps are mixed."""
     degraded: bool
     snapshot: str | None = None
+    whole: str = ""
+    """The commit of the whole state that all copies to restore are of; see `recovery.Plan`."""
 
     @property
     def restored(self) -> int:
@@ -285,35 +286,35 @@ Arenas: TypeAlias = Sequence[Arena | None]
 """Of every share, None where there is none, or where its copies are lost too."""
 
 
-def plan_lost(
-    joint: Joint, ids: Sequence[Ids], arenas: Arenas, *, survivors_step: int | None = None
-) -> JointPlan:
+def plan_lost(joint: Joint, ids: Sequence[Ids], arenas: Arenas, *, survivors: str = "") -> JointPlan:
     """Take every partition from the freshest intact tier. Raises NoIntactCopy.
 
-    survivors_step: the step of all that is not restored, if that is one step.
+    survivors: the commit of the whole state that all is of what is not restored, "" if that is not known.
     """
     plans = [
         plan_partial(mine, share.layout, share.shard_of, share.states, arena) if mine.size else None
         for share, mine, arena in zip(joint.shares, ids, arenas, strict=True)
     ]
     plan = JointPlan(joint, tuple(plans), "partial", sum(len(mine) for mine in ids), False, None, False)
-    return settled(plan, survivors_step)
+    return settled(plan, survivors)
 
 
-def settled(plan: JointPlan, survivors_step: int | None = None) -> JointPlan:
+def settled(plan: JointPlan, survivors: str = "") -> JointPlan:
     """The same with what its plans together say: whether it is exact, of one step, degraded."""
     steps = np.unique(step_of(plan.version))
     step = int(steps[0]) if len(steps) == 1 else None
     degraded = plan.degraded or any(one.degraded for _, one in plan.each())
     whole = plan.restored == sum(share.layout.partitions for share in plan.joint.shares)
-    exact = step is not None and not degraded and (whole or step == survivors_step)
-    if plan.mode == "rollback":
-        exact = step is not None
-    return replace(plan, exact=exact, step=step, degraded=degraded)
+    wholes = {one.whole for _, one in plan.each()}
+    name = wholes.pop() if len(wholes) == 1 else ""
+    exact = bool(name) and step is not None
+    if plan.mode != "rollback":
+        exact = exact and not degraded and (whole or name == survivors)
+    return replace(plan, exact=exact, step=step, degraded=degraded, whole=name)
 
 
 def sealed_states(joint: Joint) -> list[SealedSet]:
-    """The steps at which all shares were sealed, newest first."""
+    """The whole states that all shares have sealed, newest first."""
     if joint.parts.topology is None:
         return sealed_sets(joint.parts.states.values())
     return sealed_by_all(joint.parts.states, topology_epochs(joint.store))
@@ -322,7 +323,7 @@ def sealed_states(joint: Joint) -> list[SealedSet]:
 def plans_back(joint: Joint, arenas: Arenas, lost: int, snapshot: Snapshot | None) -> Iterator[JointPlan]:
     """Plans that take everything back to a step at which all shares were sealed, newest first; or to the snapshot."""
     passed_over = False
-    of = [] if snapshot is None else [SealedSet(snapshot.epoch, snapshot.step, snapshot.seqs)]
+    of = [] if snapshot is None else [SealedSet(snapshot.epoch, snapshot.step, snapshot.seqs, snapshot.whole)]
     for one in of or sealed_states(joint):
         try:
             plans = [
@@ -331,7 +332,7 @@ def plans_back(joint: Joint, arenas: Arenas, lost: int, snapshot: Snapshot | Non
                     share.layout,
                     share.shard_of,
                     arena,
-                    snapshot=Snapshot("", one.epoch, one.step, share.layout.digest, one.seqs),
+                    snapshot=Snapshot("", one.epoch, one.step, share.layout.digest, one.seqs, one.whole),
                 )
                 for share, arena in zip(joint.shares, arenas, strict=True)
             ]
@@ -361,18 +362,13 @@ def no_way_back(snapshot: Snapshot | None, problem: NoIntactCopy | None = None) 
 
 def extra_seqs(joint: Joint, plan: JointPlan) -> dict[int, int]:
     """Of ranks that own nothing: the sealed record that goes with a rollback, by shard."""
-    epochs, found = topology_epochs(joint.store), {}
+    otherwise, found = alike(topology_epochs(joint.store)), {}
     seqs = {shard: seq for _, one in plan.each() for shard, seq in one.seqs.items()}
-    starts = {
-        bisect_right(epochs, epoch)
-        for shard, seq in seqs.items()
-        for kept, epoch, _ in joint.parts.states[shard].sealed
-        if kept == seq
-    }
-    for shard, state in joint.parts.states.items():
-        for seq, epoch, step in state.sealed:
-            if shard not in seqs and step == plan.step and bisect_right(epochs, epoch) in starts:
-                found[shard] = seq
+    seals = [(shard, seal) for shard, state in joint.parts.states.items() for seal in state.sealed]
+    wanted = {seal.whole or otherwise(seal) for shard, seal in seals if seqs.get(shard) == seal.seq}
+    for shard, seal in seals:
+        if shard not in seqs and (seal.whole or otherwise(seal)) in wanted:
+            found[shard] = seal.seq
     return found
 
 
@@ -428,7 +424,7 @@ def execute_joint(plan: JointPlan, arenas: Arenas, sinks: Sequence[Sink]) -> Joi
     plans = tuple(reports[k].plan if k in reports else None for k in range(len(plan.plans)))
     done = settled(replace(plan, plans=plans))
     if plan.mode == "partial" and not done.exact:
-        done = replace(done, exact=plan.exact and done.step == plan.step and not done.degraded)
+        done = replace(done, exact=plan.exact and done.whole == plan.whole and not done.degraded)
     problems = [text for report in reports.values() for text in report.problems]
     return JointReport(
         done,

@@ -14,6 +14,7 @@ import torch
 from scarctl.adapter import Adapter
 from scarctl.dtypes import plain
 from scarctl.errors import UsageError
+from scarctl.identity import Identities, Lockstep
 from scarctl.streams import Marks, Streams
 from scarctl.version import MAX_STEP
 
@@ -33,12 +34,16 @@ class Moment:
     """Private copies, by name. Good until the next moment is taken."""
     marks: Marks
     """Where on a GPU it is."""
+    identities: Identities
+    """They know what it is called."""
 
 
 class Moments:
     """Takes moments, and keeps the memory for the copies."""
 
-    def __init__(self, adapter: Adapter, streams: Streams) -> None:
+    def __init__(self, adapter: Adapter, streams: Streams, lockstep: Lockstep) -> None:
+        self.identities = Identities(lockstep)
+        """Names for the states of these moments."""
         self._adapter = adapter
         self._streams = streams
         self._copies: dict[str, torch.Tensor] = {}
@@ -46,6 +51,7 @@ class Moments:
 
     def take(self, step: int) -> Moment:
         """The state as it is now, right after `step`."""
+        self.identities.stepped(step)
         targets, sources = [], []
         with torch.no_grad():
             for name, buffer in self._adapter.buffers().items():
@@ -58,7 +64,8 @@ class Moments:
                 self._copied[name] = buffer, buffer._version
             if targets:
                 torch._foreach_copy_(targets, sources)
-        return Moment(step, plain(self._adapter.capture_early()), dict(self._copies), self._streams.mark())
+        early, marks = plain(self._adapter.capture_early()), self._streams.mark()
+        return Moment(step, early, dict(self._copies), marks, self.identities)
 
     def _changed(self, name: str, buffer: torch.Tensor) -> bool:
         source, version = self._copied[name]

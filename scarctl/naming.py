@@ -19,31 +19,31 @@ class Save(Protocol):
 
 
 def take_snapshot(
-    name: str, store: Store, together: Together, epoch: Callable[[], int], step: Callable[[], int], save: Save
+    name: str, store: Store, together: Together, saved: Callable[[], tuple[str, int]], save: Save
 ) -> None:
-    """Save the whole state, and keep it under `name`. epoch: that of the session now; step: of the state.
+    """Save the whole state, and keep it under `name`.
 
+    saved: the name of the whole state that was saved last (`scarctl.identity`), and its step.
     Raises what `Session.snapshot` raises.
     """
     together.agree(lambda: check_new_snapshot(store, name))
     for last in (False, True):
-        before = epoch()  # a later one when the daemon is replaced meanwhile
         together.agree(lambda: save(full=True, wait=True))
         try:
-            together.agree(partial(_name, name, store, together, before, step()))
+            together.agree(partial(_name, name, store, together, *saved()))
             return
         except Unavailable as error:
             if last or error.kind != "snapshot-late":
                 raise
 
 
-def _name(name: str, store: Store, together: Together, epoch: int, step: int) -> None:
+def _name(name: str, store: Store, together: Together, whole: str, step: int) -> None:
     if not together.leads:
         return
-    newest = complete_sets(store.again())[:1]
-    if not newest or newest[0].epoch < epoch or newest[0].step != step:
+    made = next((one for one in complete_sets(store.again()) if (one.whole, one.step) == (whole, step)), None)
+    if made is None or not whole:
         raise ScarError(
-            f"the state of step {step} could not be sealed: it has values that are not finite",
+            f"the state of step {step} could not be sealed: values are not finite, or were changed meanwhile",
             kind="not-sealed",
         )
-    create_snapshot(store, name, newest[0])
+    create_snapshot(store, name, made)

@@ -8,6 +8,7 @@ round's position) lies in the extras of the newest commit.
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -243,7 +244,9 @@ def _load(
     if run is not None:
         try:
             if run.layout == layout:
-                _copy(run, saved, np.flatnonzero(run.intact() & (run.version == newest) & (newest >= 0)))
+                # What waits for the store may have its version, and other values.
+                same = (run.version == newest) & (run.durable == newest)
+                _copy(run, saved, np.flatnonzero(run.intact() & same & (newest >= 0)))
         finally:
             run.close()
     corrupt: list[tuple[Ids, str]] = []
@@ -345,12 +348,20 @@ def _commit(
     done[choice.ids] = True
     chosen, shards = shard_of[choice.ids], np.unique(shard_of).tolist()
     sealed = {shard: bool(done[shard_of == shard].all()) for shard in shards}
+    # Also where another call saves the same step: its values may be others.
+    whole = uuid.uuid4().hex if all(sealed.values()) else ""
     due = [shard for shard in shards if sealed[shard] or (chosen == shard).any()]
     # Also when nothing fits into the budget: what is left of it counts for the next call.
     for shard in due or shards[:1]:
         ids = choice.ids[chosen == shard]
         writer.commit(
-            shard, ids, arena.source, step=settings.step, sealed=sealed[shard], extras=choice.extras
+            shard,
+            ids,
+            arena.source,
+            step=settings.step,
+            sealed=sealed[shard],
+            whole=whole,
+            extras=choice.extras,
         )
     return {shard: writer.states[shard].seq for shard in shards}
 

@@ -21,7 +21,7 @@ from scarctl.recovery import take_rows
 from scarctl.store import ShardState, Snapshot, Store, sealed_sets
 from scarctl.store.fetch import Batch
 from scarctl.store.topology import Topology, read_topology, sealed_by_all, topology_epochs
-from scarctl.version import NEVER, step_of
+from scarctl.version import NEVER
 
 Ids: TypeAlias = NDArray[np.int64]
 Rows: TypeAlias = Callable[[int, int], NDArray[np.uint8]]
@@ -61,9 +61,11 @@ class Parts:
         """Name of the optimizer, the same in all parts."""
         return next((layout.optimizer for layout in self.layouts.values()), "")
 
-    def steps(self) -> NDArray[np.int64]:
-        """All the steps that copies are of, ascending."""
-        return np.unique(np.concatenate([step_of(state.version) for state in self.states.values()]))
+    @property
+    def whole(self) -> str:
+        """The commit of the whole state that all copies are of (`Record.whole`), "" when they are of none."""
+        found = {state.whole for state in self.states.values() if len(state.ids)}
+        return found.pop() if len(found) == 1 else ""
 
     def copy_into(self, layout: Layout, rows: Rows) -> None:
         """Copy what `layout` has, boxes of the same tensors, from wherever it is. Every copy is verified.

@@ -92,13 +92,15 @@ class Plan:
     states: Mapping[int, ShardState]
     """Per shard the state that store copies are read from."""
     exact: bool
-    """Afterwards the whole state is of one step."""
+    """Afterwards the whole state is as one commit of it has saved it."""
     step: int | None
     """The step of everything restored, None when steps are mixed."""
+    whole: str = ""
+    """The commit of the whole state that all copies to restore are of (`Record.whole`), "" when they are of none."""
     seqs: Mapping[int, int] = field(default_factory=dict)
     """Rollback: per shard the sealed record that is gone back to."""
-    sealed: tuple[int, int] | None = None
-    """Rollback: epoch and step of the sealed state, by which all ranks know it."""
+    sealed: tuple[int, int, str] | None = None
+    """Rollback: epoch, step and identity of the sealed state, by which all ranks know it."""
     degraded: bool = False
     """A newer acknowledged version exists, but no intact copy of it."""
     snapshot: str | None = None
@@ -145,13 +147,13 @@ def plan_partial(
     states: Mapping[int, ShardState],
     arena: Arena | None = None,
     *,
-    survivors_step: int | None = None,
+    survivors: str = "",
 ) -> Plan:
     """Take every partition of `ids` (ascending) from the freshest intact tier.
 
     arena: of the same layout; None when its copies are lost too.
-    survivors_step: the step of what is not restored, if that is one step: it decides whether the result is
-    exact.
+    survivors: the commit of the whole state that all is of what is not restored, "" if that is not known: it decides
+    whether the result is exact.
 
     Raises NoIntactCopy, naming partitions, when one has no copy anywhere.
     """
@@ -167,7 +169,8 @@ def plan_partial(
         damage = [d.reason for state in states.values() for d in state.damaged]
         raise no_copy(layout, missing, "has no intact copy" if damage else "was never saved", damage)
     step = only_step(version)
-    exact = step is not None and (len(ids) == layout.partitions or step == survivors_step)
+    whole = _whole_of(shard_of[ids], tier, states, arena)
+    exact = bool(whole) and step is not None and (len(ids) == layout.partitions or whole == survivors)
     degraded = bool((_in_doubt(layout, states)[ids] & (tier == STORE)).any())
     return Plan(
         "partial",
@@ -180,8 +183,19 @@ def plan_partial(
         dict(states),
         exact and not degraded,
         step,
+        whole,
         degraded=degraded,
     )
+
+
+def _whole_of(
+    shards: NDArray[np.int32], tier: NDArray[np.int8], states: Mapping[int, ShardState], arena: Arena | None
+) -> str:
+    """The commit of the whole state that copies in these tiers, of these shards, are of; "" when they are of none."""
+    found = {states[shard].whole for shard in distinct(shards[tier == STORE]).tolist()}
+    if arena is not None and (tier == MEMORY).any():
+        found.add(arena.whole)
+    return found.pop() if len(found) == 1 else ""
 
 
 def plan_rollback(
@@ -191,22 +205,22 @@ def plan_rollback(
     arena: Arena | None = None,
     *,
     lost: int | None = None,
-    before: int | None = None,
-    until: tuple[int, int] | None = None,
+    before: tuple[int, int, str] | None = None,
+    until: tuple[int, int, str] | None = None,
     snapshot: Snapshot | None = None,
 ) -> Plan:
-    """Take everything back to the newest step at which every shard was sealed (by version: epoch, then step).
+    """Take everything back to the newest whole state that every shard has sealed (by epoch, then step).
 
-    lost: number of partitions that were lost, for the report; default all. before: only versions below this
-    one. until: what was sealed later (epoch, step) is damaged elsewhere. snapshot: this state and no other.
+    lost: number of partitions that were lost, for the report; default all. before: only what is older than this one, as
+    `Plan.sealed` says it. until: what was sealed later is damaged elsewhere. snapshot: this state and no other.
 
     Raises NoIntactCopy (kind "no-sealed-state") when there is none; LayoutMismatch.
     """
     shards = distinct(shard_of).tolist()
     damage: list[str] = []
     passed_over = until is not None
-    for one in _sealed_states(store, layout, shards, snapshot):
-        if until is not None and (one.epoch, one.step) > until:
+    for one in _before(before, _sealed_states(store, layout, shards, snapshot)):
+        if until is not None and (one.epoch, one.step, one.whole) > until:
             continue
         step = one.step
         seqs = {shard: one.seqs[shard] for shard in shards}
@@ -224,11 +238,11 @@ def plan_rollback(
         if (version != top).any() or (top == NEVER and len(ids)):
             passed_over = True
             continue
-        if before is not None and top >= before:
-            continue
         tier = np.full(len(ids), STORE, dtype=np.int8)
-        if arena is not None:
-            tier[arena.lifted(in_memory(arena)) == arena.lifted(version)] = MEMORY
+        whole = _whole_of(shard_of, tier, states, None) if len(ids) else one.whole
+        # Copies of the same version may be of another state.
+        if arena is not None and whole and arena.whole == whole:
+            tier[arena.intact()] = MEMORY
         count = len(ids) if lost is None else lost
         name = snapshot.name if snapshot is not None else None
         return Plan(
@@ -240,10 +254,11 @@ def plan_rollback(
             tier,
             version,
             states,
-            True,
+            bool(whole),
             step,
+            whole,
             seqs=seqs,
-            sealed=(one.epoch, one.step),
+            sealed=(one.epoch, one.step, one.whole),
             # The newest complete sealed state is never collected: if it cannot be read, it is damaged.
             degraded=passed_over,
             snapshot=name,
@@ -276,7 +291,17 @@ def _sealed_states(
         raise LayoutMismatch(
             f"snapshot {snapshot.name!r} is of another layout", hint="use the model that it was taken of"
         )
-    return [SealedSet(snapshot.epoch, snapshot.step, snapshot.seqs)]
+    return [SealedSet(snapshot.epoch, snapshot.step, snapshot.seqs, snapshot.whole)]
+
+
+def _before(newer: tuple[int, int, str] | None, found: Sequence[SealedSet]) -> Sequence[SealedSet]:
+    """What comes after a sealed set; two may have its epoch and step."""
+    keys = [(one.epoch, one.step, one.whole) for one in found]
+    if newer is None:
+        return found
+    if newer in keys:
+        return found[keys.index(newer) + 1 :]
+    return [one for one in found if (one.epoch, one.step) < newer[:2]]
 
 
 def rows_of(layout: Layout, ids: Ids) -> slice | Ids:

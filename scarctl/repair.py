@@ -52,7 +52,6 @@ from scarctl.store import (
     read_snapshot,
     sealed_sets,
 )
-from scarctl.version import step_of
 from scarctl.whole import BoxSink, PatchBoxSink, content, onto, whole_groups
 
 
@@ -258,20 +257,17 @@ class _Recovery:
             )
         shards = np.unique(self.shard_of[self.ids]).tolist()
         states = self.store.states(shards, self.layout)
-        plan = plan_partial(
-            self.ids, self.layout, self.shard_of, states, memory, survivors_step=self._survivors_step()
-        )
+        plan = plan_partial(self.ids, self.layout, self.shard_of, states, memory, survivors=self._survivors())
         if self.settings.output is not None:
             # The file has nothing but what is restored.
-            plan = replace(plan, exact=plan.step is not None and not plan.degraded)
+            plan = replace(plan, exact=bool(plan.whole) and plan.step is not None and not plan.degraded)
         return plan
 
-    def _survivors_step(self) -> int | None:
-        """The step of what stays in the arena, when that is one step. A state file does not say its own."""
+    def _survivors(self) -> str:
+        """The commit of the whole state that what stays in the arena is of. A state file does not say its own."""
         if self.arena is None or self.settings.into is not None or self.settings.output is not None:
-            return None
-        steps = np.unique(step_of(np.delete(self.arena.version, self.ids)))
-        return int(steps[0]) if len(steps) == 1 and steps[0] >= 0 else None
+            return ""
+        return self.arena.whole
 
     def _into(self, plan: Plan, state: StateFile) -> Report:
         with patch_state(state) as out:
@@ -284,7 +280,9 @@ class _Recovery:
             assert self.arena is not None
             # What waits to seal the state is of the copies that are there now.
             HandOverQueue(self.arena.folder).unseal()
-            return self._execute(plan, ArenaSink(self.arena))
+            report = self._execute(plan, ArenaSink(self.arena))
+            self.arena.whole = report.plan.whole if report.exact else ""
+            return report
         specs, runs = file_content(self.layout, plan.ids)
         with new_state(self.settings.output, specs) as out:
             report = self._execute(plan, FileSink(self.layout, out, runs))
@@ -372,10 +370,10 @@ class _RanksRecovery:
         if self.settings.mode == "rollback":
             plans = plans_back(self.joint, memory, sum(len(ids) for ids in self.ids), snapshot)
         else:
-            plan = plan_lost(self.joint, self.ids, memory, survivors_step=self._survivors_step())
+            plan = plan_lost(self.joint, self.ids, memory, survivors=self._survivors())
             if self.settings.output is not None:
                 # The file has nothing but what is restored.
-                plan = replace(plan, exact=plan.step is not None and not plan.degraded)
+                plan = replace(plan, exact=bool(plan.whole) and plan.step is not None and not plan.degraded)
             plans = [plan]
         problem: NoIntactCopy | None = None
         for plan in plans:
@@ -404,16 +402,12 @@ class _RanksRecovery:
                 kind="no-arena",
             )
 
-    def _survivors_step(self) -> int | None:
-        """The step of what stays in the arenas, when all of them are here and that is one step."""
+    def _survivors(self) -> str:
+        """The commit of the whole state that what stays in the arenas is of, when all of them are here."""
         if not self.to_arena:
-            return None
-        steps: set[int] = set()
-        for arena, ids in zip(self.arenas, self.ids, strict=True):
-            if arena is None:
-                return None
-            steps |= set(np.unique(step_of(np.delete(arena.version, ids))).tolist())
-        return steps.pop() if len(steps) == 1 and min(steps) >= 0 else None
+            return ""
+        wholes = {"" if arena is None else arena.whole for arena in self.arenas}
+        return wholes.pop() if len(wholes) == 1 else ""
 
     def _carry_out(self, plan: JointPlan, memory: Arenas, problems: tuple[str, ...]) -> Recovery:
         state = None if self.settings.into is None else open_state(self.settings.into)
@@ -430,6 +424,9 @@ class _RanksRecovery:
             return Recovery(plan, known, self._output(), None, self.cost, problems, self.left_out)
         with self._sinks(plan, state) as (sinks, out):
             report = execute_joint(plan, memory, sinks)
+            for arena in self.arenas if self.to_arena else ():
+                if arena is not None:
+                    arena.whole = report.plan.whole if report.plan.exact else ""
             if out is not None:
                 out.commit()
         self._roll_back(report.plan)

@@ -87,7 +87,7 @@ def resume_live(
         report, extras = _roll_back(engine, live, together, snapshot=snapshot)
         assert report.step is not None
         _learnt(engine, extras, report.step, together)
-        return Resumed(report.step, True, replace(report, cost=cost)), extras
+        return Resumed(report.step, report.exact, replace(report, cost=cost)), extras
     # Meanwhile nothing moves from the queue to the store: extras would be seen in neither. Nor after a failure: what
     # waits may be of later steps than the one from which another attempt goes on.
     together.agree(engine.saver.stop)
@@ -109,7 +109,7 @@ def _learnt(engine: Engine, extras: Any, step: int, together: Together) -> None:
 def _weigh(engine: Engine, together: Together) -> tuple[str, Cost | None]:
     """Which way to go on from what there is. Partial, without a cost, where some rank has nothing to go on from."""
 
-    def look() -> tuple[dict[int, ShardState], tuple[int, Any] | None] | None:
+    def look() -> tuple[dict[int, ShardState], tuple[int, str, Any] | None] | None:
         states = engine.store.states(engine.store.shards())
         return None if _never_complete(engine, states) else (states, newest_extras(engine, states))
 
@@ -152,18 +152,21 @@ def _fetch(engine: Engine) -> tuple[Found | None, Report | None]:
     if newest is None:
         if engine.layout.partitions or engine.store.part is None:
             return None, None
-        newest = NEVER, None  # a rank that owns nothing, and has not sealed that yet, waits for nothing
+        newest = NEVER, "", None  # a rank that owns nothing, and has not sealed that yet, waits for nothing
     _believe_newest_seal(engine)
     known = estimate(arena.distance).value  # before the arena is filled up
     everything = np.arange(engine.layout.partitions)
     plan = plan_partial(everything, engine.layout, engine.shard_of, states, arena)
     _unseal_waiting(engine, plan)
     report = execute(plan, engine.store, arena, ArenaSink(arena))
-    version, extras = newest
+    version, whole, extras = newest
     owns = bool(everything.size)
-    exact = report.exact and report.step == step_of(version) if owns else extras is not None
+    of_one = report.exact and report.step == step_of(version) and report.plan.whole == whole
+    exact = of_one if owns else extras is not None
+    if owns and report.exact:
+        arena.whole = report.plan.whole
     survived = exact and arena.head_step == step_of(version)
-    return Found(version, extras, exact, survived, known, owns), report
+    return Found(version, extras, exact, survived, known, owns, whole), report
 
 
 def _unseal_waiting(engine: Engine, plan: Plan) -> None:
@@ -178,7 +181,7 @@ def _believe_newest_seal(engine: Engine) -> None:
     if not waiting or not waiting[-1].sealed or not arena.intact().all():
         return
     sealed = waiting[-1]
-    if (arena.version[sealed.ids] == sealed.version).all() and (arena.version <= sealed.version).all():
+    if arena.whole == sealed.whole and (arena.version <= sealed.version).all():
         arena.sealed = max(arena.sealed, sealed.version)
 
 
@@ -263,12 +266,24 @@ def _fetch_lost(
     if torn.size:
         require_same_line(arena, engine.store)
     known = arena.distance[ids]
-    plan = plan_partial(ids, engine.layout, engine.shard_of, states, arena, survivors_step=head_step)
+    survivors = _survivors(engine, live, ids, head_step)
+    plan = plan_partial(ids, engine.layout, engine.shard_of, states, arena, survivors=survivors)
     _unseal_waiting(engine, plan)
     report = execute(plan, engine.store, arena, ArenaSink(arena))
+    if report.exact:
+        arena.whole = report.plan.whole
     new = report.plan.tier != MEMORY
     now[new] = live.distances_at(ids[new])
     return replace(report, perturbation=_perturbation(now, estimate(known)))
+
+
+def _survivors(engine: Engine, live: LiveState, ids: Ids, head_step: int) -> str:
+    """The commit of the whole state, after `head_step`, that all live values but `ids` are of; "" for none."""
+    arena = engine.arena
+    if not arena.whole or step_of(int(arena.newest().max(initial=NEVER))) != head_step:
+        return ""
+    kept = np.delete(live.changed(), ids)
+    return "" if kept.any() else arena.whole
 
 
 def _roll_back(
@@ -284,7 +299,7 @@ def _roll_back(
     together.agree(lambda: _drain(engine))
     everything = np.arange(engine.layout.partitions)
 
-    def fetch(until: tuple[int, int] | None) -> tuple[Report, Any]:
+    def fetch(until: tuple[int, int, str] | None) -> tuple[Report, Any]:
         plan = plan_rollback(
             engine.store,
             engine.layout,
@@ -309,6 +324,8 @@ def _roll_back(
             until = min(found)
             report, extras = together.agree(partial(fetch, until))
             found = together.gather(report.plan.sealed)
+        one = len(set(together.gather(report.plan.whole))) == 1
+        report = replace(report, plan=replace(report.plan, exact=report.exact and one))
         together.agree(lambda: engine.forget_after(report.plan))
     live.load(everything)
     together.spread()

@@ -84,7 +84,7 @@ class Session:
         self._requests = Requests(self._together, self.recover, self._fault)
         self._gate = Gate(stepping=auto is False)
         self._streams = Streams()
-        self._moments = Moments(adapter, self._streams)
+        self._moments = Moments(adapter, self._streams, self._together)
         self._moment: Moment | None = None
         """The end of the newest step, if it is taken after every step."""
         self._flushed: int | None = None
@@ -198,12 +198,7 @@ class Session:
         """
         engine = self._started()
         take_snapshot(
-            name,
-            self.store,
-            self._together,
-            lambda: engine.arena.epoch,
-            lambda: self.head_step,
-            self.checkpoint,
+            name, self.store, self._together, lambda: (engine.arena.whole, self.head_step), self.checkpoint
         )
         return self.head_step
 
@@ -305,8 +300,9 @@ class Session:
             report = recover_live(
                 engine, live, self._adapter, lost, mode, self.head_step, self._together, max_rework
             )
-            # Whatever was flushed or taken before is not what the state is now.
+            # Whatever was flushed, taken or named before is not what the state is now.
             self._flushed = self._moment = None
+            self._moments.identities.turn()
             if report.mode == "rollback" and report.step is not None:
                 self.head_step = report.step
                 engine.arena.head_step = report.step
@@ -533,7 +529,10 @@ class Session:
 
     def _rescue(self, engine: Engine, moment: Moment) -> None:
         """The state of `moment` is saved, and this process ends because something failed, perhaps elsewhere."""
-        self._together.rescue(self.store, moment.step, lambda: self._checkpoints.extras(engine, moment))
+        whole = engine.arena.whole if self._flushed == moment.step else ""
+        self._together.rescue(
+            self.store, moment.step, lambda: self._checkpoints.extras(engine, moment), whole
+        )
 
     def _stop(self) -> None:
         self._closed = True

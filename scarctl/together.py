@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from scarctl.config import SessionSettings
 from scarctl.daemon.arena import Arena
 from scarctl.engine import Selector
 from scarctl.errors import UsageError
+from scarctl.identity import Lockstep
 from scarctl.layout import Layout
 from scarctl.recovery import Lost, lost_ids
 from scarctl.store import Store, topology_epochs
@@ -34,13 +36,15 @@ class Found:
     """Of the newest extras."""
     extras: Any
     exact: bool
-    """All its copies are of the step of `version`."""
+    """All its copies, and the extras, are of one commit of the whole state, of the step of `version`."""
     survived: bool
     """Its arena has the state as it was at the last iteration that it finished."""
     distance: float | None
     """Norm of the last known distances of what was live from the copies; None when they are not known."""
     owns: bool = True
     """It has some of the state. If not, `extras` may be None: then `version` is `NEVER`."""
+    whole: str = ""
+    """The name of that commit."""
 
     @property
     def step(self) -> int:
@@ -69,7 +73,7 @@ class Elsewhere(Protocol):
         """Write that part into the arena. Raises NoIntactCopy; then nothing live was changed."""
 
 
-class Together(Protocol):
+class Together(Lockstep, Protocol):
     """See the module."""
 
     def open_store(self, settings: SessionSettings) -> Store:
@@ -117,10 +121,11 @@ class Together(Protocol):
     def grant(self, wishes: deque[Wish], selector: Selector, *, regular: bool) -> Wish | None:
         """The wish that all processes fulfil now, after the same step. regular: a regular checkpoint is due."""
 
-    def rescue(self, store: Store, step: int, extras: Callable[[], Any]) -> None:
+    def rescue(self, store: Store, step: int, extras: Callable[[], Any], whole: str) -> None:
         """Something has gone wrong, and this process has saved its state of `step`: do what can be done for others.
 
-        extras: of the step. Called when nothing changes the live values. Never raises.
+        extras: of the step. whole: the name of the state, "" when it has none.
+        Called when nothing changes the live values. Never raises.
         """
 
     def close(self) -> None:
@@ -136,6 +141,13 @@ class Alone:
 
     moved = several = False
     leads = True
+
+    def __init__(self) -> None:
+        self.start = uuid.uuid4().hex
+
+    def writes(self) -> int:
+        """See `Together`. Nobody else has to come to the same name for a state."""
+        return 0
 
     def gather(self, value: object) -> list[Any]:
         """See `Together`."""
@@ -187,7 +199,7 @@ class Alone:
         """See `Together`."""
         return wishes.popleft() if wishes else None
 
-    def rescue(self, store: Store, step: int, extras: Callable[[], Any]) -> None:
+    def rescue(self, store: Store, step: int, extras: Callable[[], Any], whole: str) -> None:
         """See `Together`."""
 
     def close(self) -> None:

@@ -48,11 +48,12 @@ def weigh_loss(
 
 
 def weigh_resume(
-    engine: Engine, states: dict[int, ShardState], extras: tuple[int, Any] | None, together: Together
+    engine: Engine, states: dict[int, ShardState], extras: tuple[int, str, Any] | None, together: Together
 ) -> tuple[str, Cost]:
     """Before a process goes on from what an earlier one left: the way, and what it costs.
 
-    extras: version and content of the newest ones. Iterations are counted from theirs, for there a partial way goes on.
+    extras: version, commit of the whole state and content of the newest ones. Iterations are counted from theirs, for
+    there a partial way goes on.
     """
     step = max(together.gather(-1 if extras is None else step_of(extras[0])))
 
@@ -66,7 +67,7 @@ def weigh_resume(
         distance = arena.distance.copy() if known else np.full(len(newest), np.nan)
         distance[newest == step] = 0.0
         everything = np.arange(engine.layout.partitions)
-        history, _ = history_of(None if extras is None else extras[1])
+        history, _ = history_of(None if extras is None else extras[2])
         return _seen(engine, everything, step, newest, distance, history)
 
     return _decide(together.gather(together.agree(look)), engine, step, together, "auto", None)

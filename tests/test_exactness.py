@@ -27,7 +27,7 @@ def test_copies_newer_than_their_extras_never_pass_for_exact(tmp_path: Path) -> 
             if step == 4:
                 session.checkpoint(full=True, wait=True)
 
-        def die(engine: Engine, copied: Copied, extras: Any) -> None:
+        def die(engine: Engine, copied: Copied, extras: Any, whole: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         Engine.hand_over = die  # type: ignore[method-assign]

@@ -204,6 +204,7 @@ class Arena:
         self.distance[:] = np.nan
         self.pid = os.getpid()
         self.sealed = NEVER
+        self.whole = ""
 
     # -- fields -------------------------------------------------------------------------------------------------
 
@@ -289,6 +290,20 @@ class Arena:
         if self._lines is not None:
             self._lines.note(shard, line)
 
+    @property
+    def whole(self) -> str:
+        """Of which commit of the whole state all copies are: 32 hex digits, "" when they are of none.
+
+        Equal versions do not say as much: at one step the state may be saved, changed by no step, and saved again.
+        """
+        words = self._fields[6:8].astype(">i8").tobytes()
+        return words.hex() if any(words) else ""
+
+    @whole.setter
+    def whole(self, value: str) -> None:
+        # A process that is killed in between leaves words that nobody else has.
+        self._fields[6:8] = np.frombuffer(bytes.fromhex(value or "0" * 32), ">i8")
+
     # -- copies -------------------------------------------------------------------------------------------------
 
     def rows(self, g: int, t: int) -> NDArray[np.uint8]:
@@ -310,6 +325,8 @@ class Arena:
 
     def begin(self, ids: Ids) -> None:
         """A copy into these partitions starts: until `end` they are not intact."""
+        if len(ids):
+            self.whole = ""
         self.generation[ids] |= np.uint64(1)
 
     def end(self, ids: Ids, version: int) -> None:
@@ -344,6 +361,8 @@ class Arena:
 
     def relabel(self, ids: Ids, version: int) -> None:
         """The copies of these partitions count as `version`, and wait for the store."""
+        if len(ids):
+            self.whole = ""
         self.version[ids] = version
         self.durable[ids] = NEVER
 

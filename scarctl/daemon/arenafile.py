@@ -26,7 +26,7 @@ _HEADER = 4096
 _FIXED = struct.Struct("<8sIIQQQQQQ32s16s16s")
 # magic, format, header, file, partitions, json at, json, arrays, tensors, layout digest, store, boot
 FIELDS_AT = 256
-FIELDS = ("epoch", "head_step", "pid", "sealed", "errors", "base_epoch")
+FIELDS = ("epoch", "head_step", "pid", "sealed", "errors", "base_epoch", "whole", "whole_low")
 _PLACE_AT = 512
 _PAGE = 4096
 _ALIGNED = 64
@@ -127,7 +127,7 @@ def read_place(fd: int) -> str:
 def _possible(fields: bytes) -> bool:
     """Whether the numbers after the header are such as a run writes."""
     numbers: list[int] = np.frombuffer(fields, np.int64).tolist()
-    epoch, head_step, pid, sealed, errors, base_epoch = numbers
+    epoch, head_step, pid, sealed, errors, base_epoch, *_ = numbers
     return (
         0 <= epoch <= MAX_EPOCH
         and 0 <= base_epoch <= MAX_EPOCH

@@ -28,7 +28,14 @@ from numpy.typing import NDArray
 from scarctl import extras as codec
 from scarctl.daemon.folder import clear_queue, folder_error
 from scarctl.errors import Corruption
-from scarctl.store.format import canonical, dump_header, encode_header, header_length, parse_header
+from scarctl.store.format import (
+    canonical,
+    dump_header,
+    encode_header,
+    header_length,
+    is_hex,
+    parse_header,
+)
 from scarctl.store.local import os_error
 from scarctl.version import MAX_EPOCH, pack
 
@@ -53,10 +60,16 @@ class HandOver:
     version: int
     ids: Ids
     """Ascending."""
-    sealed: bool
-    """Whatever is not in `ids` equals its newest copy: the whole state is of this version."""
+    whole: str
+    """The commit of the whole state that this is, 32 hex digits: whatever is not in `ids` equals its newest copy. ""
+    when it is of a part."""
     extras: Any
     """None when the process died before it could bring them."""
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the whole state is of this version."""
+        return bool(self.whole)
 
 
 class HandOverQueue:
@@ -70,9 +83,9 @@ class HandOverQueue:
         self._lock = threading.Lock()
         self._next = 1
 
-    def put(self, *, version: int, ids: Ids, sealed: bool, extras: Any) -> int:
+    def put(self, *, version: int, ids: Ids, whole: str = "", extras: Any) -> int:
         """Queue a hand-over and return its number. Raises Unavailable when the folder is full."""
-        temporary = self._write(version, ids, sealed, extras)
+        temporary = self._write(version, ids, whole, extras)
         with self._lock:
             try:
                 while True:
@@ -92,18 +105,18 @@ class HandOverQueue:
         for one in self.pending():
             if not one.sealed:
                 continue
-            temporary = self._write(one.version, one.ids, False, one.extras)
+            temporary = self._write(one.version, one.ids, "", one.extras)
             try:
                 os.replace(temporary, self._path(one.number))
             except OSError as error:
                 temporary.unlink(missing_ok=True)
                 raise folder_error(error, temporary) from error
 
-    def _write(self, version: int, ids: Ids, sealed: bool, extras: Any) -> Path:
+    def _write(self, version: int, ids: Ids, whole: str, extras: Any) -> Path:
         """A file that is not in the queue yet."""
         text, tensors = codec.encode(extras) if extras is not None else ("", {})
         parts = [np.ascontiguousarray(ids, dtype="<i8").tobytes(), *(bytes(t.data) for t in tensors.values())]
-        metadata = {"version": str(version), "sealed": str(int(sealed)), "extras": text}
+        metadata = {"version": str(version), "whole": whole, "extras": text}
         metadata["digest"] = _digest(metadata, b"".join(parts))
         header = dump_header(
             [(_IDS, "I64", (len(ids),)), *((_EXTRAS + n, t.dtype, t.shape) for n, t in tensors.items())],
@@ -148,7 +161,9 @@ class HandOverQueue:
         except MemoryError:
             raise Corruption(f"{path}: it claims {size} bytes") from None
         try:
-            version, sealed = int(header.metadata["version"]), header.metadata["sealed"] == "1"
+            version = int(header.metadata["version"])
+            # One of an earlier version of scarctl has no identity, and seals nothing.
+            whole = header.metadata.get("whole", "")
             text, digest = header.metadata["extras"], header.metadata.pop("digest")
         except (KeyError, ValueError) as error:
             raise Corruption(f"{path} is not a hand-over: {error}") from error
@@ -166,7 +181,9 @@ class HandOverQueue:
         }
         if not 0 < version < pack(MAX_EPOCH, 0) or (ids < 0).any() or (ids[1:] <= ids[:-1]).any():
             raise Corruption(f"{path} is not a hand-over: its numbers are impossible")
-        return HandOver(number, version, ids, sealed, codec.decode(text, tensors) if text else None)
+        if whole and not is_hex(whole, 32):
+            raise Corruption(f"{path} is not a hand-over: it names no whole state")
+        return HandOver(number, version, ids, whole, codec.decode(text, tensors) if text else None)
 
     def pending(self) -> list[HandOver]:
         """All that waits and can be read. What cannot is set aside as `*.bad`, and logged: its partitions are

@@ -168,6 +168,7 @@ class Persister:
                     self._source,
                     step=step_of(handover.version),
                     sealed=sealed,
+                    whole=handover.whole if sealed else "",
                     extras=extras,
                     verify_source=partial(self._unchanged, ids, before),
                 )
@@ -189,7 +190,7 @@ class Persister:
         versions = arena.version[ids]
         for version in np.unique(versions).tolist():
             of_version = ids[versions == version]
-            older = HandOver(handover.number, version, of_version, sealed=False, extras=None)
+            older = HandOver(handover.number, version, of_version, whole="", extras=None)
             for shard in np.unique(self._shard_of[of_version]).tolist():
                 self._commit(shard, of_version[self._shard_of[of_version] == shard], older, None)
 
@@ -207,6 +208,8 @@ class Persister:
         own = handover.ids[self._shard_of[handover.ids] == shard]
         if (arena.version[own] != version).any():
             return False  # a copy was spoiled, and an older one has taken its place
+        if arena.whole != handover.whole:
+            return False  # something was copied since, perhaps as of the same step
         done = arena.durable[members] == arena.version[members]
         done[np.searchsorted(members, ids)] = True
         return bool((done & (arena.version[members] <= version) & arena.intact()[members]).all())
@@ -223,7 +226,7 @@ def adopt_orphans(arena: Arena, queue: HandOverQueue) -> int:
     ids = np.flatnonzero(orphans)
     versions = arena.version[ids]
     for version in np.unique(versions).tolist():
-        queue.put(version=version, ids=ids[versions == version], sealed=False, extras=None)
+        queue.put(version=version, ids=ids[versions == version], extras=None)
     return int(ids.size)
 
 
@@ -252,7 +255,7 @@ def reconcile(arena: Arena, queue: HandOverQueue, stored: Ids, epoch: int) -> No
             queue.put(
                 version=pack(epoch, step_of(handover.version)),
                 ids=ids,
-                sealed=sealed,
+                whole=handover.whole if sealed else "",
                 extras=handover.extras,
             )
     arena.version[:] = np.where(current, pack(epoch, 0) | step_of(old), NEVER)

@@ -21,17 +21,19 @@ class Standing:
     step: int
     """Of its newest extras."""
     exact: bool
-    """All its copies are of that step."""
+    """All its copies are of that step, and of one commit of the whole state."""
     survived: bool
     """Its memory has the last iteration that it finished."""
     distance: float | None = None
     """Norm of how far its values were from these copies when that was last known; None when it never was."""
     owns: bool = True
     """It has some of the state: one that has nothing decides nothing."""
+    whole: str = ""
+    """The commit of the whole state that its copies and extras are of, "" when they are of none."""
 
     def to_list(self) -> list[Any]:
         """For `Team.gather`."""
-        return [self.step, self.exact, self.survived, self.distance, self.owns]
+        return [self.step, self.exact, self.survived, self.distance, self.owns, self.whole]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Agreement:
     lost: tuple[int, ...]
     """Ranks whose state is older than that of the survivors; () when all are alike."""
     exact: bool
-    """The whole state is of `step`."""
+    """The whole state is of `step`, as one commit of it has saved it."""
 
 
 def agree_on_step(ranks: Sequence[Standing]) -> Agreement:
@@ -71,7 +73,8 @@ def agree_on_step(ranks: Sequence[Standing]) -> Agreement:
     step = min(ranks[rank].step for rank in chosen)
     reference = next(rank for rank in chosen if ranks[rank].step == step)
     lost = tuple(rank for rank in owners if rank not in chosen)
-    exact = all(standing.exact and standing.step == step for standing in ranks)
+    one = len({ranks[rank].whole for rank in owners}) == 1
+    exact = one and all(standing.exact and standing.step == step for standing in ranks)
     return Agreement(step, reference, lost, exact)
 
 

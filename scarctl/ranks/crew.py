@@ -10,12 +10,14 @@ import contextlib
 import hashlib
 import logging
 import platform
+import uuid
 from collections import deque
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from scarctl.adapter import Adapter
@@ -80,6 +82,9 @@ class Crew:
         self.shards: tuple[int, ...] = ()
         """Shard of every rank, once the store is open."""
         self._digest = _digest_of(division)
+        self.start = ""
+        """See `Together`."""
+        self._parameters: list[torch.Tensor] | None = None
         self._epoch = 0
         self._exchange_group = team.subgroup() if team.world > 1 else None
         self._earlier = self._begun = False
@@ -139,7 +144,7 @@ class Crew:
             save_leftovers(store, settings, self.team)
             self.agree(lambda: fence(store) if self.team.rank == 0 else None)
         decided = self.agree(lambda: self._decide(store) if self.team.rank == 0 else None)
-        self._epoch, shards, self._earlier = self.team.from_rank(0, decided)
+        self._epoch, shards, self._earlier, self.start = self.team.from_rank(0, decided)
         self.shards = tuple(shards)
         if self._earlier and not self.moved:
             self.adapter.learn_slots(self.agree(lambda: slots_of(self._layouts(store))))
@@ -149,21 +154,28 @@ class Crew:
         newest = newest_topology(store)
         return bool(store.shards()) if newest is None else newest.division != self._digest
 
-    def _decide(self, store: Store) -> tuple[int, list[int], bool]:
-        """Epoch, shards by rank, and whether there is an earlier run."""
+    def _decide(self, store: Store) -> tuple[int, list[int], bool, str]:
+        """Epoch, shards by rank, whether there is an earlier run, and a name for this start."""
         newest, epochs, used = newest_topology(store), topology_epochs(store), store.shards()
         records = [store.log(shard).newest() for shard in used]
         epoch = 1 + max([*epochs, *(record.epoch for record in records if record)], default=0)
         # A topology alone says that a job was about to begin.
         earlier = any(records)
         if newest is not None and newest.division == self._digest:
-            return epoch, list(newest.shards), earlier
+            return epoch, list(newest.shards), earlier, uuid.uuid4().hex
         first = 1 + max([*used, *(newest.shards if newest else ())], default=-1)
-        return epoch, list(range(first, first + self.team.world)), earlier
+        return epoch, list(range(first, first + self.team.world)), earlier, uuid.uuid4().hex
 
     def _layouts(self, store: Store) -> list[Layout]:
         newest = [store.log(shard).newest() for shard in self.shards]
         return [store.layout(record.layout) for record in newest if record is not None]
+
+    def writes(self) -> int:
+        """See `Together`. Of all parameters, not only of what this rank owns: ranks that do the same count the same."""
+        if self._parameters is None:
+            groups = self._whole.groups()
+            self._parameters = [group.tensors[""] for group in groups if group.kind == "parameter"]
+        return sum(parameter._version for parameter in self._parameters)
 
     def selector(self) -> Selector | None:
         """See `Together`."""
@@ -208,7 +220,8 @@ class Crew:
         """See `Together`."""
         mine = None
         if found is not None:
-            standing = Standing(found.step, found.exact, found.survived, found.distance, found.owns)
+            whole = found.whole if found.exact else ""
+            standing = Standing(found.step, found.exact, found.survived, found.distance, found.owns, whole)
             mine = standing.to_list()
         gathered = self.team.gather(mine)
         if found is None or any(other is None for other in gathered):
@@ -345,11 +358,11 @@ class Crew:
         # Whose wish it was answers it.
         return Wish.from_json(wish if mine else {**wish, "number": 0})
 
-    def rescue(self, store: Store, step: int, extras: Callable[[], Any]) -> None:
+    def rescue(self, store: Store, step: int, extras: Callable[[], Any], whole: str) -> None:
         """See `Together`."""
         rescue = Rescue(self.division, self.team.rank, self.shards, self._rank_extras)
         if rescue.possible:
-            rescue.run(store, self._settings, self._whole.groups(), step, extras())
+            rescue.run(store, self._settings, self._whole.groups(), step, extras(), whole)
 
     def close(self) -> None:
         """See `Together`."""

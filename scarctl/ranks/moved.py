@@ -16,6 +16,7 @@ from scarctl.ranks.agreement import MAX_APART, Standing, agree_on_step, perturba
 from scarctl.ranks.holdings import Division
 from scarctl.ranks.owned import OwnedAdapter
 from scarctl.ranks.team import Team
+from scarctl.store import ShardState
 from scarctl.together import GoOn
 from scarctl.version import step_of
 
@@ -79,7 +80,7 @@ class Moved:
         own = {name: early["extras"][name] for name in self._rank_extras if name in early["extras"]}
         early = {"rng": early["rng"], "extras": {**extras["early"]["extras"], **own}}
         mixed = {**extras, "early": {**extras["early"], **early}}
-        exact = agreement.exact and len(self._parts.steps()) == 1
+        exact = agreement.exact and bool(self._parts.whole)
         summary = {
             "world": self._team.world,
             "lost": list(agreement.lost),
@@ -103,13 +104,20 @@ class Moved:
                 f"{self._parts.store.url} has no extras: optimizer's counts and random numbers were never saved"
             )
         steps = {shard: step_of(state.extras[0]) for shard, state in states.items() if state.extras}
-        exact = {shard: bool((step_of(states[shard].version) == step).all()) for shard, step in steps.items()}
+        exact = {shard: self._is_exact(states[shard], step) for shard, step in steps.items()}
         owns = {shard: bool(len(state.ids)) for shard, state in states.items()}
         head = max((steps[shard] for shard in states if exact[shard] and owns[shard]), default=-1)
         # What survived was in memory, and has come to the store since: of ranks that were in the same iteration.
         survived = {shard: exact[shard] and steps[shard] >= head - MAX_APART for shard in states}
-        found = [Standing(steps[s], exact[s], survived[s], owns=owns[s]) for s in states]
+        wholes = {s: states[s].whole if exact[s] else "" for s in states}
+        found = [Standing(steps[s], exact[s], survived[s], owns=owns[s], whole=wholes[s]) for s in states]
         return found, list(states)
+
+    def _is_exact(self, state: ShardState, step: int) -> bool:
+        """Whether extras and copies of a shard are of one commit; of one process's, those of all its shards."""
+        whole = state.whole if self._parts.of_ranks else self._parts.whole
+        same = not len(state.ids) or (bool(whole) and state.extras_whole == whole)
+        return same and bool((step_of(state.version) == step).all())
 
     def _extras(self, shard: int) -> Any:
         found = self._parts.store.read_extras(self._parts.states[shard])

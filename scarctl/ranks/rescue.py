@@ -55,11 +55,17 @@ class Rescue:
         return bool(self._held)
 
     def run(
-        self, store: Store, settings: SessionSettings, groups: Sequence[StateGroup], step: int, extras: Any
+        self,
+        store: Store,
+        settings: SessionSettings,
+        groups: Sequence[StateGroup],
+        step: int,
+        extras: Any,
+        whole: str = "",
     ) -> list[int]:
         """Bring what dead ranks of this host owned up to `step` in their arenas; returns these ranks.
 
-        groups: all that this rank holds. extras: of the step.
+        groups: all that this rank holds. extras: of the step. whole: the name of the whole state then, "" for none.
         Never raises: it is done when things go wrong already, and what fails is logged.
         """
         waiting, rescued = dict(self._held), []
@@ -69,7 +75,7 @@ class Rescue:
                 shard = self._shards[rank]
                 try:
                     view = store.of_shard(shard)
-                    done = _bring_up(view, settings, held, groups, step, extras, self._rank_extras)
+                    done = _bring_up(view, settings, held, groups, step, extras, whole, self._rank_extras)
                 except Contention:
                     continue  # it lives, or another survivor is at it
                 except Exception as error:
@@ -114,6 +120,7 @@ def _bring_up(
     groups: Sequence[StateGroup],
     step: int,
     extras: Any,
+    whole: str,
     names: Collection[str],
 ) -> bool:
     """False when there is nothing to do. Raises Contention while the owner lives."""
@@ -142,12 +149,13 @@ def _bring_up(
         version = pack(arena.epoch, step)
         ids = np.flatnonzero(changed & finite)
         live.save(ids, version)
-        if mine.all() and finite[changed].all():
+        if whole and mine.all() and finite[changed].all():
             known = next((h.extras for h in reversed(waiting) if h.extras is not None), None)
-            queue.put(version=version, ids=ids, sealed=True, extras=_for_owner(extras, known, names))
+            arena.whole = whole
+            queue.put(version=version, ids=ids, whole=whole, extras=_for_owner(extras, known, names))
             arena.head_step = step
         elif ids.size:  # the rest is as old as it was, and so are the extras
-            queue.put(version=version, ids=ids, sealed=False, extras=None)
+            queue.put(version=version, ids=ids, extras=None)
     finally:
         arena.close()
     return True

@@ -313,7 +313,7 @@ class _Check:
         """
         path = segment_path(log.shard, ref.name)
         layout = self._layout(digest)
-        reasons: dict[str, None] = {}  # each once: tail and head of a missing file say the same
+        reasons: dict[str, None] = {}  # each once
         missing = False
         tail = None
         try:
@@ -324,12 +324,7 @@ class _Check:
             missing = True
         except Corruption as error:
             reasons[error.message] = None
-        if missing and self._given_up(log, named_by.seq if isinstance(named_by, Record) else named_by):
-            return
-        self.report.segments += 1
-        if missing:
-            reasons["the segment is missing"] = None
-        elif layout is not None and kind in COLUMNS:
+        if not missing and layout is not None and kind in COLUMNS:
             columns = len(COLUMNS[kind])
             count = (ref.nbytes - ref.tail) // (8 * columns)
             if isinstance(named_by, Record):
@@ -340,8 +335,15 @@ class _Check:
                     with open_segment(self.blobs, path, ref) as segment:
                         for bad in self._data(segment, ref.name, layout, tail):
                             self._name(path, layout, bad, "data do not match their checksum")
-            except (Corruption, FileNotFoundError) as error:
-                reasons[_reason(error)] = None
+            except FileNotFoundError:
+                missing = True  # it was there a moment ago
+            except Corruption as error:
+                reasons[error.message] = None
+        if missing:
+            if self._given_up(log, named_by.seq if isinstance(named_by, Record) else named_by):
+                return
+            reasons["the segment is missing"] = None
+        self.report.segments += 1
         if isinstance(named_by, Record):
             held = (
                 f"record {named_by.seq}, {named_by.partitions} partitions of epoch {named_by.epoch}, "
@@ -380,10 +382,6 @@ class _Check:
             self.note(path, reason, layout.name(i))
         if len(bad) > _NAMED:
             self.note(path, f"{reason}: {len(bad) - _NAMED} more partitions")
-
-
-def _reason(error: Corruption | FileNotFoundError) -> str:
-    return error.message if isinstance(error, Corruption) else "the segment is missing"
 
 
 def store_bytes(store: Store) -> int:

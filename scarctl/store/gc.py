@@ -267,7 +267,7 @@ class Collector:
             found.add(complete.seqs[shard])
         # The newest seal of this shard becomes a complete set when the others follow.
         if own:
-            found.add(own[-1][0])
+            found.add(own[-1].seq)
         return {seq for seq in found if seq <= states[shard].seq}
 
     def _complete_of_ranks(self, own: ShardState) -> SealedSet | None:
@@ -407,7 +407,7 @@ def _reachable(store: Store, log: ShardLog) -> tuple[set[str], int]:
     for seq in {s.seqs[log.shard] for s in snapshots(store) if log.shard in s.seqs}:
         states.append(store.state(log.shard, at=seq))
     there = set(log.numbers())
-    states += [store.state(log.shard, at=seq) for seq, _, _ in state.sealed if seq in there]
+    states += [store.state(log.shard, at=seq) for seq in (seal.seq for seal in state.sealed) if seq in there]
     return needed | {segment.name for found in states for segment in found.segments}, newest.epoch
 
 

@@ -207,7 +207,25 @@ class ShardLog:
             _log.warning("index not used, the log is read instead: %s", error.message)
             return None
         index.state.layout = layout
+        if not index.names_whole:
+            self._name_whole(index.state, record)
         return index
+
+    def _name_whole(self, state: ShardState, record: Record) -> None:
+        """Of which seal all members of an index of an earlier format are, if the records since then still say that."""
+        if not state.sealed:
+            return
+        newest = state.sealed[-1].seq
+        try:
+            while record.seq > newest and record.kind != "commit" and record.base is None:
+                record = self.record(record.seq - 1)
+        except (Corruption, FileNotFoundError):
+            return
+        if record.seq == newest and record.sealed:
+            state.whole = record.identity
+            own = None if record.segment is None else record.segment.name
+            if state.extras is not None and state.segments[state.extras[1]].name == own:
+                state.extras_whole = record.identity
 
     def _content(self, record: Record) -> tuple[Layout, Tail | None, Damage | None]:
         """What a record adds to a state."""
@@ -290,7 +308,7 @@ class ShardLog:
 
     def _older_sealed(self, found: ShardState, state: ShardState, at: Ids, wanted: Ids) -> None:
         """Where the log has been collected: copies of the sealed states that were kept, for found.ids[wanted]."""
-        for seq, _, _ in reversed(state.sealed):
+        for seq in (seal.seq for seal in reversed(state.sealed)):
             if not len(wanted):
                 return
             try:

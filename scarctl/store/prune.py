@@ -132,7 +132,7 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
     writer = None if retention.no_writer and store.address.root is None else _live_writer(store)
     # Beside a live writer none is given up here.
     keep_sealed = _retained(sealed, retention) if writer is None else sealed
-    stays = {(s.epoch, s.step) for s in keep_sealed} | {(s.epoch, s.step) for s in kept}
+    stays = [s.seqs for s in keep_sealed] + [s.seqs for s in kept]
     files: dict[str, int] = {}
     older = {} if topology is None else {s: state for s, state in states.items() if s not in topology.shards}
     # What the ranks of now have saved together replaces what the earlier ones had.
@@ -146,7 +146,7 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
         elif shard not in older and state.seq >= 0 and not state.doubt.any():
             kept_seqs = [s.seqs for s in kept] + [s.seqs for s in keep_sealed]
             pins = {seqs[shard] for seqs in kept_seqs if shard in seqs}
-            pins |= {seq for seq, _, _ in state.sealed[-1:]}
+            pins |= {seal.seq for seal in state.sealed[-1:]}
             files |= _collectable(store, state, pins)
     if writer is not None:
         files |= {path: 0 for path, _ in dead_uploads(store, _epochs(states))}
@@ -155,7 +155,7 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
         tuple(gone),
         tuple(kept),
         tuple(keep_sealed),
-        tuple(s for s in sealed if (s.epoch, s.step) not in stays),
+        tuple(s for s in sealed if s.seqs not in stays),
         tuple(files),
         sum(files.values()),
         writer,
@@ -262,7 +262,7 @@ def _is_retired(store: Store, state: ShardState) -> bool:
         return False
     log = store.log(state.shard)
     try:
-        last = log.record(state.sealed[-1][0])
+        last = log.record(state.sealed[-1].seq)
     except FileNotFoundError:
         return False
     own = {last.segment.name} if last.segment is not None and last.extras and not last.partitions else set()

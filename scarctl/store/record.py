@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from scarctl.store.format import MAX_SEQ, MAX_SHARD, Fields, checksum, corrupt, dump_json, load_json
+from scarctl.errors import UsageError
+from scarctl.store.format import (
+    MAX_SEQ,
+    MAX_SHARD,
+    Fields,
+    checksum,
+    corrupt,
+    dump_json,
+    is_hex,
+    load_json,
+)
 from scarctl.store.segment import SegmentRef
 from scarctl.version import MAX_EPOCH, MAX_STEP, pack
 
@@ -27,6 +37,11 @@ def who() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
+def alone(shard: int, seq: int) -> str:
+    """The identity of a sealed record that names none: no other record's, in any shard."""
+    return f"{shard:08x}{seq:024x}"
+
+
 @dataclass(frozen=True)
 class Record:
     """One record of a shard's log. `nbytes` is bytes of partition data, `partitions` their number."""
@@ -39,6 +54,9 @@ class Record:
     parent: str
     layout: str
     sealed: bool = False
+    whole: str = ""
+    """Of which commit of the whole state a sealed record is the shard's part: 32 hex digits that the records of that
+    commit have in all shards, and no others. "": of none that has several shards."""
     segment: SegmentRef | None = None
     partitions: int = 0
     extras: bool = False
@@ -53,6 +71,8 @@ class Record:
     def __post_init__(self) -> None:
         if not self.line:
             object.__setattr__(self, "line", self.write_id)
+        if self.whole and not (self.sealed and is_hex(self.whole, 32)):
+            raise UsageError(f"{self.whole!r:.40} cannot name the whole state that a record is of")
 
     @property
     def nbytes(self) -> int:
@@ -62,6 +82,11 @@ class Record:
     def version(self) -> int:
         """Version of what a commit saved."""
         return pack(self.epoch, self.step)
+
+    @property
+    def identity(self) -> str:
+        """`whole`. A sealed record of an earlier format, which has none, stands for its shard alone."""
+        return self.whole or alone(self.shard, self.seq)
 
     @property
     def segment_kind(self) -> str:
@@ -89,6 +114,7 @@ class Record:
             "write_id": self.write_id,
             "parent": self.parent,
             "sealed": self.sealed,
+            "whole": self.whole,
             "layout": self.layout,
             "segment": self.segment.to_json() if self.segment else None,
             "partitions": self.partitions,
@@ -120,6 +146,9 @@ class Record:
         base = f.optional("base", 0, max(seq - 1, 0))
         if base is not None and not (epoch_record and seq):
             raise corrupt(what, "only an epoch record may have a base")
+        sealed, whole = f.flag("sealed"), "" if f.raw("whole") is None else f.hex("whole", 32, empty=True)
+        if whole and not sealed:
+            raise corrupt(what, "it is not sealed, and names a whole state")
         record = Record(
             seq=seq,
             shard=shard,
@@ -128,7 +157,8 @@ class Record:
             step=f.integer("step", -1 if epoch_record else 0, MAX_STEP),
             parent=f.hex("parent", 64, empty=seq == 0),
             layout=f.hex("layout", 64),
-            sealed=f.flag("sealed"),
+            sealed=sealed,
+            whole=whole,
             segment=segment,
             partitions=partitions,
             extras=f.flag("extras"),

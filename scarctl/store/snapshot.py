@@ -7,7 +7,7 @@ collects does it the other way round (boundary first, then the list of snapshots
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -28,21 +28,23 @@ from scarctl.store.format import (
     shard_of_folder,
     snapshot_path,
 )
-from scarctl.store.record import now, who
+from scarctl.store.record import alone, now, who
 from scarctl.version import MAX_EPOCH, MAX_STEP
 
 if TYPE_CHECKING:
-    from scarctl.store.state import ShardState
+    from scarctl.store.state import Seal, ShardState
     from scarctl.store.store import Store
 
 
 @dataclass(frozen=True, slots=True)
 class SealedSet:
-    """One step at which every shard was sealed. `seqs` has the sealed record of each shard."""
+    """One whole state. `seqs` has the sealed record of each shard."""
 
     epoch: int
     step: int
     seqs: Mapping[int, int]
+    whole: str = ""
+    """The identity that its records share. "": records of an earlier format, which only share the step."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Snapshot:
     step: int
     layout: str
     seqs: Mapping[int, int]
+    whole: str = ""
+    """See `SealedSet`."""
     created: str = field(default_factory=now)
     writer: str = field(default_factory=who)
 
@@ -69,6 +73,7 @@ class Snapshot:
                 "step": self.step,
                 "layout": self.layout,
                 "seqs": {str(shard): seq for shard, seq in self.seqs.items()},
+                "whole": self.whole,
                 "created": self.created,
                 "writer": self.writer,
             }
@@ -95,6 +100,7 @@ class Snapshot:
             f.integer("step", 0, MAX_STEP),
             f.hex("layout", 64),
             found,
+            "" if f.raw("whole") is None else f.hex("whole", 32, empty=True),
             f.text("created"),
             f.text("writer"),
         )
@@ -178,7 +184,7 @@ def create_snapshot(store: Store, name: str, sealed: SealedSet) -> Snapshot:
         layout = store.log(min(sealed.seqs)).record(sealed.seqs[min(sealed.seqs)]).layout
     except FileNotFoundError:
         raise late from None
-    snapshot = Snapshot(name, sealed.epoch, sealed.step, layout, dict(sealed.seqs))
+    snapshot = Snapshot(name, sealed.epoch, sealed.step, layout, dict(sealed.seqs), sealed.whole)
     path = snapshot_path(name)
     for shard in sealed.seqs:
         # Its writer may be about to make the record durable: the name must not be left behind without it.
@@ -212,20 +218,28 @@ def settle_snapshots(store: Store) -> None:
     store.blobs.prepare(SNAPSHOTS)
 
 
-def sealed_sets(states: Iterable[ShardState]) -> list[SealedSet]:
-    """The steps at which all shards that have members are sealed, newest first."""
-    by_shard = {
-        state.shard: {(epoch, step): seq for seq, epoch, step in state.sealed}
-        for state in states
-        if len(state.ids)
-    }
+def sealed_sets(
+    states: Iterable[ShardState], moment: Callable[[Seal], Hashable] = lambda seal: (seal.epoch, seal.step)
+) -> list[SealedSet]:
+    """The whole states that all shards that have members have sealed, newest first.
+
+    moment: what sealed records of an earlier format, which name no whole state, are taken to have in common.
+    """
+    owners = [state for state in states if len(state.ids)]
+    # The newest of several counts.
+    by_shard = {s.shard: {seal.whole or moment(seal): seal for seal in s.sealed} for s in owners}
     if not by_shard:
         return []
-    common = set.intersection(*(set(of) for of in by_shard.values()))
-    return [
-        SealedSet(epoch, step, {shard: of[epoch, step] for shard, of in by_shard.items()})
-        for epoch, step in sorted(common, reverse=True)
-    ]
+    found = []
+    for key in set.intersection(*(set(of) for of in by_shard.values())):
+        seals = {shard: of[key] for shard, of in by_shard.items()}
+        newest = max(seals.values(), key=lambda seal: (seal.epoch, seal.step))
+        whole = newest.whole
+        if not whole and len(seals) == 1:
+            whole = alone(owners[0].shard, newest.seq)  # one record is one state
+        found.append(SealedSet(newest.epoch, newest.step, {s: seal.seq for s, seal in seals.items()}, whole))
+    first = min(by_shard)
+    return sorted(found, key=lambda one: (one.epoch, one.step, one.seqs[first]), reverse=True)
 
 
 def is_kept(store: Store, state: ShardState, seq: int) -> bool:
@@ -236,7 +250,7 @@ def is_kept(store: Store, state: ShardState, seq: int) -> bool:
     if state.boundary <= seq <= state.seq:
         return True
     named = any(s.seqs.get(state.shard) == seq for s in snapshots(store))
-    if not named and all(kept != seq for kept, _, _ in state.sealed):
+    if not named and all(seal.seq != seq for seal in state.sealed):
         return False
     try:
         return not store.state(state.shard, at=seq).damaged

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ from scarctl.store.spans import Ids
 from scarctl.version import MAX_EPOCH, MAX_STEP, NEVER
 
 KEEP_SEALED = 4096
+_WHOLE = 16
+"""Bytes of an identity in an index."""
 
 _COLUMNS = {"ids": "I64", "version": "I64", "position": "I64", "segment": "I32", "checksum": "U64"}
 _NUMPY = {"I64": "<i8", "I32": "<i4", "U64": "<u8", "U8": "u1"}
@@ -47,6 +49,16 @@ class Damage:
     reason: str
 
 
+class Seal(NamedTuple):
+    """A sealed record of a log."""
+
+    seq: int
+    epoch: int
+    step: int
+    whole: str = ""
+    """See `Record.whole`."""
+
+
 @dataclass
 class ShardState:
     """State of one shard after record `seq` (-1: empty log). Arrays are over the members, in ascending id
@@ -55,10 +67,11 @@ class ShardState:
     `version` -1 and `segment` -1: never saved. `segment` numbers `segments`; `position` is the ordinal of the
     partition among its segment's partitions of its group. `doubt` marks members that may have had a newer
     copy in a damaged segment (`damaged`). `step` is that of the newest commit, -1 if there is none. `sealed`
-    lists `(seq, epoch, step)`. `extras` is `(version, number of the segment)`. `records` counts the log's
-    files. `line`: see `scarctl.store.line`; "" when it is not known. `unindexed_records` and `unindexed` are the
-    records, and the partitions in them, since the last index. `past`: the state after a record that was asked for, not
-    the newest.
+    lists the sealed records. `whole` names the commit of the whole state whose part all members are, "" when
+    they are of none, and `extras_whole` that of the extras: equal versions do not say as much. `extras` is
+    `(version, number of the segment)`. `records` counts the log's files. `line`: see `scarctl.store.line`; "" when it
+    is not known. `unindexed_records` and `unindexed` are the records, and the partitions in them, since the last index.
+    `past`: the state after a record that was asked for, not the newest.
     """
 
     shard: int
@@ -75,7 +88,9 @@ class ShardState:
     checksum: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     doubt: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     segments: list[SegmentRef] = field(default_factory=list)
-    sealed: list[tuple[int, int, int]] = field(default_factory=list)
+    sealed: list[Seal] = field(default_factory=list)
+    whole: str = ""
+    extras_whole: str = ""
     extras: tuple[int, int] | None = None
     damaged: list[Damage] = field(default_factory=list)
     boundary: int = 0
@@ -134,12 +149,16 @@ class ShardState:
         if damage is not None:
             self.damaged.append(damage)
             self.doubt[:] = True
+            self.whole = ""
         elif tail is not None and record.kind == "epoch":
+            self.whole = self.whole if np.array_equal(self.ids, tail.ids) else ""
             self.set_members(tail.ids)
         elif tail is not None and record.segment is not None:
             self._save(record, record.segment, tail, what)
         if record.kind != "epoch":
             self.step = record.step
+        if record.kind == "commit" and record.partitions:
+            self.whole = ""
         if record.sealed:
             self._seal(record)
         self.boundary = record.boundary
@@ -168,6 +187,7 @@ class ShardState:
             self.doubt[at] = False
         if record.extras:
             self.extras = (record.version, number)
+            self.extras_whole = record.identity if record.sealed else ""
 
     def _seal(self, record: Record) -> None:
         # A member in doubt may be equal to a copy that is lost: what we have of it is older, and not this
@@ -175,7 +195,8 @@ class ShardState:
         known = self.saved & ~self.doubt
         self.version[known] = record.version
         if known.all():
-            self.sealed.append((record.seq, record.epoch, record.step))
+            self.sealed.append(Seal(record.seq, record.epoch, record.step, record.whole))
+            self.whole = record.identity
             del self.sealed[:-KEEP_SEALED]
 
     def take_over(self, fresh: ShardState, ids: Ids) -> NDArray[np.bool_]:
@@ -231,21 +252,25 @@ def dump_index(state: ShardState) -> list[bytes | memoryview]:
         "epoch": state.epoch,
         "step": state.step,
         "extras": list(state.extras) if state.extras else None,
+        "extras_whole": state.extras_whole,
+        "whole": state.whole,
         "segments": [s.to_json() for s in state.segments],
     }
-    sealed = np.array(state.sealed, np.int64).reshape(-1, 3)
+    sealed = np.array([seal[:3] for seal in state.sealed], np.int64).reshape(-1, 3)
+    wholes = np.frombuffer(b"".join(_bytes_of(seal.whole) for seal in state.sealed), np.uint8)
     arrays = [getattr(state, name) for name in ("ids", "version", "position", "checksum")]
     shapes: list[tuple[str, str, tuple[int, ...]]] = [
         (name, _COLUMNS[name], (len(state.ids),)) for name in ("ids", "version", "position", "checksum")
     ]
     shapes += [
         ("sealed", "I64", sealed.shape),
+        ("wholes", "U8", (len(sealed), _WHOLE)),
         ("segment", "I32", state.segment.shape),
         ("digest", "U8", (32,)),
     ]
     metadata = {"format": "1", "kind": "index", "state": canonical(obj).decode()}
     parts: list[bytes | memoryview] = [encode_header(dump_header(shapes, metadata))]
-    parts += [memoryview(np.ascontiguousarray(a)) for a in (*arrays, sealed, state.segment)]
+    parts += [memoryview(np.ascontiguousarray(a)) for a in (*arrays, sealed, wholes, state.segment)]
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -258,6 +283,8 @@ class Index:
 
     state: ShardState
     layout: str
+    names_whole: bool
+    """Whether it says of which commits of the whole state things are; one of an earlier format does not."""
 
 
 def read_index(blobs: Blobs, path: str, partitions: int) -> NDArray[np.uint8]:
@@ -265,7 +292,7 @@ def read_index(blobs: Blobs, path: str, partitions: int) -> NDArray[np.uint8]:
     than one of a layout with so many partitions.
     """
     with blobs.reader(path) as file:
-        if file.size > 8 + MAX_HEADER + 36 * partitions + 24 * KEEP_SEALED + 32:
+        if file.size > 8 + MAX_HEADER + 36 * partitions + (24 + _WHOLE) * KEEP_SEALED + 32:
             raise corrupt(blobs.where(path), f"{file.size} bytes are too many for an index")
         raw = np.empty(file.size, np.uint8)
         file.read_into(0, memoryview(raw))
@@ -288,6 +315,7 @@ def parse_index(raw: NDArray[np.uint8], what: object, *, shard: int, seq: int) -
         e = header.entry(name, dtype, shape, what)
         return raw[e.start : e.stop].view(_NUMPY[dtype]).reshape(e.shape)
 
+    names_whole = "wholes" in header.tensors
     segments = f.raw("segments")
     if not isinstance(segments, list):
         raise corrupt(what, "it has no list of segments")
@@ -300,8 +328,13 @@ def parse_index(raw: NDArray[np.uint8], what: object, *, shard: int, seq: int) -
         tail_digest=f.hex("record", 64),
         doubt=np.zeros(count, bool),
         segments=[SegmentRef.from_json(s, what) for s in segments],
-        sealed=[(a, b, c) for a, b, c in column("sealed", "I64", (-1, 3)).tolist()],
     )
+    sealed = column("sealed", "I64", (-1, 3)).tolist()
+    wholes = [""] * len(sealed)
+    if names_whole:
+        state.whole, state.extras_whole = (f.hex(name, 32, empty=True) for name in ("whole", "extras_whole"))
+        wholes = [_text_of(row.tobytes()) for row in column("wholes", "U8", (len(sealed), _WHOLE))]
+    state.sealed = [Seal(a, b, c, whole) for (a, b, c), whole in zip(sealed, wholes, strict=True)]
     for name, dtype in _COLUMNS.items():
         setattr(state, name, column(name, dtype, (count,)))
     extras = f.raw("extras")
@@ -311,7 +344,15 @@ def parse_index(raw: NDArray[np.uint8], what: object, *, shard: int, seq: int) -
         state.extras = (extras[0], extras[1])
     if not _sound(state):
         raise corrupt(what, "its arrays contradict each other")
-    return Index(state, f.hex("layout", 64))
+    return Index(state, f.hex("layout", 64), names_whole)
+
+
+def _bytes_of(whole: str) -> bytes:
+    return bytes.fromhex(whole) if whole else bytes(_WHOLE)
+
+
+def _text_of(whole: bytes) -> str:
+    return whole.hex() if any(whole) else ""
 
 
 def _sound(state: ShardState) -> bool:

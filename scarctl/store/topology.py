@@ -8,7 +8,7 @@ rank. A job that comes back the same way keeps its shards; one that divides its 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ from scarctl.store.snapshot import SealedSet, sealed_sets
 from scarctl.version import MAX_EPOCH
 
 if TYPE_CHECKING:
-    from scarctl.store.state import ShardState
+    from scarctl.store.state import Seal, ShardState
     from scarctl.store.store import Store
 
 _HEAL = (
@@ -156,26 +156,16 @@ def complete_sets(
 
 
 def sealed_by_all(states: Mapping[int, ShardState], epochs: list[int]) -> list[SealedSet]:
-    """The states that all shards of a topology sealed at one step since the same start of the job, newest first.
+    """The whole states that all shards of a topology have sealed, newest first.
 
-    epochs: of all topologies, ascending. A rank's own lie between two of them: its daemon may have been replaced.
+    epochs: of all topologies, ascending. Records of an earlier format are taken together by their step and the start of
+    the job. A rank's own epochs lie between two of these: its daemon may have been replaced.
     """
     if any(state.layout is None for state in states.values()):
         return []  # one has not begun, or its log is lost: it has members, and nobody knows which
-    by_shard = []
-    for state in states.values():
-        if len(state.ids):
-            # The newest of a start and step wins.
-            by_shard.append(
-                {(bisect_right(epochs, e), step): (state.shard, seq, e) for seq, e, step in state.sealed}
-            )
-    if not by_shard:
-        return []
-    common = set.intersection(*(set(of) for of in by_shard))
-    found = []
-    for key in sorted(common, reverse=True):
-        entries = [of[key] for of in by_shard]
-        found.append(
-            SealedSet(max(e for _, _, e in entries), key[1], {shard: seq for shard, seq, _ in entries})
-        )
-    return found
+    return sealed_sets(states.values(), alike(epochs))
+
+
+def alike(epochs: list[int]) -> Callable[[Seal], Hashable]:
+    """What sealed records of an earlier format, in logs of ranks, have in common: see `sealed_by_all`."""
+    return lambda seal: (bisect_right(epochs, seal.epoch), seal.step)

@@ -131,13 +131,15 @@ class StoreWriter:
         *,
         step: int,
         sealed: bool = False,
+        whole: str = "",
         extras: object | None = None,
         verify_source: Callable[[], bool] | None = None,
     ) -> Record:
         """Saves the partitions `ids` (int64, members of `shard`, any order) as of `step`; durable when it returns.
 
-        sealed: with this record every member's newest copy is of this step, for what is not in `ids` has not changed
-            since it was saved. `ids` may then be empty.
+        sealed: with this record every member's newest copy is of this step: what is not in `ids` has not changed since
+            it was saved. `ids` may then be empty.
+        whole: of which commit of the whole state a sealed one is a part; see `Record.whole`.
         extras: saved whole with the commit (see `scarctl.extras`); None: none.
         verify_source: asked after the data are written; False discards the segment and raises Overwritten.
 
@@ -158,6 +160,7 @@ class StoreWriter:
             parent=state.tail_digest,
             layout=self.layout.digest,
             sealed=sealed,
+            whole=whole,
             boundary=state.boundary,
         )
         tail = None
@@ -273,7 +276,7 @@ class StoreWriter:
         if state.doubt.any():
             raise Corruption(f"{self.store.where}: shard {shard} has a damaged segment: nothing is collected")
         sealed = state.sealed
-        state.sealed = [entry for entry in sealed if entry[0] == state.seq or entry[0] in keep]
+        state.sealed = [seal for seal in sealed if seal.seq == state.seq or seal.seq in keep]
         try:
             if not self.put_index(state) and state.sealed != sealed:
                 # The index that is there lists what is given up now. Who goes back believes the boundary's list.

@@ -219,7 +219,9 @@ class Targets(StoreTargets):
         arena.close()
         self.arena_bytes = (self.place / FILE).read_bytes()
         self.queue = HandOverQueue(self.place)
-        self.queue.put(version=pack(1, 3), ids=everything, sealed=True, extras={"a": np.arange(3), "b": "c"})
+        self.queue.put(
+            version=pack(1, 3), ids=everything, whole="ab" * 16, extras={"a": np.arange(3), "b": "c"}
+        )
         self.handover_path = Path(self.queue._path(1))
         self.handover_bytes = self.handover_path.read_bytes()
         self.plain = self.image.open()

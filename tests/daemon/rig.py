@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,10 @@ class Rig:
 
     def hand_over(self, ids: Ids, step: int, *, sealed: bool = False, extras: Any = "step") -> int:
         extras = {"step": step} if extras == "step" else extras
-        return self.queue.put(version=self.version(step), ids=ids, sealed=sealed, extras=extras)
+        whole = uuid.uuid4().hex if sealed else ""
+        if sealed:
+            self.arena.whole = whole
+        return self.queue.put(version=self.version(step), ids=ids, whole=whole, extras=extras)
 
     def save(self, ids: Ids, step: int, *, sealed: bool = False, value: int | None = None) -> int:
         """Copy and hand over, as a checkpoint does; returns the hand-over's number."""
@@ -120,7 +124,7 @@ class Rig:
     def sealed(self) -> list[set[int]]:
         """Sealed steps by shard."""
         store = Store.open(str(self.store.root))
-        return [{step for _, _, step in store.state(shard).sealed} for shard in store.shards()]
+        return [{seal.step for seal in store.state(shard).sealed} for shard in store.shards()]
 
     def extras(self) -> Any:
         """Newest extras in the store."""

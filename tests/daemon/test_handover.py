@@ -24,23 +24,21 @@ VERSION = pack(2, 17)
 
 
 def put(queue: HandOverQueue, **changes: Any) -> int:
-    return queue.put(
-        **{"version": VERSION, "ids": IDS, "sealed": False, "extras": {"rng": [1, 2]}, **changes}
-    )
+    return queue.put(**{"version": VERSION, "ids": IDS, "extras": {"rng": [1, 2]}, **changes})
 
 
-@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("whole", ["", "0f" * 16])
 @pytest.mark.parametrize(
     "extras",
     [None, {}, {"x": (1, {2: b"z"})}, {"a": np.arange(6.0).reshape(2, 3), "nan": float("inf")}],
     ids=str,
 )
 @pytest.mark.parametrize("ids", [IDS, IDS[:0]], ids=len)
-def test_comes_back_as_it_was_put(tmp_path: Path, ids: Any, extras: Any, sealed: bool) -> None:
+def test_comes_back_as_it_was_put(tmp_path: Path, ids: Any, extras: Any, whole: str) -> None:
     queue = HandOverQueue(tmp_path)
-    number = put(queue, ids=ids, extras=extras, sealed=sealed)
+    number = put(queue, ids=ids, extras=extras, whole=whole)
     (found,) = HandOverQueue(tmp_path).pending()
-    assert (found.number, found.version, found.sealed) == (number, VERSION, sealed)
+    assert (found.number, found.version, found.whole, found.sealed) == (number, VERSION, whole, bool(whole))
     np.testing.assert_array_equal(found.ids, ids)
     np.testing.assert_equal(found.extras, extras)
 
@@ -190,7 +188,7 @@ def test_two_processes_that_put_at_once_lose_nothing(tmp_path: Path) -> None:
         "print('ready', flush=True)\n"
         "sys.stdin.readline()\n"
         "for i in range(100):\n"
-        "    queue.put(version=(1 << 40) | 7, ids=np.array([mine]), sealed=False, extras={'i': i})\n"
+        "    queue.put(version=(1 << 40) | 7, ids=np.array([mine]), extras={'i': i})\n"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     children = [
@@ -229,7 +227,7 @@ print("ready", flush=True)
 step = 0
 while True:
     step += 1
-    queue.put(version=(1 << 40) | step, ids=np.arange(step % 5000), sealed=False, extras={"step": step})
+    queue.put(version=(1 << 40) | step, ids=np.arange(step % 5000), extras={"step": step})
 """
 
 

@@ -415,7 +415,7 @@ def test_an_epoch_that_changes_while_a_copy_is_made(daemon: Daemon, base: Path, 
     trainer.drained()
     old = trainer.arena.epoch
     trainer.copy(trainer.everything, 2)
-    trainer.queue.put(version=pack(old + 1, 2), ids=trainer.everything, sealed=False, extras=None)
+    trainer.queue.put(version=pack(old + 1, 2), ids=trainer.everything, extras=None)
     trainer.saver.notify()
     wait_until(lambda: not trainer.arena.pending().any())
     trainer.close()

@@ -40,7 +40,7 @@ def left(base: Path, store_id: str = ID, *, pending: int = 0, queued: bool = Fal
     arena.acknowledge(everything[pending:], pack(1, 7))
     arena.head_step, arena.pid = 9, NO_PROCESS
     if queued:
-        HandOverQueue(folder).put(version=pack(1, 7), ids=everything, sealed=True, extras={})
+        HandOverQueue(folder).put(version=pack(1, 7), ids=everything, whole="ab" * 16, extras={})
     arena.close()
     if age:
         then = time.time() - age

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,10 @@ class Trainer:
         """Copy and hand over."""
         self.copy(ids, step)
         version = int(self.arena.version[ids].max())
-        self.queue.put(version=version, ids=ids, sealed=sealed, extras={"step": step})
+        whole = uuid.uuid4().hex if sealed else ""
+        if sealed:
+            self.arena.whole = whole
+        self.queue.put(version=version, ids=ids, whole=whole, extras={"step": step})
         self.saver.notify()
 
     def drained(self, seconds: float = 20.0) -> None:

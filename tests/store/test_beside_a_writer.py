@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
 
 from scarctl.layout import Layout
-from scarctl.store import Collector, Store, StoreWriter, verify
-from scarctl.store.format import index_path, record_path
+from scarctl.store import (
+    Collector,
+    Store,
+    StoreWriter,
+    create_snapshot,
+    delete_snapshot,
+    sealed_sets,
+    verify,
+)
+from scarctl.store.blob import BlobReader
+from scarctl.store.format import index_path, record_path, segment_path
 from scarctl.store.local import LocalBlobs
 from scarctl.store.prune import Retention, plan_prune, prune
 from tests.store.helpers import Data, read_all
@@ -133,3 +143,31 @@ def test_a_reader_that_began_before_a_roll_back(store: Store, writer: StoreWrite
     Collector(writer, floor=0).collect()
     assert read_all(store, state) == (before, {})
     assert set(state.version.tolist()) == {sealed.version}
+
+
+@pytest.mark.parametrize("look", [1, 2, 3])
+def test_a_snapshot_that_is_deleted_while_its_segment_is_checked(
+    monkeypatch: pytest.MonkeyPatch, store: Store, writer: StoreWriter, data: Data, look: int
+) -> None:
+    """The segment is given up before its head is read, its tail, or its data."""
+    ids = np.arange(data.layout.partitions)
+    sealed = writer.commit(0, ids, data, step=1, sealed=True)
+    create_snapshot(store, "kept", sealed_sets([writer.states[0]])[0])
+    data.change(ids.tolist(), 1)
+    writer.commit(0, ids, data, step=2, sealed=True)
+    Collector(writer, floor=0).collect()
+    assert sealed.segment is not None
+    path = segment_path(0, sealed.segment.name)
+    original, opened = LocalBlobs.reader, []
+
+    def reader(blobs: LocalBlobs, of: str) -> AbstractContextManager[BlobReader]:
+        if of == path:
+            opened.append(of)
+            if len(opened) == look:
+                delete_snapshot(store, "kept")
+                Collector(writer, floor=0).collect()
+        return original(blobs, of)
+
+    monkeypatch.setattr(LocalBlobs, "reader", reader)
+    assert verify(store, read_data=True).problems == []
+    assert not (store.root / path).exists()

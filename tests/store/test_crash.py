@@ -43,7 +43,7 @@ def _contents(store: Store) -> tuple[dict[int, bytes], list[int], list[int], obj
     return (
         found,
         (state.version & 0xFFFF).tolist(),
-        [step for _, _, step in state.sealed],
+        [seal.step for seal in state.sealed],
         extras and extras[1],
     )
 

@@ -224,7 +224,7 @@ def test_no_way_back_to_what_was_given_up(url: str, layout: Layout) -> None:
     collector._known(0)
     collector._give_up(0, ())  # and stopped here: nothing is deleted yet
     second = open_writer(url, layout)
-    assert [seq for seq, _, _ in second.states[0].sealed] == sealed[1:]
+    assert [seal.seq for seal in second.states[0].sealed] == sealed[1:]
     with pytest.raises(UsageError, match=f"no record {sealed[0]}"):
         second.roll_back({0: sealed[0]})
     while collector._shards[0].garbage:

@@ -25,6 +25,7 @@ from scarctl.store import (
     snapshots,
     verify,
 )
+from scarctl.store.state import Seal
 from scarctl.version import pack, step_of
 from tests.store.helpers import Data, memory_folder, read_all, small_layout, summary
 
@@ -150,7 +151,7 @@ class SpaceMachine(RuleBasedStateMachine):
         self.model.sealed = {
             key: found
             for key, found in self.model.sealed.items()
-            if all((found[0].seqs[s], *key) in self.writer.states[s].sealed for s in range(SHARDS))
+            if all(Seal(found[0].seqs[s], *key) in self.writer.states[s].sealed for s in range(SHARDS))
         }
         self.step = 0
 

@@ -18,7 +18,7 @@ from scarctl.store import Store, StoreWriter, verify
 from scarctl.store.format import index_path, record_path, segment_name, segment_path
 from scarctl.store.record import Record
 from scarctl.store.segment import write_segment
-from scarctl.store.state import dump_index
+from scarctl.store.state import Seal, dump_index
 from scarctl.version import epoch_of, pack, step_of
 from tests.store.helpers import Data, memory_folder, read_all, small_layout, summary
 
@@ -86,7 +86,7 @@ class LogMachine(RuleBasedStateMachine):
             model.extras = (version, extras)
         if sealed:
             model.copies = {i: (version, b) for i, (_, b) in model.copies.items()}
-            model.sealed.append((record.seq, record.epoch, record.step))
+            model.sealed.append(Seal(record.seq, record.epoch, record.step))
         self.history[shard][record.seq] = model.copy()
 
     @rule(

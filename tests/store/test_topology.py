@@ -23,6 +23,7 @@ from scarctl.store import (
     verify,
 )
 from scarctl.store.prune import Retention, plan_prune, prune
+from scarctl.store.state import Seal
 from scarctl.store.topology import read_topology
 from tests.support.ranks import RankStore, layout_of
 
@@ -110,7 +111,7 @@ def test_a_rank_that_owns_nothing_has_a_log_all_the_same(tmp_path: Path) -> None
     with view.writer(layout=empty, shard_of=view.shard_of(empty)) as writer:
         writer.commit(2, np.empty(0, np.int64), ranks.source(0, 3), step=3, sealed=True, extras={"step": 3})
     state = store.state(2)
-    assert (state.step, len(state.ids), state.sealed) == (3, 0, [(1, 9, 3)])
+    assert (state.step, len(state.ids), state.sealed) == (3, 0, [Seal(1, 9, 3)])
     parts = find_parts(store)
     assert parts is not None
     assert parts.topology is not None
@@ -146,7 +147,7 @@ def test_ranks_that_were_replaced_keep_what_they_have_sealed_together(tmp_path: 
     two.close()
     found = find_parts(two.store, sealed=True)
     assert found is not None
-    assert (found.topology, found.steps().tolist()) == (two.topology, [3])
+    assert (found.topology, found.whole) == (two.topology, two.whole(3))
 
 
 def test_the_newest_topology_that_is_whole_counts(tmp_path: Path) -> None:
@@ -248,5 +249,5 @@ def test_pruning_keeps_what_all_ranks_have_sealed(tmp_path: Path) -> None:
     assert [one.step for one in sets] == [8]
     found = find_parts(Store.open(tmp_path / "s"), sealed=True)
     assert found is not None
-    assert found.steps().tolist() == [8]
+    assert found.whole == ranks.whole(8)
     assert verify(Store.open(tmp_path / "s"), read_data=True).intact

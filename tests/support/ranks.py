@@ -91,16 +91,35 @@ class RankStore:
         return read
 
     def save(
-        self, step: int, ranks: Iterable[int] | None = None, *, sealed: bool = True, every: int = 1
+        self,
+        step: int,
+        ranks: Iterable[int] | None = None,
+        *,
+        sealed: bool = True,
+        every: int = 1,
+        whole: str = "",
     ) -> None:
-        """Save what ranks own, or of every rank only each `every`-th partition, as of `step`."""
+        """Save what ranks own, or of every rank only each `every`-th partition, as of `step`.
+
+        whole: what the ranks call the state, if it is not the usual one.
+        """
         for rank in range(self.world) if ranks is None else ranks:
             ids = np.arange(0, self.layouts[rank].partitions, every)
             shard = self.topology.shards[rank]
-            extras = {"step": step, "rank": rank}
+            extras, seals = {"step": step, "rank": rank}, sealed and every == 1
             self.writers[rank].commit(
-                shard, ids, self.source(rank, step), step=step, sealed=sealed and every == 1, extras=extras
+                shard,
+                ids,
+                self.source(rank, step),
+                step=step,
+                sealed=seals,
+                whole=(whole or self.whole(step)) if seals else "",
+                extras=extras,
             )
+
+    def whole(self, step: int) -> str:
+        """What all ranks call their state of a step."""
+        return f"{self.topology.epoch:016x}{step:016x}"
 
     def close(self) -> RankStore:
         """All ranks end."""
@@ -121,6 +140,7 @@ class RankStore:
             for t in range(len(group.tensors)):
                 arena.rows(g, t)[:] = rows_of(whole, layout, g, t)
         arena.end(everything, pack(epoch, step))
+        arena.whole = self.whole(step)
         arena.distance[:] = 0.0
         arena.head_step = step if head is None else head
         return arena

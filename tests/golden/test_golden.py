@@ -1,0 +1,116 @@
+"""Stores of earlier versions are read, verified, recovered, written to; what they do not prove is not called exact."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scarctl.execution import execute
+from scarctl.joint import Nowhere, execute_joint, open_joint, plan_lost, plans_back
+from scarctl.recovery import Plan, plan_partial, plan_rollback
+from scarctl.store import Collector, Store, complete_sets, read_snapshot, verify
+from tests.golden.write import NEWEST, PART, WHOLE, Source, byte_of, layout
+
+HERE = Path(__file__).parent
+STORES = sorted(path for version in HERE.iterdir() if version.is_dir() for path in version.glob("*/"))
+OF_ONE = [path for path in STORES if path.name != "ranks"]
+PROVEN = {"one", "kept"}
+"""One record holds all of a state there. Of several shards such a store says only that they are of one step."""
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """A copy, that may be changed."""
+    return Store.open(shutil.copytree(request.param, tmp_path / request.param.name))
+
+
+def content(store: Store, shard: int, at: int | None = None) -> dict[int, int]:
+    """The byte of every partition."""
+    state, found = store.state(shard, at=at), dict[int, int]()
+    corrupt: list[tuple[np.ndarray, str]] = []
+    for batch in store.read(state, state.ids, corrupt=corrupt):
+        starts, stops = layout().row_ranges(batch.ids)
+        for i, rows in zip(
+            batch.ids.tolist(), np.split(batch.tensors[0], np.cumsum(stops - starts)[:-1]), strict=True
+        ):
+            (found[i],) = set(rows.ravel().tolist())
+    assert not corrupt
+    return found
+
+
+def of_step(store: Store, shard: int, step: int) -> dict[int, int]:
+    return {i: byte_of(i, step) for i in store.state(shard).ids.tolist()}
+
+
+@pytest.mark.parametrize("store", STORES, ids=lambda path: f"{path.parent.name}-{path.name}", indirect=True)
+def test_all_is_there(store: Store) -> None:
+    assert verify(store, read_data=True).intact
+    newest, *older = complete_sets(store)
+    assert newest.step == NEWEST
+    for shard, seq in newest.seqs.items():
+        assert content(store, shard) == content(store, shard, at=seq) == of_step(store, shard, NEWEST)
+        extras = store.read_extras(store.state(shard))
+        assert extras is not None
+        assert extras[1] == {"step": NEWEST}
+    for one in older:
+        assert one.step == WHOLE
+        assert all(content(store, s, at=seq) == of_step(store, s, WHOLE) for s, seq in one.seqs.items())
+
+
+@pytest.mark.parametrize("store", OF_ONE, ids=lambda path: f"{path.parent.name}-{path.name}", indirect=True)
+def test_one_process_recovers_it(store: Store) -> None:
+    found, shards = layout(), store.shards()
+    shard_of, everything = store.shard_of(found), np.arange(found.partitions)
+    plans: list[Plan] = [
+        plan_partial(everything, found, shard_of, store.states(shards)),
+        plan_rollback(store, found, shard_of),
+    ]
+    for plan in plans:
+        report = execute(plan, store, None, Nowhere())
+        assert (report.step, report.exact, report.degraded) == (NEWEST, store.root.name in PROVEN, False)
+    if store.root.name == "kept":
+        back = plan_rollback(store, found, shard_of, snapshot=read_snapshot(store, "first"))
+        assert (back.step, back.exact) == (WHOLE, True)
+        assert content(store, 0, at=back.seqs[0]) == of_step(store, 0, WHOLE)
+
+
+@pytest.mark.parametrize("store", OF_ONE, ids=lambda path: f"{path.parent.name}-{path.name}", indirect=True)
+def test_one_process_goes_on_with_it(store: Store) -> None:
+    found = layout()
+    with store.writer(layout=found, shard_of=store.shard_of(found)) as writer:
+        for shard, state in writer.states.items():
+            writer.commit(shard, state.ids, Source(9), step=9, sealed=True, whole="ab" * 16)
+        Collector(writer, floor=0).collect()
+    again = Store.open(store.root)
+    assert verify(again, read_data=True).intact
+    plan = plan_partial(
+        np.arange(found.partitions), found, again.shard_of(found), again.states(again.shards())
+    )
+    assert (plan.step, plan.exact) == (9, True)
+
+
+@pytest.mark.parametrize(
+    "store",
+    [path for path in STORES if path.name == "ranks"],
+    ids=lambda path: path.parent.name,
+    indirect=True,
+)
+def test_ranks_recover_it(store: Store) -> None:
+    joint = open_joint(store)
+    assert joint is not None
+    nothing = [None] * len(joint.shares)
+    for plan in (plan_lost(joint, joint.everything(), nothing), next(plans_back(joint, nothing, 0, None))):
+        report = execute_joint(plan, nothing, [Nowhere() for _ in joint.shares])
+        assert (report.plan.step, report.plan.exact, report.plan.degraded) == (NEWEST, False, False)
+
+
+def test_what_a_part_has_saved_is_as_it_was(tmp_path: Path) -> None:
+    """The record of step 5 in a log that was not collected."""
+    for path in STORES:
+        if path.name == "one":
+            state = Store.open(path).state(0, at=2)
+            assert sorted({int(v) & 0xFF for v in state.version}) == [WHOLE, PART]
+            assert state.whole == ""

@@ -1,0 +1,103 @@
+"""Writes small stores of the format of now: `python -m tests.golden.write FOLDER`.
+
+`one` and `shards` are of one process, with one shard and with two; `ranks` of two ranks; `kept` has been collected, and
+has a snapshot. In each the newest state is of step 6, sealed; before, there were a sealed state of step 3 and a part of
+step 5. Every byte of a partition's copy is 16 * its step + its id, modulo 256; a rank's ids are its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from scarctl.layout import Layout, TensorSpec, build_layout
+from scarctl.store import (
+    Collector,
+    Store,
+    StoreWriter,
+    Topology,
+    create_snapshot,
+    create_topology,
+    sealed_sets,
+)
+from tests.daemon.rig import Ids
+
+WHOLE, PART, NEWEST = 3, 5, 6
+
+
+def layout() -> Layout:
+    """Six partitions: rows with a slot, and a scalar."""
+    return build_layout(
+        [
+            ("w", "parameter", (TensorSpec("", "F32", (10, 2)), TensorSpec("m", "BF16", (10, 2)))),
+            ("count", "buffer", (TensorSpec("", "I64", ()),)),
+        ],
+        rows={"w": 2},
+        optimizer="SGD",
+    )
+
+
+def byte_of(partition: int, step: int) -> int:
+    """What every byte of a copy is."""
+    return (16 * step + partition) % 256
+
+
+class Source:
+    """A state of one step."""
+
+    def __init__(self, step: int) -> None:
+        self._layout, self._step = layout(), step
+
+    def __call__(self, group: int, tensor: int, start: int, stop: int) -> memoryview:
+        spec, first = self._layout.groups[group].tensors[tensor], int(self._layout.base[group])
+        rows = np.arange(start, stop) // self._layout.groups[group].rows_per_partition
+        values = (16 * self._step + first + rows) % 256
+        return memoryview(np.repeat(values.astype(np.uint8), spec.row_bytes).reshape(-1, spec.row_bytes))
+
+
+def _save(writers: list[StoreWriter], step: int, ids: Ids | None = None) -> None:
+    """One checkpoint: of the whole state, sealed, or of some partitions."""
+    extras: dict[str, int] | None = {"step": step}
+    for writer in writers:
+        for shard, state in writer.states.items():
+            mine = state.ids if ids is None else np.intersect1d(state.ids, ids)
+            writer.commit(shard, mine, Source(step), step=step, sealed=ids is None, extras=extras)
+
+
+def _one_process(folder: Path, shards: int, *, collect: bool = False) -> None:
+    store = Store.create(folder, shards=shards)
+    with store.writer(layout=layout(), shard_of=store.shard_of(layout())) as writer:
+        _save([writer], WHOLE)
+        if collect:
+            create_snapshot(store, "first", sealed_sets(writer.states.values())[0])
+        _save([writer], PART, np.arange(3))
+        _save([writer], NEWEST)
+        if collect:
+            Collector(writer, floor=0).collect()
+    store.close()
+
+
+def _ranks(folder: Path) -> None:
+    store = Store.create(folder)
+    create_topology(store, Topology(1, (0, 1), "ab" * 32))
+    views = [store.of_shard(rank, 1) for rank in range(2)]
+    writers = [view.writer(layout=layout(), shard_of=view.shard_of(layout())) for view in views]
+    _save(writers, WHOLE)
+    _save(writers[:1], PART, np.arange(3))
+    _save(writers, NEWEST)
+    for writer in writers:
+        writer.close()
+
+
+def main(folder: Path) -> None:
+    """Write all of them into a folder."""
+    _one_process(folder / "one", 1)
+    _one_process(folder / "shards", 2)
+    _one_process(folder / "kept", 1, collect=True)
+    _ranks(folder / "ranks")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
