@@ -49,7 +49,7 @@ def stopped(folder: Path) -> None:
 
 def taken_over(folder: Path, store: Store) -> float:
     """Kill the daemon under a session; returns the seconds until another one serves it."""
-    saver = DaemonSaver(str(store.root), store.id, folder, lambda full: None)
+    saver = DaemonSaver(str(store.root), store.run_id, folder, lambda full: None)
     saver.claim()
     pid = int(ask(folder, "status")["pid"])
     before = time.perf_counter()
