@@ -21,6 +21,7 @@ from scarctl.daemon.lifecycle import Phase
 from scarctl.daemon.persister import adopt_orphans
 from scarctl.daemon.runner import PersisterStats
 from scarctl.daemon.saver import LocalSaver
+from scarctl.daemon.speed import Speed
 from scarctl.errors import Corruption, ScarError, UsageError
 from scarctl.store import Store, newest_topology
 from scarctl.version import NEVER, step_of
@@ -32,6 +33,21 @@ MAX_SHARDS_SHOWN = 1024
 _ANSWERS = 16
 _SPEED_PAUSE = 0.25
 """Seconds between two messages to the session about the speed of saving, at least."""
+
+
+class _Speeds:
+    """Sends a session now and then how fast its hand-overs become durable. Not the run's: that would be a cycle."""
+
+    def __init__(self, events: queue.SimpleQueue[dict[str, Any]]) -> None:
+        self._events = events
+        self._sent = 0.0
+
+    def __call__(self, speed: Speed | None) -> None:
+        """A hand-over is durable."""
+        now = time.monotonic()
+        if speed is not None and now > self._sent + _SPEED_PAUSE:
+            self._sent = now
+            self._events.put({"speed": speed.to_json()})
 
 
 class Run:
@@ -53,8 +69,7 @@ class Run:
         """What the training process has said to the newest wishes, by their number."""
         self._wishes = 0
         self._folder = folder
-        self._saver = LocalSaver(store, self._saved)
-        self._told_speed = 0.0
+        self._saver = LocalSaver(store, _Speeds(self.events))
         self._arena: Arena | None = None
         self._lock = threading.Lock()
         self._released = self._adopted = self._looked = self._put_off = False
@@ -190,14 +205,6 @@ class Run:
                 self.store.close()
                 if self._arena is not None:
                     self._arena.close()
-
-    def _saved(self) -> None:
-        """A hand-over is durable: now and then the session is told how fast that goes."""
-        thread, now = self._saver.thread, time.monotonic()
-        speed = thread.speed if thread is not None else None
-        if speed is not None and now > self._told_speed + _SPEED_PAUSE:
-            self._told_speed = now
-            self.events.put({"speed": speed.to_json()})
 
     def status(self, phase: Phase) -> dict[str, Any]:
         """Figures for `scarctl daemon status`. Steps are -1 where nothing is durable yet."""

@@ -66,9 +66,12 @@ class PersisterThread:
     """Makes hand-overs durable in the background until `close`. A failing store never raises here: see `failure`."""
 
     def __init__(
-        self, persister: Persister, queue: HandOverQueue, on_saved: Callable[[], None] = lambda: None
+        self,
+        persister: Persister,
+        queue: HandOverQueue,
+        on_saved: Callable[[Speed | None], None] = lambda _: None,
     ) -> None:
-        """on_saved: called in the thread after every hand-over."""
+        """on_saved: called in the thread after every hand-over, with `speed`."""
         self.stats = PersisterStats()
         self.last_error: ScarError | None = None
         """The newest failure since the last success."""
@@ -256,7 +259,7 @@ class PersisterThread:
         self.stats.handovers += 1
         self.stats.saved_at = now()
         self.last_error = None
-        self._on_saved()
+        self._on_saved(self.speed)
         # Others may wait: what is saved makes room for itself, and no more.
         self._tidy(written // 2)
         return Persisted(number)

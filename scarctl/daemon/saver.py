@@ -89,8 +89,8 @@ class LocalSaver:
 
     outlives = False
 
-    def __init__(self, store: Store, on_saved: Callable[[], None] = lambda: None) -> None:
-        """on_saved: called in the saving thread after every hand-over."""
+    def __init__(self, store: Store, on_saved: Callable[[Speed | None], None] = lambda _: None) -> None:
+        """on_saved: called in the saving thread after every hand-over, with `speed`."""
         self._store = store
         self._on_saved = on_saved
         self._arena: Arena | None = None

@@ -1,0 +1,53 @@
+"""`scarctl recover --live`: what is left that is not finite is named, and makes the exit code 3."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+import scarctl
+from scarctl_adapters.torch import TorchAdapter
+from tests.cli.conftest import Run
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_optimizer_state_of_another_shape(run: Run, monkeypatch: pytest.MonkeyPatch, knows: bool) -> None:
+    if not knows:
+        monkeypatch.delattr(TorchAdapter, "restore_lost")
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.NAdam(model.parameters(), lr=0.01)
+    ended, spoiled = threading.Event(), threading.Event()
+    with scarctl.attach(model, optimizer, store="ckpt", interval=1_000_000, daemon=True) as session:
+        session.resume()
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).square().sum().backward()
+            optimizer.step()
+
+        step()
+        session.checkpoint(full=True, wait=True)
+
+        def loop() -> None:
+            optimizer.state[model.weight]["mu_product"].fill_(torch.nan)
+            spoiled.set()
+            while not ended.is_set():
+                step()
+                time.sleep(0.01)
+
+        thread = threading.Thread(target=loop)
+        thread.start()
+        try:
+            assert spoiled.wait(20)
+            done = run(
+                "recover", "--lost", "weight", "--live", "--store", "ckpt", "--json", code=0 if knows else 3
+            )
+        finally:
+            ended.set()
+            thread.join()
+    named = [text for text in done.document["problems"] if "mu_product" in text]
+    assert bool(named) is not knows
+    assert ("mu_product" in done.stderr) is not knows
