@@ -59,6 +59,9 @@ class LocalBlobs:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    def why_not_exclusive(self) -> str | None:
+        return None  # a link fails if its name is taken
+
     def where(self, name: str) -> str:
         return str(self.root / name)
 
