@@ -414,7 +414,7 @@ class Store:
             total += file.size
         for state in states.values():
             if state.layout is not None:
-                live += int(state.layout.partition_bytes[state.ids[state.saved]].sum())
+                live += int(state.layout.bytes_of(state.ids[state.saved]).sum())
         return {"bytes": total, "live_bytes": live, "segments": segments, "records": records}
 
     def writer(self, *, layout: Layout, shard_of: NDArray[np.int32]) -> StoreWriter:
