@@ -13,12 +13,10 @@ MAX_CONTAINERS = 1 << 20
 MAX_VALUES = 1 << 23
 """Values in one text, those in containers included: a list of numbers that fills 64 MiB has less."""
 
-_PIECE = 1 << 20
+_PIECE = 1 << 18
 
 
-def too_much(
-    text: bytes | str, *, containers: int = MAX_CONTAINERS, values: int = MAX_VALUES
-) -> str | None:
+def too_much(text: bytes | str, *, containers: int = MAX_CONTAINERS, values: int = MAX_VALUES) -> str | None:
     """Why a JSON text is not to be parsed, None if it may be. What stands in its strings does not count."""
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if data.count(b"[") + data.count(b"{") <= containers and data.count(b",") <= values:
@@ -30,9 +28,9 @@ def too_much(
         quotes, escaped = _quotes(piece, escaped)
         within = np.bitwise_xor.accumulate(quotes) ^ inside
         inside = within[-1]
-        outside = piece[within == 0]
-        opened += int(((outside == ord("[")) | (outside == ord("{"))).sum())
-        separated += int((outside == ord(",")).sum())
+        outside = within == 0
+        opened += np.count_nonzero(((piece == ord("[")) | (piece == ord("{"))) & outside)
+        separated += np.count_nonzero((piece == ord(",")) & outside)
         if opened > containers:
             return f"it has more than {containers} lists and objects"
         if separated > values:

@@ -1,8 +1,8 @@
 """Requests to a file system that fsspec knows: making the client, asking again, keeping the deadline.
 
 fsspec is imported here and in `scarctl.store.s3`, and only when a store is remote. The deadline holds for all file
-systems. A synchronous one cannot be cancelled: its calls run in a thread (`scarctl.store.aside`) that is left alone with
-its connection when it does not answer, and the next call gets a new connection.
+systems. A synchronous one cannot be cancelled: its calls run in a thread (`scarctl.store.aside`) that is left alone
+with its connection when it does not answer, and the next call gets a new connection.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from scarctl.errors import ScarError, UsageError
 from scarctl.store.address import Address
 from scarctl.store.aside import Aside
 from scarctl.store.atonce import Helpers, no_bytes
-from scarctl.store.faults import Fault, Meaning, Patience, fault_error, understand
 from scarctl.store.exclusive import why_not_exclusive
+from scarctl.store.faults import Fault, Meaning, Patience, fault_error, understand
 from scarctl.store.format import check_name
 
 T = TypeVar("T")

@@ -35,7 +35,5 @@ def why_not_exclusive(scheme: str) -> str | None:
     if (owner.__module__, owner.__qualname__) in CONDITIONAL:
         return None
     if owner.__module__.startswith("fsspec."):
-        return (
-            f"{found.__name__} looks whether the file is there, and then writes it: two processes can both create it"
-        )
+        return f"{found.__name__} looks whether the file is there, and then writes it: two processes can both create it"
     return f"{found.__name__} is not known to create a file by one conditional request"

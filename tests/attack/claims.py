@@ -12,7 +12,6 @@ import argparse
 import io
 import json
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -118,7 +117,9 @@ def _segment(ground: Ground) -> None:
 
 
 def _state_header(unit: bytes) -> Callable[[Ground], None]:
-    return lambda ground: _header(b'{"a":[' + b",".join([unit] * ((60 << 20) // (len(unit) + 1))) + b"]}", ground.state)
+    return lambda ground: _header(
+        b'{"a":[' + b",".join([unit] * ((60 << 20) // (len(unit) + 1))) + b"]}", ground.state
+    )
 
 
 def _metadata(content: bytes) -> Callable[[Ground], None]:
@@ -151,8 +152,12 @@ def _huge_archive(ground: Ground) -> None:
     entry, count = data[at:end], 1_000_000
     directory = entry * count
     eocd64 = b"PK\x06\x06" + (44).to_bytes(8, "little") + bytes([45, 0, 45, 0]) + bytes(8)
-    eocd64 += count.to_bytes(8, "little") * 2 + len(directory).to_bytes(8, "little") + at.to_bytes(8, "little")
-    locator = b"PK\x06\x07" + bytes(4) + (at + len(directory)).to_bytes(8, "little") + (1).to_bytes(4, "little")
+    eocd64 += (
+        count.to_bytes(8, "little") * 2 + len(directory).to_bytes(8, "little") + at.to_bytes(8, "little")
+    )
+    locator = (
+        b"PK\x06\x07" + bytes(4) + (at + len(directory)).to_bytes(8, "little") + (1).to_bytes(4, "little")
+    )
     tail = b"PK\x05\x06" + bytes(4) + b"\xff\xff" * 2 + b"\xff\xff\xff\xff" * 2 + bytes(2)
     ground.torch.write_bytes(data[:at] + directory + eocd64 + locator + tail)
 
@@ -192,10 +197,12 @@ CLAIMS: dict[str, Claim] = {
     "numbers in a snapshot": Claim(_json("snapshots", b"1000", 60 << 20), ONE),
     "a number of a million digits": Claim(_json("snapshots", b"7" * 1_000_000, 2_000_000), ONE, short=True),
     "lists in the settings": Claim(
-        lambda ground: (ground.store / "scarctl.json").write_bytes(
-            _bomb(json.loads((ground.store / "scarctl.json").read_bytes()), b"[]", 900_000)
-        )
-        and None,
+        lambda ground: (
+            (ground.store / "scarctl.json").write_bytes(
+                _bomb(json.loads((ground.store / "scarctl.json").read_bytes()), b"[]", 900_000)
+            )
+            and None
+        ),
         ONE,
     ),
     "lists in a segment's header": Claim(_segment, STORE),
@@ -208,7 +215,9 @@ CLAIMS: dict[str, Claim] = {
     "a memo of 2^31 in the metadata of DCP": Claim(
         _metadata(_PICKLE + b"]r\xff\xff\xff\x7f."), DCP, new=True, short=True
     ),
-    "lists in a .pt file": Claim(_archive(0, b"\x80\x02" + b"]" * (64 << 20) + b"."), TORCH, new=True, short=True),
+    "lists in a .pt file": Claim(
+        _archive(0, b"\x80\x02" + b"]" * (64 << 20) + b"."), TORCH, new=True, short=True
+    ),
     "a .pt file of a million entries": Claim(_huge_archive, TORCH, new=True, short=True),
 }
 
@@ -235,7 +244,12 @@ class Cost:
 
 def run(ground: Ground, arguments: list[str], store: Path) -> Cost:
     """What one command takes: processor seconds and peak bytes."""
-    environ = {**os.environ, "SCARCTL_ARENA_DIR": str(ground.root), "SCARCTL_DAEMON": "0", "OMP_NUM_THREADS": "1"}
+    environ = {
+        **os.environ,
+        "SCARCTL_ARENA_DIR": str(ground.root),
+        "SCARCTL_DAEMON": "0",
+        "OMP_NUM_THREADS": "1",
+    }
     with tempfile.TemporaryFile() as output, tempfile.NamedTemporaryFile("r") as peak:
         process = subprocess.Popen(
             [sys.executable, "-c", _MEASURED, peak.name, *arguments, "--store", str(store)],
@@ -292,7 +306,7 @@ class Claims:
         if key not in self._usual:
             with ground(self.image) as there:
                 if key == "state.pt":
-                    _archive(0, pickle.dumps({}, protocol=2))(there)
+                    _archive(0, b"\x80\x02}.")(there)
                 elif key == "dcp":
                     _metadata(_PICKLE + b"N.")(there)
                 self._usual[key] = run(there, arguments, there.root / "new" if claim.new else there.store)

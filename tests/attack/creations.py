@@ -47,7 +47,9 @@ class Result:
         """What must not be."""
         found = list(self.errors)
         if not self.refused and self.one_winner < self.rounds:
-            found.append(f"accepted, and {self.rounds - self.one_winner} of {self.rounds} races had several winners")
+            found.append(
+                f"accepted, and {self.rounds - self.one_winner} of {self.rounds} races had several winners"
+            )
         return found
 
 
@@ -123,7 +125,10 @@ def place(kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if kind == "s3":
             endpoint = stack.enter_context(s3_server())
             s3_client(endpoint).create_bucket(Bucket="creations")
-            yield "s3://creations/run", {"endpoint_url": endpoint, "key": KEY, "secret": SECRET, "anon": False}
+            yield (
+                "s3://creations/run",
+                {"endpoint_url": endpoint, "key": KEY, "secret": SECRET, "anon": False},
+            )
         elif kind == "ftp":
             url, _ = stack.enter_context(ftp_server(folder))
             yield f"{url}/run", {}

@@ -69,7 +69,7 @@ class TestHostilePeers:
             for peer in peers:
                 assert len(client.request(peer, "status")["runs"]) == 1
             trainer.close()
-            monkeypatch.setattr(server_module, "_MAX_CONNECTIONS", 200)
+            monkeypatch.setattr(server_module, "most_connections", lambda: 200)
             with protocol.connect(daemon.folder, 10) as one_more, pytest.raises((protocol.Closed, OSError)):
                 protocol.receive(one_more)
         assert wait_until(lambda: status(daemon.folder)) is not None, "there is room again"

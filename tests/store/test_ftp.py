@@ -30,7 +30,9 @@ def server(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 
 def test_it_is_refused_without_a_race(server: tuple[str, subprocess.Popen[str]]) -> None:
-    with pytest.raises(MissingGuarantee, match="looks whether the file is there, and then writes it") as caught:
+    with pytest.raises(
+        MissingGuarantee, match="looks whether the file is there, and then writes it"
+    ) as caught:
         Store.create(server[0])
     assert "--assume-single-writer" in caught.value.hint
     assert "planted" not in str(caught.value)
@@ -117,4 +119,6 @@ def test_calls_of_several_threads_take_turns(server: tuple[str, subprocess.Popen
     blobs.exclusive = False
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda k: blobs.create_exclusive(f"file-{k}", [b"%d" % k]), range(40)))
-        assert list(pool.map(lambda k: blobs.read(f"file-{k}", 9), range(40))) == [b"%d" % k for k in range(40)]
+        assert list(pool.map(lambda k: blobs.read(f"file-{k}", 9), range(40))) == [
+            b"%d" % k for k in range(40)
+        ]
