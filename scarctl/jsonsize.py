@@ -29,8 +29,8 @@ def too_much(text: bytes | str, *, containers: int = MAX_CONTAINERS, values: int
         within = np.bitwise_xor.accumulate(quotes) ^ inside
         inside = within[-1]
         outside = within == 0
-        opened += np.count_nonzero(((piece == ord("[")) | (piece == ord("{"))) & outside)
-        separated += np.count_nonzero((piece == ord(",")) & outside)
+        opened += int(np.count_nonzero(((piece == ord("[")) | (piece == ord("{"))) & outside))
+        separated += int(np.count_nonzero((piece == ord(",")) & outside))
         if opened > containers:
             return f"it has more than {containers} lists and objects"
         if separated > values:

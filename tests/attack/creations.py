@@ -177,7 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = attack(kind, rounds=args.rounds, processes=args.processes)
         refused = "refused" if result.refused else "accepted"
         print(  # noqa: T201
-            f"{kind}: {refused}; {args.processes} processes, one winner in {result.one_winner} of {result.rounds} rounds"
+            f"{kind}: {refused}; {args.processes} processes, "
+            f"one winner in {result.one_winner} of {result.rounds} rounds"
         )
         for line in result.violations:
             print(f"VIOLATION {kind}: {line}")  # noqa: T201

@@ -73,10 +73,11 @@ def test_one_too_many_saves_from_a_thread(
 @pytest.mark.usefixtures("room_for_two")
 def test_connections_that_are_too_many_learn_why(folder: Path) -> None:
     with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(protocol.connect(folder, 10)) for _ in range(60)]
+        for connection in connections[:36]:
+            client.request(connection, "status")
         with pytest.raises(Unavailable) as caught:
-            for _ in range(60):
-                connection = stack.enter_context(protocol.connect(folder, 10))
-                client.request(connection, "status")
+            client.request(connections[36], "status")
         assert caught.value.kind == "daemon-full"
 
 
