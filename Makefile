@@ -7,7 +7,7 @@ TRIALS ?= 10
 DATA ?= ../shared/data
 SEED ?= 0
 MINUTES ?= 30
-ATTACKS ?= model same_step hosts crash power races clocks faults corruption fuzz hostile secrets
+ATTACKS ?= model same_step hosts crash power races creations clocks faults corruption fuzz hostile claims secrets
 
 VENV := .venv
 BIN := $(VENV)/bin

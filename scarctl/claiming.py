@@ -16,6 +16,9 @@ from scarctl.wishes import Wish
 
 log = logging.getLogger("scarctl")
 
+_WITHOUT = ("daemon-not-started", "daemon-full")
+"""Kinds of errors after which a session saves without a daemon, unless it was told to have one."""
+
 
 def claim_saver(store: Store, settings: SessionSettings, on_request: Callable[[Wish], None]) -> Saver:
     """The saver that has the store for a session.
@@ -34,7 +37,7 @@ def claim_saver(store: Store, settings: SessionSettings, on_request: Callable[[W
             return saver
         except BaseException as error:
             saver.close()
-            if settings.daemon or getattr(error, "kind", None) != "daemon-not-started":
+            if settings.daemon or getattr(error, "kind", None) not in _WITHOUT:
                 raise
             log.warning("%s. Saving goes on in a thread of this process, and ends with it", error)
     saver = LocalSaver(store)

@@ -8,6 +8,8 @@ and by the command line, and nowhere else.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import math
 import os
 import sys
@@ -17,6 +19,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scarctl.errors import UsageError
+from scarctl.printable import printable
+from scarctl.trust import why_untrusted
+
+log = logging.getLogger("scarctl")
 
 FILE_NAME = "scarctl.toml"
 DEFAULT_FRACTION = 1 / 8
@@ -27,6 +33,10 @@ TRACKERS = ("exact", "overlapped", "sampled", "touched", "auto")
 MAX_FILE_BYTES = 1 << 20
 STORAGE_OPTIONS = "storage_options"
 """A table of `scarctl.toml` for all commands."""
+VERBS = frozenset(
+    {"delete", "full", "into", "keep", "live", "lost", "no_writer", "output", "reap", "snapshot", "yes"}
+)
+"""Options that say what to do, not how: they come from the command line, never from the environment or a file."""
 
 Norm = str | Callable[..., Any]
 
@@ -251,11 +261,17 @@ def parse_fraction(text: str) -> float:
 
 
 def read_file(folder: Path) -> dict[str, Any]:
-    """Content of `scarctl.toml` in `folder`, {} when there is none. Raises UsageError if it is unreadable."""
+    """Content of `scarctl.toml` in `folder`; {} when there is none.
+
+    One that others may have written is ignored with a warning. Raises UsageError if it is unreadable.
+    """
     path = folder / FILE_NAME
     try:
         # Not waiting for the other end of a pipe.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if reason := why_untrusted(path, os.fstat(file.fileno())):
+                _warn_of(path.absolute(), reason)
+                return {}
             data = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         return {}
@@ -271,6 +287,17 @@ def read_file(folder: Path) -> dict[str, Any]:
         return tomllib.loads(data.decode())
     except (ValueError, RecursionError) as error:  # also integers of thousands of digits
         raise UsageError(f"{path} is not TOML: {error}") from error
+
+
+@functools.cache
+def _warn_of(path: Path, reason: str) -> None:
+    """Once, however often the file is read."""
+    log.warning(
+        "%s is ignored: %s. If it is right, make it and its folder yours (chown, chmod go-w); "
+        "or give the settings on the command line or in the environment",
+        printable(str(path)),
+        reason,
+    )
 
 
 def _at_least(name: str, value: object, least: int) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import filesystem, metadata, state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from scarctl.errors import Corruption
+from scarctl.picklesize import pickle_fault
 
 MAX_METADATA_BYTES = 256 << 20
 
@@ -111,6 +112,8 @@ def _read_metadata(folder: Path) -> metadata.Metadata:
         if status.st_size > MAX_METADATA_BYTES:
             raise _damaged(folder, f".metadata is larger than {MAX_METADATA_BYTES} bytes")
         data = file.read(status.st_size)
+    if reason := pickle_fault(data):
+        raise _damaged(folder, f".metadata cannot be read: {reason}")
     try:
         known = _MetadataUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle fails in any way

@@ -28,7 +28,7 @@ from scarctl.recovery import Ids, plan_partial, plan_rollback
 from scarctl.sinks import Bytes, FileSink, file_content
 from scarctl.statefile import os_errors
 from scarctl.statewriter import StateWriter, new_state, torch_save
-from scarctl.store import Snapshot, Store
+from scarctl.store import Snapshot, Store, backed_shards
 from scarctl.store.format import header_length, parse_header
 from scarctl.version import MAX_STEP, step_of
 from scarctl.whole import BoxSink, check_complete, content
@@ -149,7 +149,7 @@ def _of_one(store: Store, snapshot: Snapshot | None) -> _Source:
     layout = store.current_layout()
     if layout is None:
         raise NoIntactCopy(f"{store.url}: nothing is saved in this store yet", kind="nothing-saved")
-    shard_of = store.shard_of(layout)
+    shard_of = backed_shards(store, layout)
     everything = np.arange(layout.partitions, dtype=np.int64)
     if snapshot is not None:
         plan = plan_rollback(store, layout, shard_of, snapshot=snapshot)

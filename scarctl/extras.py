@@ -36,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.errors import Corruption, UsageError
+from scarctl.jsonsize import too_much
 from scarctl.layout import DTYPES
 
 MAX_DEPTH = 64
@@ -109,7 +110,10 @@ def encode(obj: object) -> tuple[str, Tensors]:
     """
     tensors: Tensors = {}
     tree = _encode(obj, "extras", MAX_DEPTH, tensors)
-    return json.dumps(tree, separators=(",", ":"), allow_nan=False), tensors
+    text = json.dumps(tree, separators=(",", ":"), allow_nan=False)
+    if reason := too_much(text):
+        raise UsageError(f"extras: {reason}", hint="put long lists of numbers into arrays")
+    return text, tensors
 
 
 def decode(text: str, tensors: Mapping[str, RawTensor]) -> object:
@@ -118,6 +122,8 @@ def decode(text: str, tensors: Mapping[str, RawTensor]) -> object:
     Takes hostile input: raises Corruption for all that `encode` cannot have written. Memory used is bounded
     by a multiple of the sizes of `text` and `tensors`.
     """
+    if reason := too_much(text):
+        _bad(reason)
     decoder = _Decoder(tensors)
     try:
         tree = json.loads(text, object_pairs_hook=_one_of_each, parse_constant=_no_constant)

@@ -65,7 +65,7 @@ def members_by_shard(shard_of: NDArray[np.int32]) -> dict[int, Ids]:
 
     shard_of: int32 of shape (partitions,), as `Layout.shards` gives it.
     """
-    if not shard_of.size:
+    if not shard_of.size or shard_of.max() < 0:
         return {}
     # numpy sorts 16-bit numbers by counting, many times faster than others.
     narrow = shard_of.astype(np.int16) if shard_of.max() < 1 << 15 and shard_of.min() >= -1 else shard_of
@@ -138,6 +138,14 @@ class Layout:
                     result[stop - 1] = (group.rows - int(stop - first - 1) * full) * group.row_bytes
             self._partition_bytes = _frozen(result)
         return self._partition_bytes
+
+    def bytes_of(self, ids: Ids) -> Ids:
+        """Bytes of some partitions: int64 of the shape of `ids`. Allocates nothing for the others."""
+        if self._partition_bytes is not None:
+            return self._partition_bytes[ids]
+        starts, stops = self.row_ranges(ids)
+        per_row = np.array([group.row_bytes for group in self._groups] or [0], dtype=np.int64)
+        return (stops - starts) * per_row[self.group_of(ids)]
 
     def group_of(self, ids: ArrayLike) -> Ids:
         """Index of every partition's group: int64 of the shape of `ids`.

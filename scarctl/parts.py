@@ -18,7 +18,7 @@ from scarctl.errors import Corruption, LayoutMismatch, NoIntactCopy
 from scarctl.group import DTYPES, Group, Place, TensorSpec
 from scarctl.layout import Layout
 from scarctl.recovery import take_rows
-from scarctl.store import ShardState, Snapshot, Store, sealed_sets
+from scarctl.store import ShardState, Snapshot, Store, check_backed, sealed_sets
 from scarctl.store.fetch import Batch
 from scarctl.store.topology import Topology, read_topology, sealed_by_all, topology_epochs
 from scarctl.version import NEVER
@@ -189,6 +189,7 @@ def _whole(store: Store, shards: Iterable[int], epochs: list[int], *, sealed: bo
     complete = all(state.layout is not None and (state.version != NEVER).all() for state in states.values())
     if not complete or not any(len(state.ids) for state in states.values()) or _retired(states, bool(epochs)):
         return None
+    check_backed(store, states.values())
     if sealed:
         sets = sealed_by_all(states, epochs) if epochs else sealed_sets(states.values())
         for one in sets:

@@ -48,6 +48,7 @@ from scarctl.store import (
     Snapshot,
     Store,
     StoreWriter,
+    backed_shards,
     newest_topology,
     read_snapshot,
     sealed_sets,
@@ -142,7 +143,7 @@ def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
             hint="save a checkpoint first",
             kind="nothing-saved",
         )
-    shard_of = store.shard_of(layout)
+    shard_of = backed_shards(store, layout)
     ids = lost_ids(settings.lost, layout, shard_of, store.settings.shards)
     # To be found out before anything is written: whether somebody else writes.
     may_change_store = settings.mode != "partial" and settings.output is None and not dry_run

@@ -29,7 +29,9 @@ from numpy.typing import NDArray
 
 from scarctl.errors import AccessDenied, Corruption, Unavailable, UsageError
 from scarctl.layout import TensorSpec
+from scarctl.picklesize import torch_fault
 from scarctl.store.format import MAX_HEADER, header_length, parse_header
+from scarctl.zipsize import MAX_DIRECTORY, directory_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -196,12 +198,23 @@ def _open_torch(path: Path, *, zipped: bool) -> StateFile:
 
 def _check_archive(path: Path) -> None:
     """Tell a cut-off archive from one that torch did not write; torch's own message says neither."""
+    with os_errors(path), path.open("rb") as file:
+        if directory_bytes(file) > MAX_DIRECTORY:
+            raise _cut_short(path, f"its archive's directory has more than {MAX_DIRECTORY} bytes")
+    reason = None
     try:
         with os_errors(path), zipfile.ZipFile(path) as archive:
             names = archive.namelist()
             packed = any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist())
+            for info in () if packed else archive.infolist():
+                if info.filename.rpartition("/")[2] == "data.pkl":
+                    if info.file_size > MAX_HEADER:
+                        reason = f"{info.filename} has more than {MAX_HEADER} bytes"
+                    reason = reason or torch_fault(archive.read(info))
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise _cut_short(path, "its archive has no directory at the end") from error
+    if reason:
+        raise _cut_short(path, reason)
     if packed:  # a few bytes could become any number of them
         raise UsageError(
             f"{path} is a compressed archive, which torch.save does not write",

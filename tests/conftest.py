@@ -242,5 +242,5 @@ def s3_place(s3_endpoint: str, s3_clients: list[Any], monkeypatch: pytest.Monkey
     client.create_bucket(Bucket=bucket)
     options = {"endpoint_url": s3_endpoint, "key": KEY, "secret": SECRET}
     yield Place(f"s3://{bucket}/team/run", Bucket(client, bucket, "team/run"), options)
-    made = [fs for fs in _open.values() if fs.protocol[0] == "s3"]
+    made = [opened.fs for opened in _open.values() if opened.fs.protocol[0] == "s3"]
     s3_clients += [fs for fs in made if not any(fs is kept for kept in s3_clients)]

@@ -87,14 +87,11 @@ _FILE = (
 @click.option(
     "--dry-run", is_flag=True, envvar="SCARCTL_DRY_RUN", help="Say what would be saved; write nothing."
 )
-@click.option(
-    "--live", is_flag=True, envvar="SCARCTL_LIVE", help="Ask the session that runs on this host to save now."
-)
-@click.option("--full", is_flag=True, envvar="SCARCTL_FULL", help="With --live: the whole state.")
+@click.option("--live", is_flag=True, help="Ask the session that runs on this host to save now.")
+@click.option("--full", is_flag=True, help="With --live: the whole state.")
 @click.option(
     "--snapshot",
     metavar="NAME",
-    envvar="SCARCTL_SNAPSHOT",
     help="Save the whole state, and keep it under this name.",
 )
 @wait_option("With --live: how long to wait until it is durable.")

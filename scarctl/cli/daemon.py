@@ -41,7 +41,6 @@ _PATIENCE = 5.0
 @click.option(
     "--reap",
     is_flag=True,
-    envvar="SCARCTL_REAP",
     help="With stop: remove the arenas of dead runs that the store has all of, and those set aside.",
 )
 @click.option(

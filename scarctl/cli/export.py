@@ -46,7 +46,6 @@ class _Size(click.ParamType[Any]):
 @click.option(
     "--snapshot",
     metavar="NAME",
-    envvar="SCARCTL_SNAPSHOT",
     help="This snapshot.  [default: the newest copies]",
 )
 @click.option(

@@ -280,7 +280,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
 
     from scarctl.daemon.kinship import view_of
     from scarctl.outlook import stored_outlook
-    from scarctl.store import snapshots, topology_epochs
+    from scarctl.store import check_backed, snapshots, topology_epochs
     from scarctl.version import step_of
 
     if not topology_epochs(store):
@@ -298,6 +298,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
             return survey_ranks(store, arena_dir, parts)
         # Ranks are about to take over what one process has saved.
         layout, states, note = next(iter(parts.layouts.values())), dict(parts.states), fallback_note(parts)
+    check_backed(store, states.values())
     usage = store.usage(states)
     if layout is None:
         return Survey(

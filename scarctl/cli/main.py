@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,10 @@ import click
 
 from scarctl import __version__
 from scarctl.cli.output import EXIT_RUN_FAILED, EXIT_SIGNAL, logging_to_stderr, report_error, signals
-from scarctl.config import KNOWN_NAMES, STORAGE_OPTIONS, read_file, storage_options
+from scarctl.config import KNOWN_NAMES, STORAGE_OPTIONS, VERBS, read_file, storage_options
 from scarctl.errors import UsageError
+
+log = logging.getLogger("scarctl")
 
 # What `scarctl --help` shows stands here, so that it imports no command.
 COMMANDS = {
@@ -41,17 +44,12 @@ OPTIONS = frozenset(
         "read_data",
         "read_data_subset",
         "dry_run",
-        "reap",
         "timeout",
         "restarts",
         "wait",
-        "live",
-        "full",
         "rounds",
-        "keep",
         "keep_last",
         "keep_every",
-        "snapshot",
         "max_rework",
         "max_shard_size",
     }
@@ -72,8 +70,10 @@ Examples:
   scarctl run --store ckpt -- python train.py
 
 \b
-Every option is also an environment variable (--store is SCARCTL_STORE) and a key of scarctl.toml in the
-current folder: a table per command, or at the top for all. Command line > environment > file.
+Every setting is also an environment variable (--store is SCARCTL_STORE) and a key of scarctl.toml in the
+current folder: a table per command, or at the top for all. Command line > environment > file. What says what
+to do is given on the command line only: --lost, --into, --output, --snapshot, --live, --full, --keep,
+--delete, --no-writer, --yes, --reap. A scarctl.toml that others may write is ignored.
 
 \b
 Exit codes:
@@ -96,6 +96,8 @@ class LazyGroup(click.Group):
         names = {_key(word): parameter.name for parameter in command.params for word in parameter.opts}
         defaults = ctx.default_map or {}
         for key in defaults.get(cmd_name, ()):
+            if cmd_name not in _OF_STUDIES:
+                _refuse_verb(key)
             if key not in KNOWN_NAMES | OPTIONS | names.keys():
                 raise UsageError(f"scarctl.toml: [{cmd_name}] has {key!r}, which is no option of it")
         ctx.default_map = {
@@ -127,6 +129,7 @@ class LazyGroup(click.Group):
         self._main_shell_completion(extra, prog_name, complete_var)
         try:
             with signals(), logging_to_stderr():
+                _warn_of_verbs()
                 extra.setdefault("default_map", default_map(Path()))
                 with self.make_context(prog_name, arguments[:], **extra) as context:
                     code = self.invoke(context)
@@ -180,11 +183,28 @@ def default_map(folder: Path) -> dict[str, dict[str, Any]]:
             )
     shared = _options({key: value for key, value in content.items() if key not in tables})
     for key in shared:
+        _refuse_verb(key)
         if key not in KNOWN_NAMES and key not in OPTIONS:
             raise UsageError(f"scarctl.toml has {key!r}, which is no setting and no option")
     return {
         name: ({} if name in _OF_STUDIES else shared) | _options(tables.get(name, {})) for name in COMMANDS
     }
+
+
+def _refuse_verb(key: str) -> None:
+    if key in VERBS:
+        option = f"--{key.replace('_', '-')}"
+        raise UsageError(
+            f"scarctl.toml has {key!r}, which is no setting", hint=f"say {option} on the command line"
+        )
+
+
+def _warn_of_verbs() -> None:
+    """What was an environment variable once, and is said on the command line now."""
+    for key in sorted(VERBS):
+        if os.environ.get(f"SCARCTL_{key.upper()}"):
+            option = f"--{key.replace('_', '-')}"
+            log.warning("SCARCTL_%s has no effect: say %s on the command line", key.upper(), option)
 
 
 def _options(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,20 +44,16 @@ Examples:
     "--keep",
     multiple=True,
     metavar="NAME",
-    envvar="SCARCTL_KEEP",
     help="Delete the snapshots that no --keep names (a name or pattern).  [default: keep all]",
 )
-@click.option(
-    "--delete", multiple=True, metavar="NAME", envvar="SCARCTL_DELETE", help="Delete this snapshot."
-)
+@click.option("--delete", multiple=True, metavar="NAME", help="Delete this snapshot.")
 @click.option(
     "--no-writer",
     is_flag=True,
-    envvar="SCARCTL_NO_WRITER",
     help="Nobody writes to this remote store now: collect it. A writer that is alive all the same is fenced.",
 )
 @click.option("--dry-run", is_flag=True, envvar="SCARCTL_DRY_RUN", help="Show what would go; delete nothing.")
-@click.option("--yes", is_flag=True, envvar="SCARCTL_YES", help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
 @common_options
 def command(
     store: str,

@@ -19,7 +19,7 @@ from scarctl.layout import Layout
 from scarctl.outlook import parameters_of, stored_outlook
 from scarctl.parts import Parts
 from scarctl.prediction import Rework
-from scarctl.store import Store, newest_topology, snapshots, topology_epochs
+from scarctl.store import Store, check_backed, newest_topology, snapshots, topology_epochs
 from scarctl.store.format import shard_folder
 from scarctl.store.topology import read_topology
 from scarctl.version import NEVER, step_of
@@ -166,6 +166,7 @@ def survey_ranks(store: Store, arena_dir: str | None, parts: Parts | None) -> Su
     topology = parts.topology if parts is not None and parts.topology is not None else newest_topology(store)
     assert topology is not None, "asked for a store with one"
     states = store.states(topology.shards)
+    check_backed(store, states.values())
     arenas = {shard: view_of(arena_dir, store.of_shard(shard)) for shard in topology.shards}
     layouts: dict[int, Layout] = {}
     for shard, state in states.items():

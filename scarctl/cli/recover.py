@@ -45,20 +45,17 @@ Examples:
     required=True,
     multiple=True,
     metavar="SPEC",
-    envvar="SCARCTL_LOST",
     help="Shards (2,5) or ranks (rank:1,3), patterns of names ('layers.3.*', 'emb.weight[0:512]'), or all. May be "
     "repeated.",
 )
 @click.option(
     "--into",
     type=click.Path(path_type=Path),
-    envvar="SCARCTL_INTO",
     help="State file (.safetensors, .pt) whose lost rows are patched, atomically.",
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
-    envvar="SCARCTL_OUTPUT",
     help="New file for the restored rows: .pt, .pth or else safetensors.",
 )
 @click.option(
@@ -80,7 +77,6 @@ Examples:
 @click.option(
     "--snapshot",
     metavar="NAME",
-    envvar="SCARCTL_SNAPSHOT",
     help="With --mode rollback: to this snapshot, exactly.",
 )
 @click.option(
@@ -89,7 +85,6 @@ Examples:
 @click.option(
     "--live",
     is_flag=True,
-    envvar="SCARCTL_LIVE",
     help="In the session that runs on this host, after its next step.",
 )
 @wait_option("With --live: how long to wait for its answer.")

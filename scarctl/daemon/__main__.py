@@ -6,13 +6,13 @@ import contextlib
 import fcntl
 import logging
 import os
-import resource
 import signal
 import stat
 import sys
 from pathlib import Path
 from typing import TextIO
 
+from scarctl.daemon.crowd import raise_limit
 from scarctl.daemon.folder import folder_error, make_private_level
 from scarctl.daemon.server import Daemon
 from scarctl.errors import AccessDenied, ScarError
@@ -21,7 +21,7 @@ LOCK = "daemon.lock"
 LOG = "daemon.log"
 _MAX_LOG = 1 << 20
 _NICENESS = 10
-_DESCRIPTORS = 4096
+_OTHERS_MAY_NOT_WRITE = 0o022
 
 
 def main(folder: Path) -> int:
@@ -71,11 +71,9 @@ def _let_go(daemon: Daemon) -> None:
     # Linux weighs sessions against each other before processes: in one of its own, niceness alone means nothing.
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(_NICENESS))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < _DESCRIPTORS:
-        wanted = _DESCRIPTORS if hard < 0 else min(hard, _DESCRIPTORS)
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    # That of whoever happened to start it may let everybody write; what a store's folder forbids stays forbidden.
+    os.umask(_OTHERS_MAY_NOT_WRITE)
+    raise_limit()
 
 
 def _open(path: Path, flags: int) -> int:

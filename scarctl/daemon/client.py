@@ -99,7 +99,8 @@ def request(
     """
     try:
         connection.settimeout(patience)
-        protocol.send(connection, {"v": protocol.VERSION, "op": op, **fields})
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may have said why
+            protocol.send(connection, {"v": protocol.VERSION, "op": op, **fields})
         reply = protocol.receive(connection, protocol.MAX_REPLY)
     except (protocol.Closed, OSError) as error:
         raise gone() from error

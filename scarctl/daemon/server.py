@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from scarctl.daemon import protocol
+from scarctl.daemon.crowd import BACKLOG, full, listen, most_connections, most_sessions, turn_away
 from scarctl.daemon.lifecycle import (
     Attached,
     Detached,
@@ -52,7 +53,6 @@ _PATIENCE = 10.0
 """Seconds that a peer may take to say what it wants, and that it waits for a run to be let go."""
 _FAREWELL = 2.0
 """Seconds that answers under way get when the daemon ends."""
-_MAX_CONNECTIONS = 256
 _MAX_HOLD = 3600
 _WARN_SECONDS = 60.0
 
@@ -73,7 +73,7 @@ class Daemon:
         self._claiming = 0
         """Claims under way: a remote store takes longer to open than a daemon without runs lives."""
         self._peers: dict[threading.Thread, socket.socket] = {}
-        self._listener = _listen(folder)
+        self._listener = listen(folder)
 
     def terminate(self) -> None:
         """Let all runs go, then end: not before those that lose their training process now, as when the whole job gets
@@ -86,7 +86,7 @@ class Daemon:
 
     def serve(self) -> None:
         """Accept connections until the daemon has no run left, or is asked to stop."""
-        self._listener.listen(_MAX_CONNECTIONS)  # again, in this process: peers are told who did so last
+        self._listener.listen(BACKLOG)  # again, in this process: peers are told who did so last
         self._listener.settimeout(_TICK)
         while not self._ending.is_set():
             try:
@@ -118,12 +118,12 @@ class Daemon:
         thread = threading.Thread(target=self._converse, args=(connection,), name="scarctl-peer", daemon=True)
         try:
             with self._changed:
-                if len(self._peers) >= _MAX_CONNECTIONS:
-                    raise OSError(f"there are {_MAX_CONNECTIONS} already")
+                if len(self._peers) >= most_connections():
+                    raise OSError(f"there are {most_connections()} already")
                 thread.start()
                 self._peers[thread] = connection
         except BaseException:
-            connection.close()
+            turn_away(connection)
             raise
 
     def _look_after_runs(self) -> None:
@@ -292,6 +292,8 @@ class Daemon:
                         kind="run-busy",
                     )
             self._check_staying()
+            if len(self._runs) >= most_sessions():
+                raise full(most_sessions())
             store.lock()
             self._runs[store.run_id] = Run(store, self.folder / store.run_id, peer.pid, peer)
             peer.run = store.run_id
@@ -453,27 +455,3 @@ _OPERATIONS: dict[str, _Operation] = {
     "status": Daemon.status,
     "stop": Daemon.stop,
 }
-
-
-def _listen(folder: Path) -> socket.socket:
-    """The socket, bound and listening. The caller holds the daemon's lock, so an old socket file is nobody's."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(folder / protocol.SOCKET)
-        with protocol.short_path(folder) as path, _private():
-            listener.bind(path)
-        listener.listen(_MAX_CONNECTIONS)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-@contextlib.contextmanager
-def _private() -> Iterator[None]:
-    before = os.umask(0o177)
-    try:
-        yield
-    finally:
-        os.umask(before)

@@ -1,5 +1,6 @@
 """The store: segments, logs, indexes, and the protocol that commits to them. Format: docs/FORMAT.md."""
 
+from scarctl.store.backing import backed_shards, check_backed
 from scarctl.store.blob import Blobs, InDoubt
 from scarctl.store.check import Problem, Report, verify
 from scarctl.store.fetch import Batch
@@ -48,6 +49,8 @@ __all__ = [
     "Store",
     "StoreWriter",
     "Topology",
+    "backed_shards",
+    "check_backed",
     "complete_sets",
     "create_snapshot",
     "create_topology",

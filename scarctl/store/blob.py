@@ -66,6 +66,9 @@ class Blobs(Protocol):
     exclusive: bool
     """Whether `create_exclusive` is exclusive against every other writer."""
 
+    def why_not_exclusive(self) -> str | None:
+        """Why `create_exclusive` cannot be exclusive here, by how it is built; None if it can. Asks nobody."""
+
     def where(self, name: str) -> str:
         """The full path or address of a file, for messages. Never anything secret."""
 

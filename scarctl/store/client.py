@@ -1,24 +1,28 @@
 """Requests to a file system that fsspec knows: making the client, asking again, keeping the deadline.
 
-fsspec is imported here and in `scarctl.store.s3`, and only when a store is remote. The deadline holds for asynchronous
-file systems (S3, and most others). A synchronous one keeps its own timeouts: nobody can cancel it.
+fsspec is imported here and in `scarctl.store.s3`, and only when a store is remote. The deadline holds for all file
+systems. A synchronous one cannot be cancelled: its calls run in a thread (`scarctl.store.aside`) that is left alone
+with its connection when it does not answer, and the next call gets a new connection.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import threading
-import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from scarctl.errors import UsageError
+from scarctl.errors import ScarError, UsageError
 from scarctl.store.address import Address
+from scarctl.store.aside import Aside
 from scarctl.store.atonce import Helpers, no_bytes
+from scarctl.store.exclusive import why_not_exclusive
 from scarctl.store.faults import Fault, Meaning, Patience, fault_error, understand
 from scarctl.store.format import check_name
 
@@ -61,22 +65,39 @@ class Refused(Exception):
         self.fault = fault
 
 
+@dataclass(eq=False)
+class _Opened:
+    """A file system with its connections; what is asked of it if it is synchronous."""
+
+    fs: Any
+    aside: Aside = field(default_factory=Aside)
+
+
 class Client:
     """A file system, and how it is asked. For several threads."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
         self._lock = threading.Lock()
-        self._made: tuple[int, Any, str] | None = None
+        self._made: tuple[int, _Opened, str] | None = None
         self._helpers = Helpers()
         self._running: set[Future[Any]] = set()
-        self._hurried = False
+        self._hurry = threading.Event()
 
     def close(self) -> None:
         """Lets go of connections. The next request makes new ones."""
-        self._hurried = False
+        self._hurry.clear()
         with self._lock:
             self._made = None
+
+    @property
+    def _hurried(self) -> bool:
+        return self._hurry.is_set()
+
+    def why_not_exclusive(self) -> str | None:
+        """See `Blobs.why_not_exclusive`."""
+        check_file_system(self.address)
+        return why_not_exclusive(self.address.scheme)
 
     # the file system
 
@@ -100,29 +121,36 @@ class Client:
         """The path of the store in the file system."""
         return str(fs._strip_protocol(self.address.url)).rstrip("/")
 
-    def _filesystem(self) -> tuple[Any, str]:
+    def _opened(self) -> tuple[_Opened, str]:
         with self._lock:
             # Not its parent's after a fork: its thread does not exist there.
             if self._made is None or self._made[0] != os.getpid():
                 self._made = (os.getpid(), *self._shared())
             return self._made[1:]
 
-    def _shared(self) -> tuple[Any, str]:
+    def _let_go(self, opened: _Opened) -> None:
+        """Leave a connection that may be in the middle of something: whoever asks next gets a new one."""
+        opened.aside.leave()
+        with self._lock:
+            if self._made is not None and self._made[1] is opened:
+                self._made = None
+
+    def _shared(self) -> tuple[_Opened, str]:
         """Making a client takes a while, so those who ask for the same at one time share it."""
         options = sorted((name, repr(value)) for name, value in self.address.options.items())
         # Not across a change of what the file system reads from the environment by itself.
         environment = hash(tuple(sorted(item for item in os.environ.items() if self._reads(item[0]))))
         key = (os.getpid(), self._host(), self.address.timeout, environment, *options)
         with _open_lock:
-            fs = _open.get(key)
-            if fs is None:
-                fs = _open[key] = self._begin()
-            return fs, self._root(fs)
+            opened = _open.get(key)
+            if opened is None or opened.aside.left:
+                opened = _open[key] = _Opened(self._begin())
+            return opened, self._root(opened.fs)
 
     def _begin(self) -> Any:
         check_file_system(self.address)
         try:
-            return self._open_filesystem()
+            return self._open_in_time()
         except Exception as error:
             fault = understand(error)
             # Of what an error says, only names that look like one: all else may be a secret.
@@ -141,17 +169,25 @@ class Client:
             raise fault_error(fault, self.address.shown, doing)
         raise UsageError(f"{self.address.shown}: cannot {doing}: {fault.detail}", hint=_HINT)
 
+    def _open_in_time(self) -> Any:
+        """Some file systems connect when they are made, and wait for as long as they like."""
+        import fsspec
+
+        if fsspec.get_filesystem_class(self.address.scheme).async_impl:
+            return self._open_filesystem()
+        return self._wait(self._note(Aside().start(self._open_filesystem)), Patience(self.address.timeout))
+
     @property
     def _fs(self) -> Any:
-        return self._filesystem()[0]
+        return self._opened()[0].fs
 
     def _path(self, name: str) -> str:
         check_name(name)
-        return f"{self._filesystem()[1]}/{name}"
+        return f"{self._opened()[1]}/{name}"
 
     def _folder(self, name: str) -> str:
         """The same for a folder; "" is the store's own."""
-        return self._path(name) if name else self._filesystem()[1]
+        return self._path(name) if name else self._opened()[1]
 
     # requests
 
@@ -169,13 +205,15 @@ class Client:
 
     def hurry(self) -> None:
         """See `Blobs.hurry`."""
-        self._hurried = True
+        self._hurry.set()
         for future in list(self._running):
             future.cancel()
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begins work in the file system's own thread: `hurry` cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._fs.loop)
+        return self._note(asyncio.run_coroutine_threadsafe(work, self._fs.loop))
+
+    def _note(self, future: Future[T]) -> Future[T]:
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         return future
@@ -185,32 +223,55 @@ class Client:
         fs, patience = self._fs, patience or Patience(self.address.timeout)
         if fs.async_impl:
             call = getattr(fs, f"_{method}")
-            return self._run(self._insist(lambda: call(*args, **kwargs), patience), patience)
+            return self._wait(self._start(self._insist(lambda: call(*args, **kwargs), patience)), patience)
         while True:
             try:
-                return getattr(fs, method)(*args, **kwargs)
-            except Exception as error:
-                fault = understand(error)
+                return self._call(method, args, kwargs, patience)
+            except Refused as refused:
+                fault = refused.fault
             pause = patience.pause() if fault.passing else None
-            if pause is None:
+            if pause is None or self._hurry.wait(pause):
                 raise Refused(fault)
-            time.sleep(pause)
 
     def _once(self, method: str, *args: Any, patience: Patience, **kwargs: Any) -> None:
         """The same, but only one attempt."""
         fs = self._fs
+        if not fs.async_impl:
+            self._call(method, args, kwargs, patience)
+            return
         try:
-            if fs.async_impl:
-                call = getattr(fs, f"_{method}")
-                self._run(asyncio.wait_for(call(*args, **kwargs), patience.left), patience)
-            else:
-                with _create_lock:
-                    getattr(fs, method)(*args, **kwargs)
+            call = getattr(fs, f"_{method}")
+            self._wait(self._start(asyncio.wait_for(call(*args, **kwargs), patience.left)), patience)
             return
         except Refused:
             raise
         except Exception as error:
             fault = understand(error)
+        raise Refused(fault)
+
+    def _call(self, method: str, args: Any, kwargs: Any, patience: Patience) -> Any:
+        """Calls a method of a synchronous file system once. Raises Refused."""
+        try:
+            opened, _ = self._opened()
+        except ScarError as error:
+            raise Refused(Fault(Meaning.BROKEN, error.kind)) from None  # it was open before
+
+        def call() -> Any:
+            # One in this process's memory looks and then writes: in turn, whichever client asks.
+            with _create_lock if kwargs.get("mode") == "create" else contextlib.nullcontext():
+                return getattr(opened.fs, method)(*args, **kwargs)
+
+        try:
+            return self._wait(self._note(opened.aside.start(call)), patience)
+        except Refused as refused:
+            fault = refused.fault
+        except Exception as error:
+            fault = understand(error)
+        except BaseException:
+            self._let_go(opened)
+            raise
+        if fault.passing:
+            self._let_go(opened)
         raise Refused(fault)
 
     async def _insist(self, call: Callable[[], Awaitable[T]], patience: Patience) -> T:
@@ -224,9 +285,8 @@ class Client:
                 raise Refused(fault)
             await asyncio.sleep(pause)
 
-    def _run(self, work: Coroutine[Any, Any, T], patience: Patience) -> T:
-        """Runs it in the file system's own thread, and waits. Raises what it raises; Refused after the deadline."""
-        future = self._start(work)
+    def _wait(self, future: Future[T], patience: Patience) -> T:
+        """The result of work under way. Raises what it raises; Refused after the deadline."""
         try:
             # Hurried after this line it is cancelled.
             return future.result(_HURRIED if self._hurried else patience.left + _GRACE)
@@ -240,6 +300,6 @@ class Client:
 
 
 _open_lock = threading.Lock()
-_open: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
+_open: weakref.WeakValueDictionary[tuple[Any, ...], _Opened] = weakref.WeakValueDictionary()
 _create_lock = threading.Lock()
-"""Synchronous file systems check and then write, as the one in memory does. Within a process that is made whole."""
+"""Held while the file system in memory looks and then writes. It never waits for anything."""

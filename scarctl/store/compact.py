@@ -74,7 +74,7 @@ class Space:
 def live_bytes(layout: Layout, state: ShardState) -> NDArray[np.int64]:
     """Bytes of newest copies in each of the state's segments."""
     at = np.flatnonzero(state.segment >= 0)
-    weights = layout.partition_bytes[state.ids[at]].astype(np.float64)
+    weights = layout.bytes_of(state.ids[at]).astype(np.float64)
     return np.bincount(state.segment[at], weights, len(state.segments)).astype(np.int64)
 
 
@@ -116,16 +116,16 @@ def choose(
         return mine
     # A part of the last one: the rest follows in the next turn.
     order = mine[np.argsort(-worth[state.segment[mine]], kind="stable")]
-    until = np.searchsorted(np.cumsum(layout.partition_bytes[state.ids[order]]), limit) + 1
+    until = np.searchsorted(np.cumsum(layout.bytes_of(state.ids[order])), limit) + 1
     return np.sort(order[:until])
 
 
 def parts(state: ShardState, layout: Layout, lives: Lives, at: Ids) -> list[Ids]:
     """The members `at` split into new segments: together what will probably be replaced at about the same time."""
-    nbytes = int(layout.partition_bytes[state.ids[at]].sum())
+    nbytes = int(layout.bytes_of(state.ids[at]).sum())
     count = int(np.clip(nbytes // SMALLEST, 1, min(PARTS, len(at))))
     order = at[np.argsort(lives.left(state, at), kind="stable")]
-    cut = np.cumsum(layout.partition_bytes[state.ids[order]]) * count // (nbytes + 1)
+    cut = np.cumsum(layout.bytes_of(state.ids[order])) * count // (nbytes + 1)
     return [state.ids[np.sort(order[cut == n])] for n in range(count) if (cut == n).any()]
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from scarctl.errors import NoStore, ScarError
+from scarctl.errors import NoStore, ScarError, Unavailable
 from scarctl.store.address import Address
 from scarctl.store.blob import Blobs
 from scarctl.store.probe import RACERS, ROUNDS, create_twice, probe_name, race
@@ -23,6 +24,8 @@ SMALL_BYTES = 1_000
 """About as long as a record."""
 SMALL_COUNT = 30
 LARGE_BYTES = 32 << 20
+SECONDS = 60.0
+"""All of it may take so long."""
 
 Progress = Callable[[str], None]
 
@@ -105,22 +108,57 @@ def diagnose(
     rounds: int = ROUNDS,
     large_bytes: int = LARGE_BYTES,
     progress: Progress | None = None,
+    seconds: float = SECONDS,
 ) -> Diagnosis:
     """Tries out the place at `url`, whether or not there is a store.
 
     rounds: of races. large_bytes: of the file that bandwidth is measured with. progress: called with what comes next.
+    seconds: after which a remote place counts as not answering.
 
     Raises NoStore (no such bucket, or a file), UsageError, AccessDenied, Unavailable. What a place lacks is no error
     here: see `Diagnosis.sound`.
     """
     address = Address.parse(url, storage_options)
     blobs = blobs_at(address)
+    with _ends(blobs, address, seconds):
+        return _diagnose(blobs, address, rounds, large_bytes, progress)
+
+
+@contextmanager
+def _ends(blobs: Blobs, address: Address, seconds: float) -> Iterator[None]:
+    """Nothing is waited for after that time, or after an interruption: not for what is tidied up then, either."""
+    late = threading.Event()
+
+    def hurry() -> None:
+        late.set()
+        blobs.hurry()
+
+    timer = threading.Timer(seconds, hurry)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except ScarError as error:
+        if not late.is_set():
+            raise
+        raise Unavailable(
+            f"{address.shown}: the trial did not end within {seconds:g} s; last: {error.message}",
+            hint="the place is too slow for a store, or does not answer; fewer --rounds take less time",
+        ) from None
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def _diagnose(
+    blobs: Blobs, address: Address, rounds: int, large_bytes: int, progress: Progress | None
+) -> Diagnosis:
     blobs.top()  # whether there is such a place at all
     found = Diagnosis(str(address.root or address.shown), address.root is not None, blobs.has("scarctl.json"))
     tell = progress or (lambda _: None)
     with _folder(blobs, address, found) as folder:
         tell("creating the same file twice")
-        why = create_twice(blobs, f"{folder}/twice")
+        why = blobs.why_not_exclusive() or create_twice(blobs, f"{folder}/twice")
         found.checks.append(
             Check("exclusive-create", why is None, why or "creating a file twice fails the second time")
         )
@@ -147,6 +185,9 @@ def _folder(blobs: Blobs, address: Address, found: Diagnosis) -> Iterator[str]:
         blobs.begin()
         blobs.prepare(folder)
         yield folder
+    except BaseException:
+        blobs.hurry()  # the caller has an error, or ends: what is tidied up must not keep it
+        raise
     finally:
         with contextlib.suppress(ScarError, NoStore):
             for name, _ in blobs.files(folder):

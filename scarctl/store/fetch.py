@@ -54,7 +54,7 @@ def units(state: ShardState, layout: Layout, at: NDArray[np.int64], batch: int) 
     segments = state.segment[at]
     order = np.argsort(segments, kind="stable")
     at, segments = at[order], segments[order]
-    nbytes = layout.partition_bytes[state.ids[at]]
+    nbytes = layout.bytes_of(state.ids[at])
     for i, j in pairwise([*np.flatnonzero(np.diff(segments, prepend=-1)).tolist(), len(at)]):
         cuts = np.flatnonzero(np.diff((np.cumsum(nbytes[i:j]) - 1) // batch) > 0) + i + 1
         for a, b in pairwise([i, *cuts.tolist(), j]):

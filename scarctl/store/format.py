@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from scarctl.errors import Corruption
+from scarctl.jsonsize import MAX_CONTAINERS, MAX_VALUES, too_much
 from scarctl.layout import DTYPES
 
 FORMAT = 1
@@ -24,6 +25,10 @@ MAX_LAYOUT = 64 << 20
 MAX_HEADER = 64 << 20
 MAX_SNAPSHOT = 64 << 20
 MAX_TOPOLOGY = 16 << 20
+MAX_FLAT = 64
+"""Lists and objects in a file that lists shards: a snapshot, a topology."""
+MAX_SHARDS = 1 << 18
+"""Shards that such a file may list."""
 MAX_SHARD = 999_999
 MAX_SEQ = 10**18
 
@@ -173,8 +178,12 @@ def dump_json(obj: Mapping[str, Any]) -> bytes:
     return canonical({**obj, "checksum": checksum(obj)})
 
 
-def parse_json(data: bytes | str, what: object) -> Any:
-    """Strict JSON: no duplicate keys, no NaN or infinity, no absurd nesting or numbers. Raises Corruption."""
+def parse_json(
+    data: bytes | str, what: object, *, containers: int = MAX_CONTAINERS, values: int = MAX_VALUES
+) -> Any:
+    """Strict JSON: no duplicate keys, no NaN or infinity, no absurd nesting, sizes or numbers. Raises Corruption."""
+    if reason := too_much(data, containers=containers, values=values):
+        raise corrupt(what, reason)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         obj = dict(pairs)
@@ -193,9 +202,14 @@ def parse_json(data: bytes | str, what: object) -> Any:
         raise corrupt(what, f"not valid JSON ({str(error)[:200]})") from None
 
 
-def load_json(data: bytes, what: object) -> dict[str, Any]:
-    """The object in a JSON file of the store, its checksum, canonical form and format number verified."""
-    obj = parse_json(data, what)
+def load_json(
+    data: bytes, what: object, *, containers: int = MAX_CONTAINERS, values: int = MAX_VALUES
+) -> dict[str, Any]:
+    """The object in a JSON file of the store, its checksum, canonical form and format number verified.
+
+    containers, values: the most that it may have of them; see `scarctl.jsonsize`.
+    """
+    obj = parse_json(data, what, containers=containers, values=values)
     if not isinstance(obj, dict):
         raise corrupt(what, "not a JSON object")
     try:

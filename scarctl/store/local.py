@@ -16,7 +16,7 @@ from typing import TypeVar
 from scarctl.errors import AccessDenied, MissingGuarantee, NoStore, ScarError, Unavailable
 from scarctl.store.atonce import Helpers, no_bytes
 from scarctl.store.blob import Buffer, InDoubt, as_bytes
-from scarctl.store.format import TEMPORARY, check_name, corrupt
+from scarctl.store.format import SETTINGS, TEMPORARY, check_name, corrupt
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -59,6 +59,10 @@ class LocalBlobs:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._mode: int | None = None
+
+    def why_not_exclusive(self) -> str | None:
+        return None  # a link fails if its name is taken
 
     def where(self, name: str) -> str:
         return str(self.root / name)
@@ -178,7 +182,7 @@ class LocalBlobs:
     @contextmanager
     def writer(self, name: str) -> Iterator[LocalWriter]:
         path = self._path(name)
-        file = LocalWriter(_create(path), path)
+        file = LocalWriter(_create(path, self._file_mode()), path)
         try:
             yield file
         finally:
@@ -240,7 +244,7 @@ class LocalBlobs:
         if not there:
             # Not beside a name of the store's own that a power loss may still take: what is left would be no store.
             sync_folder(self.root)
-            make_folder(path)
+            make_folder(path, stat.S_IMODE(os.stat(self.root).st_mode))
         # Also for a folder that exists: whoever made it may have died before it became durable.
         while True:
             sync_folder(path)
@@ -262,10 +266,19 @@ class LocalBlobs:
     def close(self) -> None:
         """Nothing is held open."""
 
+    def _file_mode(self) -> int:
+        """Who may read what: as the store's first file, which its creator made. A daemon writes for several."""
+        if self._mode is None:
+            try:
+                self._mode = stat.S_IMODE(os.stat(self.root / SETTINGS).st_mode) & 0o666
+            except OSError:
+                return 0o666  # it is being created
+        return self._mode
+
     @contextmanager
     def _temporary(self, path: Path, parts: Sequence[Buffer]) -> Iterator[Path]:
         temporary = path.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
-        file = LocalWriter(_create(temporary), temporary)
+        file = LocalWriter(_create(temporary, self._file_mode()), temporary)
         try:
             for part in parts:
                 file.write(part)
@@ -388,10 +401,10 @@ def _real(folder: Path) -> Path:
     return folder
 
 
-def _create(path: Path) -> int:
+def _create(path: Path, mode: int) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        return os.open(path, flags, 0o666)
+        return os.open(path, flags, mode)
     except FileExistsError:
         raise FileExistsError(errno.EEXIST, "exists already", str(path)) from None
     except FileNotFoundError as error:
@@ -404,13 +417,13 @@ def _create(path: Path) -> int:
         raise os_error(error, path, "create") from error
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, mode: int = 0o777) -> None:
     """Makes a folder and its missing parents; existing ones are fine. The caller makes their names durable."""
     if path.is_dir():
         return
-    make_folder(path.parent)
+    make_folder(path.parent, mode)
     try:
-        os.mkdir(path)
+        os.mkdir(path, mode)
     except FileExistsError:
         if not path.is_dir():
             raise corrupt(path, "a folder is expected") from None

@@ -1,7 +1,8 @@
 """What a place for a store can do, found out by trying.
 
 A commit is the exclusive creation of one small file. Some servers ignore the condition and say nothing, so a store
-is refused unless creating twice fails the second time.
+is refused unless creating twice fails the second time. What looks first and then writes passes that, and any number of
+races: which file systems do so is known (`scarctl.store.exclusive`), and they are refused before anything is tried.
 """
 
 from __future__ import annotations
@@ -36,30 +37,44 @@ def probe_name() -> str:
 def probe(blobs: Blobs, assume_single_writer: bool, *, rounds: int = 0) -> dict[str, Any]:
     """What `scarctl.json` says about the place: `exclusive_create`, and `assumed` if it may lack it.
 
-    rounds: of races, for file systems that may look first and then write.
+    rounds: of races, for servers that may look first and then write.
 
     Raises MissingGuarantee when exclusive creation fails and it is not `assume_single_writer`; AccessDenied;
     Unavailable.
     """
     name = probe_name()
-    why = create_twice(blobs, name)
+    why = blobs.why_not_exclusive() or create_twice(blobs, name)
     if why is None and rounds:
         done = race(blobs, f"{name}-", rounds=rounds)
         why = done.problems[0] if done.problems else None
     if why is None:
         return {"exclusive_create": True, "assumed": False}
     if not assume_single_writer:
-        raise MissingGuarantee(
-            f"{blobs.where('')}: this store cannot create a file exclusively: {why}",
-            hint="two writers would overwrite each other's commits. If there is certainly never a second one: "
-            "assume_single_writer (--assume-single-writer)",
-        )
+        raise _not_exclusive(blobs, why)
     return {"exclusive_create": False, "assumed": True}
 
 
-def exclusive_by_probe(found: object, what: object) -> bool:
-    """Whether the place creates exclusively, by what `probe` has written. Raises Corruption if that is malformed."""
-    return True if found is None else Fields(found, what).flag("exclusive_create")
+def exclusive_here(blobs: Blobs, found: object, what: object, *, strict: bool = False) -> bool:
+    """Whether a remote place creates exclusively, by what `probe` has written and by how the place is built.
+
+    strict: the store is opened to write. A probe of an earlier version believed races that went well: where it found
+    what cannot be, this raises MissingGuarantee.
+
+    Raises Corruption if what was written is malformed.
+    """
+    probed = True if found is None else Fields(found, what).flag("exclusive_create")
+    why = blobs.why_not_exclusive()
+    if probed and why and strict:
+        raise _not_exclusive(blobs, why)
+    return probed and why is None
+
+
+def _not_exclusive(blobs: Blobs, why: str) -> MissingGuarantee:
+    return MissingGuarantee(
+        f"{blobs.where('')}: this store cannot create a file exclusively: {why}",
+        hint="two writers would overwrite each other's commits. If there is certainly never a second one: "
+        "assume_single_writer (--assume-single-writer)",
+    )
 
 
 def create_twice(blobs: Blobs, name: str) -> str | None:

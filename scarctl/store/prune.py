@@ -233,7 +233,7 @@ def _retire(store: Store, state: ShardState, done: Pruned) -> None:
     """Gives a shard no members, and collects what they had. Killed in between, it goes on the next time."""
     assert state.layout is not None, "it has files"
     view = store.of_shard(state.shard, state.epoch + 1)
-    nobody = np.full(state.layout.partitions, -1, np.int32)
+    nobody = np.broadcast_to(np.int32(-1), state.layout.partitions)
     with StoreWriter(view, state.layout, nobody) as writer:
         none = np.empty(0, np.int64)
         # Its newest extras and its newest seal are kept: from now on these.

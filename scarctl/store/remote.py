@@ -9,7 +9,6 @@ import contextlib
 import errno
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import itemgetter
@@ -192,10 +191,9 @@ class FsspecBlobs(Client):
             if found is not None:
                 raise FileExistsError(errno.EEXIST, "exists already", self.where(name))
             # Absent, so far. The request may still be on its way: the same bytes are asked for again.
-            pause = None if self._hurried else patience.pause()
-            if pause is None:
+            pause = patience.pause()
+            if pause is None or self._hurry.wait(pause):
                 raise in_doubt(self.where(name), fault.detail)
-            time.sleep(pause)
 
     def _create_once(self, name: str, path: str, data: bytes, patience: Patience) -> None:
         if self.exclusive:

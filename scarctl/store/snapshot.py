@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from scarctl.errors import Corruption, Unavailable, UsageError
 from scarctl.store.format import (
     FORMAT,
+    MAX_FLAT,
     MAX_SEQ,
+    MAX_SHARDS,
     MAX_SNAPSHOT,
     SNAPSHOTS,
     Fields,
@@ -82,7 +84,7 @@ class Snapshot:
     @staticmethod
     def parse(data: bytes, what: object, *, name: str) -> Snapshot:
         """A snapshot from its file's bytes, everything checked. Raises Corruption naming `what`."""
-        f = Fields(load_json(data, what), what)
+        f = Fields(load_json(data, what, containers=MAX_FLAT, values=MAX_SHARDS), what)
         if f.text("kind") != "snapshot" or f.text("name") != name:
             raise corrupt(what, "it is not the snapshot that its name says")
         seqs = f.raw("seqs")

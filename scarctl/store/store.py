@@ -44,7 +44,7 @@ from scarctl.store.line import number_of
 from scarctl.store.local import LocalBlobs
 from scarctl.store.lock import BothLocks, NoLock, StoreLock
 from scarctl.store.log import ShardLog
-from scarctl.store.probe import exclusive_by_probe, is_left_over, probe
+from scarctl.store.probe import exclusive_here, is_left_over, probe
 from scarctl.store.record import Record, now, who
 from scarctl.store.segment import ascending, open_segment
 from scarctl.store.settings import Settings
@@ -127,10 +127,10 @@ class Store:
         if not blobs.has(SETTINGS):
             _refuse_foreign(address, blobs, "nothing was created")
             blobs.begin()
-            # Whether an unknown file system is exclusive shows only when several create at once.
+            # Whether a server decides itself, or looks first and then writes, shows when several create at once.
             rounds = 0 if address.scheme in S3_SCHEMES else _RACES
             found = None if address.root is not None else probe(blobs, assume_single_writer, rounds=rounds)
-            blobs.exclusive = exclusive_by_probe(found, address.shown)
+            blobs.exclusive = found is None or exclusive_here(blobs, found, address.shown)
             obj = {
                 "format": FORMAT,
                 "kind": "store",
@@ -143,7 +143,7 @@ class Store:
             # If another process was faster, its settings are compared below.
             with contextlib.suppress(FileExistsError):
                 blobs.create_exclusive(SETTINGS, [dump_json(obj)])
-        store = cls._open(address, blobs)
+        store = cls._open(address, blobs, strict=not assume_single_writer)
         for name, value in given.items():
             if value != getattr(store.settings, name):
                 raise SettingsConflict(
@@ -159,7 +159,7 @@ class Store:
         return cls._open(address, blobs_at(address))
 
     @classmethod
-    def _open(cls, address: Address, blobs: Blobs) -> Store:
+    def _open(cls, address: Address, blobs: Blobs, *, strict: bool = False) -> Store:
         what = blobs.where(SETTINGS)
         if not blobs.has(SETTINGS):
             _refuse_foreign(address, blobs, "give the folder of a store")
@@ -173,7 +173,7 @@ class Store:
         if f.text("kind") != "store":
             raise corrupt(what, "it is not a store's file")
         if address.root is None:
-            blobs.exclusive = exclusive_by_probe(obj.get("probe"), what)
+            blobs.exclusive = exclusive_here(blobs, obj.get("probe"), what, strict=strict)
         return cls(address, blobs, f.hex("id", 32), Settings.from_json(f.raw("settings"), what))
 
     def again(self) -> Store:
@@ -414,7 +414,7 @@ class Store:
             total += file.size
         for state in states.values():
             if state.layout is not None:
-                live += int(state.layout.partition_bytes[state.ids[state.saved]].sum())
+                live += int(state.layout.bytes_of(state.ids[state.saved]).sum())
         return {"bytes": total, "live_bytes": live, "segments": segments, "records": records}
 
     def writer(self, *, layout: Layout, shard_of: NDArray[np.int32]) -> StoreWriter:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 from scarctl.errors import Contention, Corruption, UsageError
 from scarctl.store.format import (
     FORMAT,
+    MAX_FLAT,
     MAX_SHARD,
+    MAX_SHARDS,
     MAX_TOPOLOGY,
     TOPOLOGIES,
     Fields,
@@ -75,7 +77,7 @@ class Topology:
     @staticmethod
     def parse(data: bytes, what: object, *, epoch: int) -> Topology:
         """A topology from its file's bytes, everything checked. Raises Corruption naming `what`."""
-        f = Fields(load_json(data, what), what)
+        f = Fields(load_json(data, what, containers=MAX_FLAT, values=MAX_SHARDS), what)
         if f.text("kind") != "topology" or f.integer("epoch", 1, MAX_EPOCH) != epoch:
             raise corrupt(what, "it is not the topology that its name says")
         shards = f.raw("shards")

@@ -472,3 +472,24 @@ def test_links_in_its_own_folder_are_not_followed_either(
         assert name == protocol.SOCKET, "a socket is replaced, whatever it was; nothing else is"
     assert victim.read_bytes() == b"precious" * 1000
     stop(folder)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_who_may_read_a_store_does_not_depend_on_who_started_the_daemon(
+    folder: Path, arena_dir: Path, tmp_path: Path, umask: int, mode: int
+) -> None:
+    before = os.umask(0)
+    try:
+        begin(folder)
+        os.umask(umask)
+        (tmp_path / "store").mkdir()
+        trainer = Trainer(tmp_path / "store", arena_dir)
+        trainer.save(trainer.everything, 1)
+        trainer.drained()
+        trainer.close()
+    finally:
+        os.umask(before)
+    found = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "store").rglob("*")}
+    files = {path.name: bits for path, bits in found.items() if path.is_file() and path.name != "lock"}
+    assert set(files.values()) == {mode}, files
+    assert {bits & 0o022 for bits in found.values()} == {0}

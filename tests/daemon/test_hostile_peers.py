@@ -69,9 +69,11 @@ class TestHostilePeers:
             for peer in peers:
                 assert len(client.request(peer, "status")["runs"]) == 1
             trainer.close()
-            monkeypatch.setattr(server_module, "_MAX_CONNECTIONS", 200)
-            with protocol.connect(daemon.folder, 10) as one_more, pytest.raises((protocol.Closed, OSError)):
-                protocol.receive(one_more)
+            monkeypatch.setattr(server_module, "most_connections", lambda: 200)
+            with protocol.connect(daemon.folder, 10) as one_more:
+                assert protocol.receive(one_more)["error"]["kind"] == "daemon-full"
+                with pytest.raises((protocol.Closed, OSError)):
+                    protocol.receive(one_more)
         assert wait_until(lambda: status(daemon.folder)) is not None, "there is room again"
 
     def test_a_peer_that_says_nothing_is_not_waited_for(

@@ -6,6 +6,8 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from scarctl.errors import MissingGuarantee
-from scarctl.store import Store, client
+from scarctl.store import Store, client, exclusive
 from scarctl.store.address import Address
+from scarctl.store.aside import Aside
 from scarctl.store.doctor import diagnose
 from scarctl.store.local import LocalBlobs
 from scarctl.store.probe import race
@@ -49,13 +52,25 @@ class NoLock:
     def __exit__(self, *_: object) -> None: ...
 
 
+def _at_once(call: Callable[[], Any]) -> Future[Any]:
+    future: Future[Any] = Future()
+    try:
+        future.set_result(call())
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
 @pytest.fixture(params=[LooksFirst, Ignores])
 def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     import fsspec
 
     fsspec.register_implementation(request.param.protocol, request.param, clobber=True)
-    # As seen by two processes: what keeps the threads of one apart is no help there.
+    # Its threads do not take turns, and it counts as one that sends a condition: what is left is what is tried.
     monkeypatch.setattr(client, "_create_lock", NoLock())
+    monkeypatch.setattr(Aside, "start", lambda aside, call: _at_once(call))
+    known = exclusive.CONDITIONAL | {(__name__, request.param.__qualname__)}
+    monkeypatch.setattr(exclusive, "CONDITIONAL", known)
     return f"{request.param.protocol}://{uuid.uuid4().hex}/run"
 
 
@@ -66,6 +81,32 @@ def test_a_store_is_refused(url: str) -> None:
     store = Store.create(url, assume_single_writer=True)
     assert not store.blobs.exclusive
     assert not Store.open(url).blobs.exclusive
+
+
+@pytest.mark.parametrize("cls", [LooksFirst, Ignores])
+def test_what_is_not_known_is_refused_however_a_race_goes(cls: type[MemoryFileSystem]) -> None:
+    import fsspec
+
+    fsspec.register_implementation(cls.protocol, cls, clobber=True)
+    url = f"{cls.protocol}://{uuid.uuid4().hex}/run"
+    with pytest.raises(MissingGuarantee, match="is not known to create a file by one conditional request"):
+        Store.create(url)
+    assert not diagnose(url, rounds=1).exclusive
+
+
+@pytest.mark.parametrize("scheme", ["ftp", "sftp", "smb", "webhdfs", "github", "local", "dir", "reference"])
+def test_file_systems_of_fsspec_that_look_first(scheme: str) -> None:
+    try:
+        why = exclusive.why_not_exclusive(scheme)
+    except ImportError:
+        pytest.skip(f"a package for {scheme}:// is missing")
+    assert why is not None
+    assert "looks whether the file is there" in why
+
+
+@pytest.mark.parametrize("scheme", ["s3", "s3a", "memory"])
+def test_file_systems_that_create_at_once(scheme: str) -> None:
+    assert exclusive.why_not_exclusive(scheme) is None
 
 
 def test_doctor_says_so(url: str) -> None:

@@ -1,0 +1,47 @@
+"""What a store's files back: a layout of a few bytes may claim any number of partitions.
+
+Every member of a shard takes bytes in a file whose checksum was verified. A layout that claims far more partitions than
+there are members is refused before there is an array over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.layout import Layout
+from scarctl.store.format import corrupt, layout_path
+from scarctl.store.state import ShardState
+from scarctl.store.store import Store
+
+FREE = 1 << 20
+"""Partitions that no file needs to back: arrays over them take some tens of MiB."""
+
+
+def check_backed(store: Store, states: Iterable[ShardState]) -> None:
+    """Raise Corruption when a layout of these states has more partitions than members, and more than `FREE`.
+
+    Between the openings of two shards an honest store may have that, too; then nothing is saved in it.
+    """
+    members: dict[Layout, int] = {}
+    for state in states:
+        if state.layout is not None and state.layout.partitions > FREE:
+            members[state.layout] = members.get(state.layout, 0) + len(state.ids)
+    for layout, count in members.items():
+        if layout.partitions > FREE + count:
+            raise corrupt(
+                store.blobs.where(layout_path(layout.digest)),
+                f"it claims {layout.partitions} partitions, the store's shards have {count}",
+            )
+
+
+def backed_shards(store: Store, layout: Layout) -> NDArray[np.int32]:
+    """Shard of every partition (`Store.shard_of`), if files back so many. Reads states only if the layout is large.
+
+    Raises what `check_backed` raises.
+    """
+    if layout.partitions > FREE:
+        check_backed(store, store.states(store.shards()).values())
+    return store.shard_of(layout)
