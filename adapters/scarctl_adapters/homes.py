@@ -1,0 +1,58 @@
+"""Where optimizers keep the state of parameters: in themselves, in what ZeRO has inside, in those that they wrap."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from scarctl_adapters.fsdp import params_of, with_state
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """One optimizer with a state."""
+
+    optimizer: Optimizer
+    prefix: str = ""
+    """Of its slots' names: where it is within the optimizer that was given, as "base_optimizer."."""
+
+    def numbers(self) -> dict[int, int]:
+        """Its parameters' numbers, by id."""
+        return {id(p): number for number, p in enumerate(params_of(self.optimizer))}
+
+
+def homes_of(optimizer: Optimizer, given: Collection[Optimizer] = ()) -> list[Home]:
+    """The optimizer's own, then those of optimizers that are its attributes, unless they were given themselves."""
+    return list(_homes(with_state(optimizer), "", {id(o) for o in given} | {id(optimizer)}))
+
+
+def _homes(optimizer: Optimizer, prefix: str, seen: set[int]) -> Iterator[Home]:
+    seen.add(id(optimizer))
+    yield Home(optimizer, prefix)
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer) and id(value) not in seen:
+            yield from _homes(value, f"{prefix}{name}.", seen)
+
+
+Holder = tuple[nn.Parameter, str]
+"""A parameter of a group, and what its slots' names end with: "" for the group's own, "@name" for one that shares its
+memory."""
+
+
+def slot_of(
+    name: str, holders: Sequence[Holder], homes: Sequence[Home]
+) -> tuple[Optimizer, nn.Parameter, str] | None:
+    """Whose state has a slot of this name of a group, of which parameter, by which key; None: nobody's."""
+    ways = [
+        (home, parameter, label)
+        for home in homes
+        for parameter, label in holders
+        if name.startswith(home.prefix) and name.endswith(label) and id(parameter) in home.numbers()
+    ]
+    if not ways:
+        return None
+    home, parameter, label = max(ways, key=lambda way: len(way[0].prefix) + len(way[2]))
+    return home.optimizer, parameter, name[len(home.prefix) : len(name) - len(label)]
