@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from scarctl.dtypes import in_order, order_of
 from scarctl.errors import UsageError
 from scarctl_adapters.attributes import Attributes
 from scarctl_adapters.fsdp import is_dtensor, params_of, zero_of
@@ -67,7 +68,7 @@ class OptimizerState:
         columns: Columns = {}
         packed: Columns = {}
         slots: dict[str, list[int]] = {}
-        stateful, others = [], []
+        stateful, others, orders = [], [], []
         try:
             for parameter, state in optimizer.state.items():
                 if id(parameter) not in numbers:
@@ -79,6 +80,8 @@ class OptimizerState:
                 for key, value in state.items():
                     if is_slot(key, value, parameter):
                         slots.setdefault(key, []).append(number)
+                        if not is_dtensor(value) and value.stride() != parameter.stride():
+                            orders.append((number, key, order_of(value)))
                         continue
                     if is_dtensor(value):
                         raise UsageError(
@@ -109,6 +112,7 @@ class OptimizerState:
             "slots": {key: np.array(where) for key, where in slots.items()},
             "packed": {key: (np.array(where), values) for key, (where, values) in packed.items()},
             "others": others,
+            "orders": orders,
             "attributes": [],
         }
         if zero_of(self._given) is None:
@@ -189,6 +193,10 @@ def _restore(given: Optimizer, home: Home, attributes: Attributes, saved: Mappin
         if number not in stateful:
             states.pop(parameter, None)
     _drop_slots(home, saved)
+    for number, key, order in saved.get("orders", ()):
+        state = states[parameters[number]]
+        if key in state:
+            state[key] = in_order(state[key], order)
     for key, (where, values) in saved["columns"].items():
         for number, value in zip(where.tolist(), values, strict=True):
             parameter = parameters[number]

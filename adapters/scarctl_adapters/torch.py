@@ -24,6 +24,7 @@ from scarctl.stateful import (
 from scarctl_adapters.checking import check_trained
 from scarctl_adapters.fsdp import (
     Wrapping,
+    distinct_part,
     is_dtensor,
     is_elsewhere,
     is_gathered,
@@ -40,6 +41,7 @@ from scarctl_adapters.mixing import mix_late
 from scarctl_adapters.optimizer_state import OptimizerState
 from scarctl_adapters.sameness import Tensors, tensors_now
 from scarctl_adapters.slots import Slots, create_slots
+from scarctl_adapters.stepping import beginning, is_nested
 from scarctl_adapters.watch import Watch
 
 
@@ -189,7 +191,8 @@ class TorchAdapter:
             if buffer is not None and not is_elsewhere(buffer):
                 role, scope = self._wrapping.role(name, wrapped, buffer, buffer=True)
                 place = place_of(buffer, name)
-                groups.append(StateGroup(name, "buffer", {"": local_part(buffer)}, place, role, scope))
+                tensors = {"": distinct_part(buffer).detach()}
+                groups.append(StateGroup(name, "buffer", tensors, place, role, scope))
         self._trained, self._places = trained, places
         return groups
 
@@ -205,11 +208,7 @@ class TorchAdapter:
     def buffers(self) -> dict[str, torch.Tensor]:
         """Persistent buffers of the modules that the model had when `groups` was last called."""
         found = ((name, module._buffers.get(key)) for name, module, key in self._places)
-        return {
-            name: local_part(buffer) if is_dtensor(buffer) else buffer
-            for name, buffer in found
-            if buffer is not None
-        }
+        return {name: distinct_part(buffer) for name, buffer in found if buffer is not None}
 
     @torch.no_grad()
     def touched_rows(self, *, dense: bool) -> dict[str, torch.Tensor]:
@@ -313,12 +312,14 @@ class TorchAdapter:
         for number, optimizer in enumerate(self._optimizers):
 
             def entering(*_: object, number: int = number) -> None:
-                self._stepping = number
-                before()
+                if not is_nested(self._optimizers[number]):
+                    self._stepping = number
+                    before()
 
-            handles.append(optimizer.register_step_pre_hook(entering if after else _beginning(entering)))
+            handles.append(optimizer.register_step_pre_hook(entering if after else beginning(entering)))
         if after is not None:
-            handles.append(self._optimizers[-1].register_step_post_hook(lambda *_: after()))
+            last = self._optimizers[-1]
+            handles.append(last.register_step_post_hook(lambda *_: None if is_nested(last) else after()))
 
         def remove() -> None:
             for handle in handles:
@@ -363,27 +364,6 @@ class TorchAdapter:
         for name, module in self._model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 yield self._wrapping.clean(name), module
-
-
-def _beginning(before: Callable[[], None]) -> Callable[..., Any]:
-    """A pre hook that calls `before` at the last moment at which no parameter has changed."""
-
-    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None or not type(optimizer).__module__.startswith("torch.optim."):
-            before()
-            return None
-
-        def computed(*given: Any, **named: Any) -> Any:
-            result = closure(*given, **named)
-            before()
-            return result
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": computed}
-        return (args[0], computed, *args[2:]), kwargs
-
-    return hook
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

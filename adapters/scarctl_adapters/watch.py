@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from scarctl.caveats import Caveats
 from scarctl_adapters.fsdp import params_of
 from scarctl_adapters.homes import Home
 from scarctl_adapters.packing import is_plain_tensor
+from scarctl_adapters.stepping import running
 
 SLACK = 20
 """Backward passes, more than there have been between two steps, after which parameters are compared; and steps of
@@ -42,8 +43,6 @@ class Watch:
         self._trained = {id(p) for o in optimizers for p in params_of(o)}
         self._strangers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         """Other optimizers: whether they have parameters of ours."""
-        self._inside: list[int] = []
-        """Ours whose step is running."""
         self._foreign = 0
         """Steps of others since one of ours."""
         self._steps = 0
@@ -62,7 +61,6 @@ class Watch:
         self._seen: list[torch.Tensor] = []
         self._compared = 0
         self._handles: list[Any] = [
-            register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
         ]
         for number, parameter in enumerate(self._looked_at):
@@ -92,18 +90,9 @@ class Watch:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def _before(self, optimizer: Optimizer, *_: object) -> None:
-        if id(optimizer) in self._given:
-            self._inside.append(id(optimizer))
-
     def _after(self, optimizer: Optimizer, *_: object) -> None:
-        if id(optimizer) in self._given:
-            # A step that raised had no end.
-            while self._inside and self._inside.pop() != id(optimizer):
-                pass
-            return
-        if self._inside:
-            return  # one that ours has within itself
+        if any(id(other) in self._given for other in running()):
+            return  # one of ours, or what it has within itself
         if id(optimizer) in self._ours:
             self._say_no_step(f"{type(optimizer).__name__} steps, and the optimizer around it does not")
             return

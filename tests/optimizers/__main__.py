@@ -15,7 +15,9 @@ from tests.optimizers.sweep import BROKEN, EXACT, SILENT, deterministic, outcome
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--third-party", action="store_true", help="those of other packages instead of torch's own")
+    parser.add_argument(
+        "--third-party", action="store_true", help="those of other packages instead of torch's own"
+    )
     parser.add_argument("pattern", nargs="?", default="*")
     arguments = parser.parse_args()
     if arguments.third_party:

@@ -10,11 +10,13 @@ import contextlib
 import hashlib
 import logging
 import os
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -66,6 +68,8 @@ class Run:
 
     def __init__(self, case: Case, store: Path | None, **options: Any) -> None:
         torch.manual_seed(1)
+        np.random.seed(2)
+        random.seed(3)
         self.case = case
         self.model = Net(case)
         self.optimizer = case.make(self.model)

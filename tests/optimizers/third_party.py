@@ -30,7 +30,9 @@ def cases() -> Iterator[Case]:
         module = importlib.import_module(package)
         for name in names:
             kind = getattr(module, name)
-            yield Case(f"{package}-{name}", functools.partial(_default, kind), closure=name.endswith("Closure"))
+            yield Case(
+                f"{package}-{name}", functools.partial(_default, kind), closure=name.endswith("Closure")
+            )
     kind = importlib.import_module("galore_torch").GaLoreAdamW
     yield Case("galore_torch-GaLoreAdamW-rank", functools.partial(_galore, kind), matrices=True)
     schedulefree = importlib.import_module("schedulefree")
@@ -44,7 +46,16 @@ def cases() -> Iterator[Case]:
 def _pytorch_optimizer() -> Iterator[Case]:
     package = importlib.import_module("pytorch_optimizer")
     closures = {"alig", "bsam", "lbfgs"}
-    matrices = {"muon", "distributedmuon", "adamuon", "adago", "normuon", "muonclip", "magma", "spectralsphere"}
+    matrices = {
+        "muon",
+        "distributedmuon",
+        "adamuon",
+        "adago",
+        "normuon",
+        "muonclip",
+        "magma",
+        "spectralsphere",
+    }
     for name in package.get_supported_optimizers():
         kind = package.load_optimizer(name)
         for variant in ("", "matrices"):
@@ -95,7 +106,15 @@ def _default(kind: Any, model: nn.Module, use_muon: bool | None = None) -> Any:
 
 def _galore(kind: Any, model: nn.Module) -> Any:
     return kind(
-        [{"params": list(model.parameters()), "rank": 2, "update_proj_gap": 3, "scale": 0.25, "proj_type": "std"}],
+        [
+            {
+                "params": list(model.parameters()),
+                "rank": 2,
+                "update_proj_gap": 3,
+                "scale": 0.25,
+                "proj_type": "std",
+            }
+        ],
         lr=0.01,
     )
 
