@@ -77,6 +77,12 @@ class Binding:
         for state in self._adapter.groups():
             known = stored.get(state.name)
             specs = _specs(state)
+            if known is not None:
+                # What it is thought to get may be wrong.
+                slots = {spec.slot for spec in known.tensors}
+                specs = tuple(
+                    s for s in specs if s.slot in slots or not is_placeholder(state.tensors[s.slot])
+                )
             if known is not None and known.tensors:
                 there = {spec.slot: spec for spec in specs}
                 specs = tuple(

@@ -76,7 +76,8 @@ def _has_tuple(state: Any) -> bool:
 def _like(state: Any, live: Any) -> Any:
     if type(state) is tuple:
         if not _same_size(state, live):
-            return state
+            numbers = isinstance(live, tuple) and type(live) is not tuple and not hasattr(live, "_fields")
+            return type(live)(state) if numbers else state
         items = tuple(_like(item, there) for item, there in zip(state, live, strict=True))
         if type(live) is tuple or not isinstance(live, tuple):
             return items

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,6 +19,13 @@ class Home:
     optimizer: Optimizer
     prefix: str = ""
     """Of its slots' names: where it is within the optimizer that was given, as "base_optimizer."."""
+    shares: bool = False
+    """Its state is that of the optimizer around it."""
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]:
+        """The state that is its own."""
+        return {} if self.shares else self.optimizer.state
 
     def numbers(self) -> dict[int, int]:
         """Its parameters' numbers, by id."""
@@ -26,15 +34,17 @@ class Home:
 
 def homes_of(optimizer: Optimizer, given: Collection[Optimizer] = ()) -> list[Home]:
     """The optimizer's own, then those of optimizers that are its attributes, unless they were given themselves."""
-    return list(_homes(with_state(optimizer), "", {id(o) for o in given} | {id(optimizer)}))
+    seen = {id(o) for o in given} | {id(optimizer)}
+    return list(_homes(with_state(optimizer), "", seen, set()))
 
 
-def _homes(optimizer: Optimizer, prefix: str, seen: set[int]) -> Iterator[Home]:
+def _homes(optimizer: Optimizer, prefix: str, seen: set[int], states: set[int]) -> Iterator[Home]:
+    yield Home(optimizer, prefix, id(optimizer.state) in states)
     seen.add(id(optimizer))
-    yield Home(optimizer, prefix)
+    states.add(id(optimizer.state))
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer) and id(value) not in seen:
-            yield from _homes(value, f"{prefix}{name}.", seen)
+            yield from _homes(value, f"{prefix}{name}.", seen, states)
 
 
 Holder = tuple[nn.Parameter, str]
@@ -50,7 +60,10 @@ def slot_of(
         (home, parameter, label)
         for home in homes
         for parameter, label in holders
-        if name.startswith(home.prefix) and name.endswith(label) and id(parameter) in home.numbers()
+        if not home.shares
+        and name.startswith(home.prefix)
+        and name.endswith(label)
+        and id(parameter) in home.numbers()
     ]
     if not ways:
         return None

@@ -70,7 +70,7 @@ class OptimizerState:
         slots: dict[str, list[int]] = {}
         stateful, others, orders = [], [], []
         try:
-            for parameter, state in optimizer.state.items():
+            for parameter, state in home.state.items():
                 if id(parameter) not in numbers:
                     path = f"state[{parameter!r}]" if not isinstance(parameter, torch.Tensor) else "state"
                     others.append([pack_key(parameter, references, path), pack(state, references, path)])
@@ -109,7 +109,7 @@ class OptimizerState:
             ],
             "stateful": np.array(stateful, dtype=np.int64),
             "columns": {key: (np.array(where), _stack(values)) for key, (where, values) in columns.items()},
-            "slots": {key: np.array(where) for key, where in slots.items()},
+            "slots": {key: np.array(where, dtype=np.int64) for key, where in slots.items()},
             "packed": {key: (np.array(where), values) for key, (where, values) in packed.items()},
             "others": others,
             "orders": orders,
@@ -160,7 +160,7 @@ def _references(home: Home) -> References:
     """Parameters, and the tensors of their state."""
     references = References(params_of(home.optimizer))
     numbers = home.numbers()
-    for parameter, state in home.optimizer.state.items():
+    for parameter, state in home.state.items():
         if id(parameter) in numbers and isinstance(state, Mapping):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and not is_dtensor(value):
@@ -181,7 +181,7 @@ def _stack(values: list[Any]) -> Any:
 
 
 def _restore(given: Optimizer, home: Home, attributes: Attributes, saved: Mapping[str, Any]) -> None:
-    parameters, states = list(params_of(home.optimizer)), home.optimizer.state
+    parameters, states = list(params_of(home.optimizer)), home.state
     if len(saved["param_groups"]) != len(given.param_groups):
         raise UsageError(f"{type(given).__name__} has {len(given.param_groups)} param_groups, the store has "
                          f"{len(saved['param_groups'])}")  # fmt: skip
@@ -223,7 +223,7 @@ def _drop_slots(home: Home, saved: Mapping[str, Any]) -> None:
         return
     had = {key: set(where.tolist()) for key, where in saved["slots"].items()}
     for number, parameter in enumerate(params_of(home.optimizer)):
-        state = home.optimizer.state.get(parameter)
+        state = home.state.get(parameter)
         if state is None:
             continue
         for key in [key for key, value in state.items() if is_slot(key, value, parameter)]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-_WRAPPER = Optimizer.profile_hook_step(lambda *_: None).__code__  # type: ignore[attr-defined]
+_WRAPPER = Optimizer.profile_hook_step(lambda *_: None).__code__
 """Of what torch puts around every optimizer's step."""
 
 

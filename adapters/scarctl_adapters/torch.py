@@ -87,7 +87,7 @@ class TorchAdapter:
         states = [homes_of(optimizer, self._optimizers) for optimizer in self._optimizers]
         self._homes = [home for homes in states for home in homes]
         self._states = [OptimizerState(o, homes) for o, homes in zip(self._optimizers, states, strict=True)]
-        self._slots = [Slots(home.optimizer) for home in self._homes]
+        self._slots = [(home.prefix, Slots(home.optimizer)) for home in self._homes if not home.shares]
         self._caveats = Caveats()
         self._stepping: int | None = None
         """Number of the optimizer whose step is about to begin."""
@@ -151,7 +151,7 @@ class TorchAdapter:
         return list(groups)
 
     def _new_groups(self, *, foretell: bool) -> list[StateGroup]:
-        for slots in self._slots:
+        for _, slots in self._slots:
             slots.learn(foretell=foretell)
         zeros = self._zeros()
         groups = []
@@ -170,13 +170,11 @@ class TorchAdapter:
             if is_elsewhere(parameter):
                 continue
             tensors, owned = {"": local_part(parameter)}, False
-            for home, slots in zip(self._homes, self._slots, strict=True):
+            for prefix, slots in self._slots:
                 for tied, label in holders:
                     if tied in slots:
                         owned = True
-                        tensors |= {
-                            f"{home.prefix}{key}{label}": slot for key, slot in slots.of(tied).items()
-                        }
+                        tensors |= {f"{prefix}{key}{label}": slot for key, slot in slots.of(tied).items()}
             if id(parameter) in zeros:
                 # ZeRO sends the parameters around after every step, but not their slots.
                 role, scope = "shared" if owned else "replica", zeros[id(parameter)]

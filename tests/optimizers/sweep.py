@@ -24,7 +24,8 @@ import scarctl
 from scarctl.errors import ScarError
 
 STEPS, STOP = 12, 7
-EXACT, SAID, REFUSED, SILENT, BROKEN = "exact", "said", "refused", "silent", "broken"
+EXACT, SAID, REFUSED, FAILED, SILENT, BROKEN = "exact", "said", "refused", "failed", "silent", "broken"
+"""FAILED: errors are logged and counted, nothing is saved from there on. BROKEN: it does not run without scarctl."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Case:
     matrices: bool = False
     """Only parameters of two dimensions, as some optimizers want it."""
     create_graph: bool = False
+    wide: int = 1
+    """What makes matrices larger."""
 
 
 class Net(nn.Module):
@@ -49,15 +52,18 @@ class Net(nn.Module):
         if case.sparse:
             self.table = nn.EmbeddingBag(12, 4, sparse=True)
         elif case.matrices:
-            self.first, self.second = nn.Linear(8, 6, bias=False), nn.Linear(6, 4, bias=False)
+            self.first, self.second = (
+                nn.Linear(8 * case.wide, 6 * case.wide, bias=False),
+                nn.Linear(6 * case.wide, 4, bias=False),
+            )
         else:
             self.conv, self.norm, self.out = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(16, 4)
 
     def forward(self, step: int) -> torch.Tensor:
         if self.sparse:
             return self.table(torch.randint(0, 12, (5, 3))).square().mean()
-        x = torch.randn(5, 8)
         if self.matrices:
+            x = torch.randn(5, self.first.in_features)
             return (self.second(torch.tanh(self.first(x))) - 1).square().mean()
         images = torch.randn(5, 1, 4, 4)
         return (self.out(self.norm(self.conv(images)).flatten(1)) - 1).square().mean()
@@ -123,7 +129,7 @@ def outcome(case: Case, folder: Path) -> tuple[str, str]:
         except ScarError as error:
             return REFUSED, f"step {before.session.head_step}: {error}"
         if before.session.stats.errors:
-            return SILENT, f"errors while saving: {before.session.stats.last_error}"
+            return FAILED, f"errors while saving: {before.session.stats.last_error}"
     after = Run(case, folder / "store")
     assert after.session is not None
     with after.session:

@@ -30,9 +30,10 @@ def cases() -> Iterator[Case]:
         module = importlib.import_module(package)
         for name in names:
             kind = getattr(module, name)
-            yield Case(
-                f"{package}-{name}", functools.partial(_default, kind), closure=name.endswith("Closure")
-            )
+            made = functools.partial(_default, kind)
+            yield Case(f"{package}-{name}", made, closure=name.endswith("Closure"))
+            if "8bit" in name or "4bit" in name or "Fp8" in name:  # small ones are kept as they are
+                yield Case(f"{package}-{name}-wide", made, matrices=True, wide=12)
     kind = importlib.import_module("galore_torch").GaLoreAdamW
     yield Case("galore_torch-GaLoreAdamW-rank", functools.partial(_galore, kind), matrices=True)
     schedulefree = importlib.import_module("schedulefree")
