@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -45,6 +46,11 @@ def _homes(optimizer: Optimizer, prefix: str, seen: set[int], states: set[int]) 
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer) and id(value) not in seen:
             yield from _homes(value, f"{prefix}{name}.", seen, states)
+
+
+def states_of(optimizer: Optimizer) -> dict[int, MutableMapping[str, Any]]:
+    """What it keeps of parameters, by their ids: to look one up in its state fails where a key is an address."""
+    return {id(key): kept for key, kept in optimizer.state.items() if isinstance(key, torch.Tensor)}
 
 
 Holder = tuple[nn.Parameter, str]

@@ -13,7 +13,7 @@ from scarctl.dtypes import in_order, order_of
 from scarctl.errors import UsageError
 from scarctl_adapters.attributes import Attributes
 from scarctl_adapters.fsdp import is_dtensor, params_of, zero_of
-from scarctl_adapters.homes import Home
+from scarctl_adapters.homes import Home, states_of
 from scarctl_adapters.packing import LEAVES, References, Unsavable, is_plain_tensor, pack, pack_key, unpack
 from scarctl_adapters.slots import is_slot
 
@@ -189,9 +189,10 @@ def _restore(given: Optimizer, home: Home, attributes: Attributes, saved: Mappin
         update_group(group, values)
     groups = {id(p): g for g in given.param_groups for p in g["params"]}
     stateful = set(saved["stateful"].tolist())
+    held = {} if home.shares else states_of(home.optimizer)
     for number, parameter in enumerate(parameters):
-        if number not in stateful:
-            states.pop(parameter, None)
+        if number not in stateful and id(parameter) in held:
+            del states[parameter]
     _drop_slots(home, saved)
     for number, key, order in saved.get("orders", ()):
         state = states[parameters[number]]
@@ -222,8 +223,9 @@ def _drop_slots(home: Home, saved: Mapping[str, Any]) -> None:
     if "slots" not in saved:
         return
     had = {key: set(where.tolist()) for key, where in saved["slots"].items()}
+    held = {} if home.shares else states_of(home.optimizer)
     for number, parameter in enumerate(params_of(home.optimizer)):
-        state = home.state.get(parameter)
+        state = held.get(id(parameter))
         if state is None:
             continue
         for key in [key for key, value in state.items() if is_slot(key, value, parameter)]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -17,7 +17,7 @@ from scarctl.layout import Layout
 from scarctl.stateful import capture_host_rng, restore_host_rng
 from scarctl_adapters.attributes import OF_THE_BASE
 from scarctl_adapters.fsdp import is_dtensor, is_part_like, local_part, world
-from scarctl_adapters.homes import Holder, Home, slot_of
+from scarctl_adapters.homes import Holder, Home, slot_of, states_of
 from scarctl_adapters.packing import is_plain_tensor
 
 Template = Mapping[str, torch.dtype | None]
@@ -52,6 +52,8 @@ class Slots:
         self._foretold: dict[tuple[int, int], Template | None] = {}
         """By number of the group of parameters, and number of dimensions: both decide what some optimizers keep.
         None: it cannot be told."""
+        self._states: dict[int, MutableMapping[str, Any]] = {}
+        """As `learn` has found them, by id of the parameter."""
         self._awaited: set[int] = set()
         """Ids of parameters whose slots the layout has though they were not there yet."""
 
@@ -61,12 +63,12 @@ class Slots:
         foretell: also what it will keep of parameters when it has stepped none that are like them yet.
         """
         optimizer = self._optimizer
-        self._templates = {}
+        self._templates, self._states = {}, states_of(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             known: dict[int, Template] = {}
             for parameter in group["params"]:
-                if parameter.dim() not in known and optimizer.state.get(parameter):
-                    known[parameter.dim()] = _template(optimizer.state[parameter], parameter)
+                if parameter.dim() not in known and self._states.get(id(parameter)):
+                    known[parameter.dim()] = _template(self._states[id(parameter)], parameter)
             for parameter in group["params"]:
                 dims = parameter.dim()
                 if dims not in known and foretell and self._is_awaited(parameter):
@@ -85,7 +87,7 @@ class Slots:
 
     def of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Those of `parameter` by name: what this process has of them, or zeros in their place."""
-        state = self._optimizer.state.get(parameter, {})
+        state = self._states.get(id(parameter), {})
         slots = {key: local_part(value) for key, value in state.items() if is_slot(key, value, parameter)}
         if state or not self._is_awaited(parameter):
             return slots
@@ -136,7 +138,8 @@ def _template(state: Mapping[str, Any], parameter: torch.Tensor) -> Template:
 
 def _of_others(optimizer: Optimizer) -> Template:
     """What the optimizer keeps of some parameter that it has stepped: the best guess for all others."""
-    found = (_template(state, parameter) for parameter, state in optimizer.state.items())
+    held = optimizer.state.items()
+    found = (_template(state, parameter) for parameter, state in held if isinstance(parameter, torch.Tensor))
     return next(filter(None, found), {})
 
 

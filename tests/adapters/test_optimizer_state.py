@@ -77,7 +77,9 @@ class Nested(Base):
 
     def keep(self) -> float:
         first, second = self.param_groups[0]["params"]
-        kept = self.state[first].setdefault("kept", [torch.rand(3, 4).T, second, None, {"a": (1, deque([2]))}])
+        kept = self.state[first].setdefault(
+            "kept", [torch.rand(3, 4).T, second, None, {"a": (1, deque([2]))}]
+        )
         assert kept[0].stride() == (1, 4)
         assert kept[1] is second
         kept[3]["a"][1][0] += 1

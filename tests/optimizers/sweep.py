@@ -39,6 +39,8 @@ class Case:
     matrices: bool = False
     """Only parameters of two dimensions, as some optimizers want it."""
     create_graph: bool = False
+    twice: bool = False
+    """Its step wants gradients, and computes more of them."""
     wide: int = 1
     """What makes matrices larger."""
 
@@ -96,6 +98,8 @@ class Run:
                 loss.backward(create_graph=self.case.create_graph)
                 return loss  # type: ignore[no-any-return]
 
+            if self.case.twice:
+                compute()
             if self.case.closure:
                 self.optimizer.step(compute)
             else:

@@ -83,7 +83,10 @@ def _pytorch_optimizer() -> Iterator[Case]:
         if hasattr(package, name):
             kind = getattr(package, name)
             yield Case(
-                f"pytorch_optimizer-{name}", functools.partial(make, kind), closure=name.endswith("SAM")
+                f"pytorch_optimizer-{name}",
+                functools.partial(make, kind),
+                closure=name.endswith("SAM"),
+                twice=name.endswith("SAM"),
             )
 
 
