@@ -12,6 +12,7 @@ ATTACKS ?= model same_step hosts crash power races creations clocks faults corru
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
+OPTIMIZERS := .venv-optimizers
 # Those of the files that are programs.
 BENCHMARKS = $(filter-out benchmarks/soak.py,$(shell grep -l __main__ benchmarks/*.py))
 SETUP := pyproject.toml constraints.txt
@@ -19,7 +20,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick test lint types layers unit long oldest format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick test lint types layers unit long oldest optimizers format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
@@ -32,6 +33,7 @@ help:
 	@echo "make test     lint, types, layers and unit, in this order"
 	@echo "make long     tests that unit leaves out: some minutes"
 	@echo "make oldest   the adapters' tests with the oldest versions of their frameworks, in $(OLDEST): some minutes, most of it set-up"
+	@echo "make optimizers  train with every optimizer of other packages, stop, resume: some minutes, in $(OPTIMIZERS)"
 	@echo "make format   rewrite the sources the way that lint wants them"
 	@echo "make bench    every benchmark, one after the other"
 	@echo "make torture  kill, stop and end training and daemon at random moments: ROUNDS=$(ROUNDS) SEED=$(SEED)"
@@ -81,7 +83,7 @@ layers: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 # Hundreds of the tests' processes import scarctl: it is compiled once, whatever the environment says.
-unit long oldest: export PYTHONDONTWRITEBYTECODE =
+unit long oldest optimizers: export PYTHONDONTWRITEBYTECODE =
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not long"
@@ -93,6 +95,10 @@ oldest: $(OLDEST)/.oldest
 	@# Of setuptools, whenever this Lightning is imported.
 	$(OLDEST)/bin/python -m pytest -n $(WORKERS) -W "ignore:pkg_resources is deprecated" -W "ignore:Deprecated call to" \
 	    tests/adapters
+
+optimizers: $(OPTIMIZERS)/.optimizers
+	$(OPTIMIZERS)/bin/python -m tests.optimizers
+	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -117,7 +123,7 @@ ceph: $(VENV)/.dev
 	$(BIN)/python -m tests.store.conformance.real_server
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp per set of extras; the development set contains the one for the examples.
@@ -137,6 +143,12 @@ $(OLDEST)/.oldest: pyproject.toml constraints-oldest.txt | $(BIN)/python
 	$(BIN)/python -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e \
 	    '.[accelerate,lightning,transformers]' hypothesis peft 'pytest>=9' pytest-timeout pytest-xdist
+	@touch $@
+
+$(OPTIMIZERS)/.optimizers: $(SETUP) constraints-optimizers.txt | $(BIN)/python
+	$(BIN)/python -m venv $(OPTIMIZERS)
+	$(OPTIMIZERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . expecttest transformers
+	$(OPTIMIZERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-optimizers.txt
 	@touch $@
 
 $(BIN)/python:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from scarctl.caveats import Caveats
 from scarctl.errors import UsageError
 from scarctl.layout import Layout, Place
 
@@ -138,6 +139,43 @@ class RestoresLost(Protocol):
 def restore_lost_of(adapter: Adapter) -> Callable[..., None] | None:
     """The adapter's `RestoresLost.restore_lost`; None when it has none."""
     return getattr(adapter, "restore_lost", None)
+
+
+class Watching(Protocol):
+    """What `KnowsCaveats.watch` returns."""
+
+    def stepped(self) -> None:
+        """An iteration of the session has ended."""
+
+    def look(self) -> None:
+        """The session is about to close: look once more."""
+
+    def end(self) -> None:
+        """Remove every hook. May be called more than once."""
+
+
+class KnowsCaveats(Protocol):
+    """What an adapter may offer besides: to notice that training goes another way than the one that is saved."""
+
+    def watch(self, caveats: Caveats) -> Watching:
+        """From now on say there what is not protected, as soon as it is known."""
+
+
+class _Blind:
+    def stepped(self) -> None:
+        pass
+
+    def look(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def watch_of(adapter: Adapter, caveats: Caveats) -> Watching:
+    """The adapter's `KnowsCaveats.watch`; what notices nothing when it has none."""
+    watch: Callable[[Caveats], Watching] | None = getattr(adapter, "watch", None)
+    return _Blind() if watch is None else watch(caveats)
 
 
 class AdapterClass(Protocol):

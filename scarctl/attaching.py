@@ -74,8 +74,8 @@ def attach(
     shards, seed: split the state at random into that many parts that fail together.
     partition_bytes, by_layer, rows: size of a partition; fixed, like shards and seed, when the store is created.
     schedulers, scaler: learning-rate schedulers and gradient scaler; read right before the next step.
-    extras: more objects with a state (state_dict(), a dict, a numpy Generator); read right after a step. Where several
-        ranks train together they are the same on all of them.
+    extras: more objects with a state (state_dict(), a dict, a random number generator); read right after a step.
+        Where several ranks train together they are the same on all of them.
     rank_extras: such objects that are each rank's own.
     replicated: patterns of names ("router.*") of parameters that all ranks keep equal by other means than
         DistributedDataParallel or DTensor: each byte of them is saved once. All others count as each rank's own.
@@ -97,7 +97,7 @@ def attach(
     MissingGuarantee, Unavailable. From the first step on, saving raises nothing unless `on_error="raise"`.
     """
     given = {
-        "store": os.fspath(store) if store is not None else None,
+        "store": _path("store", store),
         "storage_options": storage_options,
         "assume_single_writer": assume_single_writer,
         "fraction": fraction,
@@ -116,11 +116,20 @@ def attach(
         "flush_on_signal": flush_on_signal,
         "on_error": on_error,
         "daemon": daemon,
-        "arena_dir": os.fspath(arena_dir) if arena_dir is not None else None,
+        "arena_dir": _path("arena_dir", arena_dir),
         "pin_memory": pin_memory,
         "validate": validate,
         "drain_timeout": drain_timeout,
     }
+    for name, value in {"extras": extras, "rank_extras": rank_extras}.items():
+        if value is not None and not (
+            isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+        ):
+            raise UsageError(f"{name} is no dict of objects by name: {value!r:.80}")
+    if auto not in (True, False, "begin"):
+        raise UsageError(f'auto is {auto!r}, not True, False or "begin"')
+    if not all(isinstance(pattern, str) for pattern in _as_list(replicated)):
+        raise UsageError(f"replicated is no list of patterns of names: {replicated!r:.80}")
     settings = SessionSettings.resolve(given, environ=os.environ)
     both = sorted(set(extras or {}) & set(rank_extras or {}))
     if both:
@@ -152,6 +161,12 @@ def attach(
         team.close()
         raise
     return Session(crew.adapter, settings, auto=auto, together=crew)
+
+
+def _path(name: str, value: str | os.PathLike[str] | None) -> str | None:
+    if value is not None and not isinstance(value, str | os.PathLike):
+        raise UsageError(f"{name} is {value!r:.80}, not a folder or an address")
+    return None if value is None else os.fspath(value)
 
 
 def _as_list(value: Any) -> Sequence[Any]:

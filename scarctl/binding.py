@@ -11,8 +11,9 @@ import torch
 from scarctl.adapter import Adapter, StateGroup
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.movements import MOVEMENT_BYTES
-from scarctl.dtypes import name_of, torch_of
-from scarctl.errors import LayoutMismatch
+from scarctl.dtypes import name_of, plain, torch_of
+from scarctl.errors import LayoutMismatch, ScarError, UsageError
+from scarctl.extras import encode
 from scarctl.layout import DTYPES, Group, Layout, TensorSpec, build_layout
 from scarctl.live import LiveState, is_placeholder
 from scarctl.store import Store
@@ -27,12 +28,31 @@ class Binding:
         self._adapter = adapter
         self._store = store
         self._views: LiveState | None = None  # mapping the arena takes longer than the rest of a hook
+        self._savable = False
         self._seen: list[StateGroup] = []
         """What the adapter had when `_views` was made, and found to fit."""
 
     def build_layout(self) -> Layout:
         """The layout of the state as it is now, after the first step."""
         return layout_of(self._adapter, self._store.settings)
+
+    def require_savable(self) -> None:
+        """After a first step, once: raise UsageError for what no store can hold, since nothing would ever be saved."""
+        if self._savable:
+            return
+        try:
+            layout_of(self._adapter, self._store.settings)
+            encode(
+                {"early": plain(self._adapter.capture_early()), "late": plain(self._adapter.capture_late())}
+            )
+        except ScarError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"the state cannot be saved: {type(error).__name__}: {error}",
+                hint="nothing of this run would be saved",
+            ) from error
+        self._savable = True
 
     def least_bytes(self, *, movements: bool) -> int:
         """Bytes of the state: of the stored layout if there is one, else without what the first step will add.
@@ -57,8 +77,17 @@ class Binding:
         for state in self._adapter.groups():
             known = stored.get(state.name)
             specs = _specs(state)
-            if known is not None and len(specs) == 1:
-                specs += tuple(replace(slot, shape=specs[0].shape) for slot in known.tensors[1:])
+            if known is not None:
+                # What it is thought to get may be wrong.
+                slots = {spec.slot for spec in known.tensors}
+                specs = tuple(
+                    s for s in specs if s.slot in slots or not is_placeholder(state.tensors[s.slot])
+                )
+            if known is not None and known.tensors:
+                there = {spec.slot: spec for spec in specs}
+                specs = tuple(
+                    there.pop(slot.slot, replace(slot, shape=specs[0].shape)) for slot in known.tensors
+                ) + tuple(there.values())
             rows = known.rows_per_partition if known else 1
             groups.append(Group(state.name, state.kind, rows, specs, state.place))
         differences = layout.differences(Layout(groups, self._adapter.optimizer))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 import torch
@@ -67,19 +67,44 @@ def to_raw(tensor: torch.Tensor) -> RawTensor:
     """A private host copy of `tensor` for an extras structure."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return RawTensor(
-        name_of(tensor.dtype, "extras"), tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes()
+        name_of(tensor.dtype, "extras"),
+        tuple(tensor.shape),
+        flat.view(torch.uint8).numpy().tobytes(),
+        order_of(tensor),
     )
+
+
+def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its dimensions from the one whose elements lie furthest apart in memory to the nearest; () for C order."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return ()
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
+    return () if order == tuple(range(tensor.dim())) else order
+
+
+def in_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """The same values, lying in memory in that order."""
+    if order_of(tensor) == order:
+        return tensor
+    physical = order or tuple(range(tensor.dim()))
+    moved = torch.empty_permuted(tensor.shape, physical, dtype=tensor.dtype, device=tensor.device)
+    return moved.copy_(tensor)
 
 
 def from_raw(raw: RawTensor) -> torch.Tensor:
     """The tensor of an extras structure, on the CPU."""
     if not len(raw.data):
         return torch.empty(raw.shape, dtype=torch_of(raw.dtype))
-    return torch.frombuffer(bytearray(raw.data), dtype=torch_of(raw.dtype)).view(raw.shape)
+    flat = torch.frombuffer(bytearray(raw.data), dtype=torch_of(raw.dtype))
+    return in_order(flat.view(raw.shape), raw.order)
 
 
 def plain(value: object) -> object:
-    """`value` with every torch tensor inside dicts, lists and tuples replaced by a `RawTensor`."""
+    """`value` with every torch tensor inside dicts, lists, tuples and deques replaced by a `RawTensor`.
+
+    Tuples of a class of their own, such as torch.Size, become plain ones.
+    """
     if isinstance(value, torch.Tensor):
         return to_raw(value)
     return _rebuild(value, plain)
@@ -97,6 +122,8 @@ def _rebuild(value: object, convert: Callable[[object], object]) -> object:
         return type(value)((key, convert(item)) for key, item in value.items())  # type: ignore[call-arg, attr-defined]
     if isinstance(value, list):
         return [convert(item) for item in value]
-    if type(value) is tuple:
+    if type(value) is deque:
+        return deque((convert(item) for item in value), value.maxlen)
+    if isinstance(value, tuple):
         return tuple(convert(item) for item in value)
     return value

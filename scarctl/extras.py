@@ -10,12 +10,14 @@ key that says what it is, so that a structure comes back with exactly the types 
     {"OrderedDict": [[key, value], ..]}    collections.OrderedDict
     {"tuple": [..]}                        tuple
     {"set": [..]}, {"frozenset": [..]}     set, frozenset
+    {"deque": [[..], 10]}                  collections.deque, and the most that it holds, or null
     {"float": "nan" | "inf" | "-inf"}      float that JSON has not
     {"int": "0x1f.."}                      int of more than 64 bits (the state of a random number generator)
     {"complex": [re, im]}                  complex
     {"str": "ed a0 80"}                    str that is not valid Unicode, as UTF-8 bytes in hex
     {"bytes": "0"}                         bytes, in the U8 tensor "0"
     {"tensor": "0"}                        RawTensor, the tensor "0"
+    {"permuted": ["0", [1, 0]]}            the same, whose dimensions lie in memory in that order, the outermost first
     {"array": "0"}                         numpy array of a dtype that safetensors has, in the tensor "0"
     {"array": ["0", "<c16", [2, 3]]}       numpy array of another dtype, its bytes in the U8 tensor "0"
     {"scalar": ["<f4", "0000803f"]}        numpy scalar, bytes in hex
@@ -27,9 +29,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -82,6 +84,8 @@ class RawTensor:
     shape: tuple[int, ...]
     data: bytes | memoryview
     """nbytes bytes, contiguous."""
+    order: tuple[int, ...] = ()
+    """In which the dimensions lie in the memory of whoever has it, the outermost first; (): as here."""
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +106,7 @@ def encode(obj: object) -> tuple[str, Tensors]:
     """JSON text (ASCII) for `obj`, and its tensors by the names "0", "1", ... that the text gives them.
 
     Leaves: None, bool, int, float, complex, str, bytes, numpy arrays and scalars, RawTensor. Containers:
-    list, tuple, dict, OrderedDict, Counter, set, frozenset. Only these types themselves: a subclass would
+    list, tuple, deque, dict, OrderedDict, Counter, set, frozenset. Only these types themselves: a subclass would
     come back as something else. Arrays are copied, so that what becomes of them later changes nothing.
 
     Raises UsageError naming the place of anything else ("extras.sched.x is a socket"), and for more than 64
@@ -156,7 +160,8 @@ def _encode(obj: Any, path: str, depth: int, tensors: Tensors) -> Any:
     if kind is RawTensor:
         if reason := _fault(obj):
             raise UsageError(f"{path} is not a sound tensor: {reason}")
-        return {"tensor": _add(tensors, obj)}
+        name = _add(tensors, obj)
+        return {"permuted": [name, list(obj.order)]} if obj.order else {"tensor": name}
     if kind is np.ndarray:
         return _encode_array(obj, path, tensors)
     if isinstance(obj, np.generic):
@@ -166,7 +171,7 @@ def _encode(obj: Any, path: str, depth: int, tensors: Tensors) -> Any:
 
 def _encode_container(obj: Any, path: str, depth: int, tensors: Tensors) -> Any:
     kind = type(obj)
-    if kind not in (list, tuple, set, frozenset, dict, OrderedDict, Counter):
+    if kind not in (list, tuple, set, frozenset, deque, dict, OrderedDict, Counter):
         raise UsageError(
             f"{path} is a {kind.__name__}",
             hint="extras hold plain Python values, lists, tuples, dicts, sets and arrays: convert it first",
@@ -176,6 +181,8 @@ def _encode_container(obj: Any, path: str, depth: int, tensors: Tensors) -> Any:
     if kind in (list, tuple):
         items = [_encode(item, f"{path}[{i}]", depth, tensors) for i, item in enumerate(obj)]
         return items if kind is list else {"tuple": items}
+    if kind is deque:
+        return {"deque": [[_encode(item, f"{path}[..]", depth - 1, tensors) for item in obj], obj.maxlen]}
     if kind in (set, frozenset):
         return {kind.__name__: [_encode(item, f"{path}{{}}", depth, tensors) for item in obj]}
     if kind is dict and all(type(key) is str and _is_unicode(key) for key in obj):
@@ -258,6 +265,8 @@ class _Decoder:
             "tuple": lambda body, depth: tuple(self._list(body, depth)),
             "set": lambda body, depth: self._unique(set, body, depth),
             "frozenset": lambda body, depth: self._unique(frozenset, body, depth),
+            "deque": self._deque,
+            "permuted": self._permuted,
             "float": self._float,
             "int": self._int,
             "complex": self._complex,
@@ -307,6 +316,22 @@ class _Decoder:
         except TypeError as error:
             _bad(f"a member of a set: {error}")
         return result if len(result) == len(items) else _bad("two equal members of a set")
+
+    def _deque(self, body: Any, depth: int) -> object:
+        items, most = _checked(body, list, 2)
+        found = self._list(items, depth - 1)
+        if most is not None and not (type(most) is int and len(found) <= most < 1 << 63):
+            _bad("a deque that holds more than it may")
+        return deque(found, most)
+
+    def _permuted(self, body: Any, _: int) -> object:
+        name, order = _checked(body, list, 2)
+        tensor = self._tensor(name)
+        if not all(type(dim) is int for dim in _checked(order, list)):
+            _bad("an order of dimensions that is none")
+        if sorted(order) != list(range(len(tensor.shape))):
+            _bad(f"an order {order} of {len(tensor.shape)} dimensions")
+        return replace(tensor, order=tuple(order))
 
     def _only(self, kind: type, body: Any, depth: int) -> Any:
         value = self.decode(body, depth - 1)

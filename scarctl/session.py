@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from scarctl import signals
-from scarctl.adapter import Adapter
+from scarctl.adapter import Adapter, watch_of
 from scarctl.binding import Binding
 from scarctl.caveats import Caveats, caveats_of, reasons
 from scarctl.checkpoint import Checkpoints, Stats
@@ -76,7 +76,7 @@ class Session:
         self.resumed: Resumed | None = None
         """What `resume` returned, and why that is not exact if it turned out later."""
         self._adapter = adapter
-        self._hooked_begin = auto == "begin"
+        self._hooked, self._hooked_begin = auto is True, auto == "begin"
         self._found_reasons: tuple[str, ...] = ()
         """Why what was resumed from is not exact, as the run knew that saved it."""
         self._closed = False
@@ -101,6 +101,7 @@ class Session:
             undo.callback(self._saver.close)
             self._opening = Opening(self.store, settings, self._saver, self._together, self.caveats)
             self._remove_hooks = self._install(auto)
+            self._watch = watch_of(adapter, self.caveats)
             undo.pop_all()
         self._worker = Worker("scarctl-copy")
         self._checkpoints = Checkpoints(
@@ -135,9 +136,14 @@ class Session:
         """Say that an iteration is over, where no hook says it. `step`: its number, if the loop counts itself.
 
         With `auto="begin"` it is none, and nothing happens, when no optimizer has stepped since the last one.
-        Raises UsageError when `step` goes backwards or is negative.
+        Raises UsageError when `step` goes backwards or is negative, and where hooks say when an iteration is over.
         """
         self._check_open()
+        if self._hooked:
+            raise UsageError(
+                "optimizers' steps count as iterations already: session.step() would count each twice",
+                hint="leave out session.step(), or attach with auto=False",
+            )
         if self._hooked_begin and not self.stepping:
             return
         if step is not None:
@@ -374,6 +380,8 @@ class Session:
             self._streams.follow()
             self.head_step += 1  # before a flush may come
             self._gate.leave()
+            self._watch.stepped()
+            self._binding.require_savable()
             if self._engine is None:
                 self._opening.start(self._binding.build_layout(), self.head_step)
                 due: Due | None = Due(full=True)
@@ -499,9 +507,11 @@ class Session:
         if self._inert():
             return
         atexit.unregister(self._at_exit)
+        self._watch.look()
         with contextlib.ExitStack() as last:
             # Not before: a training thread that goes on meanwhile has to pass the gate.
             last.callback(self._remove_hooks)
+            last.callback(self._watch.end)
             last.callback(self._together.close)
             last.callback(self.store.close)
             last.callback(self._worker.close)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,13 @@ from scarctl.errors import UsageError
 
 
 def check_stateful(name: str, item: Any) -> None:
-    """Raise UsageError unless `item` is a dict, a numpy Generator, or has state_dict() and load_state_dict()."""
-    if isinstance(item, dict | np.random.Generator):
+    """Raise UsageError unless it is a dict, a random number generator, or has state_dict() and load_state_dict()."""
+    if isinstance(item, dict | np.random.Generator | random.Random) or _is_generator(item):
         return
     if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
         raise UsageError(
             f"{name} is a {type(item).__name__}, which has no state_dict() and load_state_dict()",
-            hint="pass an object that has them, a dict, or a numpy Generator",
+            hint="pass an object that has them, a dict, or a random number generator",
         )
 
 
@@ -31,35 +32,84 @@ def check_names(what: str, saved: Mapping[str, Any], given: Mapping[str, Any]) -
         )
 
 
+def _is_generator(item: Any) -> bool:
+    """Whether it is one of torch's, or numpy's older ones: without importing torch."""
+    return hasattr(item, "get_state") and hasattr(item, "set_state") and not hasattr(item, "state_dict")
+
+
 def state_of(item: Any) -> Any:
-    """State of an object: its state_dict(), a dict's items, or a numpy Generator's bit generator state."""
+    """State of an object: its state_dict(), a dict's items, or what a random number generator goes on from."""
     if isinstance(item, dict):
         return dict(item)
     if isinstance(item, np.random.Generator):
         return item.bit_generator.state
-    return item.state_dict()
+    if isinstance(item, random.Random):
+        return _state_of_python(item.getstate())
+    return item.get_state() if _is_generator(item) else item.state_dict()
 
 
 def restore_state(item: Any, state: Any) -> None:
-    """Put `state_of` back into an object, in place."""
+    """Put `state_of` back into an object, in place.
+
+    Tuples of somebody's class are saved as tuples: they get the class of what is in their place now.
+    """
     if isinstance(item, dict):
+        state = _like(state, item)
         item.clear()
         item.update(state)
     elif isinstance(item, np.random.Generator):
         item.bit_generator.state = state
+    elif isinstance(item, random.Random):
+        item.setstate(_python_state(state))
+    elif _is_generator(item):
+        item.set_state(state)
     else:
-        item.load_state_dict(state)
+        item.load_state_dict(_like(state, item.state_dict()) if _has_tuple(state) else state)
+
+
+def _has_tuple(state: Any) -> bool:
+    if isinstance(state, Mapping):
+        return any(map(_has_tuple, state.values()))
+    return type(state) is tuple or (isinstance(state, list) and any(map(_has_tuple, state)))
+
+
+def _like(state: Any, live: Any) -> Any:
+    if type(state) is tuple:
+        if not _same_size(state, live):
+            numbers = isinstance(live, tuple) and type(live) is not tuple and not hasattr(live, "_fields")
+            return type(live)(state) if numbers else state
+        items = tuple(_like(item, there) for item, there in zip(state, live, strict=True))
+        if type(live) is tuple or not isinstance(live, tuple):
+            return items
+        return type(live)(*items) if hasattr(live, "_fields") else type(live)(items)
+    if type(state) is list and _same_size(state, live):
+        return [_like(item, there) for item, there in zip(state, live, strict=True)]
+    if type(state) in (dict, OrderedDict) and isinstance(live, Mapping):
+        return type(state)((key, _like(item, live.get(key))) for key, item in state.items())
+    return state
+
+
+def _same_size(state: Sequence[Any], live: Any) -> bool:
+    return isinstance(live, list | tuple) and len(live) == len(state)
 
 
 def capture_host_rng() -> dict[str, Any]:
     """Global random number generators of Python and numpy."""
-    version, internal, gauss = random.getstate()
-    # As an array: 625 integers would be most of the extras' text.
-    return {"python": (version, np.array(internal, dtype=np.int64), gauss), "numpy": np.random.get_state()}
+    return {"python": _state_of_python(random.getstate()), "numpy": np.random.get_state()}
 
 
 def restore_host_rng(state: Mapping[str, Any]) -> None:
     """Put `capture_host_rng` back."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal.tolist()), gauss))
+    random.setstate(_python_state(state["python"]))
     np.random.set_state(state["numpy"])
+
+
+def _state_of_python(state: tuple[Any, ...]) -> tuple[Any, ...]:
+    version, internal, gauss = state
+    # As an array: 625 integers would be most of the extras' text.
+    return version, np.array(internal, dtype=np.int64), gauss
+
+
+def _python_state(saved: Any) -> tuple[Any, ...]:
+    version, internal, gauss = saved
+    return version, tuple(internal.tolist()), gauss

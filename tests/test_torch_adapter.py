@@ -13,7 +13,8 @@ from scarctl import extras
 from scarctl.dtypes import plain, torched
 from scarctl.errors import UsageError
 from scarctl.layout import TensorSpec, build_layout
-from scarctl_adapters.torch import TorchAdapter, update_group
+from scarctl_adapters.optimizer_state import update_group
+from scarctl_adapters.torch import TorchAdapter
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

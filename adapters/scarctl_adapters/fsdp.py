@@ -53,6 +53,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
+def distinct_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The local part, of an expanded one the elements that there are in memory."""
+    part = local_part(tensor) if is_dtensor(tensor) else tensor
+    for dim, stride in enumerate(part.stride()):
+        if stride == 0 and part.shape[dim] > 1:
+            part = part.narrow(dim, 0, 1)
+    return part
+
+
 def is_part_like(value: object, parameter: torch.Tensor) -> TypeGuard[torch.Tensor]:
     """Whether `value` has the shape of the parameter, and this process the same part of both."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:

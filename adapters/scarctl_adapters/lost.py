@@ -18,42 +18,48 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.optim import Optimizer
 
-from scarctl_adapters.fsdp import local_part, params_of, with_state
+from scarctl_adapters.fsdp import local_part, params_of
+from scarctl_adapters.homes import Home, states_of
+from scarctl_adapters.optimizer_state import references_of
+from scarctl_adapters.packing import References, unpack
 from scarctl_adapters.slots import is_slot
 
 Rows = NDArray[np.bool_]
 
 
 def restore_lost(
-    optimizers: Sequence[Optimizer],
+    optimizers: Sequence[Sequence[Home]],
     names: Mapping[int, str],
     lost: Mapping[str, Rows],
     saved: Callable[[], Any],
 ) -> None:
     """Put back what belongs to lost rows of groups. Reads what was saved only when something is needed of it.
 
-    names: of groups, by id of the parameter. saved: gives late extras.
+    optimizers: of each its own state, then that of those that it wraps. names: of groups, by id of the parameter.
+    saved: gives late extras.
     """
-    for number, optimizer in enumerate(optimizers):
-        for at, parameter, state in _states(optimizer):
-            rows = lost.get(names.get(id(parameter), ""))
-            own = {key: value for key, value in state.items() if not is_slot(key, value, parameter)}
-            if not _concerned(own, rows):
-                continue
-            copies = _copies(saved()["optimizers"][number], at)
-            count = local_part(parameter).shape[0] if parameter.dim() else 1
-            for key, value in _mended(own, copies, rows, count, parameter.device).items():
-                state[key] = value
+    for number, homes in enumerate(optimizers):
+        for home in homes:
+            for at, parameter, state in _states(home):
+                rows = lost.get(names.get(id(parameter), ""))
+                own = {key: value for key, value in state.items() if not is_slot(key, value, parameter)}
+                if not _concerned(own, rows):
+                    continue
+                theirs = saved()["optimizers"][number]
+                found = theirs.get("nested", {}).get(home.prefix, {}) if home.prefix else theirs
+                count = local_part(parameter).shape[0] if parameter.dim() else 1
+                copies = _copies(found, at, references_of(home))
+                for key, value in _mended(own, copies, rows, count, parameter.device).items():
+                    state[key] = value
 
 
-def _states(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor, dict[str, Any]]]:
+def _states(home: Home) -> Iterator[tuple[int, torch.Tensor, Any]]:
     """Number, parameter and state, of the parameters that have some."""
-    states = with_state(optimizer).state
-    for number, parameter in enumerate(params_of(optimizer)):
-        if states.get(parameter):
-            yield number, parameter, states[parameter]
+    held = {} if home.shares else states_of(home.optimizer)
+    for number, parameter in enumerate(params_of(home.optimizer)):
+        if held.get(id(parameter)):
+            yield number, parameter, held[id(parameter)]
 
 
 def _concerned(own: Mapping[str, Any], rows: Rows | None) -> bool:
@@ -61,13 +67,17 @@ def _concerned(own: Mapping[str, Any], rows: Rows | None) -> bool:
     return any(not is_finite(value) or (rows is not None and not _is_single(value)) for value in own.values())
 
 
-def _copies(saved: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """What was saved of the parameter of this number."""
+def _copies(saved: Mapping[str, Any], number: int, references: References) -> dict[str, Any]:
+    """What was saved of the parameter of this number, but for random number generators."""
     found = {}
-    for key, (where, values) in saved["columns"].items():
-        at = np.flatnonzero(np.asarray(where) == number)
-        if at.size:
-            found[key] = values[int(at[0])]
+    for kind in ("columns", "packed"):
+        for key, (where, values) in saved.get(kind, {}).items():
+            for at in np.flatnonzero(np.asarray(where) == number)[:1].tolist():
+                node = values[at]
+                if kind == "columns":
+                    found[key] = node
+                elif not (isinstance(node, tuple) and node[:1] == ("generator",)):
+                    found[key] = unpack(node, references)
     return found
 
 

@@ -33,19 +33,20 @@ def _mix_optimizer(
     pairs = {
         number: there[name] for number, name in enumerate(own["names"]) if name in shared and name in there
     }
-    columns = {}
-    for key in {**theirs["columns"], **own["columns"]}:
-        mine, other = _by_number(own, key), _by_number(theirs, key)
-        mine |= {number: other[pair] for number, pair in pairs.items() if pair in other}
-        numbers = sorted(mine)
-        values: Any = [mine[number] for number in numbers]
-        if values and all(isinstance(value, torch.Tensor) and not value.dim() for value in values):
-            values = torch.stack(values)
-        columns[key] = (np.array(numbers, dtype=np.int64), values)
-    mixed["columns"] = columns
+    for name in ("columns", "packed"):
+        columns = {}
+        for key in {**theirs.get(name, {}), **own.get(name, {})}:
+            mine, other = _by_number(own, name, key), _by_number(theirs, name, key)
+            mine |= {number: other[pair] for number, pair in pairs.items() if pair in other}
+            numbers = sorted(mine)
+            values: Any = [mine[number] for number in numbers]
+            if values and all(isinstance(value, torch.Tensor) and not value.dim() for value in values):
+                values = torch.stack(values)
+            columns[key] = (np.array(numbers, dtype=np.int64), values)
+        mixed[name] = columns
     return mixed
 
 
-def _by_number(extras: Mapping[str, Any], key: str) -> dict[int, Any]:
-    where, values = extras["columns"].get(key, ((), ()))
+def _by_number(extras: Mapping[str, Any], name: str, key: str) -> dict[int, Any]:
+    where, values = extras.get(name, {}).get(key, ((), ()))
     return dict(zip(np.asarray(where, dtype=np.int64).tolist(), values, strict=True))

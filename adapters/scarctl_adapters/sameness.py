@@ -6,14 +6,14 @@ replaced is seen in a fraction of that time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from scarctl_adapters.fsdp import with_state
+from scarctl_adapters.homes import homes_of
 from scarctl_adapters.slots import NEVER_SLOTS
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -28,7 +28,7 @@ class Tensors:
     """By id: as long as they are kept, no other object gets that id."""
 
 
-def tensors_now(model: nn.Module, optimizers: Iterable[Optimizer]) -> Tensors | None:
+def tensors_now(model: nn.Module, optimizers: Sequence[Optimizer]) -> Tensors | None:
     """Parameters, buffers and the modules that have them, and slots.
 
     None where a tensor is of a subclass, such as DTensor, or sparse: its parts may be others, and it the same. Also
@@ -71,7 +71,7 @@ def _facts_of(tensor: torch.Tensor) -> tuple[object, ...]:
     )
 
 
-def _tensors_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[tuple[object, torch.Tensor]]:
+def _tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[object, torch.Tensor]]:
     """With what says where it is, which is not unique on its own."""
     for name, module in model.named_modules():
         hidden = module._non_persistent_buffers_set
@@ -81,14 +81,15 @@ def _tensors_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[t
                 # Who asks for buffers later asks this very module.
                 yield (name + key, id(module)), buffer
     for i, optimizer in enumerate(optimizers):
-        inner = with_state(optimizer)
-        # With ZeRO that is another one, of the parameters whose slots are here.
-        theirs = [] if inner is optimizer else inner.param_groups
-        for number, group in enumerate((*optimizer.param_groups, *theirs)):
+        for number, group in enumerate(optimizer.param_groups):
             yield from (((i, number), p) for p in group["params"])
-        for parameter, state in inner.state.items():
+    for i, home in enumerate(home for o in optimizers for home in homes_of(o, optimizers)):
+        # With ZeRO that is another one, of the parameters whose slots are here.
+        for number, group in enumerate(home.optimizer.param_groups):
+            yield from (((i, number), p) for p in group["params"])
+        for parameter, state in home.optimizer.state.items():
             if isinstance(parameter, torch.Tensor):
                 yield (i, bool(state)), parameter
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) and key not in NEVER_SLOTS:
-                        yield key, value
+                        yield (i, key), value

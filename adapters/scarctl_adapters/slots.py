@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -15,7 +15,10 @@ from torch.optim import Optimizer, SparseAdam
 from scarctl.dtypes import torch_of
 from scarctl.layout import Layout
 from scarctl.stateful import capture_host_rng, restore_host_rng
-from scarctl_adapters.fsdp import is_part_like, local_part, with_state, world
+from scarctl_adapters.attributes import OF_THE_BASE
+from scarctl_adapters.fsdp import is_dtensor, is_part_like, local_part, world
+from scarctl_adapters.homes import Holder, Home, slot_of, states_of
+from scarctl_adapters.packing import is_plain_tensor
 
 Template = Mapping[str, torch.dtype | None]
 """Slots that an optimizer gives a parameter, and their dtype (None: the parameter's)."""
@@ -23,29 +26,20 @@ Template = Mapping[str, torch.dtype | None]
 # Adam's step counts are 0-dim tensors, like the moments of a 0-dim parameter: only the name tells them apart.
 NEVER_SLOTS = frozenset({"step"})
 
-# What torch keeps in every optimizer, a scheduler's wrapper of `step`, and what a gradient scaler lends for one step.
-_OF_THE_BASE = frozenset(
-    {"defaults", "state", "param_groups", "step", "grad_scale", "found_inf"}
-    | {
-        f"_optimizer_{what}_hooks"
-        for what in (
-            "step_pre",
-            "step_post",
-            "state_dict_pre",
-            "state_dict_post",
-            "load_state_dict_pre",
-            "load_state_dict_post",
-        )
-    }
-)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 log = logging.getLogger("scarctl")
 
 
-def is_slot(key: str, value: Any, parameter: torch.Tensor) -> bool:
+def is_slot(key: Any, value: Any, parameter: torch.Tensor) -> bool:
     """Whether an entry of the optimizer's state of `parameter` is one of its slots."""
-    return key not in NEVER_SLOTS and is_part_like(value, parameter)
+    return (
+        key not in NEVER_SLOTS
+        and isinstance(key, str)
+        and value is not parameter
+        and is_part_like(value, parameter)
+        and (is_dtensor(value) or is_plain_tensor(value))
+    )
 
 
 class Slots:
@@ -58,6 +52,8 @@ class Slots:
         self._foretold: dict[tuple[int, int], Template | None] = {}
         """By number of the group of parameters, and number of dimensions: both decide what some optimizers keep.
         None: it cannot be told."""
+        self._states: dict[int, MutableMapping[str, Any]] = {}
+        """As `learn` has found them, by id of the parameter."""
         self._awaited: set[int] = set()
         """Ids of parameters whose slots the layout has though they were not there yet."""
 
@@ -66,13 +62,13 @@ class Slots:
 
         foretell: also what it will keep of parameters when it has stepped none that are like them yet.
         """
-        optimizer = with_state(self._optimizer)
-        self._templates = {}
+        optimizer = self._optimizer
+        self._templates, self._states = {}, states_of(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             known: dict[int, Template] = {}
             for parameter in group["params"]:
-                if parameter.dim() not in known and optimizer.state.get(parameter):
-                    known[parameter.dim()] = _template(optimizer.state[parameter], parameter)
+                if parameter.dim() not in known and self._states.get(id(parameter)):
+                    known[parameter.dim()] = _template(self._states[id(parameter)], parameter)
             for parameter in group["params"]:
                 dims = parameter.dim()
                 if dims not in known and foretell and self._is_awaited(parameter):
@@ -91,7 +87,7 @@ class Slots:
 
     def of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Those of `parameter` by name: what this process has of them, or zeros in their place."""
-        state = with_state(self._optimizer).state.get(parameter, {})
+        state = self._states.get(id(parameter), {})
         slots = {key: local_part(value) for key, value in state.items() if is_slot(key, value, parameter)}
         if state or not self._is_awaited(parameter):
             return slots
@@ -104,23 +100,24 @@ class Slots:
 
 
 def create_slots(
-    layout: Layout, parameters: Mapping[str, nn.Parameter], owners: Mapping[int, Optimizer]
+    layout: Layout, holders: Mapping[str, Sequence[Holder]], homes: Sequence[Home]
 ) -> Callable[[], None]:
     """Make every slot of `layout` that is not there yet; the returned function takes them away again.
 
-    parameters: by name of their group. owners: the optimizer that has a parameter's state, by the parameter's id.
+    holders: the parameters of a group, by its name.
     """
     created: list[tuple[Optimizer, nn.Parameter, str]] = []
     for group in layout.groups:
-        parameter = parameters.get(group.name)
-        if parameter is None or id(parameter) not in owners:
-            continue
-        state = owners[id(parameter)].state[parameter]
         for spec in group.tensors[1:]:
-            if spec.slot not in state:
+            found = slot_of(spec.slot, holders.get(group.name, ()), homes)
+            if found is None:
+                continue
+            optimizer, parameter, key = found
+            if not is_slot(key, optimizer.state[parameter].get(key), parameter):
                 # Filled by whoever restores: to fill it here as well would take as long again.
-                state[spec.slot] = torch.empty_like(parameter.detach(), dtype=torch_of(spec.dtype))
-                created.append((owners[id(parameter)], parameter, spec.slot))
+                slot = torch.empty_like(parameter.detach(), dtype=torch_of(spec.dtype))
+                optimizer.state[parameter][key] = slot
+                created.append(found)
 
     def remove() -> None:
         for optimizer, parameter, slot in created:
@@ -141,7 +138,8 @@ def _template(state: Mapping[str, Any], parameter: torch.Tensor) -> Template:
 
 def _of_others(optimizer: Optimizer) -> Template:
     """What the optimizer keeps of some parameter that it has stepped: the best guess for all others."""
-    found = (_template(state, parameter) for parameter, state in optimizer.state.items())
+    held = optimizer.state.items()
+    found = (_template(state, parameter) for parameter, state in held if isinstance(parameter, torch.Tensor))
     return next(filter(None, found), {})
 
 
@@ -184,7 +182,7 @@ def _twin(
     small.grad = torch.zeros_like(small)
     if isinstance(optimizer, SparseAdam):
         small.grad = small.grad.to_sparse(1)
-    own = {key: value for key, value in vars(optimizer).items() if key not in _OF_THE_BASE}
+    own = {key: value for key, value in vars(optimizer).items() if key not in OF_THE_BASE}
     foreign = world() > 1 and not type(optimizer).__module__.startswith("torch.optim.")
     if foreign or not all(isinstance(value, _PLAIN) for value in own.values()):
         return None, small

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
-from scarctl.adapter import StateGroup
+from scarctl.adapter import StateGroup, Watching
+from scarctl.caveats import Caveats
 from scarctl.errors import UsageError
 from scarctl.layout import Layout
 from scarctl.stateful import (
@@ -20,8 +21,10 @@ from scarctl.stateful import (
     restore_state,
     state_of,
 )
+from scarctl_adapters.checking import check_trained
 from scarctl_adapters.fsdp import (
     Wrapping,
+    distinct_part,
     is_dtensor,
     is_elsewhere,
     is_gathered,
@@ -33,12 +36,16 @@ from scarctl_adapters.fsdp import (
     world,
     zero_of,
 )
+from scarctl_adapters.homes import Holder, homes_of
 from scarctl_adapters.lost import restore_lost
 from scarctl_adapters.mixing import mix_late
+from scarctl_adapters.optimizer_state import OptimizerState
 from scarctl_adapters.rng import capture_rng as capture_rng
 from scarctl_adapters.rng import restore_rng as restore_rng
 from scarctl_adapters.sameness import Tensors, tensors_now
-from scarctl_adapters.slots import Slots, create_slots, is_slot
+from scarctl_adapters.slots import Slots, create_slots
+from scarctl_adapters.stepping import beginning, is_nested
+from scarctl_adapters.watch import Watch
 
 
 class TorchAdapter:
@@ -80,7 +87,11 @@ class TorchAdapter:
         """What has had a sparse gradient."""
         self._known: tuple[Tensors | None, list[StateGroup]] = None, []
         """The groups when they were asked for last, and the tensors that there were."""
-        self._slots = [Slots(optimizer) for optimizer in self._optimizers]
+        states = [homes_of(optimizer, self._optimizers) for optimizer in self._optimizers]
+        self._homes = [home for homes in states for home in homes]
+        self._states = [OptimizerState(o, homes) for o, homes in zip(self._optimizers, states, strict=True)]
+        self._slots = [(home.prefix, Slots(home.optimizer)) for home in self._homes if not home.shares]
+        self._caveats = Caveats()
         self._stepping: int | None = None
         """Number of the optimizer whose step is about to begin."""
 
@@ -96,11 +107,7 @@ class TorchAdapter:
         replicated: Sequence[str] = (),
     ) -> TorchAdapter:
         """See `scarctl.attach` for the arguments. Raises UsageError for objects that are not what they should be."""
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"model is a {type(model).__name__}, not a torch.nn.Module")
-        for optimizer in optimizers:
-            if not isinstance(optimizer, Optimizer):
-                raise UsageError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        check_trained(model, optimizers)
         late = {f"scheduler{i}": scheduler for i, scheduler in enumerate(schedulers)}
         if scaler is not None:
             late["scaler"] = scaler
@@ -134,7 +141,7 @@ class TorchAdapter:
     @torch.no_grad()
     def groups(self) -> list[StateGroup]:
         """Parameters with their slots, then buffers. Of a DTensor, this rank's part."""
-        stepped = self._stepping is not None or any(with_state(o).state for o in self._optimizers)
+        stepped = self._stepping is not None or any(home.optimizer.state for home in self._homes)
         # Before the first step the model may go to a GPU yet, and where it was would be kept. What FSDP2 has gathered
         # looks the same from one forward to the next, and the parts that count need not be.
         keeps = stepped and not self._sharded
@@ -147,7 +154,7 @@ class TorchAdapter:
         return list(groups)
 
     def _new_groups(self, *, foretell: bool) -> list[StateGroup]:
-        for slots in self._slots:
+        for _, slots in self._slots:
             slots.learn(foretell=foretell)
         zeros = self._zeros()
         groups = []
@@ -156,23 +163,27 @@ class TorchAdapter:
         tables = {
             id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
         }
-        for name, wrapped, parameter in self._parameters():
-            if id(parameter) in numbers:
-                trained.append((name, parameter, numbers[id(parameter)]))
-                if id(parameter) in tables:
+        for name, wrapped, holders in self._holders():
+            parameter = holders[0][0]
+            for tied, _ in holders:
+                if id(tied) in numbers:
+                    trained.append((name, tied, numbers[id(tied)]))
+                if id(tied) in numbers and id(tied) in tables:
                     self._tables.add(name)
             if is_elsewhere(parameter):
                 continue
-            tensors = {"": local_part(parameter)}
-            owner = next((slots for slots in self._slots if parameter in slots), None)
-            if owner is not None:
-                tensors |= owner.of(parameter)
+            tensors, owned = {"": local_part(parameter)}, False
+            for prefix, slots in self._slots:
+                for tied, label in holders:
+                    if tied in slots:
+                        owned = True
+                        tensors |= {f"{prefix}{key}{label}": slot for key, slot in slots.of(tied).items()}
             if id(parameter) in zeros:
                 # ZeRO sends the parameters around after every step, but not their slots.
-                role, scope = "shared" if owner is not None else "replica", zeros[id(parameter)]
+                role, scope = "shared" if owned else "replica", zeros[id(parameter)]
             else:
                 role, scope = self._wrapping.role(name, wrapped, parameter)
-            place, frozen = place_of(parameter, name), not parameter.requires_grad
+            place, frozen = place_of(parameter, name), not any(tied.requires_grad for tied, _ in holders)
             groups.append(StateGroup(name, "parameter", tensors, place, role, scope, frozen))
         buffers = list(_buffers(self._model))
         places = [(self._wrapping.clean(name), module, key) for name, module, key in buffers]
@@ -181,7 +192,8 @@ class TorchAdapter:
             if buffer is not None and not is_elsewhere(buffer):
                 role, scope = self._wrapping.role(name, wrapped, buffer, buffer=True)
                 place = place_of(buffer, name)
-                groups.append(StateGroup(name, "buffer", {"": local_part(buffer)}, place, role, scope))
+                tensors = {"": distinct_part(buffer).detach()}
+                groups.append(StateGroup(name, "buffer", tensors, place, role, scope))
         self._trained, self._places = trained, places
         return groups
 
@@ -197,11 +209,7 @@ class TorchAdapter:
     def buffers(self) -> dict[str, torch.Tensor]:
         """Persistent buffers of the modules that the model had when `groups` was last called."""
         found = ((name, module._buffers.get(key)) for name, module, key in self._places)
-        return {
-            name: local_part(buffer) if is_dtensor(buffer) else buffer
-            for name, buffer in found
-            if buffer is not None
-        }
+        return {name: distinct_part(buffer) for name, buffer in found if buffer is not None}
 
     @torch.no_grad()
     def touched_rows(self, *, dense: bool) -> dict[str, torch.Tensor]:
@@ -232,10 +240,16 @@ class TorchAdapter:
     def capture_late(self) -> dict[str, Any]:
         """Optimizers' param_groups and scalars, schedulers, gradient scaler, modules' extra state."""
         return {
-            "optimizers": [{**_optimizer_extras(o), **self._names(o)} for o in self._optimizers],
+            "optimizers": [
+                {**state.capture(self._unsavable), **self._names(optimizer)}
+                for optimizer, state in zip(self._optimizers, self._states, strict=True)
+            ],
             "objects": {name: state_of(item) for name, item in self._late.items()},
             "modules": {name: module.get_extra_state() for name, module in self._modules_with_extra_state()},
         }
+
+    def _unsavable(self, what: str) -> None:
+        self._caveats.say("optimizer-attribute", what)
 
     def _names(self, optimizer: Optimizer) -> dict[str, list[str]]:
         """Names of the optimizer's parameters by number, where another rank's numbers may be others."""
@@ -243,6 +257,11 @@ class TorchAdapter:
             return {}
         names = {id(parameter): name for name, _, parameter in self._parameters()}
         return {"names": [names.get(id(parameter), "") for parameter in params_of(optimizer)]}
+
+    def watch(self, caveats: Caveats) -> Watching:
+        """See `KnowsCaveats`."""
+        self._caveats = caveats
+        return Watch(self._model, self._optimizers, self._homes, caveats)
 
     def mix_late(self, theirs: Any, own: Any) -> Any:
         """See `Adapter`."""
@@ -265,8 +284,8 @@ class TorchAdapter:
             )
         check_names("schedulers or scaler", late["objects"], self._late)
         check_names("extras", early["extras"], self._early)
-        for optimizer, saved in zip(self._optimizers, late["optimizers"], strict=True):
-            _restore_optimizer(optimizer, saved)
+        for state, saved in zip(self._states, late["optimizers"], strict=True):
+            state.restore(saved)
         for name, item in self._late.items():
             restore_state(item, late["objects"][name])
         for name, module in self._modules_with_extra_state():
@@ -280,12 +299,11 @@ class TorchAdapter:
     def restore_lost(self, lost: Mapping[str, NDArray[np.bool_]], saved: Callable[[], Any]) -> None:
         """Optimizer state of lost parameters that is none of their slots; see `scarctl_adapters.lost`."""
         names = {id(parameter): name for name, _, parameter in self._parameters()}
-        restore_lost(self._optimizers, names, lost, saved)
+        restore_lost([state.homes for state in self._states], names, lost, saved)
 
     def create_slots(self, layout: Layout) -> Callable[[], None]:
         """Tensors in the optimizers' state for every slot of `layout` that is not there yet."""
-        owners = {id(p): o for o in map(with_state, self._optimizers) for p in params_of(o)}
-        return create_slots(layout, {name: parameter for name, _, parameter in self._parameters()}, owners)
+        return create_slots(layout, {name: holders for name, _, holders in self._holders()}, self._homes)
 
     def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:
         """Step hooks: `before` on every optimizer, `after` on the last one.
@@ -301,12 +319,14 @@ class TorchAdapter:
         for number, optimizer in enumerate(self._optimizers):
 
             def entering(*_: object, number: int = number) -> None:
-                self._stepping = number
-                before()
+                if not is_nested(self._optimizers[number]):
+                    self._stepping = number
+                    before()
 
-            handles.append(optimizer.register_step_pre_hook(entering if after else _beginning(entering)))
+            handles.append(optimizer.register_step_pre_hook(entering if after else beginning(entering)))
         if after is not None:
-            handles.append(self._optimizers[-1].register_step_post_hook(lambda *_: after()))
+            last = self._optimizers[-1]
+            handles.append(last.register_step_post_hook(lambda *_: None if is_nested(last) else after()))
 
         def remove() -> None:
             for handle in handles:
@@ -315,9 +335,17 @@ class TorchAdapter:
         return remove
 
     def _parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
-        """Name, name with the wrappers', parameter."""
-        seen: set[tuple[Any, ...]] = set()
-        named = [(self._wrapping.clean(name), name, p) for name, p in self._model.named_parameters()]
+        """Name, name with the wrappers', first parameter of every group."""
+        return ((name, wrapped, holders[0][0]) for name, wrapped, holders in self._holders())
+
+    def _holders(self) -> list[tuple[str, str, list[Holder]]]:
+        """Name, name with the wrappers', and the parameters of every group: several where they share memory."""
+        found: dict[tuple[Any, ...], tuple[str, str, list[Holder]]] = {}
+        seen: set[int] = set()
+        named = [
+            (self._wrapping.clean(name), name, p)
+            for name, p in self._model.named_parameters(remove_duplicate=False)
+        ]
         for i, optimizer in enumerate(self._optimizers):
             numbered = ((f"optimizer{i}.param{j}", p) for j, p in enumerate(params_of(optimizer)))
             named += [(name, name, p) for name, p in numbered]
@@ -328,39 +356,21 @@ class TorchAdapter:
                 parameter = known
             elif is_dtensor(parameter):
                 self._sharded[name] = parameter
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
             # Tied parameters may be two Parameter objects over one storage: memory is what makes them one.
             part = local_part(parameter)
             where = (part.data_ptr(), part.shape, part.stride(), part.dtype)
             key = where if part.numel() else (id(parameter),)
-            if key not in seen:
-                seen.add(key)
-                yield name, wrapped, parameter
+            group = found.setdefault(key, (name, wrapped, []))
+            group[2].append((parameter, f"@{name}" if group[2] else ""))
+        return list(found.values())
 
     def _modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self._model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 yield self._wrapping.clean(name), module
-
-
-def _beginning(before: Callable[[], None]) -> Callable[..., Any]:
-    """A pre hook that calls `before` at the last moment at which no parameter has changed."""
-
-    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None or not type(optimizer).__module__.startswith("torch.optim."):
-            before()
-            return None
-
-        def computed(*given: Any, **named: Any) -> Any:
-            result = closure(*given, **named)
-            before()
-            return result
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": computed}
-        return (args[0], computed, *args[2:]), kwargs
-
-    return hook
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -371,71 +381,3 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield (f"{prefix}.{name}" if prefix else name), module, name
-
-
-def _optimizer_extras(optimizer: Optimizer) -> dict[str, Any]:
-    """param_groups without parameters, and per key of the state the values that are no slots, by parameter number."""
-    numbers = {id(p): i for i, p in enumerate(params_of(optimizer))}
-    columns: dict[str, tuple[list[int], list[Any]]] = {}
-    stateful = []
-    for parameter, state in with_state(optimizer).state.items():
-        stateful.append(numbers[id(parameter)])
-        for key, value in state.items():
-            if not is_slot(key, value, parameter):
-                if is_dtensor(value):
-                    raise UsageError(
-                        f"{type(optimizer).__name__} keeps {key!r}, which is cut otherwise than its parameter",
-                        hint="use an optimizer whose state has the shape of the parameters, such as AdamW",
-                    )
-                where, values = columns.setdefault(key, ([], []))
-                where.append(numbers[id(parameter)])
-                values.append(value)
-    return {
-        "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
-        "stateful": np.array(stateful, dtype=np.int64),
-        "columns": {key: (np.array(where), _stack(values)) for key, (where, values) in columns.items()},
-    }
-
-
-def _stack(values: list[Any]) -> Any:
-    """Many 0-dim tensors of one dtype as one tensor: a model has hundreds of step counts."""
-    if (
-        all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in values)
-        and len({v.dtype for v in values}) == 1
-    ):
-        # On a GPU that is one wait instead of one for each.
-        where = {v.device for v in values}
-        return torch.stack(values if len(where) == 1 else [v.cpu() for v in values]).detach().cpu()
-    return list(values)
-
-
-def _restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    parameters, states = list(params_of(optimizer)), with_state(optimizer).state
-    if len(saved["param_groups"]) != len(optimizer.param_groups):
-        raise UsageError(f"{type(optimizer).__name__} has {len(optimizer.param_groups)} param_groups, the store has "
-                         f"{len(saved['param_groups'])}")  # fmt: skip
-    for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        update_group(group, values)
-    groups = {id(p): g for g in optimizer.param_groups for p in g["params"]}
-    stateful = set(saved["stateful"].tolist())
-    for number, parameter in enumerate(parameters):
-        if number not in stateful:
-            states.pop(parameter, None)
-    for key, (where, values) in saved["columns"].items():
-        for number, value in zip(where.tolist(), values, strict=True):
-            parameter = parameters[number]
-            if isinstance(value, torch.Tensor):
-                group = groups[id(parameter)]
-                # The same rule as torch's own load_state_dict: counts stay on the host unless a kernel reads them.
-                moves = key != "step" or group.get("capturable") or group.get("fused")
-                value = value.clone().to(parameter.device) if moves else value.clone()
-            states[parameter][key] = value
-
-
-def update_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Put values into an optimizer's group of parameters; a tensor, such as a rate, goes where the old one is."""
-    for name, value in values.items():
-        before = group.get(name)
-        if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
-            value = value.to(before.device)
-        group[name] = value

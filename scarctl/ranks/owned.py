@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import distributed as dist
 
-from scarctl.adapter import Adapter, StateGroup, touched_rows_of
+from scarctl.adapter import Adapter, StateGroup, touched_rows_of, watch_of
 from scarctl.dtypes import name_of
 from scarctl.layout import Layout, TensorSpec, build_layout
 from scarctl.ranks.holdings import Division, Holding
@@ -68,6 +69,7 @@ class OwnedAdapter:
         touched = touched_rows_of(adapter)
         if touched is not None:
             self.touched_rows = lambda *, dense: self._cut(touched(dense=dense))
+        self.watch = partial(watch_of, adapter)
 
     @property
     def automatic(self) -> bool:

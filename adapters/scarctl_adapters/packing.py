@@ -1,0 +1,197 @@
+"""What optimizers keep, as plain values: a parameter, or a tensor of its state, by reference; all others as they are.
+
+A packed value is a leaf (a number, text, an array) or a tuple that begins with what it is. Nothing but these kinds
+comes back, so what a hostile store says makes no object of any other class.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from scarctl.errors import UsageError
+from scarctl.stateful import restore_state, state_of
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+LEAVES = (bool, int, float, complex, str, bytes, type(None))
+_SEQUENCES: dict[str, Any] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "size": torch.Size,
+}
+_MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_NAMES = {kind: name for name, kind in {**_SEQUENCES, **_MAPPINGS}.items()}
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_DEPTH = 16
+
+
+class Unsavable(UsageError):
+    """A value that cannot be made from a store again; the message says which."""
+
+
+def is_plain_tensor(tensor: torch.Tensor) -> bool:
+    """Whether its values lie in memory, one for each element: no subclass, nothing sparse, nothing expanded."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and not any(
+            stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        )
+    )
+
+
+class References:
+    """Tensors that have a place of their own, and are packed as that."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.parameters = list(parameters)
+        self._places: dict[int, tuple[Any, ...]] = {
+            id(p): ("parameter", number) for number, p in enumerate(self.parameters)
+        }
+        self._named: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._memory = {_memory(p) for p in self.parameters}
+
+    def add(self, place: tuple[Any, ...], tensor: torch.Tensor) -> None:
+        """The tensor is at this place of the state."""
+        self._places.setdefault(id(tensor), place)
+        self._named[place] = tensor
+        self._memory.add(_memory(tensor))
+
+    def place(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+        """Its place, if it has one."""
+        return self._places.get(id(tensor))
+
+    def at(self, place: tuple[Any, ...]) -> torch.Tensor:
+        """The tensor there. Raises UsageError when there is none."""
+        found = self._named.get(place)
+        if found is None and place[0] == "parameter":
+            number = place[1]
+            found = self.parameters[number] if number < len(self.parameters) else None
+        if found is None:
+            raise UsageError(f"the optimizer has nothing at {place}, which the store refers to")
+        return found
+
+    def shares(self, tensor: torch.Tensor) -> bool:
+        """Whether it is another view of what has a place."""
+        return tensor.numel() > 0 and _memory(tensor) in self._memory
+
+    def device(self) -> torch.device:
+        """Where what is not on the host goes to."""
+        return self.parameters[0].device if self.parameters else torch.device("cpu")
+
+
+def pack(value: Any, references: References, path: str, depth: int = _DEPTH) -> Any:
+    """See the module. Raises Unsavable, naming `path`."""
+    kind = type(value)
+    if kind in LEAVES or isinstance(value, np.generic | np.ndarray):
+        return value
+    if isinstance(value, torch.Tensor):
+        return _pack_tensor(value, references, path)
+    if depth <= 0:
+        raise Unsavable(f"{path} has more than {_DEPTH} levels")
+    if kind is torch.dtype:
+        return ("dtype", str(value).removeprefix("torch."))
+    if kind is torch.device:
+        return ("device", str(value))
+    if isinstance(value, _GENERATORS):
+        return ("generator", state_of(value))
+    if kind in _SEQUENCES.values():
+        return (_NAMES[kind], [pack(item, references, f"{path}[..]", depth - 1) for item in value])
+    if kind is deque:
+        return ("deque", [pack(item, references, f"{path}[..]", depth - 1) for item in value], value.maxlen)
+    if kind in _MAPPINGS.values() or kind is defaultdict:
+        pairs = [
+            [pack_key(key, references, path), pack(item, references, f"{path}[{key!r}]", depth - 1)]
+            for key, item in value.items()
+        ]
+        return (_NAMES.get(kind, "defaultdict"), pairs)
+    raise Unsavable(f"{path} is a {kind.__qualname__}")
+
+
+def _pack_tensor(value: torch.Tensor, references: References, path: str) -> Any:
+    place = references.place(value)
+    if place is not None:
+        return place
+    if not is_plain_tensor(value):
+        raise Unsavable(f"{path} is a tensor of class {type(value).__qualname__} and layout {value.layout}")
+    if references.shares(value):
+        raise Unsavable(f"{path} is a view of another tensor's memory")
+    return ("tensor", value.device.type == "cpu", value.detach())
+
+
+def pack_key(key: Any, references: References, path: str) -> Any:
+    """A key of a dict: some optimizers take the address of a parameter for it."""
+    if type(key) is int:
+        for number, parameter in enumerate(references.parameters):
+            if id(parameter) == key:
+                return ("id", number)
+    return pack(key, references, f"a key of {path}")
+
+
+def unpack(node: Any, references: References, live: Any = None) -> Any:
+    """What was packed. `live`: what is there now; what can be put into it is. Raises UsageError for anything else."""
+    if type(node) is not tuple:
+        return node
+    kind = node[0] if node else None
+    body = node[1] if len(node) > 1 else None
+    if kind in ("parameter", "slot"):
+        return references.at(node)
+    if kind == "id":
+        return id(references.at(("parameter", body)))
+    if kind == "tensor":
+        return _unpack_tensor(node, references, live)
+    if kind == "dtype":
+        found = getattr(torch, str(body), None)
+        if isinstance(found, torch.dtype):
+            return found
+    elif kind == "device":
+        return torch.device(str(body))
+    elif kind == "generator":
+        if isinstance(live, _GENERATORS):
+            restore_state(live, body)
+            return live
+        raise UsageError("the store has a random number generator that this optimizer has not")
+    elif kind in _SEQUENCES:
+        return _SEQUENCES[kind]([unpack(item, references) for item in node[1]])
+    elif kind == "deque":
+        return deque((unpack(item, references) for item in node[1]), node[2])
+    elif kind in (*_MAPPINGS, "defaultdict"):
+        found = {unpack(key, references): unpack(item, references) for key, item in node[1]}
+        return _fill(kind, found, live)
+    raise UsageError(f"the store has a value of an optimizer that is none: {kind!r}")
+
+
+def _fill(kind: str, found: Mapping[Any, Any], live: Any) -> Any:
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind](found)
+    if not isinstance(live, defaultdict):
+        return dict(found)
+    live.clear()
+    live.update(found)
+    return live
+
+
+def _unpack_tensor(node: tuple[Any, ...], references: References, live: Any) -> torch.Tensor:
+    _, on_host, value = node
+    if not isinstance(value, torch.Tensor):
+        raise UsageError("the store has a tensor of an optimizer that is none")
+    if (
+        isinstance(live, torch.Tensor)
+        and is_plain_tensor(live)
+        and (live.shape, live.stride(), live.dtype) == (value.shape, value.stride(), value.dtype)
+        and references.place(live) is None
+    ):
+        with torch.no_grad():  # others may refer to it
+            return live.copy_(value)
+    return value.clone() if on_host else value.to(references.device(), copy=True)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)

@@ -1,0 +1,45 @@
+"""Counts what becomes of every configuration: `python -m tests.optimizers [--third-party] [PATTERN]`."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import fnmatch
+import tempfile
+import warnings
+from pathlib import Path
+
+from tests.optimizers import torchs
+from tests.optimizers.sweep import BROKEN, EXACT, SILENT, deterministic, outcome
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--third-party", action="store_true", help="those of other packages instead of torch's own"
+    )
+    parser.add_argument("pattern", nargs="?", default="*")
+    arguments = parser.parse_args()
+    if arguments.third_party:
+        from tests.optimizers import third_party
+
+        cases = third_party.cases()
+    else:
+        cases = torchs.cases()
+    warnings.simplefilter("ignore")
+    counts: collections.Counter[str] = collections.Counter()
+    with deterministic():
+        for case in cases:
+            if fnmatch.fnmatch(case.name, arguments.pattern):
+                with tempfile.TemporaryDirectory() as folder:
+                    found, why = outcome(case, Path(folder))
+                counts[found] += 1
+                if found != EXACT:
+                    print(f"{found:8} {case.name}: {why}", flush=True)
+    print(f"{sum(counts.values())} cases: {dict(counts)}")
+    print(f"not usable without scarctl either: {counts[BROKEN]}")
+    return 1 if counts[SILENT] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,164 @@
+"""One training with any optimizer: what becomes of a run that is stopped, resumed and gone on with.
+
+The run that was never stopped and the one that was are compared bit for bit, weights and loss. What scarctl said before
+that is the outcome: nothing (then both have to be the same), a caveat, or a refusal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import scarctl
+from scarctl.errors import ScarError
+
+STEPS, STOP = 12, 7
+EXACT, SAID, REFUSED, FAILED, SILENT, BROKEN = "exact", "said", "refused", "failed", "silent", "broken"
+"""FAILED: errors are logged and counted, nothing is saved from there on. BROKEN: it does not run without scarctl."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration of one optimizer."""
+
+    name: str
+    make: Callable[[nn.Module], torch.optim.Optimizer]
+    closure: bool = False
+    sparse: bool = False
+    matrices: bool = False
+    """Only parameters of two dimensions, as some optimizers want it."""
+    create_graph: bool = False
+    twice: bool = False
+    """Its step wants gradients, and computes more of them."""
+    wide: int = 1
+    """What makes matrices larger."""
+
+
+class Net(nn.Module):
+    """Parameters of one to four dimensions; a buffer that changes; or an embedding with sparse gradients alone."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.sparse, self.matrices = case.sparse, case.matrices
+        if case.sparse:
+            self.table = nn.EmbeddingBag(12, 4, sparse=True)
+        elif case.matrices:
+            self.first, self.second = (
+                nn.Linear(8 * case.wide, 6 * case.wide, bias=False),
+                nn.Linear(6 * case.wide, 4, bias=False),
+            )
+        else:
+            self.conv, self.norm, self.out = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(16, 4)
+
+    def forward(self, step: int) -> torch.Tensor:
+        if self.sparse:
+            return self.table(torch.randint(0, 12, (5, 3))).square().mean()
+        if self.matrices:
+            x = torch.randn(5, self.first.in_features)
+            return (self.second(torch.tanh(self.first(x))) - 1).square().mean()
+        images = torch.randn(5, 1, 4, 4)
+        return (self.out(self.norm(self.conv(images)).flatten(1)) - 1).square().mean()
+
+
+class Run:
+    """One process's objects."""
+
+    def __init__(self, case: Case, store: Path | None, **options: Any) -> None:
+        torch.manual_seed(1)
+        np.random.seed(2)
+        random.seed(3)
+        self.case = case
+        self.model = Net(case)
+        self.optimizer = case.make(self.model)
+        self.session = (
+            scarctl.attach(self.model, self.optimizer, store=store, interval=1, daemon=False, **options)
+            if store is not None
+            else None
+        )
+
+    def train(self, first: int, last: int) -> None:
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()
+        for step in range(first, last):
+
+            def compute(step: int = step) -> torch.Tensor:
+                self.optimizer.zero_grad()
+                loss = self.model(step)
+                loss.backward(create_graph=self.case.create_graph)
+                return loss  # type: ignore[no-any-return]
+
+            if self.case.twice:
+                compute()
+            if self.case.closure:
+                self.optimizer.step(compute)
+            else:
+                compute()
+                self.optimizer.step()
+
+    def digest(self) -> str:
+        whole = hashlib.sha256()
+        for tensor in self.model.state_dict().values():
+            whole.update(tensor.detach().contiguous().numpy().tobytes())
+        return whole.hexdigest()
+
+
+def outcome(case: Case, folder: Path) -> tuple[str, str]:
+    """What becomes of it, and why."""
+    try:
+        whole = Run(case, None)
+        whole.train(0, STEPS)
+    except Exception as error:
+        return BROKEN, f"without scarctl: {type(error).__name__}: {error}"
+    try:
+        before = Run(case, folder / "store")
+    except ScarError as error:
+        return REFUSED, f"attach: {error}"
+    assert before.session is not None
+    with contextlib.ExitStack() as closing:
+        closing.callback(before.session.close)
+        before.session.resume()
+        try:
+            before.train(0, STOP)
+        except ScarError as error:
+            return REFUSED, f"step {before.session.head_step}: {error}"
+        if before.session.stats.errors:
+            return FAILED, f"errors while saving: {before.session.stats.last_error}"
+    after = Run(case, folder / "store")
+    assert after.session is not None
+    with after.session:
+        try:
+            resumed = after.session.resume()
+        except ScarError as error:
+            return SILENT, f"saved, and cannot be resumed: {error}"
+        if resumed.step != STOP:
+            return SILENT, f"resumed {resumed.step}"
+        after.train(resumed.step, STEPS)
+        same = after.digest() == whole.digest()
+        if resumed.exact:
+            return (EXACT, "") if same else (SILENT, "exact, and it is not")
+        return SAID, f"{'same' if same else 'differs'}: {'; '.join(resumed.reasons)}"
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """One thread, no logs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    logging.getLogger("scarctl").setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.getLogger("scarctl").setLevel(logging.NOTSET)
+        torch.set_num_threads(threads)
+        os.environ.pop("SCARCTL_STORE", None)
