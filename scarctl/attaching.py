@@ -39,6 +39,7 @@ def attach(
     scaler: Any = None,
     extras: Mapping[str, Any] | None = None,
     rank_extras: Mapping[str, Any] | None = None,
+    after_step: Mapping[str, Any] | None = None,
     replicated: Sequence[str] = (),
     ranks: bool | None = None,
     auto: bool | Literal["begin"] = True,
@@ -132,6 +133,7 @@ def attach(
         scaler=scaler,
         extras={**(extras or {}), **(rank_extras or {})},
         replicated=_as_list(replicated),
+        **({"after_step": after_step} if after_step else {}),
     )
     auto = auto if adapter.automatic else False
     several = world_size() > 1 and ranks is not False

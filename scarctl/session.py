@@ -15,10 +15,10 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from scarctl import signals
 from scarctl.adapter import Adapter
@@ -36,15 +36,17 @@ from scarctl.gate import Gate
 from scarctl.moment import Moment, Moments, check_step
 from scarctl.naming import take_snapshot
 from scarctl.opening import Opening
+from scarctl.progress import Progress
 from scarctl.requests import Due, Requests
 from scarctl.restore import Resumed, recover_live
-from scarctl.resuming import Resumption
+from scarctl.resuming import Resumption, doubt
 from scarctl.streams import Streams
 from scarctl.together import Alone, Together
 from scarctl.tracker import touched_of
 from scarctl.worker import Worker
 
 log = logging.getLogger("scarctl")
+T = TypeVar("T")
 
 FLUSH_SECONDS = 10.0
 """How long a flush waits for a running step to end."""
@@ -83,6 +85,15 @@ class Session:
         self._pid = os.getpid()
         self._requests = Requests(self._together, self.recover, self._fault)
         self._gate = Gate(stepping=auto is False)
+        self._progress = Progress(
+            adapter,
+            self._gate,
+            self.caveats,
+            self._together.rank,
+            lambda: self.head_step,
+            self._doubt,
+            hooked=auto is True,
+        )
         self._streams = Streams()
         self._moments = Moments(adapter, self._streams)
         self._moment: Moment | None = None
@@ -110,6 +121,7 @@ class Session:
             self.stats,
             self._fault,
             self.caveats,
+            self._progress,
             validate=settings.validate,
         )
         # Without this, a loop that just ends would lose what it did since the last checkpoint.
@@ -130,6 +142,21 @@ class Session:
         return claim_saver(self.store, self.settings, self._requests.add)
 
     # -- the loop -----------------------------------------------------------------------------------------------
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Instead of `range(count)`: the numbers of the epochs that are not trained yet. See `batches`."""
+        self._check_open()
+        return self._progress.loop.epochs(count)
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Instead of `loader`: what of it this epoch's training has not used yet. Any iterable will do.
+
+        A loop that reads its data here resumes exactly. Data, random numbers, schedulers and extras are then those of
+        the moment at which the loop asked for the next batch. What else it does once per epoch belongs into the loop
+        over `epochs`. Raises UsageError when the data end before the batch that was reached.
+        """
+        self._check_open()
+        return self._progress.loop.batches(loader)
 
     def step(self, step: int | None = None) -> None:
         """Say that an iteration is over, where no hook says it. `step`: its number, if the loop counts itself.
@@ -162,7 +189,7 @@ class Session:
         with self._gate.held():
             self._finish()
             errors = self.stats.errors
-            self._begin(self._take(), full=full)
+            self._begin(self._progress.as_it_is(self._take), full=full)
             self._finish()
             failed = self.stats.errors > errors
         if not wait:
@@ -242,6 +269,7 @@ class Session:
             elif self._engine is not None and self.settings.flush_on_signal:
                 # Until the next step ends, this is the newest one: an exception on the way there saves no later extras.
                 self._take()
+            self._progress.resumed(self.head_step, self._moment)
             return resumed
 
     def supersede(self, step: int = 0) -> None:
@@ -266,6 +294,10 @@ class Session:
         self._opening.looked(superseding=True)
         self.head_step = step
 
+    def _doubt(self, found: Iterable[str]) -> None:
+        """The loop does not continue as it would have: what was resumed was not exact."""
+        self.resumed = doubt(self.resumed, tuple(found), self.caveats)
+
     def _doubted(self, resumed: Resumed) -> Resumed:
         """The same with why it is not exact: what the run that saved it knew, and mixed steps."""
         found = [tuple(theirs) for theirs in self._together.gather(list(self._found_reasons))]
@@ -279,6 +311,7 @@ class Session:
             self._adapter.restore(extras["early"], extras["late"])
             engine.credit, engine.cursor = extras["policy"]["credit"], extras["policy"]["cursor"]
         self.head_step = resumed.step
+        self._progress.restore(extras, resumed.step, exact=resumed.exact and not self._found_reasons)
         self._opening.go(engine, resumed.step)
 
     def recover(
@@ -367,6 +400,7 @@ class Session:
     def _between_steps(self) -> None:
         if self._engine is None and self.head_step == 0:
             self._opening.require_looked()
+        self._progress.step_begins()
         with self._gate.held(), self.stats.stalled(part=self._checkpoints.under_way):
             self._finish()
 
@@ -379,7 +413,8 @@ class Session:
             self._moment = None
             self._streams.follow()
             self.head_step += 1  # before a flush may come
-            self._gate.leave()
+            self._gate.leave(self._progress.patience)
+            moment = None
             if self._engine is None:
                 self._opening.start(self._binding.build_layout(), self.head_step)
                 due: Due | None = Due(full=True)
@@ -388,7 +423,8 @@ class Session:
                 due = self._requests.due(self._engine, self.head_step)
             with self.stats.stalled(first=due is not None, part=due is not None):
                 if due is not None or self.settings.flush_on_signal:
-                    moment = self._take()
+                    moment = self._take(early=self._progress.reads_early)
+                self._progress.step_ended(self.head_step, moment)
                 if due is not None:
                     self._begin(moment, full=due.full, skip_if_behind=due.may_skip)
                 if self._engine is not None:
@@ -400,10 +436,10 @@ class Session:
 
     # -- one checkpoint, with the gate held -----------------------------------------------------------------------
 
-    def _take(self) -> Moment | None:
+    def _take(self, *, early: bool = True) -> Moment | None:
         """Take the moment. None when that fails."""
         try:
-            moment = self._moments.take(self.head_step)
+            moment = self._moments.take(self.head_step, early=early)
         except Exception as error:
             self._fault(error)
             return None
@@ -519,7 +555,7 @@ class Session:
                 self._finish()
                 # A step that raised has left parameters half changed: what was saved before is better.
                 if seal and quiet and self.head_step > 0 and (as_it_is or self._flushed != self.head_step):
-                    moment = self._take() if as_it_is else self._moment or self._take()
+                    moment = self._progress.as_it_is(self._take) if as_it_is else self._moment or self._take()
                     errors = self.stats.errors
                     if not self._seal(moment) and self.stats.errors > errors:
                         # A signal's handler of somebody else may have raised in the middle of it.
@@ -539,6 +575,7 @@ class Session:
 
     def _stop(self) -> None:
         self._closed = True
+        self._progress.close()
         self._gate.end()
 
     def _let_go(self, failed: bool) -> None:

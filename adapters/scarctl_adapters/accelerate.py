@@ -32,7 +32,7 @@ from scarctl.errors import UsageError
 from scarctl.extras import encode
 from scarctl.restore import Resumed, check_mode
 from scarctl.stateful import check_stateful, state_of
-from scarctl_adapters.torch import capture_rng, restore_rng
+from scarctl.randomness import capture_rng, restore_rng
 
 try:
     from accelerate import Accelerator, skip_first_batches

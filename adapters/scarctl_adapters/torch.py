@@ -13,14 +13,8 @@ from torch.optim import Optimizer
 from scarctl.adapter import StateGroup
 from scarctl.errors import UsageError
 from scarctl.layout import Layout
-from scarctl.stateful import (
-    capture_host_rng,
-    check_names,
-    check_stateful,
-    restore_host_rng,
-    restore_state,
-    state_of,
-)
+from scarctl.randomness import capture_rng, restore_rng, undisturbed
+from scarctl.stateful import check_names, check_stateful, restore_state, state_of
 from scarctl_adapters.fsdp import (
     Wrapping,
     is_dtensor,
@@ -35,6 +29,7 @@ from scarctl_adapters.fsdp import (
     zero_of,
 )
 from scarctl_adapters.mixing import mix_late
+from scarctl_adapters.light import light_of, with_light
 from scarctl_adapters.sameness import Tensors, tensors_now
 from scarctl_adapters.slots import Slots, create_slots, is_slot
 
@@ -91,6 +86,7 @@ class TorchAdapter:
         schedulers: Sequence[Any] = (),
         scaler: Any = None,
         extras: Mapping[str, Any] | None = None,
+        after_step: Mapping[str, Any] | None = None,
         replicated: Sequence[str] = (),
     ) -> TorchAdapter:
         """See `scarctl.attach` for the arguments. Raises UsageError for objects that are not what they should be."""
@@ -102,6 +98,7 @@ class TorchAdapter:
         late = {f"scheduler{i}": scheduler for i, scheduler in enumerate(schedulers)}
         if scaler is not None:
             late["scaler"] = scaler
+        late |= after_step or {}
         for name, item in {**late, **(extras or {})}.items():
             check_stateful(name, item)
         adapter = cls(model, optimizers, late, extras or {}, replicated)
@@ -225,7 +222,28 @@ class TorchAdapter:
 
     def capture_early(self) -> dict[str, Any]:
         """Random number generators, and the user's extras."""
-        return {"rng": capture_rng(), "extras": {name: state_of(item) for name, item in self._early.items()}}
+        with undisturbed():
+            return {"rng": capture_rng(), "extras": {n: state_of(item) for n, item in self._early.items()}}
+
+    def modules(self) -> Iterator[nn.Module]:
+        """See `KnowsLoop`."""
+        return self._model.modules()
+
+    def early_extras(self) -> dict[str, Any]:
+        """See `KnowsLoop`."""
+        return self._early
+
+    def late_extras(self) -> dict[str, Any]:
+        """See `KnowsLoop`."""
+        return self._late
+
+    def capture_light(self) -> list[Any]:
+        """See `KnowsLoop`."""
+        return light_of(self._late, self._optimizers)
+
+    def with_light(self, late: Any, light: Any) -> Any:
+        """See `KnowsLoop`."""
+        return with_light(late, light)
 
     def capture_late(self) -> dict[str, Any]:
         """Optimizers' param_groups and scalars, schedulers, gradient scaler, modules' extra state."""
@@ -431,20 +449,3 @@ def update_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
         if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
             value = value.to(before.device)
         group[name] = value
-
-
-def capture_rng() -> dict[str, Any]:
-    """Global random number generators of Python, numpy, torch, and of CUDA where it is in use."""
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return capture_host_rng() | {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if cuda else [],
-    }
-
-
-def restore_rng(state: Mapping[str, Any]) -> None:
-    """Put `capture_rng` back; CUDA's only as far as there are devices."""
-    restore_host_rng(state)
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])

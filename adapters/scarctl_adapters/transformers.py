@@ -34,7 +34,7 @@ import torch
 import scarctl
 from scarctl.errors import UsageError
 from scarctl.restore import Resumed, check_mode
-from scarctl_adapters.torch import capture_rng, restore_rng
+from scarctl.randomness import capture_rng, restore_rng
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer
