@@ -41,6 +41,11 @@ class Gate:
         """Whether parameters may be half changed."""
         return self._stepping
 
+    @property
+    def trainer(self) -> int:
+        """Number of the thread that trains."""
+        return self._trainer
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Inside, nobody else is inside `held` or `quiet`. May be nested."""

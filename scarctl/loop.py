@@ -1,7 +1,7 @@
 """Where a training loop is, for loops that read `Session.epochs` and `Session.batches`.
 
-All that belongs to a step is done when the loop asks for the next batch: schedules have moved, averages are updated. The
-loop is *settled* then. A checkpoint gets extras, schedules and random numbers of that moment, and the position: the
+All that belongs to a step is done when the loop asks for the next batch: schedules have moved, averages are updated.
+The loop is *settled* then. A checkpoint gets extras, schedules and random numbers of that moment, and the position: the
 epoch, and for each pass over a loader in it how many batches were handed out.
 
 A resumed loop makes each pass again from the random numbers that it began with, without the batches that were used. The

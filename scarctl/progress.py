@@ -1,4 +1,4 @@
-"""When a loop is done with a step, what a checkpoint gets of that moment, and whether a resumed loop continues from there.
+"""When a loop is done with a step, what a checkpoint gets of that moment, and whether a resumed loop continues there.
 
 A loop that reads `Session.batches` is done when it asks for the next batch. Any other is taken to be done when the next
 forward pass in training begins, or the next optimizer's step where there is none.
@@ -45,8 +45,7 @@ class Progress:
         *,
         hooked: bool,
     ) -> None:
-        """hooked: steps are seen to begin and to end. doubt: called with the reasons why the run did not resume exactly.
-        """
+        """hooked: steps are seen to begin and to end. doubt: called with the reasons why the loop did not continue."""
         self._adapter = adapter
         self._known = loop_known(adapter)
         self._gate = gate
@@ -140,8 +139,8 @@ class Progress:
             if name in before and not _equal(before[name], plain(now[name])):
                 self.caveats.say(
                     f"changes-late:{name}",
-                    f"the loop changes extras[{name!r}] after the optimizer's step, and what is saved of it is of before "
-                    "that: pass it in after_step, or read the data from session.batches()",
+                    f"the loop changes extras[{name!r}] after the optimizer's step, and what is saved of it is of "
+                    "before that: pass it in after_step, or read the data from session.batches()",
                 )
 
     # -- checkpoints --------------------------------------------------------------------------------------------
@@ -149,7 +148,12 @@ class Progress:
     def as_it_is(self, moment: Callable[..., Moment | None]) -> Moment | None:
         """The moment that a checkpoint of now is of. moment: takes one."""
         newest = self._newest
-        if newest is not None and self.loop.used and newest.step == self.head_step and newest.position is not None:
+        if (
+            newest is not None
+            and self.loop.used
+            and newest.step == self.head_step
+            and newest.position is not None
+        ):
             return newest
         return moment()
 
@@ -158,8 +162,8 @@ class Progress:
         if not self._is_settled(moment):
             self.caveats.say(
                 "not-settled",
-                f"step {moment.step} was saved before the loop was done with it: a schedule or an average that it changes "
-                "after the step may be one step behind",
+                f"step {moment.step} was saved before the loop was done with it: a schedule or an average that it "
+                "changes after the step may be one step behind",
             )
         early = moment.early if moment.early is not None else plain(self._adapter.capture_early())
         late = moment.late if moment.late is not None else plain(self._adapter.capture_late())

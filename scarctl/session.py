@@ -20,7 +20,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from scarctl import signals
+from scarctl import attached, signals
 from scarctl.adapter import Adapter
 from scarctl.binding import Binding
 from scarctl.caveats import Caveats, caveats_of, reasons
@@ -36,9 +36,10 @@ from scarctl.gate import Gate
 from scarctl.moment import Moment, Moments, check_step
 from scarctl.naming import take_snapshot
 from scarctl.opening import Opening
+from scarctl.prediction import Mode
 from scarctl.progress import Progress
 from scarctl.requests import Due, Requests
-from scarctl.restore import Resumed, recover_live
+from scarctl.restore import Resumed, check_mode, recover_live
 from scarctl.resuming import Resumption, doubt
 from scarctl.streams import Streams
 from scarctl.together import Alone, Together
@@ -78,7 +79,7 @@ class Session:
         self.resumed: Resumed | None = None
         """What `resume` returned, and why that is not exact if it turned out later."""
         self._adapter = adapter
-        self._hooked_begin = auto == "begin"
+        self._hooked_begin = self.lasts = auto == "begin"
         self._found_reasons: tuple[str, ...] = ()
         """Why what was resumed from is not exact, as the run knew that saved it."""
         self._closed = False
@@ -126,6 +127,7 @@ class Session:
         )
         # Without this, a loop that just ends would lose what it did since the last checkpoint.
         atexit.register(self._at_exit)
+        attached.opened(self)
         self._unwatch: Callable[[], None] = lambda: None
         if settings.flush_on_signal:
             self._unwatch = signals.watch(self._before_signal)
@@ -234,7 +236,7 @@ class Session:
         )
         return self.head_step
 
-    def resume(self, mode: str = "partial", snapshot: str | None = None) -> Resumed:
+    def resume(self, mode: Mode = "partial", snapshot: str | None = None) -> Resumed:
         """Restore what the store and this host's memory have, in place; an empty store changes nothing.
 
         mode: "partial" takes every partition's newest copy; "rollback" the newest state that is of one step everywhere;
@@ -244,6 +246,7 @@ class Session:
         Raises LayoutMismatch (another model or optimizer), NoIntactCopy, Corruption; then nothing was changed.
         """
         self._check_open()
+        check_mode(mode)
         if self._engine is not None:
             raise UsageError(
                 "resume() comes before the first step", hint="use session.recover() in a running loop"
@@ -317,7 +320,7 @@ class Session:
     def recover(
         self,
         lost: str | int | Iterable[str | int],
-        mode: str = "partial",
+        mode: Mode = "partial",
         max_rework: float | None = None,
     ) -> Report:
         """Restore lost partitions in the running process, in place; the others keep their progress.
@@ -368,7 +371,22 @@ class Session:
         """How far the store is behind: iterations since the oldest copy that is not durable yet, 0 when all are."""
         return self._engine.lag() if self._engine is not None else 0
 
+    @property
+    def url(self) -> str:
+        """Address of the store."""
+        return self.store.address.url
+
+    @property
+    def trainer(self) -> int:
+        """Number of the thread that trains."""
+        return self._gate.trainer
+
+    def interrupt(self) -> None:
+        """Close as when an exception is on its way: the newest step is flushed, and the store is not waited for."""
+        self._close(as_it_is=False, failed=True)
+
     def __enter__(self) -> Session:
+        self.lasts = True
         return self
 
     def __exit__(
@@ -541,6 +559,7 @@ class Session:
         if self._inert():
             return
         atexit.unregister(self._at_exit)
+        attached.closed(self)
         with contextlib.ExitStack() as last:
             # Not before: a training thread that goes on meanwhile has to pass the gate.
             last.callback(self._remove_hooks)

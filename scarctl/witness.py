@@ -156,7 +156,11 @@ class Witness:
         if isinstance(expected.get("drawn"), dict):
             now = digests(gap.ended)  # type: ignore[arg-type]
             moved = [name for name, digest in now.items() if expected["drawn"].get(name) != digest]
-            found = [f"the first forward begins with other random numbers of {' and '.join(moved)}"] if moved else []
+            found = (
+                [f"the first forward begins with other random numbers of {' and '.join(moved)}"]
+                if moved
+                else []
+            )
             inputs = _digest(gap.inputs)
             if expected.get("inputs") and inputs and expected["inputs"] != inputs:
                 found.append("the first batch is not the one that came next in the run that was stopped")
@@ -168,7 +172,9 @@ class Witness:
         if drawn != [0, 0, 0] or usual:
             same = drawn is not None and usual and all(list(counts) == drawn for counts in usual)
             if not same:
-                found.append("random numbers are drawn before the first forward, perhaps not those that came next")
+                found.append(
+                    "random numbers are drawn before the first forward, perhaps not those that came next"
+                )
         if by_hand and _reads_a_loader():
             found.append("a DataLoader is read, and which batch came next is not saved")
         return found

@@ -25,6 +25,7 @@ WITH_TORCH = {
     "scarctl.foreach",
     "scarctl.gate",
     "scarctl.live",
+    "scarctl.loop",
     "scarctl.moment",
     "scarctl.motion",
     "scarctl.naming",

@@ -30,9 +30,10 @@ import scarctl
 from scarctl.dtypes import plain
 from scarctl.errors import UsageError
 from scarctl.extras import encode
+from scarctl.prediction import Mode
+from scarctl.randomness import capture_rng, restore_rng
 from scarctl.restore import Resumed, check_mode
 from scarctl.stateful import check_stateful, state_of
-from scarctl.randomness import capture_rng, restore_rng
 
 try:
     from accelerate import Accelerator, skip_first_batches
@@ -53,7 +54,7 @@ T = TypeVar("T")
 
 
 def attach(
-    accelerator: Accelerator, *, mode: str = "partial", snapshot: str | None = None, **options: Any
+    accelerator: Accelerator, *, mode: Mode = "partial", snapshot: str | None = None, **options: Any
 ) -> Run:
     """Go on where the store's run has ended, and checkpoint from now on what `accelerator` has prepared: models,
     optimizers, schedulers, gradient scaler, and the objects of `register_for_checkpointing`.
@@ -130,7 +131,7 @@ class Run:
         """The epoch that the loop is in, from 0."""
         return self._position.epoch
 
-    def _resume(self, mode: str, snapshot: str | None) -> None:
+    def _resume(self, mode: Mode, snapshot: str | None) -> None:
         self.resumed = self.session.resume(mode, snapshot)
         self._began = self.resumed.step
         if self.resumed.step:
@@ -206,6 +207,7 @@ class Run:
             )
 
     def __enter__(self) -> Run:
+        self.session.__enter__()
         return self
 
     def __exit__(

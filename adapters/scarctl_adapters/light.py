@@ -1,4 +1,4 @@
-"""Of a loop's late extras, those that are quick to read: learning-rate schedules, what they set, and a gradient scale."""
+"""Of a loop's late extras, those that are quick to read: rate schedules, what they set, and a gradient scale."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ import torch
 
 from scarctl.dtypes import plain
 from scarctl.errors import UsageError
-from scarctl.stateful import capture_host_rng, restore_host_rng
 from scarctl.randomness import capture_rng, restore_rng
+from scarctl.stateful import capture_host_rng, restore_host_rng
 from scarctl_adapters.torch import update_group
 
 log = logging.getLogger("scarctl")

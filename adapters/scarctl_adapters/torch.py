@@ -28,8 +28,8 @@ from scarctl_adapters.fsdp import (
     world,
     zero_of,
 )
-from scarctl_adapters.mixing import mix_late
 from scarctl_adapters.light import light_of, with_light
+from scarctl_adapters.mixing import mix_late
 from scarctl_adapters.sameness import Tensors, tensors_now
 from scarctl_adapters.slots import Slots, create_slots, is_slot
 
