@@ -51,11 +51,10 @@ class Run:
         return self.resumed.step
 
     def _stepped(self) -> None:
+        if self._stop == "SIGKILL" and self.session._engine is not None:
+            # So that every step is sealed: what the store has not yet is not overtaken.
+            self.session._engine.saver.drain(30)
         if self._stop.startswith("SIG") and self.session.head_step == self._at:
-            if self._stop == "SIGKILL":
-                # What was sealed before is durable, so that there is something to roll back to.
-                assert self.session._engine is not None
-                self.session._engine.saver.drain(30)
             os.kill(os.getpid(), getattr(signal, self._stop))
 
     def iterated(self) -> None:
@@ -393,7 +392,11 @@ def cleanrl(run: Run, *, saved: bool = False, ours: bool = False) -> None:
         loss = torch.zeros(())
         for obs, action in kept:
             chosen = torch.distributions.Categorical(logits=agent.actor(obs)).log_prob(action)
-            loss = loss - (chosen * (action - agent.critic(obs).detach())).mean() + agent.critic(obs).square().mean()
+            loss = (
+                loss
+                - (chosen * (action - agent.critic(obs).detach())).mean()
+                + agent.critic(obs).square().mean()
+            )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
