@@ -53,12 +53,20 @@ class Loop:
         self._rank = rank
         self.used = False
         """The loop reads `epochs` or `batches`."""
+        self._counted = False
+        """It reads `epochs`."""
         self.epoch = 0
         """The epoch that the loop is in, from 0."""
         self._begun: dict[str, Any] | None = None
         """Random numbers that this epoch began with."""
         self._passes: list[_Pass] = []
         """Those of this epoch."""
+        self._former: list[_Pass] = []
+        """Those of the epoch before, whose loaders the next one reads again."""
+        self._left: list[Mapping[str, Any]] = []
+        """How loaders were left by a run that is resumed, by their passes' numbers."""
+        self._known: set[int] = set()
+        """Loaders of which this process knows how they are, by id."""
         self._again: list[Mapping[str, Any]] = []
         """Passes of this epoch that a resumed loop has yet to make again."""
         self._held: dict[str, Any] | None = None
@@ -74,7 +82,7 @@ class Loop:
 
     def epochs(self, count: int) -> Iterator[int]:
         """See `Session.epochs`."""
-        self.used = True
+        self.used = self._counted = True
         for epoch in range(self.epoch, count):
             if self._again and self._begun is not None:
                 # What the loop draws before its first pass is drawn as it was.
@@ -90,7 +98,18 @@ class Loop:
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """See `Session.batches`."""
         self.used = True
+        if not self._counted and self._passes and not self._again and all(made.done for made in self._passes):
+            self._host.caveats.say(
+                "passes-without-epochs",
+                "session.batches() is read several times without session.epochs(): where a loop does something after "
+                "each time, such as stepping a schedule, it does that at other steps after resuming",
+            )
+            self._next_epoch()
         saved = self._again.pop(0) if self._again else None
+        number = len(self._passes)
+        if saved is None and id(loader) not in self._known and number < len(self._left):
+            _leave(loader, self._left[number])
+        self._known.add(id(loader))
         this = _Pass(loader, self._workers)
         if saved is None:
             if self._stale():
@@ -107,26 +126,20 @@ class Loop:
                     "another-ranks-order",
                     "the order of the data is drawn anew: what it was drawn from was saved by another rank",
                 )
-        try:
-            while not this.done:
-                if not self._again:
-                    self._go_on()
-                with this.fetching(self._host.caveats):
-                    batch = next(iterator, _END)
-                if batch is _END:
-                    break
-                this.count += 1
-                self._since += 1
-                self._host.handed_out()
-                yield batch
-                if self._stale():
-                    self._settle()
-        except GeneratorExit:
-            # The loop has left it: it is over as if there were no more.
-            this.end()
+        while not this.done:
+            if not self._again:
+                self._go_on()
+            with this.fetching(self._host.caveats):
+                batch = next(iterator, _END)
+            if batch is _END:
+                break
+            this.count += 1
+            self._since += 1
+            self._host.handed_out()
+            # A loop that leaves here breaks, and the next epoch settles it; or it fails, and nobody knows where.
+            yield batch
             if self._stale():
                 self._settle()
-            raise
         this.end()
         if self._again:
             return
@@ -147,8 +160,14 @@ class Loop:
         # Where batches were used since the newest step, as gradients do that wait for more, that step is settled where
         # it was: going on from there uses them again.
         whole = not self._since or self._stale()
+        if not self._passes and self._stale():
+            self._host.caveats.say(
+                "epoch-without-batches",
+                "steps were taken in an epoch, but no batches from batches(loader): a run that is stopped in the middle "
+                "trains on all of its batches again",
+            )
         self.epoch += 1
-        self._passes = []
+        self._former, self._passes = self._passes or self._former, []
         self._again = []
         if whole:
             self._settle()
@@ -178,14 +197,15 @@ class Loop:
 
     def _now(self) -> dict[str, Any]:
         passes = [{**made.state(), "rank": self._rank} for made in self._passes]
-        return {"epoch": self.epoch, "begun": self._begun, "passes": passes}
+        left = [made.left() for made in self._former] or self._left
+        return {"epoch": self.epoch, "begun": self._begun, "passes": passes, "left": left}
 
     def restore(self, position: Mapping[str, Any] | None, head: int) -> None:
         """Go to `position` of step `head`; the random numbers of now are those that come after it."""
         if position is None or self.used:
             return
         self.epoch, self._begun = position["epoch"], position["begun"]
-        self._again = list(position["passes"])
+        self._again, self._left = list(position["passes"]), list(position["left"])
         self._position, self._head = dict(position), head
         self._held = capture_rng()
 
@@ -224,11 +244,10 @@ class _Pass:
     def begin_again(self, saved: Mapping[str, Any], *, same_rank: bool) -> Iterator[Any]:
         """The same pass as a run that was stopped had begun, without the batches that it used."""
         if saved["done"]:
-            self._set_iteration(saved["iteration_now"])
+            _leave(self._loader, saved)
             self.done, self.count = True, saved["count"]
-            _set(self._own, saved["own_now"])
             return iter(())
-        self._set_iteration(saved["iteration"])
+        _set_iteration(self._loader, saved["iteration"])
         self._iteration = saved["iteration"]
         if not same_rank:
             saved = {**saved, "begun": capture_rng(), "before": None, "workers": None, "own_begun": []}
@@ -287,8 +306,7 @@ class _Pass:
             "count": self.count,
             "done": self.done,
             "iteration": self._iteration,
-            "iteration_now": getattr(self._loader, "iteration", None),
-            "own_now": [generator.get_state() for generator in self._own],
+            **self.left(),
         }
         if not self.done:
             found |= {
@@ -299,9 +317,23 @@ class _Pass:
             }
         return found
 
-    def _set_iteration(self, iteration: int | None) -> None:
-        if iteration is not None and hasattr(self._loader, "iteration"):
-            self._loader.set_epoch(iteration)
+    def left(self) -> dict[str, Any]:
+        """How the loader is now; see `_leave`."""
+        return {
+            "iteration_now": getattr(self._loader, "iteration", None),
+            "own_now": [generator.get_state() for generator in self._own],
+        }
+
+
+def _leave(loader: Any, state: Mapping[str, Any]) -> None:
+    """Have a loader be as `_Pass.left` says."""
+    _set_iteration(loader, state["iteration_now"])
+    _set(generators_of(loader), state["own_now"])
+
+
+def _set_iteration(loader: Any, iteration: int | None) -> None:
+    if iteration is not None and hasattr(loader, "iteration"):
+        loader.set_epoch(iteration)
 
 
 def _same(before: Mapping[str, Any]) -> bool:

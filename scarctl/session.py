@@ -150,6 +150,11 @@ class Session:
         self._check_open()
         return self._progress.loop.epochs(count)
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of `epochs` that the loop is in, from 0."""
+        return self._progress.loop.epoch
+
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Instead of `loader`: what of it this epoch's training has not used yet. Any iterable will do.
 
