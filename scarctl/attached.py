@@ -12,30 +12,22 @@ import threading
 from typing import Protocol
 
 from scarctl.errors import Contention
+from scarctl.gate import Gate
+from scarctl.store import Store
 from scarctl.store.address import Address
 
 log = logging.getLogger("scarctl")
 
 
 class Open(Protocol):
-    """A session."""
+    """A session that is not closed."""
 
     head_step: int
+    store: Store
+    _gate: Gate
+    _lasts: bool
 
-    @property
-    def url(self) -> str:
-        """Of its store."""
-
-    @property
-    def trainer(self) -> int:
-        """The thread that trains with it."""
-
-    @property
-    def lasts(self) -> bool:
-        """It is in a `with` statement, or a framework's: that ends it."""
-
-    def interrupt(self) -> None:
-        """End it as an exception would: the newest step is saved, and nobody is waited for."""
+    def _close(self, *, as_it_is: bool, failed: bool) -> None: ...
 
 
 _open: dict[int, Open] = {}
@@ -57,10 +49,10 @@ def take_over(store: str) -> None:
     Raises Contention when another thread trains with it, or a `with` statement or a framework will end it.
     """
     url = Address.parse(store).url
-    for earlier in [session for session in _open.values() if session.url == url]:
-        mine = earlier.trainer == threading.get_ident()
-        alive = any(thread.ident == earlier.trainer for thread in threading.enumerate())
-        if earlier.lasts or (alive and not mine):
+    for earlier in [session for session in _open.values() if session.store.address.url == url]:
+        mine = earlier._gate.trainer == threading.get_ident()
+        alive = any(thread.ident == earlier._gate.trainer for thread in threading.enumerate())
+        if earlier._lasts or (alive and not mine):
             raise Contention(
                 f"{url}: another session of this process ({os.getpid()}) is saving to this store",
                 hint="close() it first, or leave its with statement",
@@ -71,7 +63,8 @@ def take_over(store: str) -> None:
             url,
             earlier.head_step,
         )
-        earlier.interrupt()
+        # As an exception would: its newest step is flushed, and the store is not waited for.
+        earlier._close(as_it_is=False, failed=True)
 
 
 def _after_fork() -> None:

@@ -127,8 +127,7 @@ class Loop:
                     "the order of the data is drawn anew: what it was drawn from was saved by another rank",
                 )
         while not this.done:
-            if not self._again:
-                self._go_on()
+            self._go_on()
             with this.fetching(self._host.caveats):
                 batch = next(iterator, _END)
             if batch is _END:
@@ -163,8 +162,8 @@ class Loop:
         if not self._passes and self._stale():
             self._host.caveats.say(
                 "epoch-without-batches",
-                "steps were taken in an epoch, but no batches from batches(loader): a run that is stopped in the middle "
-                "trains on all of its batches again",
+                "steps were taken in an epoch, but no batches from batches(loader): a run that is stopped within "
+                "one trains on all of its batches again",
             )
         self.epoch += 1
         self._former, self._passes = self._passes or self._former, []

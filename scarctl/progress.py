@@ -93,11 +93,31 @@ class Progress:
     def step_begins(self) -> None:
         """The next step is about to change parameters."""
         self.witness.step_begins()
-        if self._newest is not None and not self.loop.used:
-            self._newest.settled = True
+        moment = self._newest
+        if moment is not None and not self.loop.used:
+            moment.settled = True
+            self._look_for_skipped(moment)
+
+    def _look_for_skipped(self, moment: Moment) -> None:
+        """Has a gradient scaler been updated since the loop was done with the step, and no step was taken?"""
+        if self._known is None or moment.light is None or self._known.early_extras():
+            return
+        scales = [state for name, state in moment.light if name == "scaler" and state]
+        if scales and not _equal(plain(scales), plain([s for n, s in self._light() if n == "scaler"])):
+            self.caveats.say(
+                "step-skipped",
+                "the gradient scaler has skipped a step: session.head_step does not count it, and no extras say which "
+                "batch comes next. Count the batches in extras, or read them from session.batches()",
+            )
 
     def settled(self) -> None:
         """See `Host`."""
+        if self.witness.seen(self.head_step):
+            self.caveats.say(
+                "fetched-ahead",
+                "the loop asks for a batch while it still has one to use, or runs the model in training mode after the "
+                "step: what it has at hand then is lost when it stops. Ask for each batch right before it is used",
+            )
         with self._gate.held():
             moment = self._newest
             if moment is not None and moment.step == self.head_step:
@@ -121,7 +141,8 @@ class Progress:
                 moment.settled = True
                 self._compare(moment)
         self._gate.settled()
-        found = self.witness.differences(by_hand=not self.loop.used)
+        positioned = self._known is not None and bool(self._known.early_extras())
+        found = self.witness.differences(by_hand=not self.loop.used, positioned=positioned)
         if found:
             self._doubt(found)
 

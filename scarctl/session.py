@@ -79,7 +79,7 @@ class Session:
         self.resumed: Resumed | None = None
         """What `resume` returned, and why that is not exact if it turned out later."""
         self._adapter = adapter
-        self._hooked_begin = self.lasts = auto == "begin"
+        self._hooked_begin = self._lasts = auto == "begin"
         self._found_reasons: tuple[str, ...] = ()
         """Why what was resumed from is not exact, as the run knew that saved it."""
         self._closed = False
@@ -376,22 +376,8 @@ class Session:
         """How far the store is behind: iterations since the oldest copy that is not durable yet, 0 when all are."""
         return self._engine.lag() if self._engine is not None else 0
 
-    @property
-    def url(self) -> str:
-        """Address of the store."""
-        return self.store.address.url
-
-    @property
-    def trainer(self) -> int:
-        """Number of the thread that trains."""
-        return self._gate.trainer
-
-    def interrupt(self) -> None:
-        """Close as when an exception is on its way: the newest step is flushed, and the store is not waited for."""
-        self._close(as_it_is=False, failed=True)
-
     def __enter__(self) -> Session:
-        self.lasts = True
+        self._lasts = True
         return self
 
     def __exit__(

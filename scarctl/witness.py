@@ -144,10 +144,10 @@ class Witness:
         self._expected = found if mine else None
         self._kept = (step, found) if mine and isinstance(found, dict) else None
 
-    def differences(self, *, by_hand: bool) -> list[str]:
+    def differences(self, *, by_hand: bool, positioned: bool) -> list[str]:
         """Why the run does not continue as the one that it resumes would have. Once, right after the first forward.
 
-        by_hand: the loop reads its data without `Session.batches`.
+        by_hand: the loop reads its data without `Session.batches`. positioned: it has extras, which may say where it is.
         """
         expected, self._expected = self._expected, None
         if expected is None or not self._gaps or self._gaps[-1].ended is None:
@@ -170,6 +170,7 @@ class Witness:
         usual = [counts for counts in usual if counts is not None] if isinstance(usual, list) else []
         drawn = gap.drawn()
         if drawn != [0, 0, 0] or usual:
+            # Where a run was stopped before it had taken two steps, nothing is usual.
             same = drawn is not None and usual and all(list(counts) == drawn for counts in usual)
             if not same:
                 found.append(
@@ -177,6 +178,8 @@ class Witness:
                 )
         if by_hand and _reads_a_loader():
             found.append("a DataLoader is read, and which batch came next is not saved")
+        elif by_hand and not positioned and drawn == [0, 0, 0]:
+            found.append("nothing that is saved says which data came next: neither random numbers nor extras")
         return found
 
 

@@ -39,7 +39,9 @@ SAID = {
     "average by hand, extras",
     "scaler by hand, step",
 }
-"""Programs that do not resume exactly, and are told so."""
+"""Programs that do not resume exactly, but where they were stopped between two epochs, and are told so."""
+DOUBTED = {("seeded by step", "close")}
+"""Nothing came after what was saved that would show how the loop continues."""
 
 
 def program(folder: Path, name: str, store: str, stop: str = "none", at: int = 0, **env: str) -> Any:
@@ -98,8 +100,9 @@ def rows(folder: Path, name: str, stops: tuple[str, ...], at: int) -> Iterator[R
 
 
 def wrong(row: Row) -> bool:
-    """What must never be: exact and different, or otherwise than said here."""
-    return row.exact != (row.name not in SAID) or (row.exact and not row.same)
+    """What must never be: exact and different; or not exact, and nobody expects that."""
+    expected = row.name in SAID or (row.name, row.stop) in DOUBTED
+    return not row.same if row.exact else not expected
 
 
 def show(found: list[Row]) -> str:
