@@ -44,8 +44,11 @@ class Progress:
         doubt: Callable[[Iterable[str]], None],
         *,
         hooked: bool,
+        framework: bool,
     ) -> None:
-        """hooked: steps are seen to begin and to end. doubt: called with the reasons why the loop did not continue."""
+        """hooked: steps are seen to begin and to end. framework: one owns the loop, and its adapter says where it is.
+
+        doubt: called with the reasons why the loop did not continue."""
         self._adapter = adapter
         self._known = loop_known(adapter)
         self._gate = gate
@@ -54,7 +57,9 @@ class Progress:
         self._doubt = doubt
         self._hooked = hooked
         self.loop = Loop(self, rank)
-        self.witness = Witness(self._known.modules if self._known is not None else None, rank)
+        self.witness = Witness(
+            self._known.modules if self._known is not None else None, rank, framework=framework
+        )
         self._newest: Moment | None = None
         self._ended: Any = None
         """Light extras at the newest step's end."""

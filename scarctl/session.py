@@ -94,6 +94,7 @@ class Session:
             lambda: self.head_step,
             self._doubt,
             hooked=auto is True,
+            framework=auto == "begin",
         )
         self._streams = Streams()
         self._moments = Moments(adapter, self._streams)

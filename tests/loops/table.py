@@ -130,7 +130,7 @@ def main() -> None:
     """All of it."""
     names = sys.argv[1:] or list(PROGRAMS)
     with tempfile.TemporaryDirectory(prefix="scarctl-") as folder:
-        found = table(Path(folder), [(name, STOPS, at) for name in names for at in AT], threads=3)
+        found = table(Path(folder), [(name, STOPS, at) for name in names for at in AT], threads=2)
     print(show(found))  # noqa: T201
     bad = [row for row in found if wrong(row)]
     print("wrong:", *bad, sep="\n  ")  # noqa: T201
