@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from scarctl.errors import Contention
-from scarctl.gate import Gate
-from scarctl.store import Store
 from scarctl.store.address import Address
+
+if TYPE_CHECKING:
+    from scarctl.gate import Gate
+    from scarctl.store import Store
 
 log = logging.getLogger("scarctl")
 

@@ -52,7 +52,7 @@ class Witness:
     def __init__(
         self, modules: Callable[[], Iterable[nn.Module]] | None, rank: int, *, framework: bool
     ) -> None:
-        """modules: of the trained model; None: nothing is looked at. framework: one owns the loop, and says where it is."""
+        """modules: of the trained model; None: nothing is looked at. framework: one owns the loop."""
         self._framework = framework
         self._modules = modules
         self._rank = rank
