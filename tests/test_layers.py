@@ -31,6 +31,8 @@ WITH_TORCH = {
     "scarctl.naming",
     "scarctl.opening",
     "scarctl.pinning",
+    "scarctl.progress",
+    "scarctl.randomness",
     "scarctl.ranks.crew",
     "scarctl.ranks.exchange",
     "scarctl.ranks.moved",
@@ -61,6 +63,7 @@ WITH_TORCH = {
     "scarctl.tracker",
     "scarctl.trend",
     "scarctl.weighing",
+    "scarctl.witness",
 }
 
 # Imported where they are used, so that a command on a local store starts fast.
