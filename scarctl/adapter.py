@@ -7,7 +7,7 @@ imports no framework that the user does not use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from scarctl.caveats import Caveats
 from scarctl.errors import UsageError
@@ -115,6 +116,31 @@ class KnowsTouched(Protocol):
 
         dense: also tables whose gradients are dense and have to be read for it.
         """
+
+
+class KnowsLoop(Protocol):
+    """What an adapter may offer besides: for telling when a training loop is done with a step, and how it continues."""
+
+    def modules(self) -> Iterable[nn.Module]:
+        """Of the model that is trained."""
+
+    def late_extras(self) -> Mapping[str, Any]:
+        """Objects of which `capture_late` reads the state because the loop changes them after a step."""
+
+    def early_extras(self) -> Mapping[str, Any]:
+        """Objects of which `capture_early` reads the state."""
+
+    def capture_light(self) -> Any:
+        """What of `capture_late` loops change after a step: schedules, rates, a scale. To be quick; private copies."""
+
+    def with_light(self, late: Any, light: Any) -> Any:
+        """`late` with what `capture_light` gave in its place."""
+
+
+def loop_known(adapter: Adapter) -> KnowsLoop | None:
+    """The adapter's `KnowsLoop`; None when it has none."""
+    inner: Any = getattr(adapter, "whole", adapter)
+    return inner if hasattr(inner, "capture_light") else None
 
 
 def touched_rows_of(adapter: Adapter) -> Callable[..., Mapping[str, torch.Tensor]] | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from scarctl.adapter import find_adapter
+from scarctl.attached import take_over
 from scarctl.config import SessionSettings
 from scarctl.errors import UsageError
 from scarctl.ranks.crew import Crew
@@ -39,6 +40,7 @@ def attach(
     scaler: Any = None,
     extras: Mapping[str, Any] | None = None,
     rank_extras: Mapping[str, Any] | None = None,
+    after_step: Mapping[str, Any] | None = None,
     replicated: Sequence[str] = (),
     ranks: bool | None = None,
     auto: bool | Literal["begin"] = True,
@@ -73,10 +75,12 @@ def attach(
         went before, as far as that would have helped at the checkpoints so far (see `scarctl.extrapolation`).
     shards, seed: split the state at random into that many parts that fail together.
     partition_bytes, by_layer, rows: size of a partition; fixed, like shards and seed, when the store is created.
-    schedulers, scaler: learning-rate schedulers and gradient scaler; read right before the next step.
+    schedulers, scaler: learning-rate schedulers and gradient scaler; read when the loop is done with a step.
     extras: more objects with a state (state_dict(), a dict, a random number generator); read right after a step.
         Where several ranks train together they are the same on all of them.
     rank_extras: such objects that are each rank's own.
+    after_step: objects with a state that the loop changes after the optimizer's step, such as an average of the model.
+        They are read when the loop is done with the step. A loop over `Session.batches` may pass them in `extras`.
     replicated: patterns of names ("router.*") of parameters that all ranks keep equal by other means than
         DistributedDataParallel or DTensor: each byte of them is saved once. All others count as each rank's own.
     ranks: save together with all ranks of `torch.distributed`, which all have to attach: by default where there are
@@ -141,6 +145,7 @@ def attach(
         scaler=scaler,
         extras={**(extras or {}), **(rank_extras or {})},
         replicated=_as_list(replicated),
+        **({"after_step": after_step} if after_step else {}),
     )
     auto = auto if adapter.automatic else False
     several = world_size() > 1 and ranks is not False
@@ -149,6 +154,7 @@ def attach(
             "the model is sharded: one rank alone has only a part of it", hint="leave out ranks=False"
         )
     if not several:
+        take_over(settings.store)
         try:
             return Session(adapter, settings, auto=auto)
         except WrittenByRanks:

@@ -18,12 +18,12 @@ import torch
 
 from scarctl.adapter import Adapter
 from scarctl.caveats import Caveats
-from scarctl.dtypes import plain
 from scarctl.engine import Copied, Engine
 from scarctl.errors import Corruption
 from scarctl.live import LiveState
 from scarctl.moment import Moment
 from scarctl.outlook import to_extras
+from scarctl.progress import Progress
 from scarctl.streams import Streams
 from scarctl.worker import Job, Worker
 
@@ -104,6 +104,7 @@ class Checkpoints:
         stats: Stats,
         fault: Callable[[Exception], None],
         caveats: Caveats,
+        progress: Progress,
         *,
         validate: bool,
     ) -> None:
@@ -114,6 +115,7 @@ class Checkpoints:
         self._stats = stats
         self._fault = fault
         self._caveats = caveats
+        self._progress = progress
         self._validate = validate
         self._under_way: _UnderWay | None = None
         self._live: LiveState | None = None
@@ -226,8 +228,7 @@ class Checkpoints:
     def extras(self, engine: Engine, moment: Moment) -> dict[str, Any]:
         """The extras of the step of `moment`, right before the next one."""
         return {
-            "early": moment.early,
-            "late": plain(self._adapter.capture_late()),
+            **self._progress.extras(moment),
             "policy": {"credit": engine.credit, "cursor": engine.cursor},
             **to_extras(engine.motion.history, engine.settings.norm),
             **self._caveats.to_extras(),

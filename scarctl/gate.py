@@ -33,13 +33,18 @@ class Gate:
         self._implied = stepping
         self._wanted = 0
         self._at_gate = self._over = False
-        self._ended = -math.inf
+        self._settled_at = -math.inf
         self._trainer = threading.get_ident()
 
     @property
     def stepping(self) -> bool:
         """Whether parameters may be half changed."""
         return self._stepping
+
+    @property
+    def trainer(self) -> int:
+        """Number of the thread that trains."""
+        return self._trainer
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -61,11 +66,17 @@ class Gate:
                 self._at_gate = False
             self._stepping = True
 
-    def leave(self) -> None:
-        """The step has ended."""
+    def leave(self, settle: float = SETTLE) -> None:
+        """The step has ended. settle: seconds after which the loop counts as done with it, if nothing says so."""
         with self._changed:
             self._stepping = False
-            self._ended = time.monotonic()
+            self._settled_at = time.monotonic() + settle
+            self._changed.notify_all()
+
+    def settled(self, wait: float = 0.0) -> None:
+        """The loop is done with what belongs to the step. wait: seconds that a flush may still wait for more."""
+        with self._changed:
+            self._settled_at = min(self._settled_at, time.monotonic() + wait)
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -102,12 +113,12 @@ class Gate:
     def _wait(self, deadline: float) -> bool:
         while not self._over:
             now = time.monotonic()
-            settled = self._at_gate or now >= self._ended + SETTLE
+            settled = self._at_gate or now >= self._settled_at
             if not self._stepping and settled:
                 return True
             if now >= deadline:
                 return False
-            limit = deadline if self._stepping else min(deadline, self._ended + SETTLE)
+            limit = deadline if self._stepping else min(deadline, self._settled_at)
             self._changed.wait(limit - now)
         return False
 

@@ -23,19 +23,27 @@ from scarctl.version import MAX_STEP
 _UNCOUNTED_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Moment:
     """The end of a step."""
 
     step: int
     early: Any
-    """Extras that the next batch changes."""
+    """Extras that the next batch changes. None: they are read when the loop is done with the step."""
     buffers: Mapping[str, torch.Tensor]
     """Private copies, by name. Good until the next moment is taken."""
     marks: Marks
     """Where on a GPU it is."""
     identities: Identities
     """They know what it is called."""
+    settled: bool = True
+    """The loop is done with all that belongs to the step."""
+    position: Mapping[str, Any] | None = None
+    """Where the loop is then, if it says so. See `scarctl.loop`."""
+    light: Any = None
+    """What of the late extras the loop changes after a step, as it was then. See `KnowsLoop`."""
+    late: Any = None
+    """All late extras, as they were then."""
 
 
 class Moments:
@@ -49,8 +57,8 @@ class Moments:
         self._copies: dict[str, torch.Tensor] = {}
         self._copied: dict[str, tuple[torch.Tensor, int]] = {}
 
-    def take(self, step: int) -> Moment:
-        """The state as it is now, right after `step`."""
+    def take(self, step: int, *, early: bool = True) -> Moment:
+        """The state as it is now, right after `step`. early: with the extras that the next batch changes."""
         self.identities.stepped(step)
         targets, sources = [], []
         with torch.no_grad():
@@ -64,8 +72,8 @@ class Moments:
                 self._copied[name] = buffer, buffer._version
             if targets:
                 torch._foreach_copy_(targets, sources)
-        early, marks = plain(self._adapter.capture_early()), self._streams.mark()
-        return Moment(step, early, dict(self._copies), marks, self.identities)
+        extras, marks = plain(self._adapter.capture_early()) if early else None, self._streams.mark()
+        return Moment(step, extras, dict(self._copies), marks, self.identities)
 
     def _changed(self, name: str, buffer: torch.Tensor) -> bool:
         source, version = self._copied[name]

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,7 +21,8 @@ from scarctl.errors import ScarError
 from scarctl.history import History
 from scarctl.theory import rework_at_angle, rework_bound_now, rework_bound_of_ages
 
-MODES = ("partial", "rollback", "auto")
+Mode: TypeAlias = Literal["partial", "rollback", "auto"]
+MODES: tuple[Mode, ...] = ("partial", "rollback", "auto")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from scarctl.daemon.protocol import error_fields
 from scarctl.engine import Engine
 from scarctl.errors import ScarError
 from scarctl.execution import Report
+from scarctl.prediction import Mode
 from scarctl.together import Together
 from scarctl.wishes import Wish
 
@@ -32,7 +33,7 @@ class Requests:
     def __init__(
         self,
         together: Together,
-        recover: Callable[[Sequence[str], str, float | None], Report],
+        recover: Callable[[Sequence[str], Mode, float | None], Report],
         fault: Callable[[Exception], None],
     ) -> None:
         """recover: `Session.recover`. fault: told of what keeps ranks from hearing of each other's wishes."""

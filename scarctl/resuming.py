@@ -11,6 +11,7 @@ import numpy as np
 
 from scarctl.adapter import Adapter
 from scarctl.binding import Binding
+from scarctl.caveats import Caveats
 from scarctl.engine import Engine
 from scarctl.layout import Layout
 from scarctl.restore import Resumed, check_mode, resume_live
@@ -111,3 +112,15 @@ class Resumption:
         self._go_on(engine, resumed, agreed.extras)
         engine.saver.resume()
         return resumed
+
+
+def doubt(resumed: Resumed | None, found: tuple[str, ...], caveats: Caveats) -> Resumed | None:
+    """What was resumed, after it has turned out that the loop does not continue as it would have; says so."""
+    if resumed is None or not resumed.exact:
+        return resumed
+    caveats.say(
+        "not-continued",
+        f"the run was not resumed exactly after step {resumed.step}: {'; '.join(found)}. "
+        "Read the data from session.batches(), see docs/loops.md",
+    )
+    return replace(resumed, exact=False, reasons=(*resumed.reasons, *found))

@@ -15,12 +15,12 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from scarctl import signals
+from scarctl import attached, signals
 from scarctl.adapter import Adapter, watch_of
 from scarctl.binding import Binding
 from scarctl.caveats import Caveats, caveats_of, reasons
@@ -36,15 +36,18 @@ from scarctl.gate import Gate
 from scarctl.moment import Moment, Moments, check_step
 from scarctl.naming import take_snapshot
 from scarctl.opening import Opening
+from scarctl.prediction import Mode
+from scarctl.progress import Progress
 from scarctl.requests import Due, Requests
-from scarctl.restore import Resumed, recover_live, said
-from scarctl.resuming import Resumption
+from scarctl.restore import Resumed, check_mode, recover_live, said
+from scarctl.resuming import Resumption, doubt
 from scarctl.streams import Streams
 from scarctl.together import Alone, Together
 from scarctl.tracker import touched_of
 from scarctl.worker import Worker
 
 log = logging.getLogger("scarctl")
+T = TypeVar("T")
 
 FLUSH_SECONDS = 10.0
 """How long a flush waits for a running step to end."""
@@ -76,13 +79,24 @@ class Session:
         self.resumed: Resumed | None = None
         """What `resume` returned, and why that is not exact if it turned out later."""
         self._adapter = adapter
-        self._hooked, self._hooked_begin = auto is True, auto == "begin"
+        self._hooked = auto is True
+        self._hooked_begin = self._lasts = auto == "begin"
         self._found_reasons: tuple[str, ...] = ()
         """Why what was resumed from is not exact, as the run knew that saved it."""
         self._closed = False
         self._pid = os.getpid()
         self._requests = Requests(self._together, self.recover, self._fault)
         self._gate = Gate(stepping=auto is False)
+        self._progress = Progress(
+            adapter,
+            self._gate,
+            self.caveats,
+            self._together.rank,
+            lambda: self.head_step,
+            self._doubt,
+            hooked=auto is True,
+            framework=auto == "begin",
+        )
         self._streams = Streams()
         self._moments = Moments(adapter, self._streams, self._together)
         self._moment: Moment | None = None
@@ -111,10 +125,12 @@ class Session:
             self.stats,
             self._fault,
             self.caveats,
+            self._progress,
             validate=settings.validate,
         )
         # Without this, a loop that just ends would lose what it did since the last checkpoint.
         atexit.register(self._at_exit)
+        attached.opened(self)
         self._unwatch: Callable[[], None] = lambda: None
         if settings.flush_on_signal:
             self._unwatch = signals.watch(self._before_signal)
@@ -131,6 +147,26 @@ class Session:
         return claim_saver(self.store, self.settings, self._requests.add)
 
     # -- the loop -----------------------------------------------------------------------------------------------
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Instead of `range(count)`: the numbers of the epochs that are not trained yet. See `batches`."""
+        self._check_open()
+        return self._progress.loop.epochs(count)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of `epochs` that the loop is in, from 0."""
+        return self._progress.loop.epoch
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Instead of `loader`: what of it this epoch's training has not used yet. Any iterable will do.
+
+        A loop that reads its data here resumes exactly. Data, random numbers, schedulers and extras are then those of
+        the moment at which the loop asked for the next batch. What else it does once per epoch belongs into the loop
+        over `epochs`. Raises UsageError when the data end before the batch that was reached.
+        """
+        self._check_open()
+        return self._progress.loop.batches(loader)
 
     def step(self, step: int | None = None) -> None:
         """Say that an iteration is over, where no hook says it. `step`: its number, if the loop counts itself.
@@ -168,7 +204,7 @@ class Session:
         with self._gate.held():
             self._finish()
             errors = self.stats.errors
-            self._begin(self._take(), full=full)
+            self._begin(self._progress.as_it_is(self._take), full=full)
             self._finish()
             failed = self.stats.errors > errors
         if not wait:
@@ -208,7 +244,7 @@ class Session:
         )
         return self.head_step
 
-    def resume(self, mode: str = "partial", snapshot: str | None = None) -> Resumed:
+    def resume(self, mode: Mode = "partial", snapshot: str | None = None) -> Resumed:
         """Restore what the store and this host's memory have, in place; an empty store changes nothing.
 
         mode: "partial" takes every partition's newest copy; "rollback" the newest state that is of one step everywhere;
@@ -218,6 +254,7 @@ class Session:
         Raises LayoutMismatch (another model or optimizer), NoIntactCopy, Corruption; then nothing was changed.
         """
         self._check_open()
+        check_mode(mode)
         if self._engine is not None:
             raise UsageError(
                 "resume() comes before the first step", hint="use session.recover() in a running loop"
@@ -243,6 +280,7 @@ class Session:
             elif self._engine is not None and self.settings.flush_on_signal:
                 # Until the next step ends, this is the newest one: an exception on the way there saves no later extras.
                 self._take()
+            self._progress.resumed(self.head_step, self._moment)
             return resumed
 
     def supersede(self, step: int = 0) -> None:
@@ -267,6 +305,10 @@ class Session:
         self._opening.looked(superseding=True)
         self.head_step = step
 
+    def _doubt(self, found: Iterable[str]) -> None:
+        """The loop does not continue as it would have: what was resumed was not exact."""
+        self.resumed = doubt(self.resumed, tuple(found), self.caveats)
+
     def _doubted(self, resumed: Resumed) -> Resumed:
         """The same with why it is not exact: what the run that saved it knew, and mixed steps."""
         found = [tuple(theirs) for theirs in self._together.gather(list(self._found_reasons))]
@@ -280,12 +322,13 @@ class Session:
             self._adapter.restore(extras["early"], extras["late"])
             engine.credit, engine.cursor = extras["policy"]["credit"], extras["policy"]["cursor"]
         self.head_step = resumed.step
+        self._progress.restore(extras, resumed.step, exact=resumed.exact and not self._found_reasons)
         self._opening.go(engine, resumed.step)
 
     def recover(
         self,
         lost: str | int | Iterable[str | int],
-        mode: str = "partial",
+        mode: Mode = "partial",
         max_rework: float | None = None,
     ) -> Report:
         """Restore lost partitions in the running process, in place; the others keep their progress.
@@ -336,6 +379,7 @@ class Session:
         return self._engine.lag() if self._engine is not None else 0
 
     def __enter__(self) -> Session:
+        self._lasts = True
         return self
 
     def __exit__(
@@ -367,6 +411,7 @@ class Session:
     def _between_steps(self) -> None:
         if self._engine is None and self.head_step == 0:
             self._opening.require_looked()
+        self._progress.step_begins()
         with self._gate.held(), self.stats.stalled(part=self._checkpoints.under_way):
             self._finish()
 
@@ -379,9 +424,10 @@ class Session:
             self._moment = None
             self._streams.follow()
             self.head_step += 1  # before a flush may come
-            self._gate.leave()
+            self._gate.leave(self._progress.patience)
             self._watch.stepped()
             self._binding.require_savable()
+            moment = None
             if self._engine is None:
                 self._opening.start(self._binding.build_layout(), self.head_step)
                 due: Due | None = Due(full=True)
@@ -390,7 +436,8 @@ class Session:
                 due = self._requests.due(self._engine, self.head_step)
             with self.stats.stalled(first=due is not None, part=due is not None):
                 if due is not None or self.settings.flush_on_signal:
-                    moment = self._take()
+                    moment = self._take(early=self._progress.reads_early)
+                self._progress.step_ended(self.head_step, moment)
                 if due is not None:
                     self._begin(moment, full=due.full, skip_if_behind=due.may_skip)
                 if self._engine is not None:
@@ -402,10 +449,10 @@ class Session:
 
     # -- one checkpoint, with the gate held -----------------------------------------------------------------------
 
-    def _take(self) -> Moment | None:
+    def _take(self, *, early: bool = True) -> Moment | None:
         """Take the moment. None when that fails."""
         try:
-            moment = self._moments.take(self.head_step)
+            moment = self._moments.take(self.head_step, early=early)
         except Exception as error:
             self._fault(error)
             return None
@@ -508,6 +555,7 @@ class Session:
             return
         atexit.unregister(self._at_exit)
         self._watch.look()
+        attached.closed(self)
         with contextlib.ExitStack() as last:
             # Not before: a training thread that goes on meanwhile has to pass the gate.
             last.callback(self._remove_hooks)
@@ -523,7 +571,7 @@ class Session:
                 self._finish()
                 # A step that raised has left parameters half changed: what was saved before is better.
                 if seal and quiet and self.head_step > 0 and (as_it_is or self._flushed != self.head_step):
-                    moment = self._take() if as_it_is else self._moment or self._take()
+                    moment = self._progress.as_it_is(self._take) if as_it_is else self._moment or self._take()
                     errors = self.stats.errors
                     if not self._seal(moment) and self.stats.errors > errors:
                         # A signal's handler of somebody else may have raised in the middle of it.
@@ -546,6 +594,7 @@ class Session:
 
     def _stop(self) -> None:
         self._closed = True
+        self._progress.close()
         self._gate.end()
 
     def _let_go(self, failed: bool) -> None:

@@ -95,6 +95,10 @@ class Together(Lockstep, Protocol):
         """Agree from where all go on. None: there is no complete state, as one process at least has none."""
 
     @property
+    def rank(self) -> int:
+        """The number of this process among them."""
+
+    @property
     def leads(self) -> bool:
         """Whether this process is the one that does what is to be done once."""
 
@@ -141,6 +145,7 @@ class Alone:
 
     moved = several = False
     leads = True
+    rank = 0
 
     def __init__(self) -> None:
         self.start = uuid.uuid4().hex

@@ -27,11 +27,14 @@ WITH_TORCH = {
     "scarctl.found_extras",
     "scarctl.gate",
     "scarctl.live",
+    "scarctl.loop",
     "scarctl.moment",
     "scarctl.motion",
     "scarctl.naming",
     "scarctl.opening",
     "scarctl.pinning",
+    "scarctl.progress",
+    "scarctl.randomness",
     "scarctl.ranks.crew",
     "scarctl.ranks.exchange",
     "scarctl.ranks.moved",
@@ -62,6 +65,7 @@ WITH_TORCH = {
     "scarctl.tracker",
     "scarctl.trend",
     "scarctl.weighing",
+    "scarctl.witness",
 }
 
 # Imported where they are used, so that a command on a local store starts fast.

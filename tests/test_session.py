@@ -199,10 +199,10 @@ def test_an_earlier_run_is_not_overwritten_by_a_loop_that_did_not_resume(tmp_pat
 
 def test_two_sessions_on_one_store(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store")
-    with pytest.raises(Contention, match=str(os.getpid())):
-        Loop(tmp_path / "store")
-    loop.train(3)
-    loop.session.close()
+    with loop.session:
+        with pytest.raises(Contention, match=str(os.getpid())):
+            Loop(tmp_path / "store")
+        loop.train(3)
     assert_store_is_sound(tmp_path / "store")
 
 

@@ -27,6 +27,7 @@ from scarctl.attaching import attach
 from scarctl.dtypes import plain
 from scarctl.errors import NoIntactCopy, UsageError
 from scarctl.extras import encode
+from scarctl.prediction import Mode
 from scarctl.restore import Resumed, check_mode
 from scarctl_adapters.lightning_position import DataOrder, FitPosition, Settled, Watch
 
@@ -89,7 +90,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
         self,
         store: str | os.PathLike[str] | None = None,
         *,
-        mode: str = "partial",
+        mode: Mode = "partial",
         snapshot: str | None = None,
         **options: Any,
     ) -> None:
@@ -312,7 +313,7 @@ class _Fit:
                 noted[signum] = before
 
 
-def _resume(session: Session, mode: str, snapshot: str | None) -> Resumed:
+def _resume(session: Session, mode: Mode, snapshot: str | None) -> Resumed:
     try:
         return session.resume(mode, snapshot)
     except NoIntactCopy as error:

@@ -20,9 +20,9 @@ import torch
 
 from scarctl.dtypes import plain
 from scarctl.errors import UsageError
+from scarctl.randomness import capture_rng, restore_rng
 from scarctl.stateful import capture_host_rng, restore_host_rng
 from scarctl_adapters.optimizer_state import update_group
-from scarctl_adapters.torch import capture_rng, restore_rng
 
 log = logging.getLogger("scarctl")
 

@@ -15,12 +15,8 @@ from scarctl.adapter import StateGroup, Watching
 from scarctl.caveats import Caveats
 from scarctl.errors import UsageError
 from scarctl.layout import Layout
-from scarctl.stateful import (
-    check_names,
-    check_stateful,
-    restore_state,
-    state_of,
-)
+from scarctl.randomness import capture_rng, restore_rng, undisturbed
+from scarctl.stateful import check_names, check_stateful, restore_state, state_of
 from scarctl_adapters.checking import check_trained
 from scarctl_adapters.fsdp import (
     Wrapping,
@@ -37,11 +33,10 @@ from scarctl_adapters.fsdp import (
     zero_of,
 )
 from scarctl_adapters.homes import Holder, homes_of
+from scarctl_adapters.light import light_of, with_light
 from scarctl_adapters.lost import restore_lost
 from scarctl_adapters.mixing import mix_late
 from scarctl_adapters.optimizer_state import OptimizerState
-from scarctl_adapters.rng import capture_rng as capture_rng
-from scarctl_adapters.rng import restore_rng as restore_rng
 from scarctl_adapters.sameness import Tensors, tensors_now
 from scarctl_adapters.slots import Slots, create_slots
 from scarctl_adapters.stepping import beginning, is_nested
@@ -104,6 +99,7 @@ class TorchAdapter:
         schedulers: Sequence[Any] = (),
         scaler: Any = None,
         extras: Mapping[str, Any] | None = None,
+        after_step: Mapping[str, Any] | None = None,
         replicated: Sequence[str] = (),
     ) -> TorchAdapter:
         """See `scarctl.attach` for the arguments. Raises UsageError for objects that are not what they should be."""
@@ -111,6 +107,7 @@ class TorchAdapter:
         late = {f"scheduler{i}": scheduler for i, scheduler in enumerate(schedulers)}
         if scaler is not None:
             late["scaler"] = scaler
+        late |= after_step or {}
         for name, item in {**late, **(extras or {})}.items():
             check_stateful(name, item)
         adapter = cls(model, optimizers, late, extras or {}, replicated)
@@ -235,7 +232,28 @@ class TorchAdapter:
 
     def capture_early(self) -> dict[str, Any]:
         """Random number generators, and the user's extras."""
-        return {"rng": capture_rng(), "extras": {name: state_of(item) for name, item in self._early.items()}}
+        with undisturbed():
+            return {"rng": capture_rng(), "extras": {n: state_of(item) for n, item in self._early.items()}}
+
+    def modules(self) -> Iterator[nn.Module]:
+        """See `KnowsLoop`."""
+        return self._model.modules()
+
+    def early_extras(self) -> dict[str, Any]:
+        """See `KnowsLoop`."""
+        return self._early
+
+    def late_extras(self) -> dict[str, Any]:
+        """See `KnowsLoop`."""
+        return self._late
+
+    def capture_light(self) -> list[Any]:
+        """See `KnowsLoop`."""
+        return light_of(self._late, self._optimizers)
+
+    def with_light(self, late: Any, light: Any) -> Any:
+        """See `KnowsLoop`."""
+        return with_light(late, light)
 
     def capture_late(self) -> dict[str, Any]:
         """Optimizers' param_groups and scalars, schedulers, gradient scaler, modules' extra state."""

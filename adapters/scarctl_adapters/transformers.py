@@ -33,8 +33,9 @@ import torch
 
 import scarctl
 from scarctl.errors import UsageError
+from scarctl.prediction import Mode
+from scarctl.randomness import capture_rng, restore_rng
 from scarctl.restore import Resumed, check_mode
-from scarctl_adapters.torch import capture_rng, restore_rng
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -65,7 +66,7 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
     """
 
     def __init__(
-        self, trainer: Trainer, *, mode: str = "partial", snapshot: str | None = None, **options: Any
+        self, trainer: Trainer, *, mode: Mode = "partial", snapshot: str | None = None, **options: Any
     ) -> None:
         """Beside `trainer`, which it still has to be added to (`trainer.add_callback`).
 

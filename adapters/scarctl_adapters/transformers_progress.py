@@ -24,7 +24,7 @@ from typing import Any
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
-from scarctl_adapters.torch import capture_rng
+from scarctl.randomness import capture_rng
 
 _FIELDS = (
     "epoch",

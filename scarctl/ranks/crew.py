@@ -208,6 +208,11 @@ class Crew:
         return self.team.world > 1
 
     @property
+    def rank(self) -> int:
+        """See `Together`."""
+        return self.team.rank
+
+    @property
     def leads(self) -> bool:
         """See `Together`."""
         return self.team.rank == 0

@@ -66,6 +66,7 @@ class OwnedAdapter:
             if groups[owned.group].kind == "buffer"
         }
         self._slots: Slots = {}
+        self.whole = adapter
         touched = touched_rows_of(adapter)
         if touched is not None:
             self.touched_rows = lambda *, dense: self._cut(touched(dense=dense))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ def ended_at(folder: Path, step: int, signum: int) -> None:
     def on_step(run: Any, now: int) -> None:
         if now == step:
             os.kill(os.getpid(), signum)
-            time.sleep(20)  # a flush lets the signal through
 
     with Forked(lambda _: go(folder, options={}, on_step=on_step)) as child:
         assert child.wait() == -signum
@@ -123,8 +121,8 @@ def test_epochs_without_batches_are_warned_of(tmp_path: Path, caplog: pytest.Log
             loop.optimizer.zero_grad()
             loop.model(ids).sum().backward()
             loop.optimizer.optimizer.step()
-        assert "run.batches(loader)" not in caplog.text
-    assert "run.batches(loader)" in caplog.text
+        assert "batches(loader)" not in caplog.text
+    assert "batches(loader)" in caplog.text
 
 
 def test_batches_without_epochs(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""Of a loop's late extras, those that are quick to read: rate schedules, what they set, and a gradient scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from scarctl.dtypes import plain
+
+
+def light_of(late: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> list[Any]:
+    """Pairs of names and states: of the schedulers and scalers in `late`, then each optimizer's groups.
+
+    Nothing waits for a GPU: what is there is copied there.
+    """
+    found: list[Any] = [
+        [name, _scale_of(item) if isinstance(item, GradScaler) else plain(item.state_dict())]
+        for name, item in late.items()
+        if isinstance(item, LRScheduler | GradScaler)
+    ]
+    groups = [[_settings(group) for group in optimizer.param_groups] for optimizer in optimizers]
+    return [*found, *([number, each] for number, each in enumerate(groups))]
+
+
+def with_light(late: Mapping[str, Any], light: Sequence[Any]) -> dict[str, Any]:
+    """`late`, as `TorchAdapter.capture_late` gives it, with what `light_of` gave."""
+    objects, optimizers = dict(late["objects"]), list(late["optimizers"])
+    for name, state in light:
+        if isinstance(name, int):
+            optimizers[name] = {**optimizers[name], "param_groups": state}
+        elif isinstance(state, list):
+            scale, growth = state
+            if objects[name]:
+                objects[name] = {**objects[name], "scale": float(scale), "_growth_tracker": int(growth)}
+        else:
+            objects[name] = state
+    return {**late, "objects": objects, "optimizers": optimizers}
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _scale_of(scaler: GradScaler) -> Any:
+    """Scale and count of steps without overflow: a list, as no state is; {} of one that is disabled."""
+    if not scaler.is_enabled():
+        return {}
+    scale, growth = scaler._scale, scaler._growth_tracker  # read by state_dict(), which waits for the GPU
+    if scale is None or growth is None:
+        return [scaler.get_scale(), scaler._init_growth_tracker]
+    return [scale.clone(), growth.clone()]

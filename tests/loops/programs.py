@@ -1,0 +1,541 @@
+"""Small training programs, each the way that people write it, and with `session.epochs` and `session.batches`:
+
+    python -m tests.loops.programs NAME STORE STOP AT
+
+STOP is none, close, SIGTERM or SIGKILL; the signal comes right after the optimizer's step AT, before the rest of the
+iteration. The last line of the output is a JSON document: the digest of the parameters, the step that the run was
+resumed from, whether that was exact, and why not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+import scarctl
+
+EPOCHS, PER_EPOCH = 3, 5
+STEPS = EPOCHS * PER_EPOCH
+
+
+class Run:
+    """What a program is given."""
+
+    def __init__(self, store: str, stop: str, at: int) -> None:
+        self._store, self._stop, self._at = store, stop, at
+        self._models: list[nn.Module] = []
+
+    def attach(self, model: nn.Module, optimizer: Any, **options: Any) -> scarctl.Session:
+        self._models.append(model)
+        settings = {"policy": "full", "interval": 1, "partition_bytes": 4096, **options}
+        self.session = scarctl.attach(model, optimizer, store=self._store, **settings)
+        last = optimizer[-1] if isinstance(optimizer, list) else optimizer
+        last.register_step_post_hook(lambda *_: self._stepped())
+        return self.session
+
+    def resume(self) -> int:
+        self.resumed = self.session.resume("rollback" if os.environ.get("ROLL_BACK") else "partial")
+        return self.resumed.step
+
+    def _stepped(self) -> None:
+        if self._stop == "SIGKILL" and self.session._engine is not None:
+            # So that every step is sealed: what the store has not yet is not overtaken.
+            self.session._engine.saver.drain(30)
+        if self._stop.startswith("SIG") and self.session.head_step == self._at:
+            os.kill(os.getpid(), getattr(signal, self._stop))
+
+    def iterated(self) -> None:
+        """The end of an iteration."""
+        if self._stop == "close" and self.session.head_step == self._at:
+            self.session.close()
+            self._end()
+
+    def _end(self) -> NoReturn:
+        sys.stdout.flush()
+        os._exit(0)
+
+    def done(self) -> None:
+        digest = hashlib.sha256()
+        for model in self._models:
+            for tensor in model.state_dict().values():
+                digest.update(tensor.numpy().tobytes())
+        resumed = self.session.resumed
+        assert resumed is not None
+        found = {
+            "digest": digest.hexdigest()[:16],
+            "head": self.session.head_step,
+            "step": resumed.step,
+            "exact": resumed.exact,
+            "reasons": list(resumed.reasons),
+        }
+        self.session.close()
+        sys.stdout.write(json.dumps(found) + "\n")
+
+
+class Digits(Dataset[Any]):
+    """Random features. noise: drawn anew each time, as an augmentation is."""
+
+    def __init__(self, size: int = 4 * PER_EPOCH, *, noise: bool = False) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x, self.y = torch.rand(size, 8, generator=generator), torch.arange(size) % 2
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        x = self.x[index]
+        return (x + 0.1 * torch.rand(8) if self.noise else x), self.y[index]
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, *, draws: bool = False) -> None:
+        self.draws = draws
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = None if self.draws else torch.Generator().manual_seed(7)
+        for index in range(4 * PER_EPOCH):
+            yield torch.rand(8, generator=generator), index % 2
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 2))
+
+
+def train(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    optimizer.zero_grad()
+    functional.cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+
+
+def evaluate(model: nn.Module) -> None:
+    model.eval()
+    with torch.no_grad():
+        for x, _ in DataLoader(Digits(8), batch_size=4, shuffle=True):
+            model(x)
+    model.train()
+
+
+def by_step(step: int) -> Any:
+    """A batch that is a function of the step."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.rand(4, 8, generator=generator), torch.randint(0, 2, (4,), generator=generator)
+
+
+# -- loops over a DataLoader ------------------------------------------------------------------------------------------
+
+
+def mnist(run: Run, *, ours: bool = True, **options: Any) -> None:
+    """pytorch/examples mnist: dropout, a shuffled DataLoader, a schedule and an evaluation per epoch."""
+    model = net()
+    optimizer = torch.optim.Adadelta(model.parameters())
+    scheduler = StepLR(optimizer, 1, 0.7)
+    data = options.pop("data", None) or Digits()
+    given = {"shuffle": not isinstance(data, IterableDataset), "batch_size": 4, **options}
+    loader = DataLoader(data, **given)
+    session = run.attach(model, optimizer, schedulers=scheduler)
+    step = run.resume()
+    for _ in session.epochs(EPOCHS) if ours else range(step // PER_EPOCH, EPOCHS):
+        for batch in session.batches(loader) if ours else loader:
+            train(model, optimizer, batch)
+            run.iterated()
+        evaluate(model)
+        scheduler.step()
+
+
+def mnist_generator(run: Run, *, ours: bool = True) -> None:
+    mnist(run, ours=ours, generator=torch.Generator().manual_seed(3))
+
+
+def two_loaders(run: Run) -> None:
+    """Two loaders side by side, and a third after them, in every epoch."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    loaders = [DataLoader(Digits(8, noise=True), batch_size=4, shuffle=True) for _ in range(3)]
+    session = run.attach(model, optimizer)
+    run.resume()
+    for _ in session.epochs(EPOCHS):
+        for one, other in zip(session.batches(loaders[0]), session.batches(loaders[1]), strict=True):
+            train(model, optimizer, (one[0] + other[0], one[1]))
+            run.iterated()
+        torch.rand(3)
+        for batch in session.batches(loaders[2]):
+            train(model, optimizer, batch)
+            run.iterated()
+
+
+def early_break(run: Run) -> None:
+    """Epochs of four batches of five."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    loader = DataLoader(Digits(), batch_size=4, shuffle=True, drop_last=True)
+    session = run.attach(model, optimizer)
+    run.resume()
+    for _ in session.epochs(EPOCHS):
+        for number, batch in enumerate(session.batches(loader)):
+            train(model, optimizer, batch)
+            run.iterated()
+            if session.head_step % 4 == 0 or number > 9:
+                break
+        evaluate(model)
+
+
+def accumulate(run: Run) -> None:
+    """Two batches make a step; the last of an epoch goes on to the next one."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    loader = DataLoader(Digits(28), batch_size=4, shuffle=True)
+    session = run.attach(model, optimizer)
+    run.resume()
+    count = 0
+    for _ in session.epochs(EPOCHS):
+        for x, y in session.batches(loader):
+            functional.cross_entropy(model(x), y).backward()
+            count += 1
+            if count % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                run.iterated()
+        count = 0
+        optimizer.zero_grad()
+
+
+def vae(run: Run, *, ours: bool = True) -> None:
+    """pytorch/examples vae: noise from torch.randn in the forward pass."""
+    torch.manual_seed(1)
+
+    class Vae(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encode, self.decode = nn.Linear(8, 4), nn.Linear(2, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mean, deviation = self.encode(x).chunk(2, dim=1)
+            decoded: torch.Tensor = self.decode(mean + torch.randn_like(mean) * torch.exp(0.5 * deviation))
+            return decoded
+
+    model = Vae()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loader = DataLoader(Digits(), batch_size=4, shuffle=True)
+    session = run.attach(model, optimizer)
+    step = run.resume()
+    for _ in session.epochs(EPOCHS) if ours else range(step // PER_EPOCH, EPOCHS):
+        for x, _ in session.batches(loader) if ours else loader:
+            optimizer.zero_grad()
+            functional.mse_loss(model(x), x).backward()
+            optimizer.step()
+            run.iterated()
+
+
+def dcgan(run: Run, *, ours: bool = True) -> None:
+    """pytorch/examples dcgan: two optimizers and noise."""
+    torch.manual_seed(1)
+    critic, generator = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), nn.Linear(4, 8)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (critic, generator)]
+    loader = DataLoader(Digits(), batch_size=4, shuffle=True)
+    session = run.attach(nn.ModuleList([critic, generator]), optimizers)
+    step = run.resume()
+    for _ in session.epochs(EPOCHS) if ours else range(step // PER_EPOCH, EPOCHS):
+        for x, _ in session.batches(loader) if ours else loader:
+            optimizers[0].zero_grad()
+            fake = generator(torch.randn(4, 4))
+            (critic(fake.detach()).mean() - critic(x).mean()).backward()
+            optimizers[0].step()
+            optimizers[1].zero_grad()
+            (-critic(fake).mean()).backward()
+            optimizers[1].step()
+            run.iterated()
+
+
+def one_cycle(run: Run) -> None:
+    """A schedule by batch."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = OneCycleLR(optimizer, 0.5, total_steps=STEPS + 1)
+    loader = DataLoader(Digits(noise=True), batch_size=4, shuffle=True)
+    session = run.attach(model, optimizer, schedulers=scheduler)
+    run.resume()
+    for _ in session.epochs(EPOCHS):
+        for batch in session.batches(loader):
+            train(model, optimizer, batch)
+            scheduler.step()
+            run.iterated()
+
+
+# -- loops without epochs ----------------------------------------------------------------------------------------------
+
+
+def mingpt(run: Run, *, ours: bool = True) -> None:
+    """minGPT: an iterator over samples with replacement that does not end."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = Digits()
+    sampler = RandomSampler(data, replacement=True, num_samples=10**6)
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    session = run.attach(model, optimizer)
+    run.resume()
+    for batch in session.batches(loader) if ours else loader:
+        train(model, optimizer, batch)
+        run.iterated()
+        if session.head_step >= STEPS:
+            break
+
+
+def _get_batch() -> Any:
+    return torch.rand(4, 8), torch.randint(0, 2, (4,))
+
+
+def nanogpt(run: Run, *, ours: bool = False, prefetch: bool = True) -> None:
+    """nanoGPT: random batches, two of them to a step, a scaler, and the next batch fetched before the step."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    session = run.attach(model, optimizer, scaler=scaler)
+    step = run.resume()
+
+    def drawn() -> Iterator[Any]:
+        while True:
+            yield _get_batch()
+
+    batches = session.batches(drawn()) if ours else drawn()
+    batch = next(batches) if prefetch else None
+    while step < STEPS:
+        for _ in range(2):
+            if not prefetch:
+                batch = next(batches)
+            assert batch is not None
+            loss = functional.cross_entropy(model(batch[0]), batch[1]) / 2
+            if prefetch:
+                batch = next(batches)
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        step += 1
+        run.iterated()
+
+
+def words(run: Run, *, ours: bool = True) -> None:
+    """pytorch/examples word_language_model: a text in pieces, and a hidden state that goes from one to the next."""
+    torch.manual_seed(1)
+    text = torch.randint(0, 8, (PER_EPOCH * 3, 4), generator=torch.Generator().manual_seed(2))
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.cell, self.drop = nn.Embedding(8, 6), nn.GRU(6, 6), nn.Dropout(0.3)
+            self.out = nn.Linear(6, 8)
+
+        def forward(self, piece: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            found, hidden = self.cell(self.drop(self.embed(piece)), hidden)
+            return self.out(found), hidden
+
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    carried = {"hidden": torch.zeros(1, 4, 6)}
+    session = run.attach(model, optimizer, extras={"carried": carried} if ours else {})
+    step = run.resume()
+    for _ in session.epochs(EPOCHS) if ours else range(step // PER_EPOCH, EPOCHS):
+        pieces = range(0, len(text) - 1, 3)
+        for start in session.batches(pieces) if ours else pieces:
+            piece, target = text[start : start + 2], text[start + 1 : start + 3]
+            found, hidden = model(piece, carried["hidden"])
+            optimizer.zero_grad()
+            functional.cross_entropy(found.flatten(0, 1), target.flatten()).backward()
+            optimizer.step()
+            carried["hidden"] = hidden.detach()
+            run.iterated()
+        evaluate_words = torch.rand(3)
+        assert evaluate_words.numel() == 3
+
+
+def cleanrl(run: Run, *, saved: bool = False, ours: bool = False) -> None:
+    """CleanRL: an environment with a generator of its own, and forward passes between the steps."""
+    torch.manual_seed(1)
+    np.random.seed(3)
+
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.actor, self.critic = nn.Linear(4, 2), nn.Linear(4, 1)
+
+    agent = Agent()
+    optimizer = torch.optim.Adam(agent.parameters(), lr=0.01)
+    rng = np.random.default_rng(4)
+    world = {"obs": rng.standard_normal(4).astype(np.float32)}
+    extras = {"world": world, "rng": rng} if saved or ours else {}
+    session = run.attach(agent, optimizer, extras=extras)
+    step = run.resume()
+    for _ in session.batches(range(STEPS)) if ours else range(step, STEPS):
+        kept = []
+        for _ in range(3):
+            obs = torch.from_numpy(world["obs"])[None]
+            with torch.no_grad():
+                action = torch.distributions.Categorical(logits=agent.actor(obs)).sample()
+            kept.append((obs, action))
+            world["obs"] = (0.5 * world["obs"] + rng.standard_normal(4)).astype(np.float32)
+        np.random.shuffle(kept)  # type: ignore[arg-type]
+        loss = torch.zeros(())
+        for obs, action in kept:
+            chosen = torch.distributions.Categorical(logits=agent.actor(obs)).log_prob(action)
+            loss = (
+                loss
+                - (chosen * (action - agent.critic(obs).detach())).mean()
+                + agent.critic(obs).square().mean()
+            )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.iterated()
+
+
+# -- what changes after the step ---------------------------------------------------------------------------------------
+
+
+def average(run: Run, *, where: str, ours: bool = False) -> None:
+    """An average of the model that training depends on, updated after the step; batches are a function of the step."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    session = run.attach(model, optimizer, **{where: {"ema": ema}})
+    step = run.resume()
+    for number in session.batches(range(STEPS)) if ours else range(step, STEPS):
+        x, y = by_step(number)
+        optimizer.zero_grad()
+        with torch.no_grad():
+            teacher = ema(x)
+        (functional.cross_entropy(model(x), y) + functional.mse_loss(model(x), teacher)).backward()
+        optimizer.step()
+        ema.update_parameters(model)
+        run.iterated()
+    run._models.append(ema)
+
+
+def seeded(run: Run) -> None:
+    """Batches that are a function of the step, and a schedule by step."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = StepLR(optimizer, 2, 0.8)
+    session = run.attach(model, optimizer, schedulers=scheduler)
+    for step in range(run.resume(), STEPS):
+        assert session.head_step == step
+        train(model, optimizer, by_step(step))
+        scheduler.step()
+        run.iterated()
+
+
+def positioned(run: Run) -> None:
+    """The order of the data in the loop's own hands: its position and its generator are extras."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    rng, position = np.random.default_rng(8), {"order": np.arange(20), "at": 20}
+    session = run.attach(model, optimizer, extras={"position": position, "rng": rng})
+    run.resume()
+    data = Digits()
+    while session.head_step < STEPS:
+        if position["at"] == 20:
+            position.update(order=rng.permutation(20), at=0)
+        at = int(position["at"])
+        rows = position["order"][at : at + 4]  # type: ignore[index]
+        position["at"] = at + 4
+        train(model, optimizer, (data.x[rows], data.y[rows]))
+        run.iterated()
+
+
+def skipping(run: Run, *, counts: str) -> None:
+    """A gradient scaler skips the steps of some batches. counts: what says which batch comes next."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    position = {"batch": 0}
+    extras = {"position": position} if counts == "extras" else {}
+    session = run.attach(model, optimizer, scaler=scaler, extras=extras)
+    step = run.resume()
+    if counts == "step":
+        position["batch"] = step
+
+    def one(number: int) -> None:
+        x, y = by_step(number)
+        loss = functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        scaler.scale(loss * torch.inf if number in (3, 6, 7) else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        run.iterated()
+
+    if counts == "batches":
+        for number in session.batches(range(STEPS)):
+            one(number)
+    while counts != "batches" and position["batch"] < STEPS:
+        position["batch"] += 1
+        one(position["batch"] - 1)
+
+
+Program = Callable[[Run], None]
+PROGRAMS: dict[str, Program] = {
+    "mnist": mnist,
+    "mnist, 2 workers": lambda run: mnist(run, data=Digits(noise=True), num_workers=2),
+    "mnist, augmented": lambda run: mnist(run, data=Digits(noise=True)),
+    "mnist, generator": mnist_generator,
+    "mnist, persistent workers": lambda run: mnist(run, num_workers=2, persistent_workers=True),
+    "mnist, stream": lambda run: mnist(run, data=Stream()),
+    "mnist, stream that draws": lambda run: mnist(run, data=Stream(draws=True)),
+    "mnist by hand": lambda run: mnist(run, ours=False),
+    "mnist by hand, 2 workers": lambda run: mnist(run, ours=False, num_workers=2),
+    "mnist by hand, generator": lambda run: mnist_generator(run, ours=False),
+    "two loaders": two_loaders,
+    "early break": early_break,
+    "accumulation": accumulate,
+    "one cycle": one_cycle,
+    "vae": vae,
+    "vae by hand": lambda run: vae(run, ours=False),
+    "dcgan": dcgan,
+    "dcgan by hand": lambda run: dcgan(run, ours=False),
+    "words": words,
+    "words by hand": lambda run: words(run, ours=False),
+    "mingpt": mingpt,
+    "mingpt by hand": lambda run: mingpt(run, ours=False),
+    "nanogpt": lambda run: nanogpt(run, ours=True, prefetch=False),
+    "nanogpt, prefetched": lambda run: nanogpt(run, ours=True),
+    "nanogpt by hand": lambda run: nanogpt(run, prefetch=False),
+    "nanogpt by hand, prefetched": nanogpt,
+    "cleanrl": lambda run: cleanrl(run, ours=True),
+    "cleanrl by hand": cleanrl,
+    "cleanrl by hand, world in extras": lambda run: cleanrl(run, saved=True),
+    "average": lambda run: average(run, where="extras", ours=True),
+    "average by hand, extras": lambda run: average(run, where="extras"),
+    "average by hand, after_step": lambda run: average(run, where="after_step"),
+    "seeded by step": seeded,
+    "order in extras": positioned,
+    "scaler": lambda run: skipping(run, counts="batches"),
+    "scaler by hand, step": lambda run: skipping(run, counts="step"),
+    "scaler by hand, extras": lambda run: skipping(run, counts="extras"),
+}
+
+
+def main() -> None:
+    """See the module."""
+    name, store, stop, at = sys.argv[1:]
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    run = Run(store, stop, int(at))
+    PROGRAMS[name](run)
+    run.done()
+
+
+if __name__ == "__main__":
+    main()
