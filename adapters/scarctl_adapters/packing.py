@@ -194,4 +194,5 @@ def _unpack_tensor(node: tuple[Any, ...], references: References, live: Any) -> 
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)
+    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+    return tensor.untyped_storage().data_ptr() if plain else -id(tensor)

@@ -146,7 +146,13 @@ def outcome(case: Case, folder: Path) -> tuple[str, str]:
         after.train(resumed.step, STEPS)
         same = after.digest() == whole.digest()
         if resumed.exact:
-            return (EXACT, "") if same else (SILENT, "exact, and it is not")
+            if same:
+                return EXACT, ""
+            again = Run(case, None)
+            again.train(0, STEPS)
+            if again.digest() != whole.digest():
+                return BROKEN, "two runs without scarctl differ"
+            return SILENT, "exact, and it is not"
         return SAID, f"{'same' if same else 'differs'}: {'; '.join(resumed.reasons)}"
 
 

@@ -86,7 +86,7 @@ def _pytorch_optimizer() -> Iterator[Case]:
                 f"pytorch_optimizer-{name}",
                 functools.partial(make, kind),
                 closure=name.endswith("SAM"),
-                twice=name.endswith("SAM"),
+                twice=name.endswith("SAM") and name != "WSAM",
             )
 
 

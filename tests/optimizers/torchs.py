@@ -21,7 +21,6 @@ def cases() -> Iterator[Case]:
             for way in ("", *info.supported_impls):
                 options = dict(given.kwargs)
                 if way:
-                    options |= {"foreach": False, "fused": False, "differentiable": False} if False else {}
                     options[way] = True
                 if options.get("fused") and (options.get("foreach") or options.get("differentiable")):
                     continue
