@@ -46,7 +46,8 @@ class Progress:
         hooked: bool,
         framework: bool,
     ) -> None:
-        """hooked: steps are seen to begin and to end. framework: one owns the loop, and its adapter says where it is.
+        """hooked: steps are seen to begin and to end. framework: one owns the loop, and says where it is; so
+        do extras that have an attribute `owns_loop`.
 
         doubt: called with the reasons why the loop did not continue."""
         self._adapter = adapter
@@ -56,6 +57,10 @@ class Progress:
         self._head_step = head_step
         self._doubt = doubt
         self._hooked = hooked
+        if self._known is not None:
+            mine = (*self._known.early_extras().values(), *self._known.late_extras().values())
+            framework = framework or any(getattr(item, "owns_loop", False) for item in mine)
+        self._framework = framework
         self.loop = Loop(self, rank)
         self.witness = Witness(
             self._known.modules if self._known is not None else None, rank, framework=framework
@@ -153,7 +158,7 @@ class Progress:
 
     def _compare(self, moment: Moment) -> None:
         """What does the loop change after a step?"""
-        if self._checks <= 0 or self._known is None:
+        if self._checks <= 0 or self._known is None or self._framework:
             return
         self._checks -= 1
         self._usual = _changed(self._ended, moment.light)
@@ -201,7 +206,7 @@ class Progress:
         return found
 
     def _is_settled(self, moment: Moment) -> bool:
-        if moment.settled or self._known is None:
+        if moment.settled or self._known is None or self._framework:
             return True
         if self.loop.used:
             return False

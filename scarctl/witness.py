@@ -147,6 +147,10 @@ class Witness:
         self._expected = found if mine else None
         self._kept = (step, found) if mine and isinstance(found, dict) else None
 
+    def forget(self) -> None:
+        """The loop begins with another state than the one that was resumed."""
+        self._expected = self._kept = None
+
     def differences(self, *, by_hand: bool, positioned: bool) -> list[str]:
         """Why the run does not continue as the one that it resumes would have. Once, right after the first forward.
 

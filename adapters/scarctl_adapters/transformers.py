@@ -189,6 +189,8 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         self.resumed = self.session.resume(self._mode, self._snapshot)
         if self._folder is None:
             self._progress.forget()
+            # What comes next is not what came after the step in the store.
+            self.session._progress.witness.forget()
             self._theirs["_load_from_checkpoint"](checkpoint, model)
             if self.resumed.step:
                 log.warning(

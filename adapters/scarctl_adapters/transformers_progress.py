@@ -56,6 +56,8 @@ class _Settled:
 class Progress:
     """The Trainer's own state, equal on all ranks. `state_dict` may be called in any thread."""
 
+    owns_loop = True
+
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._step = 0
