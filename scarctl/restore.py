@@ -272,6 +272,9 @@ def _fetch_lost(
     report = execute(plan, engine.store, arena, ArenaSink(arena))
     if report.exact:
         arena.whole = report.plan.whole
+    if report.step != head_step:
+        # Extras, such as random numbers and step counts, stay those of now: the two together were never a state.
+        report = replace(report, plan=replace(report.plan, exact=False))
     new = report.plan.tier != MEMORY
     now[new] = live.distances_at(ids[new])
     return replace(report, perturbation=_perturbation(now, estimate(known)))

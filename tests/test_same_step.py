@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 import scarctl
@@ -280,3 +281,21 @@ def test_ranks_at_one_step_agree_that_their_states_are_not_one() -> None:
     assert not agree_on_step([one, other]).exact
     nothing = Standing(5, True, False, owns=False)
     assert agree_on_step([one, one, nothing]).exact
+
+
+def test_all_of_an_earlier_step_with_the_extras_of_now_is_not_exact(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    with scarctl.attach(model, optimizer, store=tmp_path / "s", interval=100, daemon=False) as session:
+        session.resume()
+        for step in range(1, 8):
+            model(torch.rand(2, 4)).sum().backward()
+            optimizer.step()
+            if step == 5:
+                session.checkpoint(full=True, wait=True)
+        report = session.recover("all")
+        assert report.step == 5
+        assert not report.exact
+        session.checkpoint(full=True, wait=True)
+        assert session.recover("all").exact
