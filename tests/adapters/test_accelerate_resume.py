@@ -223,3 +223,42 @@ def test_two_models_with_an_optimizer_each(tmp_path: Path) -> None:
 def test_two_ranks_one_of_which_is_killed(tmp_path: Path, arena_dir: Path) -> None:
     found = torchrun("tests.adapters.accelerate_runs", tmp_path, arena_dir, kill_at=5)  # in the second epoch
     check_ranks(found, killed_at=5)
+
+
+class _Augmented(torch.utils.data.Dataset[Any]):
+    """Noise that is drawn anew each time."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return index + torch.rand(1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_random_augmentation_comes_out_the_same(tmp_path: Path, workers: int) -> None:
+    def trained(folder: Path, stop: int = 0) -> tuple[list[list[float]], bool]:
+        forget_accelerators()
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        loader = torch.utils.data.DataLoader(_Augmented(), 4, shuffle=True, num_workers=workers)
+        model = nn.Linear(1, 1)
+        model, loader, optimizer = accelerator.prepare(model, loader, torch.optim.Adam(model.parameters()))
+        seen = []
+        with attach(accelerator, store=folder / "store", **EXACT) as run:
+            for _ in run.epochs(3):
+                for batch in run.batches(loader):
+                    if stop and len(seen) == stop:
+                        raise KeyboardInterrupt
+                    seen.append(batch[:, 0].tolist())
+                    accelerator.backward(model(batch).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert run.session.resumed is not None
+            return seen, run.session.resumed.exact
+
+    whole, _ = trained(tmp_path / "whole")
+    for stop in (2, 8):
+        with pytest.raises(KeyboardInterrupt):
+            trained(tmp_path / str(stop), stop)
+        assert trained(tmp_path / str(stop)) == (whole[stop:], True)
