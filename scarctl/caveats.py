@@ -51,6 +51,10 @@ class Caveats:
             self._by_kind[kind] = caveat
             log.warning("%s", message)
 
+    def keep(self, kind: str, message: str) -> None:
+        """Keep a caveat that makes resuming inexact, and is logged elsewhere."""
+        self._by_kind[kind] = Caveat(kind, message)
+
     def withdraw(self, kind: str) -> None:
         """Drop the caveat of this kind: what it says is mended."""
         self._by_kind.pop(kind, None)

@@ -314,6 +314,9 @@ class Session:
         found = [tuple(theirs) for theirs in self._together.gather(list(self._found_reasons))]
         mixed = () if resumed.exact or not resumed.step else ("partitions are of several steps",)
         why = tuple(dict.fromkeys([*mixed, *(reason for theirs in found for reason in theirs)]))
+        if why:
+            # Saved again before a step, it is the same state, and no more exact than now.
+            self.caveats.keep("resumed", "; ".join(why))
         return said(replace(resumed, exact=resumed.exact and not why, reasons=why), self.store)
 
     def _go_on(self, engine: Engine, resumed: Resumed, extras: Any) -> None:
@@ -424,6 +427,7 @@ class Session:
             self._moment = None
             self._streams.follow()
             self.head_step += 1  # before a flush may come
+            self.caveats.withdraw("resumed")
             self._gate.leave(self._progress.patience)
             self._watch.stepped()
             self._binding.require_savable()

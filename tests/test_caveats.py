@@ -96,3 +96,22 @@ def test_what_is_not_said_to_be_harmless_is_not() -> None:
     found = caveats_of({"caveats": [{"kind": "k", "message": "m" * 9999, "inexact": "maybe"}]})
     assert found == (Caveat("k", "m" * 1000, inexact=True),)
     assert reasons(found) == ("m" * 1000,)
+
+
+def test_a_state_that_was_resumed_inexactly_and_saved_again_before_a_step_is_still_inexact(
+    tmp_path: Path,
+) -> None:
+    session = _run(tmp_path / "s", 3)
+    session.caveats.say("swapped", "the data were swapped")
+    session.close()
+    for _ in range(2):
+        session = _run(tmp_path / "s", 0)
+        assert session.resumed is not None
+        assert session.resumed.reasons == ("the data were swapped",)
+        session.close()
+    _run(tmp_path / "s", 1).close()
+    session = _run(tmp_path / "s", 0)
+    assert session.resumed is not None
+    assert session.resumed.step == 4
+    assert "the data were swapped" not in session.resumed.reasons
+    session.close()
