@@ -163,7 +163,7 @@ def references_of(home: Home) -> References:
     for parameter, state in home.state.items():
         if id(parameter) in numbers and isinstance(state, Mapping):
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and not is_dtensor(value):
+                if isinstance(value, torch.Tensor) and is_plain_tensor(value):
                     references.add(("slot", numbers[id(parameter)], key), value)
     return references
 
