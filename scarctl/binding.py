@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from scarctl.adapter import Adapter, StateGroup
+from scarctl.caveats import Caveats
 from scarctl.daemon.arena import Arena
 from scarctl.daemon.movements import MOVEMENT_BYTES
 from scarctl.dtypes import name_of, plain, torch_of
@@ -24,9 +25,10 @@ from scarctl.trend import extrapolates
 class Binding:
     """One model and its optimizers, seen through their adapter, beside one store's layout."""
 
-    def __init__(self, adapter: Adapter, store: Store) -> None:
+    def __init__(self, adapter: Adapter, store: Store, caveats: Caveats) -> None:
         self._adapter = adapter
         self._store = store
+        self._caveats = caveats
         self._views: LiveState | None = None  # mapping the arena takes longer than the rest of a hook
         self._savable = False
         self._seen: list[StateGroup] = []
@@ -104,6 +106,7 @@ class Binding:
         if views is not None and len(there) == len(self._seen) and all(map(operator.is_, there, self._seen)):
             return views
         states = _states_of(there, arena.layout)
+        self._say_what_is_new(there, arena.layout)
         tensors = [_tensors(state, group) for state, group in zip(states, arena.layout.groups, strict=True)]
         frozen = frozenset(g for g, state in enumerate(states) if state.frozen)
         if views is None:
@@ -112,6 +115,16 @@ class Binding:
             views = views.with_tensors(dict(enumerate(tensors)), frozen)
         self._views, self._seen = views, list(there)
         return views
+
+    def _say_what_is_new(self, there: Sequence[StateGroup], layout: Layout) -> None:
+        known = {group.name for group in layout.groups}
+        if new := [state.name for state in there if state.name not in known]:
+            more = f" and {len(new) - 3} more" if len(new) > 3 else ""
+            self._caveats.say(
+                "new-state",
+                f"{', '.join(map(repr, new[:3]))}{more} came into the model after the first step, and is not saved. "
+                "Register it before the first step, or start a new store",
+            )
 
 
 def layout_of(adapter: Adapter, fixed: Settings) -> Layout:

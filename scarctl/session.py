@@ -110,7 +110,7 @@ class Session:
             self._touched = touched_of(adapter, settings, auto=bool(auto))
             self.store = self._together.open_store(settings)
             undo.callback(self.store.close)
-            self._binding = Binding(adapter, self.store)
+            self._binding = Binding(adapter, self.store, self.caveats)
             self._saver = self._together.agree(self._claim, undo=lambda saver: saver.close())
             undo.callback(self._saver.close)
             self._opening = Opening(self.store, settings, self._saver, self._together, self.caveats)

@@ -115,3 +115,22 @@ def test_a_state_that_was_resumed_inexactly_and_saved_again_before_a_step_is_sti
     assert session.resumed.step == 4
     assert "the data were swapped" not in session.resumed.reasons
     session.close()
+
+
+def test_a_buffer_that_is_registered_after_the_first_step_is_said_not_to_be_saved(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    with scarctl.attach(model, optimizer, store=tmp_path / "s", daemon=False) as session:
+        for step in range(3):
+            model(torch.rand(2, 4)).sum().backward()
+            optimizer.step()
+            if not step:
+                assert not list(session.caveats)
+                model.register_buffer("seen", torch.zeros(4))
+        session.checkpoint(full=True)
+        assert [caveat.kind for caveat in session.caveats] == ["new-state"]
+    session = _run(tmp_path / "s", 0)
+    assert session.resumed is not None
+    assert not session.resumed.exact
+    assert "'seen' came into the model" in session.resumed.reasons[0]
+    session.close()
