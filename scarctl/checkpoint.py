@@ -23,7 +23,6 @@ from scarctl.errors import Corruption
 from scarctl.live import LiveState
 from scarctl.moment import Moment
 from scarctl.outlook import to_extras
-from scarctl.progress import Progress
 from scarctl.streams import Streams
 from scarctl.worker import Job, Worker
 
@@ -104,7 +103,7 @@ class Checkpoints:
         stats: Stats,
         fault: Callable[[Exception], None],
         caveats: Caveats,
-        progress: Progress,
+        settled_extras: Callable[[Moment], dict[str, Any]],
         *,
         validate: bool,
     ) -> None:
@@ -115,7 +114,7 @@ class Checkpoints:
         self._stats = stats
         self._fault = fault
         self._caveats = caveats
-        self._progress = progress
+        self._settled_extras = settled_extras
         self._validate = validate
         self._under_way: _UnderWay | None = None
         self._live: LiveState | None = None
@@ -228,7 +227,7 @@ class Checkpoints:
     def extras(self, engine: Engine, moment: Moment) -> dict[str, Any]:
         """The extras of the step of `moment`, right before the next one."""
         return {
-            **self._progress.extras(moment),
+            **self._settled_extras(moment),
             "policy": {"credit": engine.credit, "cursor": engine.cursor},
             **to_extras(engine.motion.history, engine.settings.norm),
             **self._caveats.to_extras(),

@@ -122,5 +122,6 @@ def doubt(resumed: Resumed | None, found: tuple[str, ...], caveats: Caveats) -> 
         "not-continued",
         f"the run was not resumed exactly after step {resumed.step}: {'; '.join(found)}. "
         "Read the data from session.batches(), see docs/loops.md",
+        inexact=False,  # of later states: whether a run continues from those is looked at then
     )
     return replace(resumed, exact=False, reasons=(*resumed.reasons, *found))

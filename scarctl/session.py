@@ -125,7 +125,7 @@ class Session:
             self.stats,
             self._fault,
             self.caveats,
-            self._progress,
+            self._progress.extras,
             validate=settings.validate,
         )
         # Without this, a loop that just ends would lose what it did since the last checkpoint.
