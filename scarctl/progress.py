@@ -60,7 +60,7 @@ class Progress:
         if self._known is not None:
             mine = (*self._known.early_extras().values(), *self._known.late_extras().values())
             framework = framework or any(getattr(item, "owns_loop", False) for item in mine)
-        self._framework = framework
+        self.framework = framework
         self.loop = Loop(self, rank)
         self.witness = Witness(
             self._known.modules if self._known is not None else None, rank, framework=framework
@@ -158,7 +158,7 @@ class Progress:
 
     def _compare(self, moment: Moment) -> None:
         """What does the loop change after a step?"""
-        if self._checks <= 0 or self._known is None or self._framework:
+        if self._checks <= 0 or self._known is None or self.framework:
             return
         self._checks -= 1
         self._usual = _changed(self._ended, moment.light)
@@ -206,7 +206,7 @@ class Progress:
         return found
 
     def _is_settled(self, moment: Moment) -> bool:
-        if moment.settled or self._known is None or self._framework:
+        if moment.settled or self._known is None or self.framework:
             return True
         if self.loop.used:
             return False

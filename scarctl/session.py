@@ -80,7 +80,7 @@ class Session:
         """What `resume` returned, and why that is not exact if it turned out later."""
         self._adapter = adapter
         self._hooked = auto is True
-        self._hooked_begin = self._lasts = auto == "begin"
+        self._hooked_begin = auto == "begin"
         self._found_reasons: tuple[str, ...] = ()
         """Why what was resumed from is not exact, as the run knew that saved it."""
         self._closed = False
@@ -97,6 +97,7 @@ class Session:
             hooked=auto is True,
             framework=auto == "begin",
         )
+        self._lasts = self._progress.framework
         self._streams = Streams()
         self._moments = Moments(adapter, self._streams, self._together)
         self._moment: Moment | None = None

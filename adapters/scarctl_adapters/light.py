@@ -32,7 +32,12 @@ def with_light(late: Mapping[str, Any], light: Sequence[Any]) -> dict[str, Any]:
     objects, optimizers = dict(late["objects"]), list(late["optimizers"])
     for name, state in light:
         if isinstance(name, int):
-            optimizers[name] = {**optimizers[name], "param_groups": state}
+            saved = optimizers[name]["param_groups"]  # without what is constant and cannot be saved
+            groups = [
+                {**kept, **{key: value for key, value in now.items() if key in kept}}
+                for kept, now in zip(saved, state, strict=True)
+            ]
+            optimizers[name] = {**optimizers[name], "param_groups": groups}
         elif isinstance(state, list):
             scale, growth = state
             if objects[name]:
