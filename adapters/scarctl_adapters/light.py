@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from scarctl.dtypes import plain
+from scarctl_adapters.optimizer_state import is_savable
 
 
 def light_of(late: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> list[Any]:
@@ -32,12 +33,7 @@ def with_light(late: Mapping[str, Any], light: Sequence[Any]) -> dict[str, Any]:
     objects, optimizers = dict(late["objects"]), list(late["optimizers"])
     for name, state in light:
         if isinstance(name, int):
-            saved = optimizers[name]["param_groups"]  # without what is constant and cannot be saved
-            groups = [
-                {**kept, **{key: value for key, value in now.items() if key in kept}}
-                for kept, now in zip(saved, state, strict=True)
-            ]
-            optimizers[name] = {**optimizers[name], "param_groups": groups}
+            optimizers[name] = {**optimizers[name], "param_groups": state}
         elif isinstance(state, list):
             scale, growth = state
             if objects[name]:
@@ -51,7 +47,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
-        if key != "params"
+        if key != "params" and is_savable(value)
     }
 
 

@@ -132,7 +132,7 @@ class OptimizerState:
         for name, value in group.items():
             if name == "params":
                 continue
-            if _is_savable(value):
+            if is_savable(value):
                 found[name] = value
             elif not (name in first and (first[name] is value or _equal(first[name], value))):
                 raise UsageError(
@@ -142,11 +142,12 @@ class OptimizerState:
         return found
 
 
-def _is_savable(value: Any) -> bool:
+def is_savable(value: Any) -> bool:
+    """Whether extras can hold a setting."""
     if type(value) in (list, tuple, set, frozenset):
-        return all(map(_is_savable, value))
+        return all(map(is_savable, value))
     if type(value) is dict:
-        return all(_is_savable(item) for pair in value.items() for item in pair)
+        return all(is_savable(item) for pair in value.items() for item in pair)
     if isinstance(value, torch.Tensor):
         return is_plain_tensor(value) and not isinstance(value, torch.nn.Parameter)
     return type(value) in LEAVES or isinstance(value, np.generic | np.ndarray)
