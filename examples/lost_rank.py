@@ -86,7 +86,7 @@ class Job:
         rank = Rank()
         for path in self.folder.glob(f"log/*/attempt_{attempt}/{number}/stdout.log"):
             for line in path.read_text().splitlines():
-                found = re.fullmatch(r"([0-9.]+) (\d+) (ready|resumed|step)( .*)?", line)
+                found = re.fullmatch(r"([0-9.]+) (\d+) train (ready|resumed|step)( .*)?", line)
                 if found is None:
                     continue  # somebody else's
                 at, rank.pid, rest = float(found[1]), int(found[2]), (found[4] or "").strip()
