@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,14 @@ class Numbers:
 
 def dies_between_shards() -> None:
     """From now on the process is killed when the first of two shards has been sealed."""
-    original = StoreWriter.commit
+    original, alone = StoreWriter.commit, threading.Lock()
 
     def commit(writer: StoreWriter, *args: Any, **kwargs: Any) -> Record:
-        record = original(writer, *args, **kwargs)
-        if record.sealed:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return record
+        with alone:  # shards are committed at once
+            record = original(writer, *args, **kwargs)
+            if record.sealed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return record
 
     StoreWriter.commit = commit  # type: ignore[method-assign]
 

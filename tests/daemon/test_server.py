@@ -210,7 +210,8 @@ class TestOperations:
         assert run["last_error"]
         trainer.close(durable=False)
         trainer.queue.clear()
-        (trainer.arena.folder / "arena").unlink()
+        for name in ("arena", "lines"):
+            (trainer.arena.folder / name).unlink()
 
 
 class TestDeath:

@@ -219,7 +219,7 @@ def descend(rank: int, world: int, folder: str, steps: int, options: dict[str, A
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     Path(folder, "arena").mkdir(exist_ok=True)
     settings: dict[str, Any] = {"store": f"{folder}/store", "arena_dir": f"{folder}/arena", "daemon": False}
-    with scarctl.attach(model, optimizer, interval=2, fraction=0.5, policy="round", **settings) as session:
+    with scarctl.attach(model, optimizer, interval=2, fraction=0.45, policy="round", **settings) as session:
         resumed = session.resume()
         for _ in range(steps):
             optimizer.zero_grad()
