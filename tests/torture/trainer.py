@@ -167,8 +167,8 @@ class Trainer:
         """Tell of hand-overs and of copies that get another step's label, without changing either."""
         hand_over, relabel = Engine.hand_over, Arena.relabel
 
-        def telling_hand_over(engine: Engine, copied: Copied, extras: Any) -> None:
-            hand_over(engine, copied, extras)
+        def telling_hand_over(engine: Engine, copied: Copied, extras: Any, whole: str) -> None:
+            hand_over(engine, copied, extras, whole)
             self.tell(handed=copied.step, ids=copied.ids.tolist())
 
         def telling_relabel(arena: Arena, ids: np.ndarray, version: int) -> None:
