@@ -5,6 +5,7 @@ It may be open before that: by a resume that failed and may be tried again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 from scarctl.caveats import Caveats
@@ -12,7 +13,7 @@ from scarctl.config import SessionSettings
 from scarctl.daemon.folder import arena_folder
 from scarctl.daemon.saver import Saver
 from scarctl.engine import Engine
-from scarctl.errors import UsageError
+from scarctl.errors import ScarError, UsageError
 from scarctl.layout import Layout
 from scarctl.store import Store
 from scarctl.together import Together
@@ -100,7 +101,10 @@ class Opening:
             self._saver.close()
             log.info("closed %s: nothing was saved in this session", self._store.url)
             return
-        step = f"{engine.arena.head_step}, {'sealed' if engine.is_sealed() else 'not sealed'}"
+        sealed = False
+        with contextlib.suppress(ScarError):  # for the log only; what follows meets the fault, and reports it
+            sealed = engine.is_sealed()
+        step = f"{engine.arena.head_step}, {'sealed' if sealed else 'not sealed'}"
         waiting, folder = int(engine.arena.pending().sum()), engine.arena.folder
         if engine is not self.engine:
             engine.leave()  # a resume that failed: all stays as it was
