@@ -354,6 +354,7 @@ def test_the_memory_of_a_stopped_run_is_compared_with(run: Run, saved: Model, ar
     for g, group in enumerate(layout.groups):
         arena.rows(g, 0)[:] = saved.tensors[group.name].reshape(group.rows, -1).numpy().view(np.uint8)
     arena.end(everything, int(version[0]))
+    arena.acknowledge(everything, int(version[0]))
     assert len(set(version.tolist())) == 1
     # Differs from the store: shows that it is memory that is compared with.
     arena.rows(0, 0)[0] ^= 1
