@@ -29,7 +29,9 @@ log = logging.getLogger("train")
 def main() -> None:
     """Train, or go on training, until `--steps` are done."""
     arguments = _parse()
-    logging.basicConfig(stream=sys.stdout, level="INFO", format="%(created).4f %(process)d %(name)s %(message)s")
+    logging.basicConfig(
+        stream=sys.stdout, level="INFO", format="%(created).4f %(process)d %(name)s %(message)s"
+    )
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)

@@ -28,7 +28,9 @@ log = logging.getLogger("train")
 def main() -> None:
     """Train, or go on training, until `--steps` are done."""
     arguments = _parse()
-    logging.basicConfig(stream=sys.stdout, level="INFO", format="%(created).4f %(process)d %(name)s %(message)s")
+    logging.basicConfig(
+        stream=sys.stdout, level="INFO", format="%(created).4f %(process)d %(name)s %(message)s"
+    )
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     text, model = load(), Mixture(LENGTH, rank, world)

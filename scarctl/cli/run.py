@@ -279,11 +279,11 @@ def _go_on(folder: Path, address: Address) -> bool:
     from scarctl.store import Store
     from scarctl.store.address import portable_options
 
-    queued = {arena.id for arena in survey(folder) if arena.handovers}
+    queued = {arena.id for arena in survey(folder) if arena.handovers and not arena.aside}
     try:
         if not queued:
             return False
-        own = Store.open(address.url, storage_options=address.options).id
+        own = Store.open(address.url, storage_options=address.options).run_id
         # That of the store, or of each rank: the store's and the number of its shard.
         found = [run for run in sorted(queued) if run == own or run.startswith(f"{own}-")]
         for run in found:

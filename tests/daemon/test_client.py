@@ -189,7 +189,7 @@ def test_a_new_owner_of_the_store_is_not_fought(folder: Path, arena_dir: Path, t
     assert trainer.saver.fault() is fenced
     trainer.close(durable=False)
     trainer.arena = None  # type: ignore[assignment]
-    for path in folder.glob("*/arena"):
+    for path in (*folder.glob("*/arena"), *folder.glob("*/lines")):
         path.unlink()
 
 

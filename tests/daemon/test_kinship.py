@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,8 @@ class Host:
         version = pack(self.arena.epoch, step)
         self.arena.end(EVERYTHING, version)
         self.arena.head_step = step
-        self.queue.put(version=version, ids=EVERYTHING, sealed=sealed, extras={"step": step})
+        self.arena.whole = uuid.uuid4().hex if sealed else ""
+        self.queue.put(version=version, ids=EVERYTHING, whole=self.arena.whole, extras={"step": step})
         if wait:
             self.saver.notify()
             assert self.saver.drain(20), self.saver.fault()

@@ -1,8 +1,9 @@
-"""What a store holds, as one number: it changes with what the log says, and with nothing else."""
+"""What a log says, as one number: it changes with what the log says, and with nothing else."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +23,22 @@ class Notes:
     """A companion that remembers what it was told."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, int]] = []
+        self.told: list[str] = []
+        self.lines: dict[int, int] = {}
+        self.expected: dict[int, int] = {}
 
-    def expect(self, line: int) -> None:
-        self.told.append(("expect", line))
+    def begin_lines(self, lines: Mapping[int, int]) -> None:
+        self.told.append("begin")
+        self.lines = dict(lines)
 
-    def note(self, line: int) -> None:
-        self.told.append(("note", line))
+    def expect(self, shard: int, line: int) -> None:
+        self.told.append(f"expect {shard}")
+        self.expected[shard] = line
+
+    def note(self, shard: int, line: int) -> None:
+        self.told.append(f"note {shard}")
+        assert line == self.expected[shard]
+        self.lines[shard] = line
 
 
 def writing(path: Path) -> StoreWriter:
@@ -41,23 +51,24 @@ def seal(writer: StoreWriter, step: int) -> None:
         writer.commit(shard, ids, Data(LAYOUT, step), step=step, sealed=True, extras={"step": step})
 
 
-def line(path: Path) -> int:
-    return Store.open(path).line()
+def lines(path: Path) -> dict[int, int]:
+    return Store.open(path).lines()
 
 
 def test_commits_and_roll_backs_change_it_and_epochs_do_not(tmp_path: Path) -> None:
     path, seen = tmp_path / "run", []
     with writing(path) as writer:
         seal(writer, 1)
-        seen.append(line(path))
+        seen.append(lines(path))
         seal(writer, 2)
-        seen.append(line(path))
-        assert writer.line == seen[-1]
+        seen.append(lines(path))
+        assert writer.lines == seen[-1]
         writer.roll_back(sealed_sets(writer.states.values())[1].seqs)
-        seen.append(line(path))
+        seen.append(lines(path))
     with writing(path) as writer:
-        assert writer.line == line(path) == seen[-1]
-    assert len(set(seen)) == 3
+        assert writer.lines == lines(path) == seen[-1]
+    for shard in (0, 1):
+        assert len({one[shard] for one in seen}) == 3
 
 
 def test_compaction_and_collection_do_not_change_it(tmp_path: Path) -> None:
@@ -65,10 +76,10 @@ def test_compaction_and_collection_do_not_change_it(tmp_path: Path) -> None:
         collector = Collector(writer, ratio=1.1, floor=0)
         for step in range(1, 9):
             seal(writer, step)
-        before = writer.line
+        before = writer.lines
         collector.collect()
         assert all(state.boundary for state in writer.states.values())
-        assert writer.line == line(tmp_path / "run") == before
+        assert writer.lines == lines(tmp_path / "run") == before
         states = Store.open(tmp_path / "run").states(writer.states)
         assert {s: state.line for s, state in states.items()} == {
             s: state.line for s, state in writer.states.items()
@@ -79,11 +90,11 @@ def test_a_copy_has_the_same_until_something_is_committed(tmp_path: Path) -> Non
     with writing(tmp_path / "run") as writer:
         seal(writer, 1)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    assert line(tmp_path / "run") == line(tmp_path / "copy")
+    assert lines(tmp_path / "run") == lines(tmp_path / "copy")
     for name in ("run", "copy"):
         with writing(tmp_path / name) as writer:
             seal(writer, 2)
-    assert line(tmp_path / "run") != line(tmp_path / "copy")
+    assert lines(tmp_path / "run") != lines(tmp_path / "copy")
 
 
 def test_a_companion_hears_of_a_record_before_and_after(tmp_path: Path) -> None:
@@ -92,12 +103,10 @@ def test_a_companion_hears_of_a_record_before_and_after(tmp_path: Path) -> None:
         seal(writer, 1)
         writer.accompany(notes)
         seal(writer, 2)
-        heard = [what for what, _ in notes.told]
-        assert heard == ["note", "expect", "note", "expect", "note"]
-        assert [one for _, one in notes.told[1::2]] == [one for _, one in notes.told[2::2]]
-        assert notes.told[-1][1] == line(tmp_path / "run")
+        assert notes.told == ["begin", "expect 0", "note 0", "expect 1", "note 1"]
+        assert notes.lines == lines(tmp_path / "run")
         writer.roll_back(sealed_sets(writer.states.values())[1].seqs)
-        assert notes.told[-1] == ("note", line(tmp_path / "run"))
+        assert notes.lines == lines(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
