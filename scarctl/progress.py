@@ -190,7 +190,9 @@ class Progress:
 
     def extras(self, moment: Moment) -> dict[str, Any]:
         """Fields of a checkpoint's extras, of the step of `moment`."""
-        if not self._is_settled(moment):
+        if self._is_settled(moment):
+            self.caveats.withdraw("not-settled")
+        else:
             self.caveats.say(
                 "not-settled",
                 f"step {moment.step} was saved before the loop was done with it: a schedule or an average that it "
