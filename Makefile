@@ -90,6 +90,7 @@ unit: $(VENV)/.dev
 
 long: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m long
+	$(MAKE) optimizers
 
 oldest: $(OLDEST)/.oldest
 	@# Of setuptools, whenever this Lightning is imported.
