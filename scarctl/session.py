@@ -559,8 +559,11 @@ class Session:
         if self._inert():
             return
         atexit.unregister(self._at_exit)
-        self._watch.look()
         attached.closed(self)
+        try:
+            self._watch.look()
+        except Exception as error:  # what a watch has seen is worth a word, and not what is saved now
+            log.error("training cannot be looked at once more: %s", error)
         with contextlib.ExitStack() as last:
             # Not before: a training thread that goes on meanwhile has to pass the gate.
             last.callback(self._remove_hooks)
