@@ -7,6 +7,7 @@ TRIALS ?= 10
 DATA ?= ../shared/data
 SEED ?= 0
 MINUTES ?= 30
+QUICK ?= $(addprefix tests/,formats ops policy recovery state store theory util) tests/test_documents.py tests/test_prose.py
 ATTACKS ?= model same_step hosts crash power races creations clocks faults corruption fuzz hostile claims secrets
 
 VENV := .venv
@@ -20,7 +21,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick test lint types layers unit long oldest optimizers format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick quick test lint types layers unit long oldest optimizers format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
@@ -30,6 +31,7 @@ help:
 	@echo "make paper-quick  the same with a few iterations, into build: shows that it runs"
 	@echo "make beyond   models that the paper does not have, into docs: some minutes, goes on where it was stopped: TRIALS=$(TRIALS)"
 	@echo "make beyond-quick  the same with a few iterations, into build"
+	@echo "make quick    tests of everything that needs neither torch nor another process: under a minute"
 	@echo "make test     lint, types, layers and unit, in this order"
 	@echo "make long     tests that unit leaves out: some minutes"
 	@echo "make oldest   the adapters' tests with the oldest versions of their frameworks, in $(OLDEST): some minutes, most of it set-up"
@@ -83,7 +85,10 @@ layers: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 # Hundreds of the tests' processes import scarctl: it is compiled once, whatever the environment says.
-unit long oldest optimizers: export PYTHONDONTWRITEBYTECODE =
+quick unit long oldest optimizers: export PYTHONDONTWRITEBYTECODE =
+
+quick: $(VENV)/.dev
+	$(BIN)/python -m pytest -p tests.support.quick -m "not slow and not long" -r fE $(QUICK)
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not long"
@@ -111,14 +116,14 @@ bench: $(VENV)/.dev
 	test -z "$$failed" || { echo "not run to the end:$$failed" >&2; exit 1; }
 
 torture: $(VENV)/.dev
-	$(BIN)/python -m tests.torture --rounds $(ROUNDS) --seed $(SEED) --keep
+	$(BIN)/python -m tests.adversarial.torture --rounds $(ROUNDS) --seed $(SEED) --keep
 
 soak: $(VENV)/.dev
 	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
 
 attack: $(VENV)/.dev
-	@set -e; for name in $(ATTACKS); do echo "== $$name"; $(BIN)/python -m tests.attack.$$name; done
-	$(if $(filter power,$(ATTACKS)),$(BIN)/python -m tests.attack.power --mutants)
+	@set -e; for name in $(ATTACKS); do echo "== $$name"; $(BIN)/python -m tests.adversarial.$$name; done
+	$(if $(filter power,$(ATTACKS)),$(BIN)/python -m tests.adversarial.power --mutants)
 
 ceph: $(VENV)/.dev
 	$(BIN)/python -m tests.store.conformance.real_server

@@ -23,7 +23,7 @@ from pathlib import Path
 from timing import parser, print_table, scratch, spread
 
 from scarctl.daemon.client import ask, connect, request
-from scarctl.daemon.remote import DaemonSaver
+from scarctl.daemon.saver import DaemonSaver
 from scarctl.errors import Unavailable
 from scarctl.store import Store
 

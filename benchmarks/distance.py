@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 from states import gpt2_small_shapes
 
-from scarctl.distance import distances
-from scarctl.foreach import distances_of_groups
-from scarctl.layout import TensorSpec, build_layout
+from scarctl.checkpoint.batched import distances_of_groups
+from scarctl.checkpoint.distance import distances
+from scarctl.state.layout import TensorSpec, build_layout
 
 BIASES = 400
 

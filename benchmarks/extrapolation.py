@@ -30,7 +30,9 @@ from torch import nn
 from torch.nn import functional
 
 import scarctl
-from scarctl.daemon.arenafile import MOVEMENTS
+from scarctl.arena.header import MOVEMENTS
+from scarctl.checkpoint.copied import Extent
+from scarctl.checkpoint.step_end import captured
 
 SHARDS, LOST = 8, 4
 ITERATIONS = 240
@@ -170,16 +172,13 @@ def outcome(
         run.model,
         run.optimizer,
         store=folder / "store",
-        shards=SHARDS,
-        seed=seed,
+        partitioning=scarctl.Partitioning(
+            shards=SHARDS, seed=seed, rows=run.rows, partition_bytes=None if run.rows else 512
+        ),
         fraction=fraction,
         interval=1 << 30,  # by hand, and waited for: the same on every disk
-        rows=run.rows,
-        partition_bytes=None if run.rows else 512,
-        extrapolate=extrapolate,
-        daemon=False,
-        arena_dir=folder,
-        flush_on_signal=False,
+        selection=scarctl.Selection(extrapolate=extrapolate),
+        settings=scarctl.Settings(daemon=False, arena_dir=folder, flush_on_signal=False),
     )
     for iteration in range(1, PATIENCE * ITERATIONS):
         run.step(iteration)
@@ -257,11 +256,9 @@ def costs(mb: int, rounds: int, folder: Path) -> None:
                 model,
                 optimizer,
                 store=stores / name,
-                extrapolate=extrapolate,
+                selection=scarctl.Selection(extrapolate=extrapolate),
                 interval=1 << 30,
-                daemon=False,
-                arena_dir=arena,
-                flush_on_signal=False,
+                settings=scarctl.Settings(daemon=False, arena_dir=arena, flush_on_signal=False),
             )
             sessions.append(session)
             cases[name] = copying(session, model, optimizer)
@@ -296,9 +293,9 @@ def copying(
         engine = session._started()
         live = session._binding.live(engine.arena)
         started = time.perf_counter()
-        copied = engine.copy(live, session.head_step)
+        copied = engine.copy(live, session.head_step, Extent.PART)
         taken = time.perf_counter() - started
-        engine.hand_over(copied, None)
+        engine.hand_over(copied, captured(session.adapter))
         assert engine.saver.drain(60)
         return taken
 

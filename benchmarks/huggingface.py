@@ -39,7 +39,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from scarctl_adapters.accelerate import attach
+import scarctl
+from scarctl_adapters.accelerate import attach_and_resume
 from scarctl_adapters.transformers import ScarCallback
 
 WARM, STEPS, INTERVAL, FULL, LENGTH, BATCH = 2, 32, 4, 8, 64, 2
@@ -117,7 +118,11 @@ def with_trainer(folder: Path, arena: str, width: int, kind: str) -> Clock:
         clock = Clock()
         if kind == "scarctl":
             callback = ScarCallback(
-                trainer, store=place / "store", arena_dir=arena, fraction=1 / FULL, interval=INTERVAL
+                trainer,
+                store=place / "store",
+                settings=scarctl.Settings(arena_dir=arena),
+                fraction=1 / FULL,
+                interval=INTERVAL,
             )
             trainer.add_callback(callback)
             clock.ready = lambda: drained(callback.session)
@@ -139,8 +144,13 @@ def with_accelerate(folder: Path, arena: str, width: int, kind: str) -> Clock:
         network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
         run, clock = None, Clock()
         if kind == "scarctl":
-            options = {"arena_dir": arena, "fraction": 1 / FULL, "interval": INTERVAL}
-            run = attach(accelerator, store=place / "store", **options)
+            run = attach_and_resume(
+                accelerator,
+                store=place / "store",
+                fraction=1 / FULL,
+                interval=INTERVAL,
+                settings=scarctl.Settings(arena_dir=arena),
+            )
             clock.ready = lambda: drained(run.session)
         for step, batch in enumerate(run.batches(loader) if run is not None else loader):
             clock.after(step)

@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from scarctl.layout import TensorSpec, build_layout
-from scarctl.policy import POLICIES, select
+from scarctl.policy.select import POLICIES, select
+from scarctl.state.layout import TensorSpec, build_layout
 
 SHARDS = 8
 

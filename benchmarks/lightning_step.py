@@ -36,6 +36,7 @@ from timing import arenas, interleaved, parser, print_table, scratch, settle, sp
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import scarctl
 from scarctl_adapters.lightning import ScarCallback
 
 FULL = 8
@@ -99,8 +100,12 @@ class Arms:
         saving = None
         callbacks: list[Any] = []
         if name == "scarctl":
-            options: Any = {"fraction": 1 / FULL, "interval": self.interval, "on_error": "raise"}
-            saving = ScarCallback(target, arena_dir=self.arena, **options)
+            saving = ScarCallback(
+                target,
+                fraction=1 / FULL,
+                interval=self.interval,
+                settings=scarctl.Settings(arena_dir=self.arena, on_error="raise"),
+            )
             callbacks = [saving]
         elif name == "ModelCheckpoint":
             callbacks = [ModelCheckpoint(target, every_n_train_steps=self.cycle, filename="last")]

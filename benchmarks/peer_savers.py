@@ -104,7 +104,12 @@ class Scarctl(Saver):
         import scarctl
 
         self.session = scarctl.attach(
-            model, optimizer, store=folder / "store", fraction=1 / PARTS, shards=PARTS, on_error="raise"
+            model,
+            optimizer,
+            store=folder / "store",
+            fraction=1 / PARTS,
+            partitioning=scarctl.Partitioning(shards=PARTS),
+            settings=scarctl.Settings(on_error="raise"),
         )
         optimizer.step()  # its checkpoint is the whole initial state, once in a run
         optimizer.step()

@@ -29,12 +29,11 @@ from numpy.typing import NDArray
 from recover import evict
 from timing import interleaved, parser, print_table, ratio, scratch, settle, spread
 
-from scarctl.daemon.arena import Arena
-from scarctl.execution import execute
-from scarctl.layout import Layout, TensorSpec, build_layout
-from scarctl.recovery import plan_partial
-from scarctl.sinks import ArenaSink
-from scarctl.store import Store
+from scarctl.arena.arena import Arena
+from scarctl.recovery.execute import ArenaSink, execute
+from scarctl.recovery.plan import plan_partial
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.store import Store, open_writer
 
 PIECE = 4 << 20
 SLOTS = ("", "exp_avg", "exp_avg_sq")
@@ -130,7 +129,7 @@ def measure_reads(folder: Path, layout: Layout, ids: NDArray[np.int64], memory: 
     """The same partitions out of a store next to raw reads: as `measure`."""
     shard_of = np.zeros(layout.partitions, np.int32)
     store, arena = Store.create(folder / "read"), Arena.anonymous(layout)
-    with store.writer(layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
         writer.commit(0, ids, memory.source, step=1)
 
     def restore() -> None:
@@ -159,7 +158,7 @@ def measure(folder: Path, layout: Layout, every: int, rounds: int) -> tuple[dict
         for path in [folder / "raw", *(folder / "store/shards/0/seg").glob("*")]:
             path.unlink(missing_ok=True)
 
-    with store.writer(layout=layout, shard_of=np.zeros(layout.partitions, np.int32)) as writer:
+    with open_writer(store, layout=layout, shard_of=np.zeros(layout.partitions, np.int32)) as writer:
 
         def commit() -> None:
             writer.commit(0, ids, memory.source, step=next(steps))

@@ -33,7 +33,7 @@ from timing import arenas, parser, print_table, scratch, spread
 from torch import distributed as dist
 
 import scarctl
-from scarctl.version import step_of
+from scarctl.state.version import step_of
 
 FULL = 8  # partial checkpoints per whole state
 
@@ -58,10 +58,9 @@ def worker(args: Any) -> None:
         model,
         optimizer,
         store=folder / "store",
-        arena_dir=args.arena_dir,
+        settings=scarctl.Settings(arena_dir=args.arena_dir, on_error="raise"),
         fraction=1 / FULL,
         interval=args.interval,
-        on_error="raise",
     )
     found["attach"] = latest(time.perf_counter() - began)
     with session:

@@ -24,8 +24,8 @@ from datetime import timedelta
 import numpy as np
 from timing import print_table
 
-from scarctl.policy import select
-from scarctl.ranks.selection import BINS, MOST, SUMS, Books, Offer, Turn, pick
+from scarctl.distributed.global_selection import BINS, MOST, SUMS, Books, Offer, Turn, pick
+from scarctl.policy.select import select
 
 FRACTION = 1 / 8
 HEAD = 4
@@ -123,7 +123,7 @@ def member(rank: int, world: int, folder: str, each: int, count: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from scarctl.ranks.exchange import Exchange
+    from scarctl.distributed.rounds import Exchange
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -101,10 +101,9 @@ class Scarctl(Arm):
             self.model,
             self.optimizer,
             store=folder / "store",
-            arena_dir=arena_dir,
+            settings=scarctl.Settings(arena_dir=arena_dir, on_error="raise"),
             fraction=1 / FULL,
             interval=interval,
-            on_error="raise",
         )
         self.optimizer.step()
         self.optimizer.step()

@@ -52,9 +52,9 @@ class Bench:
             self.model,
             self.optimizer,
             store=folder / "store",
-            shards=SHARDS,
+            partitioning=scarctl.Partitioning(shards=SHARDS),
             interval=1 << 30,
-            on_error="raise",
+            settings=scarctl.Settings(on_error="raise"),
         )
         self.optimizer.step()
         self.session.checkpoint(full=True, wait=True)

@@ -59,9 +59,8 @@ class Bench:
             model,
             optimizer,
             store=self.folder / "store",
-            arena_dir=arena_dir,
+            settings=scarctl.Settings(arena_dir=arena_dir, on_error="raise"),
             interval=1 << 30,
-            on_error="raise",
         )
 
     def train(self) -> float:

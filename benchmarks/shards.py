@@ -23,8 +23,8 @@ from persist import SLOTS, Memory
 from timing import arenas, interleaved, parser, print_table, ratio, scratch, spread
 
 import scarctl
-from scarctl.layout import Layout, TensorSpec, build_layout
-from scarctl.store import Store
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.store import Store, open_writer
 
 WIDTH = 304
 LAYERS = 3
@@ -47,7 +47,7 @@ class Writing:
         self.memory = Memory(self.layout)
         store = Store.create(folder / "run", shards=shards)
         self.shard_of = self.layout.shards(shards, 0)
-        self.writer = store.writer(layout=self.layout, shard_of=self.shard_of)
+        self.writer = open_writer(store, layout=self.layout, shard_of=self.shard_of)
         self.each = store.blobs.write_each if at_once else map
         self.count = count
         self.step = 0
@@ -91,7 +91,12 @@ def train(
     lags = []
     store = folder / "run"
     with scarctl.attach(
-        model, optimizer, store=store, interval=interval, shards=shards, arena_dir=arena_dir
+        model,
+        optimizer,
+        store=store,
+        interval=interval,
+        partitioning=scarctl.Partitioning(shards=shards),
+        settings=scarctl.Settings(arena_dir=arena_dir),
     ) as session:
         session.resume()
         started = time.perf_counter()

@@ -28,8 +28,8 @@ from timing import arenas, parser, print_table, scratch
 from torch import nn
 
 import scarctl
+from scarctl.arena.folder import arena_folder
 from scarctl.daemon.client import ask
-from scarctl.daemon.folder import arena_folder
 from scarctl.errors import Unavailable
 
 STATE_ROWS = 4096  # of 64 values, three times: 3 MB
@@ -44,7 +44,12 @@ def train(folder: Path, arena_dir: str, step: float) -> None:
     model = nn.Embedding(STATE_ROWS, 64)
     optimizer = torch.optim.Adam(model.parameters())
     session = scarctl.attach(
-        model, optimizer, store=folder / "store", arena_dir=arena_dir, interval=1, shards=4, on_error="raise"
+        model,
+        optimizer,
+        store=folder / "store",
+        settings=scarctl.Settings(arena_dir=arena_dir, on_error="raise"),
+        interval=1,
+        partitioning=scarctl.Partitioning(shards=4),
     )
     while not ended:
         model(torch.randint(0, STATE_ROWS, (256,))).square().mean().backward()

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from scarctl.layout import Layout, TensorSpec, build_layout
-from scarctl.policy import select
-from scarctl.store import Collector, Store, verify
+from scarctl.policy.select import select
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.store import Collector, Store, open_writer, verify
 
 PATTERNS = ("uniform", "lognormal", "zipf", "hot tenth")
 
@@ -50,7 +50,7 @@ def run(
     store = Store.create(folder)
     shard_of = layout.shards(1, 0)
     space, own, peak, spent = [], [], [], 0.0
-    with store.writer(layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
         collector = Collector(writer)
 
         def source(g: int, t: int, start: int, stop: int) -> np.ndarray:
@@ -77,15 +77,15 @@ def run(
             spent += time.perf_counter() - started
             if step == commits // 2:
                 moved = collector.done.moved_bytes
-                handed, written = writer.handed_bytes, writer.written_bytes
+                handed, written = writer.ledger.handed_bytes, writer.ledger.written_bytes
             if step > commits // 2:
                 total = store.usage(writer.states)["bytes"]
                 kept = collector.space(0).pinned
                 space.append(total / layout.nbytes)
                 own.append((total - kept) / layout.nbytes)
                 peak.append((before - kept) / layout.nbytes)
-        copied = 1 + (collector.done.moved_bytes - moved) / (writer.handed_bytes - handed)
-        amplification = (writer.written_bytes - written) / (writer.handed_bytes - handed)
+        copied = 1 + (collector.done.moved_bytes - moved) / (writer.ledger.handed_bytes - handed)
+        amplification = (writer.ledger.written_bytes - written) / (writer.ledger.handed_bytes - handed)
         seconds = time.perf_counter()
         reopened = Store.open(folder).state(0)
         seconds = time.perf_counter() - seconds

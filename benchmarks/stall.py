@@ -54,10 +54,10 @@ class Partial:
             self.model,
             self.optimizer,
             store=folder / tracker,
-            tracker=tracker,
+            selection=scarctl.Selection(tracker=tracker),
             fraction=PART,
             interval=INTERVAL,
-            on_error="raise",
+            settings=scarctl.Settings(on_error="raise"),
         )
         self.optimizer.step()  # its checkpoint is the whole initial state, once in a run
         self.optimizer.step()

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 from timing import interleaved, parser, print_table, scratch, spread
 
-from scarctl.layout import TensorSpec, build_layout
-from scarctl.store import Store
+from scarctl.state.layout import TensorSpec, build_layout
+from scarctl.store import Store, open_writer
 
 BASE = 'python -c "import click, numpy"'
 
@@ -32,7 +32,7 @@ def make_store(path: Path, partitions: int, commits: int = 8) -> None:
     layout = build_layout([("table.weight", "parameter", (spec,))], rows={"*": 1})
     rows = np.zeros((partitions, 256), np.uint8)
     shard_of = np.zeros(partitions, np.int32)
-    with Store.create(path).writer(layout=layout, shard_of=shard_of) as writer:
+    with open_writer(Store.create(path), layout=layout, shard_of=shard_of) as writer:
         for step in range(commits):
             ids = np.arange(partitions) if step == 0 else np.arange(step, partitions, 8)
             writer.commit(0, ids, lambda g, t, a, b: rows[a:b], step=step)

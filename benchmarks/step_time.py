@@ -98,8 +98,7 @@ class Scarctl(Arm):
             store=folder / f"store-{daemon}",
             fraction=1 / FULL,
             interval=interval,
-            on_error="raise",
-            arena_dir=arena_dir,
+            settings=scarctl.Settings(on_error="raise", arena_dir=arena_dir),
         )
         self.interval = interval
         optimizer.step()

@@ -31,22 +31,22 @@ from typing import Any
 
 import numpy as np
 
-from scarctl.history import History
-from scarctl.layout import Layout, TensorSpec, build_layout
-from scarctl.outlook import to_extras
-from scarctl.store import Collector, Store
+from scarctl.state.extras import Notes
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.store import Collector, Store, open_writer
+from scarctl.theory.history import History
 
 ROW = 16
 OPEN = """
 import sys, time
 started = time.perf_counter()
-from scarctl.store import Store
+from scarctl.store import Store, open_writer
 imported = time.perf_counter()
 store = Store.open(sys.argv[1])
 layout = store.current_layout()
 shard_of = layout.shards(store.settings.shards, store.settings.seed)
 begun = time.perf_counter()
-with store.writer(layout=layout, shard_of=shard_of):
+with open_writer(store, layout=layout, shard_of=shard_of):
     opened = time.perf_counter()
 print(begun - imported, opened - begun, time.perf_counter() - opened)
 """
@@ -80,7 +80,7 @@ def converging(steps: int) -> dict[str, Any]:
     """Extras of a run that has come a thousandth nearer to its optimum with every thousandth of its steps."""
     gap = max(1, steps // 64)
     points = [(step, gap, float(np.exp(-10 * step / steps))) for step in range(0, steps - gap, gap)]
-    return to_extras(History(points), "l2")
+    return Notes(History(points).to_array(), "l2").to_tree()
 
 
 def make_history(folder: Path, partitions: int, shards: int, commits: int, collect: bool) -> None:
@@ -90,7 +90,7 @@ def make_history(folder: Path, partitions: int, shards: int, commits: int, colle
     shard_of = layout.shards(shards, store.settings.seed)
     source = zeros(layout)
     members = [np.flatnonzero(shard_of == shard) for shard in range(shards)]
-    with store.writer(layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
         collector = Collector(writer)
         for shard, ids in enumerate(members):
             writer.commit(shard, ids, source, step=0, sealed=True, extras={"step": 0})
@@ -159,7 +159,7 @@ def commits(args: argparse.Namespace, folder: Path) -> None:
         layout = lay_out(partitions)
         store = Store.create(folder / str(partitions))
         source, rng = zeros(layout), np.random.default_rng(0)
-        with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
             collector = Collector(writer)
             writer.commit(0, np.arange(partitions), source, step=0)
             collector.settle()

@@ -85,10 +85,10 @@ def main() -> None:
             table,
             optimizer,
             store=folder / "store",
-            rows={"weight": 1},
+            partitioning=scarctl.Partitioning(rows={"weight": 1}),
             fraction=1 / 64,
-            tracker=args.tracker,
-            daemon=False,
+            selection=scarctl.Selection(tracker=args.tracker),
+            settings=scarctl.Settings(daemon=False),
         )
         start = time.perf_counter()
         step()

@@ -29,16 +29,16 @@ from timing import interleaved, parser, print_table, ratio, spread
 from torch import nn
 from torch.nn import functional
 
-import scarctl.tracker
-from scarctl.binding import layout_of, tensors_of
-from scarctl.daemon.arena import Arena
-from scarctl.layout import Layout, TensorSpec, build_layout
-from scarctl.live import LiveState
-from scarctl.policy import select, squared
-from scarctl.sampling import NARROW
+import scarctl.checkpoint.tracker
+from scarctl.arena.arena import Arena
+from scarctl.checkpoint.binding import layout_of, tensors_of
+from scarctl.checkpoint.live_state import LiveState
+from scarctl.checkpoint.sampled import NARROW
+from scarctl.checkpoint.tracker import Tracker
+from scarctl.policy.select import select, squared
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.state.version import pack, step_of
 from scarctl.store import Settings
-from scarctl.tracker import Tracker
-from scarctl.version import pack, step_of
 from scarctl_adapters.torch import TorchAdapter
 
 FRACTION = Fraction(1, 8)
@@ -61,7 +61,7 @@ class Training:
 
 
 class Keeper:
-    """A running checkpoint beside a training, as `scarctl.engine` keeps it."""
+    """A running checkpoint beside a training, as `scarctl.checkpoint.engine` keeps it."""
 
     def __init__(self, layout: Layout, policy: str, tracker: str) -> None:
         self.arena = Arena.anonymous(layout)
@@ -324,8 +324,8 @@ def main() -> None:
     options.add_argument("--mb", type=int, default=128, help="MB of parameters of a pass")
     args = options.parse_args()
     # The smallest samples that there are: of a GPU's state.
-    scarctl.tracker.NARROW_HERE = NARROW
-    scarctl.tracker.SMALL = 0
+    scarctl.checkpoint.tracker.NARROW_HERE = NARROW
+    scarctl.checkpoint.tracker.SMALL = 0
     lines = []
     for name, build in TRAININGS.items():
         if args.only in name:

@@ -5,24 +5,77 @@
     session = scarctl.attach(model, optimizer, store="checkpoints")
     start = session.resume().step
 
-Importing the package loads neither torch nor numpy; `attach` does.
+Importing the package loads neither torch nor numpy; using `attach` or `Session` does.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["Session", "attach"]
-
 if TYPE_CHECKING:
-    from scarctl.attaching import attach
-    from scarctl.session import Session
+    from scarctl.api import attach
+    from scarctl.config import Extra, Partitioning, Ranks, Selection, Settings
+    from scarctl.errors import (
+        AccessDenied,
+        Contention,
+        Corruption,
+        Fenced,
+        LayoutMismatch,
+        MissingGuarantee,
+        NoIntactCopy,
+        NoStore,
+        Overwritten,
+        ScarError,
+        SettingsConflict,
+        Unavailable,
+        UsageError,
+    )
+    from scarctl.recovery.execute import Report
+    from scarctl.session.recover import Resumed
+    from scarctl.session.session import Session
+
+__version__ = "0.1.0"
+__all__ = [
+    "AccessDenied",
+    "Contention",
+    "Corruption",
+    "Extra",
+    "Fenced",
+    "LayoutMismatch",
+    "MissingGuarantee",
+    "NoIntactCopy",
+    "NoStore",
+    "Overwritten",
+    "Partitioning",
+    "Ranks",
+    "Report",
+    "Resumed",
+    "ScarError",
+    "Selection",
+    "Session",
+    "Settings",
+    "SettingsConflict",
+    "Unavailable",
+    "UsageError",
+    "attach",
+]
+
+_HOMES = {
+    "attach": "scarctl.api",
+    "Session": "scarctl.session.session",
+    "Report": "scarctl.recovery.execute",
+    "Resumed": "scarctl.session.recover",
+    **dict.fromkeys(("Extra", "Partitioning", "Ranks", "Selection", "Settings"), "scarctl.config"),
+}
+"""Modules of the names that are no errors, imported when a name is first used."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        from scarctl import attaching
+    if name not in __all__:
+        raise AttributeError(f"module 'scarctl' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES.get(name, "scarctl.errors")), name)
 
-        return getattr(attaching, name)
-    raise AttributeError(f"module 'scarctl' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,4 +1,4 @@
-"""Objects with a state of their own that an exact resumption needs: generators, data positions, schedulers."""
+"""Capture and restore objects with a state that exact resumption needs: generators, data positions, schedulers."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from scarctl.errors import UsageError
 
 
 def check_stateful(name: str, item: Any) -> None:
-    """Raise UsageError unless it is a dict, a random number generator, or has state_dict() and load_state_dict()."""
+    """Raise UsageError unless `item` is a dict, a random generator, or has state_dict() and load_state_dict()."""
     if isinstance(item, dict | np.random.Generator | random.Random) or _is_generator(item):
         return
     if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
         raise UsageError(
             f"{name} is a {type(item).__name__}, which has no state_dict() and load_state_dict()",
-            hint="pass an object that has them, a dict, or a random number generator",
+            hint="pass an object with both methods, a dict, or a random number generator",
         )
 
 
 def check_names(what: str, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise UsageError when a run is resumed with other objects than it was started with."""
+    """Raise UsageError if a run is resumed with other objects than those in the store, compared by name."""
     if saved.keys() != given.keys():
         raise UsageError(
-            f"the store has the {what} {sorted(saved)}, attach was given {sorted(given)}",
-            hint="give the same ones as in the run that is resumed",
+            f"the store has the {what} {sorted(saved)}, but attach was given {sorted(given)}",
+            hint=f"give attach the same {what} as in the run to resume",
         )
 
 
 def _is_generator(item: Any) -> bool:
-    """Whether it is one of torch's, or numpy's older ones: without importing torch."""
+    """Return whether `item` is a generator of torch, or an older one of numpy, without importing torch."""
     return hasattr(item, "get_state") and hasattr(item, "set_state") and not hasattr(item, "state_dict")
 
 
 def state_of(item: Any) -> Any:
-    """State of an object: its state_dict(), a dict's items, or what a random number generator goes on from."""
+    """Return the state of an object: its state_dict(), a copy of a dict, or the state of a random number generator."""
     if isinstance(item, dict):
         return dict(item)
     if isinstance(item, np.random.Generator):
@@ -49,9 +49,9 @@ def state_of(item: Any) -> Any:
 
 
 def restore_state(item: Any, state: Any) -> None:
-    """Put `state_of` back into an object, in place.
+    """Restore the result of `state_of` into an object, in place.
 
-    Tuples of somebody's class are saved as tuples: they get the class of what is in their place now.
+    Subclasses of tuple are saved as plain tuples. They regain the class of the live value in their place.
     """
     if isinstance(item, dict):
         state = _like(state, item)
@@ -94,19 +94,19 @@ def _same_size(state: Sequence[Any], live: Any) -> bool:
 
 
 def capture_host_rng() -> dict[str, Any]:
-    """Global random number generators of Python and numpy."""
+    """Return the states of the global random number generators of Python and numpy."""
     return {"python": _state_of_python(random.getstate()), "numpy": np.random.get_state()}
 
 
 def restore_host_rng(state: Mapping[str, Any]) -> None:
-    """Put `capture_host_rng` back."""
+    """Restore the result of `capture_host_rng`."""
     random.setstate(_python_state(state["python"]))
     np.random.set_state(state["numpy"])
 
 
 def _state_of_python(state: tuple[Any, ...]) -> tuple[Any, ...]:
     version, internal, gauss = state
-    # As an array: 625 integers would be most of the extras' text.
+    # An array, because 625 integers would dominate the extras' text.
     return version, np.array(internal, dtype=np.int64), gauss
 
 

@@ -103,8 +103,8 @@ def usual_saver(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def daemon_folder(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Saving from the host's daemon, without asking for `both_savers`: its folder. It is stopped at the end."""
+    from scarctl.arena.folder import host_folder
     from scarctl.daemon import protocol
-    from scarctl.daemon.folder import host_folder
     from tests.daemon.trainer import stop
 
     monkeypatch.setenv("SCARCTL_DAEMON", "1")
@@ -236,7 +236,7 @@ def s3_place(s3_endpoint: str, s3_clients: list[Any], monkeypatch: pytest.Monkey
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    from scarctl.store.client import _open
+    from scarctl.store.backends.client import _open
 
     client, bucket = s3_client(s3_endpoint), f"bucket-{uuid.uuid4().hex}"
     client.create_bucket(Bucket=bucket)

@@ -85,7 +85,7 @@ def test_entry_points_load() -> None:
     found = entry_points(group="scarctl.adapters")
     assert {point.name for point in found} == set(ENTRY_POINTS["scarctl.adapters"])
     for point in found:
-        assert point.load().__module__ == point.module
+        assert point.load().__module__.partition(".")[0] == "scarctl_adapters"
     (script,) = entry_points(group="console_scripts", name="scarctl")
     assert callable(script.load())
 

@@ -20,17 +20,6 @@ pytestmark = pytest.mark.usefixtures("usual_saver")
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = [
-    "README.md",
-    "docs/ARCHITECTURE.md",
-    "docs/FORMAT.md",
-    "docs/adapters.md",
-    "docs/beyond.md",
-    "docs/frameworks.md",
-    "docs/theory.md",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-]
 
 
 def blocks(language: str) -> list[str]:
@@ -114,11 +103,3 @@ def test_the_methods_of_a_session_are_those_that_there_are() -> None:
 def _methods() -> list[tuple[str, str]]:
     matches = [re.fullmatch(r"`(\w+)\((.*)\)`", row[0]) for row in table("method")]
     return [(match[1], match[2]) for match in matches if match]
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document: str) -> None:
-    path = ROOT / document
-    for target in re.findall(r"\]\(([^)#]+)", path.read_text(encoding="utf-8")):
-        if "://" not in target:
-            assert (path.parent / target).exists(), target

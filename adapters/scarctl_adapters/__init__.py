@@ -1,1 +1,1 @@
-"""Adapters between scarctl and training frameworks, found through the entry points `scarctl.adapters`."""
+"""Adapt training frameworks to scarctl. A session finds adapters through the entry points `scarctl.adapters`."""

@@ -1,21 +1,19 @@
-"""Accelerate: partial checkpoints of all that an `Accelerator` has prepared.
+"""Save and resume a loop with Accelerate: everything that an `Accelerator` has prepared.
 
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
-    run = attach(accelerator, store="ckpt")
+    run = attach_and_resume(accelerator, store="ckpt")
     for epoch in run.epochs(10):
         for batch in run.batches(loader):
             with accelerator.accumulate(model):
                 ...
 
-An Accelerator does not know where its data are, and the loop changes its schedulers, meters and averages after the
-optimizer's step. `epochs` and `batches`, which are the session's, say when all that belongs to a step is done.
+An Accelerator does not know its position in the data, and the loop changes schedulers, meters and averages after the
+optimizer's step. The session's `epochs` and `batches` show when the loop is done with a step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
@@ -23,12 +21,13 @@ from typing import Any, TypeVar
 from torch import nn
 
 import scarctl
-from scarctl.dtypes import plain
 from scarctl.errors import UsageError
-from scarctl.extras import encode
-from scarctl.prediction import Mode
-from scarctl.restore import Resumed, check_mode
+from scarctl.session.recover import Resumed, check_mode
+from scarctl.state.codec import encode
+from scarctl.state.torch_dtypes import plain
 from scarctl.stateful import check_stateful, state_of
+from scarctl.theory.rework import Mode
+from scarctl_adapters.options import check_options, with_extras
 
 try:
     from accelerate import Accelerator
@@ -38,39 +37,35 @@ except ModuleNotFoundError as error:
         f"scarctl_adapters.accelerate needs {error.name}: pip install 'scarctl[accelerate]'", name=error.name
     ) from error
 
-_OURS = frozenset(("model", "optimizer", "schedulers", "scaler", "auto"))
+_GIVEN = frozenset(("model", "optimizer", "schedulers", "scaler", "hooks"))
 """Arguments of `scarctl.attach` that come from the Accelerator."""
 _NAME = "accelerate"
-
-log = logging.getLogger("scarctl")
+"""Name of the adapter's own extra."""
 
 T = TypeVar("T")
 
 
-def attach(
+def attach_and_resume(
     accelerator: Accelerator, *, mode: Mode = "partial", snapshot: str | None = None, **options: Any
 ) -> Run:
-    """Go on where the store's run has ended, and checkpoint from now on what `accelerator` has prepared: models,
-    optimizers, schedulers, gradient scaler, and the objects of `register_for_checkpointing`.
+    """Resume the store's run, and from now on save everything that `accelerator` has prepared.
 
-    Call it after `accelerator.prepare`, on all ranks, right before the loop.
+    That is models, optimizers, schedulers, gradient scaler, and the objects of `register_for_checkpointing`. Call it
+    after `accelerator.prepare`, on all ranks, right before the loop.
 
-    mode, snapshot: what to go on from, see `Session.resume`.
-    options: those of `scarctl.attach` (store, fraction, interval, extras, ...), but model, optimizer, schedulers,
-        scaler and auto. Registered objects and schedulers are read right before the next optimizer's step; what the
-        next batch changes is better given as `extras`.
+    mode, snapshot: what to resume from, see `Session.resume`.
+    options: those of `scarctl.attach` (store, fraction, interval, extras, ...), except model, optimizer, schedulers,
+        scaler and hooks. Registered objects and schedulers are read right before the next optimizer's step. Pass state
+        that the next batch changes as `extras`.
 
-    Raises UsageError for options that do not exist, where no model or optimizer is prepared, for an object whose state
-    is more than plain values and arrays, and for DeepSpeed, Megatron-LM, TPUs and FSDP of version 1; what
-    `scarctl.attach` and `Session.resume` raise. Then nothing was changed, and nothing is open.
+    Raises UsageError for unknown options, without a prepared model or optimizer, and for an object whose state is more
+    than plain values and arrays; also for DeepSpeed, Megatron-LM, TPUs and FSDP of version 1. Raises what
+    `scarctl.attach` and `Session.resume` raise. After an error nothing was changed, and no session is open.
     """
     check_mode(mode)
-    known = set(inspect.signature(scarctl.attach).parameters) - _OURS
-    for name in options:
-        if name not in known:
-            raise UsageError(f"no option {name!r}", hint=f"there are: {', '.join(sorted(known))}")
+    check_options(options, given=_GIVEN, owner="the Accelerator", names=(_NAME,))
     _check_strategy(accelerator)
-    # Accelerate has no other way to these; its own users rely on them.
+    # Accelerate has no public names for these; its own users rely on the private ones.
     models, optimizers = _unique(accelerator._models), _unique(accelerator._optimizers)
     if not models or not optimizers:
         raise UsageError(
@@ -81,16 +76,12 @@ def attach(
     for item in late:
         _check_plain(item)
     run = Run()
-    given = {**(options.pop("extras", None) or {})}
-    if _NAME in given or _NAME in (options.get("rank_extras") or {}):
-        raise UsageError(f"the extra {_NAME!r} is scarctl's own", hint="give yours another name")
     run.session = scarctl.attach(
         models[0] if len(models) == 1 else nn.ModuleList(models),
         [o.optimizer if isinstance(o, AcceleratedOptimizer) else o for o in optimizers],
         schedulers=late,
         scaler=accelerator.scaler,
-        extras={**given, _NAME: _Count(accelerator)},
-        **options,
+        **with_extras(options, {_NAME: _Count(accelerator)}),
     )
     with contextlib.ExitStack() as undo:
         undo.callback(run.close)
@@ -100,14 +91,14 @@ def attach(
 
 
 class Run:
-    """A training loop and its session, `session`. Made by `attach`.
+    """A training loop and its `session`. Made by `attach_and_resume`.
 
-    The end of `epochs` closes it. A loop that ends otherwise calls `close`, or uses it in a `with` statement.
+    The end of `epochs` closes the run. A loop that ends otherwise calls `close`, or uses a `with` statement.
     """
 
     session: scarctl.Session
     resumed: Resumed
-    """What the run goes on from."""
+    """What the run resumed from."""
 
     def __init__(self) -> None:
         self._closed = False
@@ -118,30 +109,30 @@ class Run:
         return self.session.epoch
 
     def epochs(self, count: int) -> Iterator[int]:
-        """`Session.epochs`. After the last one the run is closed.
+        """Iterate like `Session.epochs`, and close the run after the last epoch.
 
-        Raises UsageError when it is closed already.
+        Raises UsageError when the run is closed.
         """
         self._check_open()
         yield from self.session.epochs(count)
         self.close()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """`Session.batches`. Raises UsageError when the run is closed."""
+        """Iterate like `Session.batches`. Raises UsageError when the run is closed."""
         self._check_open()
         yield from self.session.batches(loader)
 
     def close(self) -> None:
-        """`Session.close`: seal the state, wait for the store, let go."""
+        """Seal the state, wait until it is durable, and close the session. See `Session.close`."""
         self._closed = True
         self.session.close()
 
     def _check_open(self) -> None:
-        """Raise UsageError for a loop of which nothing would be saved."""
+        """Raise UsageError when the run is closed: nothing of the loop would be saved."""
         if self._closed:
             raise UsageError(
                 "the run is closed: nothing more would be saved",
-                hint="give epochs() all epochs at once, or attach again to go on",
+                hint="pass the number of all epochs to epochs(), or attach again to continue",
             )
 
     def __enter__(self) -> Run:
@@ -156,21 +147,21 @@ class Run:
 
 
 class _Count:
-    """The Accelerator's count of batches since the last accumulation began anew, as extras."""
+    """The Accelerator's count of batches since gradient accumulation last began, as extras."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, int]:
-        """A number."""
+        """Return the count."""
         return {"step": self._accelerator.step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Put it back."""
+        """Restore the count."""
         self._accelerator.step = state["step"]
 
     def __iter__(self) -> Iterator[int]:
-        """A position, which the next batch changes."""
+        """Mark this as a position, which the next batch changes."""
         return iter([self._accelerator.step])
 
 
@@ -179,7 +170,7 @@ def _unique(items: Iterable[Any]) -> list[Any]:
 
 
 def _check_plain(item: Any) -> None:
-    """Raise UsageError for a state that no checkpoint could hold."""
+    """Raise UsageError for an object whose state cannot be saved."""
     name = f"the registered {type(item).__name__}"
     check_stateful(name, item)
     try:
@@ -191,7 +182,7 @@ def _check_plain(item: Any) -> None:
 
 
 def _check_strategy(accelerator: Accelerator) -> None:
-    """Raise UsageError for what cannot be saved."""
+    """Raise UsageError for an Accelerator that cannot be saved."""
     if not isinstance(accelerator, Accelerator):
         raise UsageError(f"accelerator is a {type(accelerator).__name__}, not an accelerate.Accelerator")
     kind = str(accelerator.distributed_type).rpartition(".")[2]
@@ -204,6 +195,6 @@ def _check_strategy(accelerator: Accelerator) -> None:
         raise UsageError("TPUs are not supported", hint="train on CPUs or GPUs")
     if kind == "FSDP" and getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
         raise UsageError(
-            "FSDP of version 1 flattens parameters, and their rows cannot be told apart",
+            "FSDP of version 1 flattens parameters, so their rows cannot be separated",
             hint="use FullyShardedDataParallelPlugin(fsdp_version=2)",
         )

@@ -1,4 +1,4 @@
-"""Training without torch: a dict of numpy arrays that the loop changes or replaces."""
+"""Adapt a training without torch: a dict of numpy arrays that the loop changes or replaces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from scarctl.adapter import StateGroup
 from scarctl.errors import UsageError
-from scarctl.layout import Layout
+from scarctl.state.layout import Layout
 from scarctl.stateful import (
     capture_host_rng,
     check_names,
@@ -24,7 +24,7 @@ from scarctl.stateful import (
 class NumpyAdapter:
     """State of a dict of arrays: every array is a group without slots.
 
-    There is nothing to hook into: the loop calls `session.step()` at the end of every iteration.
+    There are no hooks: the loop calls `session.step()` at the end of every iteration.
     """
 
     automatic: ClassVar[bool] = False
@@ -45,9 +45,9 @@ class NumpyAdapter:
         extras: Mapping[str, Any] | None = None,
         replicated: Sequence[str] = (),
     ) -> NumpyAdapter:
-        """`model` maps names to writable arrays. Raises UsageError for anything else, and for optimizers.
+        """Make an adapter. Raises UsageError for a model without writable arrays, and for optimizers.
 
-        replicated: patterns of names whose arrays all ranks keep equal.
+        model: maps names to arrays. replicated: patterns of names whose arrays all ranks keep equal.
         """
         if optimizers or schedulers or scaler is not None:
             raise UsageError(
@@ -65,11 +65,11 @@ class NumpyAdapter:
 
     @property
     def optimizer(self) -> str:
-        """Always "": arrays of an optimizer are groups like any other."""
+        """Always "": the arrays of an optimizer are ordinary groups."""
         return ""
 
     def groups(self) -> list[StateGroup]:
-        """The arrays that the dict holds now: a loop may replace them."""
+        """Return the arrays that the dict holds now: a loop may replace them."""
         groups = []
         for name, array in self._state.items():
             if not isinstance(array, np.ndarray):
@@ -88,33 +88,33 @@ class NumpyAdapter:
         return groups
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """None: every array is a parameter."""
+        """Return {}: every array is a parameter."""
         return {}
 
     def capture_early(self) -> dict[str, Any]:
-        """Random number generators of Python and numpy, and the user's extras."""
+        """Return the states of Python's and numpy's random number generators and the user's extras."""
         return {
             "rng": capture_host_rng(),
             "extras": {name: state_of(item) for name, item in self._extras.items()},
         }
 
     def capture_late(self) -> None:
-        """Nothing: `session.step()` is called when the iteration is over."""
+        """Return None: `session.step()` is called at the end of the iteration."""
         return
 
     def restore(self, early: Any, late: Any) -> None:
-        """Put `capture_early` back."""
+        """Restore `capture_early`."""
         check_names("extras", early["extras"], self._extras)
         for name, item in self._extras.items():
             restore_state(item, early["extras"][name])
         restore_host_rng(early["rng"])
 
     def create_slots(self, layout: Layout) -> Callable[[], None]:
-        """Nothing: there are no slots."""
+        """Make nothing: there are no slots."""
         return lambda: None
 
     def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:
-        """Not possible. Raises UsageError."""
+        """Raise UsageError: there are no hooks."""
         raise UsageError(
             "a loop over numpy arrays has no hooks", hint="call session.step() after every iteration"
         )

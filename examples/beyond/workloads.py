@@ -21,7 +21,7 @@ from torch.nn import functional
 from examples.embedding.model import Batches, SkipGram
 from examples.embedding.words import load
 from examples.fsdp_transformer.model import BYTES, Transformer
-from scarctl.distance import Norm
+from scarctl.checkpoint.distance import Norm
 
 WORDS = 5000
 LENGTH, WIDTH = 32, 32

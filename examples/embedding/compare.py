@@ -83,9 +83,14 @@ class Run:
     def attach(self, way: Way, store: Path) -> scarctl.Session:
         """A session that saves in this way."""
         return scarctl.attach(
-            self._model, self._optimizer, store=store, shards=SHARDS, seed=self._seed, rows={"*": 1},
-            fraction=FRACTION, policy=way.policy or "priority", interval=BY_HAND,
-        )  # fmt: skip
+            self._model,
+            self._optimizer,
+            store=store,
+            fraction=FRACTION,
+            interval=BY_HAND,
+            partitioning=scarctl.Partitioning(shards=SHARDS, seed=self._seed, rows={"*": 1}),
+            selection=scarctl.Selection(policy=way.policy or "priority"),
+        )
 
     def step(self, iteration: int) -> None:
         """One iteration; its number decides the batch."""

@@ -48,7 +48,7 @@ def main() -> None:
         optimizer,
         schedulers=schedule,
         store=arguments.store,
-        arena_dir=arguments.arena and f"{arguments.arena}/{rank}",
+        settings=scarctl.Settings(arena_dir=arguments.arena and f"{arguments.arena}/{rank}"),
         fraction=1 / 8,
         interval=arguments.interval,
     )

@@ -13,6 +13,7 @@ from data import BATCH, SAID_EVERY, visits
 from model import Recommender
 from torch.utils.data import DataLoader
 
+import scarctl
 from scarctl_adapters.lightning import ScarCallback
 
 
@@ -52,7 +53,7 @@ def train(store: Path, epochs: int, pairs: int, items: int) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     training, held_out, count = visits(items, pairs)
-    saving = ScarCallback(store=store, interval=10, shards=8)
+    saving = ScarCallback(store=store, interval=10, partitioning=scarctl.Partitioning(shards=8))
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=epochs,

@@ -42,9 +42,9 @@ def main() -> None:
         model,
         optimizer,
         schedulers=schedule,
-        replicated=["dense.*"],  # the same on all ranks; each rank's experts are its own
+        ranks=scarctl.Ranks(replicated=["dense.*"]),  # the same on all ranks; each rank's experts are its own
         store=arguments.store,
-        arena_dir=arguments.arena and f"{arguments.arena}/{rank}",
+        settings=scarctl.Settings(arena_dir=arguments.arena and f"{arguments.arena}/{rank}"),
         fraction=1 / 8,
         interval=arguments.interval,
     )

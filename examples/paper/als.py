@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from examples.paper.data import movielens
-from scarctl.distance import Norm
+from scarctl.checkpoint.distance import Norm
 
 FACTORS = 20
 PENALTY = 0.1

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from examples.paper.lda import TopicModel, scaled_variation
 from examples.paper.mlr import LogisticRegression
-from scarctl.convergence import CannotTell, fit_metric
-from scarctl.theory import rework_bound, rework_bound_now
+from scarctl.theory.bounds import rework_bound, rework_bound_now
+from scarctl.theory.convergence import NoEstimate, fit_metric
 
 Floats = NDArray[np.float64]
 PATIENCE = 4
@@ -144,7 +144,7 @@ def topics(workload: TopicModel, trials: int, at: int = 6, end: int = 12, far: i
         costs.points.append((_variation(state, states[at]), _go_on(workload, at, end, target)))
     costs.points.sort()
     fit = fit_metric(range(at, far + 1), metrics[at - 1 :])
-    if not isinstance(fit, CannotTell):
+    if not isinstance(fit, NoEstimate):
         distance = _variation(states[at], states[far])
         costs.bound = [(size, rework_bound_now(fit.c, distance, size)) for size, _ in costs.points]
     return costs

@@ -20,7 +20,7 @@ from data import Images
 from model import Batches, Net, build, evaluate, train_step
 
 import scarctl
-from scarctl.execution import Report
+from scarctl.recovery.execute import Report
 
 SHARDS = 8
 LOST = SHARDS // 2
@@ -144,7 +144,12 @@ def _disturbed(images: Images, seed: int, failure: Failure, arm: Arm, store: Pat
     # A real loop gives `interval=4` and calls nothing. This one is so fast that a disk may not follow, and then some
     # partitions are skipped. So it waits, for the numbers to be the same on every disk.
     session = scarctl.attach(
-        model, optimizer, store=store, shards=SHARDS, seed=seed, fraction=FRACTION, interval=BY_HAND
+        model,
+        optimizer,
+        store=store,
+        partitioning=scarctl.Partitioning(shards=SHARDS, seed=seed),
+        fraction=FRACTION,
+        interval=BY_HAND,
     )
     for done in range(1, 4 * ITERATIONS):
         # The session counts iterations, and a rollback takes its count back: so batches are repeated too.

@@ -24,7 +24,9 @@ def main() -> None:
     model, optimizer = build(images, arguments.seed)
     batches = Batches(images, arguments.seed, BATCH)
 
-    with scarctl.attach(model, optimizer, store=arguments.store, shards=8) as session:
+    with scarctl.attach(
+        model, optimizer, store=arguments.store, partitioning=scarctl.Partitioning(shards=8)
+    ) as session:
         resumed = session.resume()
         if resumed.report is None:
             print(f"{images}; a new run", flush=True)

@@ -1,4 +1,4 @@
-"""`scarctl daemon`: the host's daemon, and arenas that dead runs left."""
+"""`scarctl daemon`: start, inspect and stop the host's daemon, and remove arenas of dead runs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import click
 
 from scarctl.cli.output import (
     EXIT_OK,
-    Seconds,
     arena_option,
     emit,
     error_fields,
     human_bytes,
     note,
     output_options,
+    timeout_option,
 )
 from scarctl.errors import ScarError, Unavailable, UsageError
 
 if TYPE_CHECKING:
-    from scarctl.daemon.stale import StaleArena
+    from scarctl.arena.stale import StaleArena
+    from scarctl.daemon.status import DaemonStatus, RunStatus
 
 EXAMPLES = """\b
 Examples:
@@ -33,7 +34,7 @@ HOLD_SECONDS = 600
 _SHARDS_SHOWN = 32
 _POLL = 0.05
 _PATIENCE = 5.0
-"""Seconds that one question to the daemon may take."""
+"""Seconds that one request to the daemon may take."""
 
 
 @click.command(epilog=EXAMPLES)
@@ -41,29 +42,21 @@ _PATIENCE = 5.0
 @click.option(
     "--reap",
     is_flag=True,
-    help="With stop: remove the arenas of dead runs that the store has all of, and those set aside.",
+    help="With stop: remove arenas of dead runs if the store has all of their content, and those set aside.",
 )
-@click.option(
-    "--timeout",
-    type=Seconds(),
-    default=30.0,
-    show_default=True,
-    metavar="SECONDS",
-    envvar="SCARCTL_TIMEOUT",
-    help="With stop: how long to wait for what is being written.",
-)
+@timeout_option("With stop: seconds to wait until the daemon has written its current segment.", default=30.0)
 @arena_option
 @output_options
 def command(
     action: str, reap: bool, timeout: float, arena_dir: str | None, as_json: bool, debug: bool
 ) -> int:
-    """Start, look at or stop the process of this host that makes checkpoints durable.
+    """Start, inspect or stop this host's daemon, which makes checkpoints durable.
 
-    Sessions start it by themselves. It ends when its last run is closed, or dead and durable; after `start`, when no
-    run comes within ten minutes. `stop` lets it finish what it is writing; what waits stays in the arenas, and
-    sessions that are alive start another daemon.
+    Sessions start it automatically. It ends when its last run is closed, or is dead and durable. After `start`, it ends
+    if no run attaches within ten minutes. `stop` lets it finish its current segment. The rest stays in the arenas, and
+    running sessions start another daemon.
     """
-    from scarctl.daemon.folder import host_folder
+    from scarctl.arena.folder import host_folder
 
     context = click.get_current_context()
     for name in ("reap", "timeout"):
@@ -89,10 +82,10 @@ def _start(folder: Path, as_json: bool) -> int:
 
 
 def _status(folder: Path, as_json: bool) -> int:
-    from scarctl.daemon.stale import survey
+    from scarctl.arena.stale import survey
 
     answer = _ask(folder)
-    runs: list[dict[str, Any]] = answer["runs"] if answer else []
+    runs = answer["runs"] if answer else []
     stale = survey(folder, frozenset(run["id"] for run in runs))
     fields: dict[str, Any] = {
         "running": answer is not None,
@@ -117,7 +110,7 @@ def _status(folder: Path, as_json: bool) -> int:
 
 
 def _stop(folder: Path, timeout: float, reap_too: bool, as_json: bool) -> int:
-    from scarctl.daemon.stale import reap, survey
+    from scarctl.arena.stale import reap, survey
 
     answer = _ask(folder)
     if answer is not None:
@@ -138,40 +131,42 @@ def _stop(folder: Path, timeout: float, reap_too: bool, as_json: bool) -> int:
     lines += [_stale_line(arena) for arena in stale]
     emit(fields, as_json=as_json, text="\n".join(lines))
     if attached:
-        note(f"{len(attached)} sessions are alive: they start another daemon")
+        note(f"{len(attached)} live sessions will start another daemon")
     return EXIT_OK
 
 
 def _end(folder: Path, pid: int, timeout: float) -> None:
-    """Ask the daemon to end, and wait until nobody answers, or another one. Raises Unavailable after `timeout`."""
+    """Ask the daemon to end, and wait until it no longer answers. Raises Unavailable after `timeout` seconds."""
+    from scarctl.daemon.client import question
+
     deadline = time.monotonic() + timeout
-    _ask(folder, "stop")
+    question(folder, "stop", patience=_PATIENCE)
     while (answer := _ask(folder)) is not None and answer["pid"] == pid:
         if time.monotonic() > deadline:
             raise Unavailable(
                 f"daemon {pid} still writes to a store after {timeout:g} s",
-                hint="it ends when that is done; nothing that was acknowledged is lost if it is killed",
+                hint="it ends when that is done; killing it loses no acknowledged checkpoint",
                 kind="daemon-busy",
             )
         time.sleep(_POLL)
 
 
-def _ask(folder: Path, op: str = "status") -> dict[str, Any] | None:
-    """The daemon's answer, None when there is no daemon. Raises Unavailable when there is one that does not answer."""
-    from scarctl.daemon.client import question
+def _ask(folder: Path) -> DaemonStatus | None:
+    """Return the daemon's status, None if no daemon runs. Raises Unavailable if one runs and does not answer."""
+    from scarctl.daemon.client import ask_status
 
-    return question(folder, op, patience=_PATIENCE)
+    return ask_status(folder, patience=_PATIENCE)
 
 
 def _no_daemon() -> ScarError:
     return Unavailable(
         "no daemon is running on this host",
-        hint="sessions start one by themselves; so does `scarctl daemon start`",
+        hint="sessions start one automatically; `scarctl daemon start` does, too",
         kind="no-daemon",
     )
 
 
-def _run_lines(run: dict[str, Any]) -> list[str]:
+def _run_lines(run: RunStatus) -> list[str]:
     from scarctl.store.saved import describe
 
     part = ""
@@ -220,13 +215,11 @@ def _stale_line(arena: StaleArena) -> str:
     if arena.pending < 0:
         what = "cannot be read"
     elif arena.aside:
-        what = f"step {arena.head_step}, set aside: it is not of the store's state any more"
+        what = f"step {arena.head_step}, set aside: it no longer matches the store's state"
     elif arena.foreign:
-        what = (
-            f"step {arena.head_step}, the store was saved to or rolled back from elsewhere: of no use to it"
-        )
+        what = f"step {arena.head_step}, useless: another run has saved to the store or rolled it back"
     elif arena.durable:
-        what = f"step {arena.durable_step}, the store has all of it"
+        what = f"step {arena.durable_step}, completely in the store"
     else:
         what = f"step {arena.head_step}, {arena.pending} partitions are not in the store: resume that run"
     return f"left by process {arena.pid}: {arena.folder}, {human_bytes(arena.nbytes)}, {what}"

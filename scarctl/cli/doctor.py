@@ -1,4 +1,4 @@
-"""`scarctl doctor`: what a place for a store guarantees, and how fast it is."""
+"""`scarctl doctor`: test what a place for a store guarantees, and how fast it is."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ Examples:
     type=click.IntRange(min=1),
     default=50,
     show_default=True,
-    envvar="SCARCTL_ROUNDS",
-    help="How often 16 writers race for one file.",
+    help="Number of races of 16 writers for one file.",
 )
 @common_options
 def command(store: str, rounds: int, as_json: bool, debug: bool) -> int:
-    """Try out a place for a store: what it guarantees, what that means, and how fast it is.
+    """Test a place for a store: its guarantees, their consequences, and its speed.
 
-    It creates files there, in a folder of its own, and deletes them; a store that is there is not touched. Exit code
-    14 when something is missing that commits rely on.
+    This creates files in a folder of its own, and deletes them. An existing store is not touched. Exit code 14: a
+    guarantee is missing that commits rely on.
     """
     from scarctl.store.doctor import diagnose
 
@@ -50,8 +49,8 @@ def command(store: str, rounds: int, as_json: bool, debug: bool) -> int:
 
 
 def _text(found: Diagnosis) -> str:
-    there = "a store is there" if found.has_store else "no store is there yet"
-    lines = [f"{found.where}: {'a local folder' if found.local else 'remote'}, {there}"]
+    content = "contains a store" if found.has_store else "contains no store yet"
+    lines = [f"{found.where}: {'a local folder' if found.local else 'remote'}, {content}"]
     lines += [f"  {'ok  ' if check.ok else 'FAIL'}  {check.name}: {check.detail}" for check in found.checks]
     for name, latency in (("small put", found.put), ("small get", found.get)):
         if latency is not None:
@@ -66,14 +65,14 @@ def _text(found: Diagnosis) -> str:
 def _meaning(found: Diagnosis) -> str:
     if not found.exclusive:
         return (
-            "two writers would overwrite each other's commits here: scarctl refuses the place, unless it is told "
+            "two writers would overwrite each other's commits here: scarctl refuses the place without "
             "--assume-single-writer"
         )
     if not found.sound:
-        return "what was committed might not be found again here: do not use it"
+        return "unsafe: committed checkpoints might not be found again. Do not use this place"
     if found.local:
-        return "safe: one writer at a time, kept apart by a lock; a commit is durable when it returns"
+        return "safe: a lock admits one writer at a time; a commit is durable when it returns"
     return (
-        "safe: there is no lock, but a second writer takes over and the first one learns of it at its next commit; "
-        "what was acknowledged is never lost"
+        "safe without a lock: a second writer takes over, and the first one notices at its next commit; "
+        "acknowledged checkpoints are never lost"
     )

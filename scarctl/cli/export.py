@@ -1,4 +1,4 @@
-"""`scarctl export`: a state in a format that other tools read."""
+"""Define `scarctl export`: write a state in a format that other tools read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ class _Size(click.ParamType[Any]):
     type=click.Choice(["safetensors", "pt", "dcp"]),
     default="safetensors",
     show_default=True,
-    envvar="SCARCTL_FORMAT",
     help="A folder of safetensors files, one .pt file of plain tensors, or a DCP folder.",
 )
 @click.option(
@@ -63,7 +62,6 @@ class _Size(click.ParamType[Any]):
     default="5GB",
     show_default=True,
     metavar="SIZE",
-    envvar="SCARCTL_MAX_SHARD_SIZE",
     help="Bytes of tensors per safetensors file.",
 )
 @common_options
@@ -82,7 +80,7 @@ def command(
     named as in the store: `layers.3.weight`, `layers.3.weight/exp_avg`. Without --snapshot steps may be mixed; the
     answer says so. Exit code 3: an older copy than the newest one had to be taken.
     """
-    from scarctl.export import ExportSettings, export
+    from scarctl.ops.export import ExportSettings, export
 
     done = export(
         ExportSettings(

@@ -1,4 +1,4 @@
-"""The `scarctl` command: finds the subcommand, and is the one place where exceptions become exit codes."""
+"""The `scarctl` command: find the subcommand, name options' variables, and turn exceptions into exit codes."""
 
 from __future__ import annotations
 
@@ -19,22 +19,27 @@ from scarctl.errors import UsageError
 
 log = logging.getLogger("scarctl")
 
-# What `scarctl --help` shows stands here, so that it imports no command.
+# Listed here so that `scarctl --help` imports no command.
 COMMANDS = {
     "checkpoint": "Save the part of a state file that changed most.",
-    "daemon": "Start, look at or stop the process that makes checkpoints durable.",
-    "doctor": "Try out a place for a store: what it guarantees, and how fast it is.",
+    "daemon": "Start, inspect or stop the process that makes checkpoints durable.",
+    "doctor": "Test a place for a store: its guarantees, and its speed.",
     "export": "Write a state as safetensors, .pt or DCP, for other tools.",
-    "inspect": "Show what a store holds and what losing a shard would change.",
-    "plan": "Recommend how often to save how much, and say whether that pays.",
-    "prune": "Delete old copies, sealed states and snapshots that need not be kept.",
-    "recover": "Restore only what was lost.",
+    "inspect": "Show the content of a store, and the change if a shard is lost.",
+    "live": "Have the session that runs on this host save or recover.",
+    "plan": "Recommend how often to save how much, and report whether that pays.",
+    "prune": "Delete old copies and sealed states that need not be kept.",
+    "recover": "Restore only the lost parts of a state.",
     "run": "Run a command whose sessions save through the host's daemon.",
-    "simulate": "Fail runs of a workload, and show how many iterations it costs.",
+    "simulate": "Fail runs of a workload, and show how many iterations that costs.",
+    "snapshot": "Create, list and delete whole states that are kept under a name.",
     "verify": "Check every record, segment and checksum of a store.",
 }
 
-# Options that are no settings of a session and may still stand at the top of scarctl.toml.
+GROUPS = {"live": ("checkpoint", "recover"), "snapshot": ("create", "delete", "list")}
+"""Commands that have commands of their own."""
+
+# Options that are no settings of a session, and are allowed at the top of scarctl.toml.
 OPTIONS = frozenset(
     {
         "json",
@@ -44,9 +49,7 @@ OPTIONS = frozenset(
         "read_data",
         "read_data_subset",
         "dry_run",
-        "timeout",
         "restarts",
-        "wait",
         "rounds",
         "keep_last",
         "keep_every",
@@ -56,8 +59,10 @@ OPTIONS = frozenset(
 )
 
 _OF_STUDIES = frozenset({"simulate"})
-"""Commands whose options mean something else than a run's of the same name (`interval`): only their table counts, and
-their variables have the command's name too (SCARCTL_SIMULATE_INTERVAL)."""
+"""Commands whose options mean something else than a run's of the same name (`interval`): only their own table counts,
+and their variables have the command's name too (SCARCTL_SIMULATE_INTERVAL)."""
+_OF_ALL = frozenset({"json", "debug"})
+"""Options that mean the same in every command."""
 
 EPILOG = """\
 \b
@@ -67,13 +72,14 @@ Examples:
   scarctl recover --store ckpt --lost 2,5 --into survivors.safetensors
   scarctl verify --store ckpt
   scarctl prune --store ckpt --dry-run
+  scarctl snapshot list --store ckpt
   scarctl run --store ckpt -- python train.py
 
 \b
 Every setting is also an environment variable (--store is SCARCTL_STORE) and a key of scarctl.toml in the
-current folder: a table per command, or at the top for all. Command line > environment > file. What says what
-to do is given on the command line only: --lost, --into, --output, --snapshot, --live, --full, --keep,
---delete, --no-writer, --yes, --reap. A scarctl.toml that others may write is ignored.
+current folder: a table per command, or at the top for all. Command line > environment > file. Options that
+say what to do are given on the command line only: --lost, --into, --output, --snapshot, --full, --keep,
+--no-writer, --yes, --reap. A scarctl.toml that others may write is ignored.
 
 \b
 Exit codes:
@@ -83,7 +89,7 @@ Exit codes:
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command when it is run."""
+    """A group that imports a command when it is needed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -92,18 +98,25 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"scarctl.cli.{cmd_name}").command
-        # As they are written on the command line: click knows them by the names of the function's arguments.
-        names = {_key(word): parameter.name for parameter in command.params for word in parameter.opts}
-        defaults = ctx.default_map or {}
-        for key in defaults.get(cmd_name, ()):
+        leaves = command.commands if isinstance(command, click.Group) else {"": command}
+        for leaf in leaves.values():
+            _name_variables(leaf, study=cmd_name if cmd_name in _OF_STUDIES else None)
+        # A file has the names of the command line; click knows options by the names of the function's arguments.
+        names = {
+            part: {_key(word): parameter.name for parameter in leaf.params for word in parameter.opts}
+            for part, leaf in leaves.items()
+        }
+        given = (ctx.default_map or {}).get(cmd_name, {})
+        for key in given:
             if cmd_name not in _OF_STUDIES:
                 _refuse_verb(key)
-            if key not in KNOWN_NAMES | OPTIONS | names.keys():
+            if key not in KNOWN_NAMES | OPTIONS and not any(key in known for known in names.values()):
                 raise UsageError(f"scarctl.toml: [{cmd_name}] has {key!r}, which is no option of it")
-        ctx.default_map = {
-            **defaults,
-            cmd_name: {names.get(key, key): value for key, value in defaults.get(cmd_name, {}).items()},
+        defaults = {
+            part: {known.get(key, key): value for key, value in given.items()}
+            for part, known in names.items()
         }
+        ctx.default_map = {**(ctx.default_map or {}), cmd_name: defaults.get("", defaults)}
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -138,10 +151,8 @@ class LazyGroup(click.Group):
             code = end.exit_code
         except SystemExit:
             raise
-        except (
-            BaseException
-        ) as error:  # this is the end of the process: everything is told, nothing swallowed
-            command = next((a for a in arguments if a in COMMANDS), None)
+        except BaseException as error:  # the end of the process: every error is reported, none swallowed
+            command = _command_of(arguments)
             code = report_error(
                 error,
                 command=command,
@@ -167,12 +178,12 @@ def main() -> NoReturn:
 
 
 def default_map(folder: Path) -> dict[str, dict[str, Any]]:
-    """Defaults from `scarctl.toml`: keys at the top hold for every command, a table `[recover]` for that one.
+    """Return defaults from `scarctl.toml`: keys at the top hold for every command, a table `[recover]` for that one.
 
-    Raises UsageError for a table that is not a command's and for a key at the top that nothing knows.
+    Raises UsageError for a table that belongs to no command and for an unknown key at the top.
     """
     content = read_file(folder)
-    storage_options(content)  # checked here, read where a store is opened
+    storage_options(content)  # only a check: they are read when a store is opened
     content.pop(STORAGE_OPTIONS, None)
     tables = {key: value for key, value in content.items() if isinstance(value, dict) and key != "rows"}
     for name in tables:
@@ -200,11 +211,33 @@ def _refuse_verb(key: str) -> None:
 
 
 def _warn_of_verbs() -> None:
-    """What was an environment variable once, and is said on the command line now."""
+    """Warn of variables that look like settings, and are options of the command line only."""
     for key in sorted(VERBS):
         if os.environ.get(f"SCARCTL_{key.upper()}"):
             option = f"--{key.replace('_', '-')}"
             log.warning("SCARCTL_%s has no effect: say %s on the command line", key.upper(), option)
+
+
+def _name_variables(command: click.Command, *, study: str | None) -> None:
+    """Give every option but the verbs its environment variable: --arena-dir is SCARCTL_ARENA_DIR."""
+    for option in command.params:
+        if not isinstance(option, click.Option):
+            continue
+        key = _key(max(option.opts, key=len))
+        if study is not None and key not in _OF_ALL:
+            option.envvar = f"SCARCTL_{study}_{key}".upper()
+        elif key not in VERBS:
+            option.envvar = f"SCARCTL_{key.upper()}"
+
+
+def _command_of(arguments: Sequence[str]) -> str | None:
+    """Return the command's name, read without the parser: the error may be the parser's own."""
+    at = next((i for i, word in enumerate(arguments) if word in COMMANDS), None)
+    if at is None:
+        return None
+    name = arguments[at]
+    part = next((word for word in arguments[at + 1 :] if word in GROUPS.get(name, ())), None)
+    return name if part is None else f"{name} {part}"
 
 
 def _options(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,12 +245,12 @@ def _options(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _key(option: str) -> str:
-    """An option's key in `scarctl.toml`, which may as well have dashes: --dry-run -> dry_run."""
+    """Return an option's key in `scarctl.toml`, where dashes are allowed too: --dry-run -> dry_run."""
     return option.lstrip("-").replace("-", "_")
 
 
 def _asked(arguments: Sequence[str], flag: str, variable: str) -> bool:
-    """Whether a flag was given, read without the parser: the error may be the parser's own."""
+    """Return whether a flag was given, read without the parser: the error may be the parser's own."""
     given = list(arguments)
     if "--" in given:
         given = given[: given.index("--")]

@@ -1,6 +1,6 @@
-"""What every command shares: one document on stdout, messages on stderr, exceptions to exit codes.
+"""Options, output and exit codes that all commands share.
 
-With `--json` exactly one document goes to stdout, also when the command fails:
+With `--json` exactly one document goes to stdout, also if the command fails:
 `{"schema_version": 1, "command": ..., "error": {"kind", "message", "hint", "exit_code"}}`.
 """
 
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from scarctl.config import read_file, storage_options
+from scarctl.config import describe, read_file, storage_options
 from scarctl.errors import ScarError
-from scarctl.printable import printable, printable_lines
+from scarctl.util.text import printable, printable_lines
 
 if TYPE_CHECKING:
     from scarctl.store import Store
@@ -37,7 +37,7 @@ EXIT_CORRUPT = 13
 EXIT_NO_GUARANTEE = 14
 EXIT_RUN_FAILED = 125
 EXIT_SIGNAL = 128
-"""Plus the signal's number."""
+"""Base of exit codes for signals: add the signal's number."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -51,7 +51,7 @@ class Terminated(BaseException):
 
 
 class Seconds(click.FloatRange):
-    """A span of time: a finite number, not less than `at_least`."""
+    """A duration: a finite number of seconds, `at_least` or more."""
 
     name = "seconds"
 
@@ -67,33 +67,20 @@ class Seconds(click.FloatRange):
 
 def common_options(command: Command) -> Command:
     """Add the options of every command on a store: `--store`, `--json`, `--debug`."""
-    store = click.option(
-        "--store",
-        required=True,
-        metavar="URL",
-        envvar="SCARCTL_STORE",
-        help="The store: a folder, or an address such as s3://bucket/folder.",
-    )
+    store = click.option("--store", required=True, metavar="URL", help=describe("store"))
     return store(output_options(command))
 
 
 def output_options(command: Command) -> Command:
     """Add `--json` and `--debug`."""
-    debug = click.option(
-        "--debug", is_flag=True, envvar="SCARCTL_DEBUG", help="Show a traceback when something fails."
-    )
-    as_json = click.option(
-        "--json", "as_json", is_flag=True, envvar="SCARCTL_JSON", help="Print one JSON document."
-    )
+    debug = click.option("--debug", is_flag=True, help="Show a traceback when something fails.")
+    as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
     return as_json(debug(command))
 
 
 def arena_option(command: Command) -> Command:
     """Add `--arena-dir`."""
-    option = click.option(
-        "--arena-dir", metavar="DIR", envvar="SCARCTL_ARENA_DIR", help="Where arenas are, if not the default."
-    )
-    return option(command)
+    return click.option("--arena-dir", metavar="DIR", help=describe("arena_dir"))(command)
 
 
 def open_store(url: str) -> Store:
@@ -104,7 +91,7 @@ def open_store(url: str) -> Store:
 
 
 def options_for(url: str) -> dict[str, Any] | None:
-    """Storage options that `scarctl.toml` in the current folder gives; None where the store is a local folder.
+    """Return the storage options of `scarctl.toml` in the current folder; None if the store is a local folder.
 
     Raises UsageError.
     """
@@ -113,22 +100,16 @@ def options_for(url: str) -> dict[str, Any] | None:
 
 
 def shown_url(url: str) -> str:
-    """`url` without what may be secret in it."""
-    from scarctl.store.address import Address
+    """Return `url` without parts that may be secret."""
+    from scarctl.store.backends.address import Address
 
     return Address.parse(url).shown if "://" in url else url
 
 
-def wait_option(about: str) -> Callable[[Command], Command]:
-    """Add `--wait`."""
+def timeout_option(about: str, *, default: float = 60.0) -> Callable[[Command], Command]:
+    """Add `--timeout`."""
     return click.option(
-        "--wait",
-        type=Seconds(),
-        default=60.0,
-        show_default=True,
-        metavar="SECONDS",
-        envvar="SCARCTL_WAIT",
-        help=about,
+        "--timeout", type=Seconds(), default=default, show_default=True, metavar="SECONDS", help=about
     )
 
 
@@ -137,12 +118,12 @@ def emit(fields: Mapping[str, Any], *, as_json: bool, text: str = "") -> None:
     if as_json:
         document = {
             "schema_version": SCHEMA_VERSION,
-            "command": click.get_current_context().info_name,
+            "command": click.get_current_context().command_path.partition(" ")[2],
             **fields,
         }
         text = json.dumps(document, allow_nan=False)
     if text:
-        # A name may hold bytes that stdout's encoding cannot show; a listing must not die of it.
+        # A name may contain bytes that stdout's encoding cannot represent, which must not end the command.
         data = (printable_lines(text) + "\n").encode(sys.stdout.encoding or "utf-8", "backslashreplace")
         click.echo(data, nl=False)
 
@@ -158,7 +139,7 @@ def note(message: str) -> None:
 
 
 class _ToStderr(logging.Handler):
-    """The library's log as messages of the command."""
+    """Show the library's log as messages of the command."""
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(f"scarctl: {record.levelname.lower()}: {printable(record.getMessage())}", err=True)
@@ -178,7 +159,7 @@ def logging_to_stderr() -> Iterator[None]:
 
 
 def human_bytes(count: int) -> str:
-    """`count` bytes for people: 1536 -> "1.5 KiB"."""
+    """Return a size for people: 1536 -> "1.5 KiB"."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":
@@ -189,7 +170,7 @@ def human_bytes(count: int) -> str:
 
 @contextmanager
 def signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into an exception, so that temporary files are removed. Main thread only."""
+    """Turn SIGTERM and SIGHUP into `Terminated`, so that temporary files are removed. Main thread only."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated(number)
@@ -201,7 +182,7 @@ def signals() -> Iterator[None]:
             if signal.getsignal(number) is signal.SIG_DFL:
                 previous[number] = signal.signal(number, end)
     except ValueError:
-        pass  # not the main thread: whoever owns the process handles its signals
+        pass  # not the main thread: the process's owner handles its signals
     try:
         yield
     finally:
@@ -210,7 +191,7 @@ def signals() -> Iterator[None]:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Exit code of the command-line contract for an exception that ended a command."""
+    """Return the exit code for an exception that ended a command."""
     if isinstance(error, ScarError):
         return error.exit_code
     if isinstance(error, Terminated):
@@ -225,7 +206,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def report_error(error: BaseException, *, command: str | None, as_json: bool, debug: bool) -> int:
-    """Tell about an exception that ended a command, and return its exit code."""
+    """Report an exception that ended a command, and return its exit code."""
     code = exit_code_of(error)
     if isinstance(error, BrokenPipeError):
         _drop_stdout()
@@ -247,12 +228,12 @@ def report_error(error: BaseException, *, command: str | None, as_json: bool, de
 
 
 def error_fields(error: ScarError) -> dict[str, Any]:
-    """An error in a JSON document."""
+    """Return an error's fields in a JSON document."""
     return {"kind": error.kind, "message": error.message, "hint": error.hint, "exit_code": error.exit_code}
 
 
 def _describe(error: BaseException) -> tuple[str, str, str]:
-    """(kind, message, hint) of an exception."""
+    """Return (kind, message, hint) of an exception."""
     if isinstance(error, ScarError):
         return error.kind, error.message, error.hint
     if isinstance(error, click.ClickException):
@@ -263,19 +244,19 @@ def _describe(error: BaseException) -> tuple[str, str, str]:
         return (
             "signal",
             f"ended by {signal.Signals(error.number).name}",
-            "nothing that was acknowledged is lost",
+            "no acknowledged checkpoint is lost",
         )
     if isinstance(error, KeyboardInterrupt | click.Abort):
-        return "signal", "interrupted", "nothing that was acknowledged is lost"
+        return "signal", "interrupted", "no acknowledged checkpoint is lost"
     detail = str(error) or "no message"
     return "unexpected", f"unexpected {type(error).__name__}: {detail}", "run again with --debug to see where"
 
 
 def _drop_stdout() -> None:
-    """Point stdout at nothing: its reader is gone, and flushing it at exit would complain."""
+    """Redirect stdout to nothing. Its reader is gone, and flushing it at exit would fail."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
     except (OSError, ValueError):
-        return  # stdout is no file: nothing is flushed into the pipe
+        return  # stdout is not a file, so nothing is flushed into the pipe

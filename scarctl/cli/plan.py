@@ -1,4 +1,4 @@
-"""`scarctl plan`: how often to save how much, and whether that pays."""
+"""`scarctl plan`: recommend how often to save how much, and report whether that pays."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from scarctl.cli.output import EXIT_OK, emit, human_bytes, open_store, output_op
 from scarctl.errors import NoIntactCopy, UsageError
 
 if TYPE_CHECKING:
-    from scarctl.cost import Advice, Job, Way
-    from scarctl.store.pace import Pace
+    from scarctl.store.run_pace import Pace
+    from scarctl.theory.job_cost import Advice, Job, Way
 
 EXAMPLES = """\b
 Examples:
@@ -43,7 +43,7 @@ class _Bytes(click.ParamType[float]):
         )
         number = _number(match[1]) if match else math.nan
         if match is None or not 0 < number < math.inf or (match[3] and not match[2]):
-            self.fail(f"{value!r} is no number of bytes above 0, such as 1.5GB or 800MiB", param, ctx)
+            self.fail(f"{value!r} is not a number of bytes above 0, such as 1.5GB or 800MiB", param, ctx)
         unit: int = (_BINARY if match[3] else _UNITS)[match[2].lower()]
         return number * unit
 
@@ -58,7 +58,7 @@ class _Time(click.ParamType[float]):
         match = re.fullmatch(r"\s*([\d.]+(?:e[+-]?\d+)?)\s*(ms|min|s|m|h|d|)\s*", str(value), re.IGNORECASE)
         number = _number(match[1]) if match else math.nan
         if match is None or not (0 <= number < math.inf if self._zero else 0 < number < math.inf):
-            self.fail(f"{value!r} is no span of time, such as 0.5, 90s, 30m, 6h or 2d", param, ctx)
+            self.fail(f"{value!r} is not a time, such as 0.5, 90s, 30m, 6h or 2d", param, ctx)
         return number * _TIMES[match[2].lower()]
 
 
@@ -70,47 +70,38 @@ def _number(text: str) -> float:
 
 
 @click.command(epilog=EXAMPLES)
-@click.option(
-    "--state-bytes", type=_Bytes(), envvar="SCARCTL_STATE_BYTES", help="Of parameters and moments together."
-)
-@click.option("--step-time", type=_Time(), envvar="SCARCTL_STEP_TIME", help="Of an iteration.")
+@click.option("--state-bytes", type=_Bytes(), help="Size of parameters and moments together.")
+@click.option("--step-time", type=_Time(), help="Duration of an iteration.")
 @click.option(
     "--bandwidth",
     type=_Bytes(),
     required=True,
-    envvar="SCARCTL_BANDWIDTH",
-    help="That the store takes per second, over all shards; `scarctl doctor` measures it.",
+    help="Bytes per second that the store takes, over all shards; `scarctl doctor` measures it.",
 )
 @click.option(
     "--mtbf",
     type=_Time(),
     required=True,
-    envvar="SCARCTL_MTBF",
-    help="Between two failures of the job, on average.",
+    help="Mean time between two failures of the job.",
 )
 @click.option(
     "--shards",
     type=click.IntRange(min=1),
-    envvar="SCARCTL_SHARDS",
-    help="Parts of the state; a failure takes one.",
+    help="Number of parts of the state. A failure loses one.",
 )
-@click.option(
-    "--from", "source", metavar="STORE", envvar="SCARCTL_FROM", help="A store that knows some of it."
-)
+@click.option("--from", "source", metavar="STORE", help="Store from which to take what is not given.")
 @click.option(
     "--restart",
     type=_Time(zero=True),
     default="60s",
     show_default=True,
-    envvar="SCARCTL_RESTART",
-    help="Until what failed is replaced, before anything is restored.",
+    help="Time to replace failed machines, before anything is restored.",
 )
 @click.option(
     "--gain",
     type=float,
     default=1.0,
     show_default=True,
-    envvar="SCARCTL_GAIN",
     help="Squared perturbation of priority at 1/8, relative to round; `scarctl simulate` shows both.",
 )
 @click.option(
@@ -118,7 +109,6 @@ def _number(text: str) -> float:
     type=float,
     default=1.0,
     show_default=True,
-    envvar="SCARCTL_CONVERGENCE",
     help="Factor per iteration by which the distance to the optimum shrinks (the paper's c).",
 )
 @click.option(
@@ -126,16 +116,14 @@ def _number(text: str) -> float:
     type=_Bytes(),
     default="4GB",
     show_default=True,
-    envvar="SCARCTL_MEMORY_BANDWIDTH",
-    help="At which one shard's checkpoint is compared and copied, per second.",
+    help="Bytes per second at which one shard's checkpoint is compared and copied.",
 )
 @click.option(
     "--duration",
     type=_Time(),
     default="24h",
     show_default=True,
-    envvar="SCARCTL_DURATION",
-    help="Of training without failures; it matters where nothing is saved.",
+    help="Duration of training without failures. It counts only where nothing is saved.",
 )
 @output_options
 def command(
@@ -153,12 +141,12 @@ def command(
     as_json: bool,
     debug: bool,
 ) -> int:
-    """Recommend how often to save how much of the state, and say whether partial checkpoints pay.
+    """Recommend how often to save how much of the state, and report whether partial checkpoints pay.
 
-    Four ways are compared, each at its best, by what failures cost in an hour of training: time for saving, for
-    rework and for restarts. Options go before what the store of --from shows. docs/theory.md has the model.
+    Four ways are compared, each at its best, by the cost of failures in an hour of training: time for saving, for
+    rework and for restarts. An option takes precedence over the store of --from. docs/theory.md has the model.
     """
-    from scarctl.cost import Job, advise
+    from scarctl.theory.job_cost import Job, advise
 
     known, stored, stored_shards = (None, None, None) if source is None else _look(source)
     if state_bytes is None and stored is not None:
@@ -169,8 +157,8 @@ def command(
         name for name, value in (("--state-bytes", state_bytes), ("--step-time", step_time)) if value is None
     ]
     if state_bytes is None or step_time is None:
-        said = f", and {source} does not show it" if source is not None else ", or --from a store"
-        raise UsageError(f"{' and '.join(missing)} must be given{said}", hint="see `scarctl plan --help`")
+        where = f": {source} does not contain it" if source is not None else ", or --from a store"
+        raise UsageError(f"give {' and '.join(missing)}{where}", hint="see `scarctl plan --help`")
     job = Job(
         state_bytes=state_bytes,
         step_seconds=step_time,
@@ -205,24 +193,18 @@ class _Stored:
 
 
 def _look(source: str) -> tuple[Pace, _Stored, int]:
-    """What a store knows; its shards, or ranks. Raises UsageError when nothing is saved in it yet."""
-    from scarctl.joint import open_joint
-    from scarctl.store.pace import pace
+    """Return a store's pace, its state, and its number of shards or ranks. Raises UsageError for an empty store."""
+    from scarctl.recovery.shares import open_shares
+    from scarctl.store.run_pace import pace
 
     store = open_store(source)
     try:
-        joint = open_joint(store)
+        state = open_shares(store)
     except NoIntactCopy as error:
-        raise UsageError(error.message, hint="leave --from out") from None
-    if joint is not None:
-        count = sum(layout.partitions for layout in joint.layouts)
-        topology = joint.parts.topology
-        shards = store.settings.shards if topology is None else topology.world
-        return pace(store), _Stored(count, joint.nbytes), shards
-    layout = store.current_layout()
-    if layout is None:
-        raise UsageError(f"{store.where}: nothing is saved in this store yet", hint="leave --from out")
-    return pace(store), _Stored(layout.partitions, layout.nbytes), store.settings.shards
+        raise UsageError(error.message, hint="omit --from") from None
+    count = sum(layout.partitions for layout in state.layouts)
+    shards = store.settings.shards if state.topology is None else state.topology.world
+    return pace(store), _Stored(count, state.nbytes), shards
 
 
 def _job(job: Job) -> dict[str, Any]:
@@ -274,7 +256,7 @@ def _iterations(way: Way, job: Job) -> int:
 
 
 def _saves(advice: Advice) -> float:
-    """Seconds per hour; infinite where the others never end, NaN where nothing does."""
+    """Return the seconds saved per hour; infinite if only SCAR ever ends, NaN if no way does."""
     return advice.rival.cost.total - advice.scar.cost.total
 
 
@@ -290,7 +272,7 @@ def _text(job: Job, advice: Advice, known: Pace | None, stored: _Stored | None) 
     ]
     if known is not None and stored is not None:
         used = _used_fraction(known, stored)
-        now = "its log does not show how often it is saved"
+        now = "the log does not show the interval of checkpoints"
         if known.interval is not None and used is not None:
             now = f"so far {used:.3g} of the state is saved every {known.interval} iterations"
         lines.append(f"{stored.partitions} partitions; {now}")
@@ -314,18 +296,18 @@ def _text(job: Job, advice: Advice, known: Pace | None, stored: _Stored | None) 
 def _verdict(job: Job, advice: Advice) -> list[str]:
     scar, rival = advice.scar, advice.rival
     if math.isinf(rival.cost.total) and math.isinf(scar.cost.total):
-        return ["No way ends: failures come faster than anything is restored."]
+        return ["No way ever finishes: failures are more frequent than recoveries."]
     if not advice.pays:
-        lines = [f"SCAR does not pay here. Use this instead: {_TITLES[rival.name]}"]
+        lines = [f"SCAR does not pay here. Use instead: {_TITLES[rival.name]}"]
         if rival.fraction is not None:
             lines[0] += f", every {_time(rival.interval)}"
         lines[0] += f" ({_saves(advice) * -1:.1f} s per hour less)."
         if job.shards == 1:
-            lines.append("With one shard a failure takes everything: there is nothing to recover partially.")
+            lines.append("With one shard a failure loses everything, so partial recovery is impossible.")
         return lines
     saved = _saves(advice)
     gain = (
-        "the others never end"
+        "the others never finish"
         if math.isinf(saved)
         else f"{saved:.1f} s per hour less than: {_TITLES[rival.name]}"
     )
@@ -336,7 +318,7 @@ def _verdict(job: Job, advice: Advice) -> list[str]:
     ]
     if job.gain == 1:
         lines.append(
-            "Whether smaller fractions by priority do better still depends on the model: measure --gain."
+            "Smaller fractions by priority may do even better, depending on the model: measure --gain."
         )
     return lines
 

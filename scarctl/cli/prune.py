@@ -1,9 +1,10 @@
-"""`scarctl prune`: delete what need not be kept."""
+"""`scarctl prune`: delete old copies, sealed states and left-overs that need not be kept."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -11,74 +12,82 @@ from scarctl.cli.output import EXIT_OK, common_options, emit, human_bytes, note,
 from scarctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from scarctl.store.prune import Pruned, PrunePlan
+    from scarctl.store.prune import Pruned, PrunePlan, Retention
+
+F = TypeVar("F", bound=Callable[..., object])
 
 EXAMPLES = """\b
 Examples:
   scarctl prune --store ckpt --dry-run
   scarctl prune --store ckpt --keep-last 3 --yes
   scarctl prune --store ckpt --keep best --keep 'epoch-*0' --yes --json
-  scarctl prune --store ckpt --delete before-warmup --yes
   scarctl prune --store s3://bucket/run --no-writer --yes
 """
 
 
+def deleting_options(command: F) -> F:
+    """Add the options of every command that deletes: `--keep-last`, `--keep-every`, `--dry-run` and `--yes`."""
+    for option in (
+        click.option("--yes", is_flag=True, help="Delete without asking."),
+        click.option("--dry-run", is_flag=True, help="Show the files that would be deleted; delete nothing."),
+        click.option(
+            "--keep-every", type=int, metavar="N", help="Also keep the first sealed state of every N steps."
+        ),
+        click.option(
+            "--keep-last",
+            type=int,
+            default=1,
+            show_default=True,
+            metavar="N",
+            help="Number of sealed states to keep, the newest ones.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 @click.command(epilog=EXAMPLES)
-@click.option(
-    "--keep-last",
-    type=int,
-    default=1,
-    show_default=True,
-    metavar="N",
-    envvar="SCARCTL_KEEP_LAST",
-    help="Sealed states to keep, the newest ones.",
-)
-@click.option(
-    "--keep-every",
-    type=int,
-    metavar="N",
-    envvar="SCARCTL_KEEP_EVERY",
-    help="Also keep the first sealed state of every N steps.",
-)
+@deleting_options
 @click.option(
     "--keep",
     multiple=True,
     metavar="NAME",
-    help="Delete the snapshots that no --keep names (a name or pattern).  [default: keep all]",
+    help="Delete the snapshots that match no --keep (a name or pattern).  [default: keep all]",
 )
-@click.option("--delete", multiple=True, metavar="NAME", help="Delete this snapshot.")
 @click.option(
     "--no-writer",
     is_flag=True,
-    help="Nobody writes to this remote store now: collect it. A writer that is alive all the same is fenced.",
+    help="Collect a remote store to which nothing writes now. A writer that is alive nevertheless is fenced.",
 )
-@click.option("--dry-run", is_flag=True, envvar="SCARCTL_DRY_RUN", help="Show what would go; delete nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
 @common_options
 def command(
     store: str,
     keep_last: int,
     keep_every: int | None,
     keep: tuple[str, ...],
-    delete: tuple[str, ...],
     no_writer: bool,
     dry_run: bool,
     yes: bool,
     as_json: bool,
     debug: bool,
 ) -> int:
-    """Delete old copies, records, sealed states and snapshots that need not be kept.
+    """Delete old copies, records and sealed states that need not be kept.
 
-    The newest copy of everything and the newest sealed state stay in any case. A running session keeps its store small
-    by itself; beside one only snapshots and left-overs of dead writers are deleted here. Nobody can tell whether there
-    is one on a remote store: say --no-writer when a run is over.
+    The newest copy of everything and the newest sealed state always stay. A running session keeps its store small by
+    itself; alongside it, only snapshots and left-overs of dead writers are deleted here. A remote store does not show
+    whether a session runs: give --no-writer when the run is over. `scarctl snapshot delete` deletes snapshots by name.
     """
-    from scarctl.store.prune import Pruned, Retention, plan_prune, prune
+    from scarctl.store.prune import Retention
+
+    retention = Retention(keep_last=keep_last, keep_every=keep_every, keep=keep, no_writer=no_writer)
+    return delete_old(store, retention, dry_run=dry_run, yes=yes, as_json=as_json)
+
+
+def delete_old(store: str, retention: Retention, *, dry_run: bool, yes: bool, as_json: bool) -> int:
+    """Delete what need not be kept, after asking unless `yes`; print it, and return the exit code."""
+    from scarctl.store.prune import Pruned, plan_prune, prune
 
     opened = open_store(store)
-    retention = Retention(
-        keep_last=keep_last, keep_every=keep_every, keep=keep, delete=delete, no_writer=no_writer
-    )
     plan = plan_prune(opened, retention)
     if dry_run:
         done = Pruned(len(plan.files), plan.bytes)
@@ -86,6 +95,12 @@ def command(
         if not yes and not plan.empty:
             _ask(plan, as_json)
         done = prune(opened, plan)
+    _report(plan, done, dry_run=dry_run, as_json=as_json)
+    return EXIT_OK
+
+
+def _report(plan: PrunePlan, done: Pruned, *, dry_run: bool, as_json: bool) -> None:
+    """Print what was deleted, and what it freed."""
     emit(
         {
             **plan.to_json(),
@@ -100,8 +115,7 @@ def command(
         text=_text(plan, done, dry_run),
     )
     if plan.writer is not None:
-        note(f"{plan.writer}; it collects old copies by itself")
-    return EXIT_OK
+        note(f"{plan.writer}; it collects old copies automatically")
 
 
 def _ask(plan: PrunePlan, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""`scarctl recover`: restore what was lost, into a state file, a new file, or a stopped run's arena."""
+"""Define `scarctl recover`: restore lost partitions into a state file, a new file, or a stopped run's arena."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from scarctl.cli.output import (
     human_bytes,
     note,
     options_for,
-    wait_option,
     warn,
 )
-from scarctl.errors import UsageError
 from scarctl.store import Store
 from scarctl.store.saved import describe, last_saved
 
 if TYPE_CHECKING:
-    from scarctl.prediction import Cost
-    from scarctl.repair import Recovery
+    from scarctl.ops.recover import Recovery
+    from scarctl.theory.rework import Cost
 
 EXAMPLES = """\b
 Examples:
@@ -35,7 +33,6 @@ Examples:
   scarctl recover --store ckpt --lost all --mode rollback --snapshot best --output best.safetensors
   scarctl recover --store ckpt --lost all --dry-run --json
   scarctl recover --store ckpt --lost 2,5 --into survivors.safetensors --mode auto --max-rework 50
-  scarctl recover --store ckpt --lost rank:2 --live
 """
 
 
@@ -45,8 +42,8 @@ Examples:
     required=True,
     multiple=True,
     metavar="SPEC",
-    help="Shards (2,5) or ranks (rank:1,3), patterns of names ('layers.3.*', 'emb.weight[0:512]'), or all. May be "
-    "repeated.",
+    help="Shards (shard:2,5), ranks (rank:1,3), patterns of names ('layers.3.*', 'emb.weight[0:512]'), or all. "
+    "A number alone is a shard of one process, or a rank of several. May be repeated.",
 )
 @click.option(
     "--into",
@@ -63,32 +60,22 @@ Examples:
     type=click.Choice(["partial", "rollback", "auto"]),
     default="partial",
     show_default=True,
-    envvar="SCARCTL_MODE",
-    help="Only what was lost, or everything to the newest state of one step, or what of the two is predicted to cost "
-    "fewer iterations (partial where that cannot be told).",
+    help="Restore only what was lost, or everything to the newest state of one step. auto: the one that is predicted "
+    "to cost fewer iterations, partial if there is no prediction.",
 )
 @click.option(
     "--max-rework",
     type=click.FloatRange(min=0),
     metavar="N",
-    envvar="SCARCTL_MAX_REWORK",
-    help="Refuse, and change nothing, when it may cost more iterations than this, or that cannot be told.",
+    help="Refuse, and change nothing, if the predicted cost exceeds N iterations or is unknown.",
 )
 @click.option(
     "--snapshot",
     metavar="NAME",
     help="With --mode rollback: to this snapshot, exactly.",
 )
-@click.option(
-    "--arena-dir", metavar="DIR", envvar="SCARCTL_ARENA_DIR", help="Where arenas are, if not the default."
-)
-@click.option(
-    "--live",
-    is_flag=True,
-    help="In the session that runs on this host, after its next step.",
-)
-@wait_option("With --live: how long to wait for its answer.")
-@click.option("--dry-run", is_flag=True, envvar="SCARCTL_DRY_RUN", help="Print the plan; change nothing.")
+@click.option("--arena-dir", metavar="DIR", help="Where arenas are, if not the default.")
+@click.option("--dry-run", is_flag=True, help="Print the plan; change nothing.")
 @common_options
 def command(
     store: str,
@@ -99,8 +86,6 @@ def command(
     max_rework: float | None,
     snapshot: str | None,
     arena_dir: str | None,
-    live: bool,
-    wait: float,
     dry_run: bool,
     as_json: bool,
     debug: bool,
@@ -110,11 +95,7 @@ def command(
     Every copy is verified. Without --into and --output the partitions go into the arena of the stopped run on this
     host. Exit code 3: something could only be restored from an older copy than the newest one.
     """
-    if live:
-        if into is not None or output is not None or snapshot is not None or dry_run or mode != "partial":
-            raise UsageError("--live restores in place what is named as lost: leave the other options out")
-        return _live(store, lost, max_rework, wait, arena_dir, as_json)
-    from scarctl.repair import RecoverSettings, recover
+    from scarctl.ops.recover import RecoverSettings, recover
 
     settings = RecoverSettings(
         store=store,
@@ -145,59 +126,13 @@ def command(
     return EXIT_PARTLY if done.plan.degraded else EXIT_OK
 
 
-def _live(
-    store: str,
-    lost: tuple[str, ...],
-    max_rework: float | None,
-    wait: float,
-    arena_dir: str | None,
-    as_json: bool,
-) -> int:
-    from scarctl.cli.recovering import recover_live
-    from scarctl.prediction import Cost, Rework
-
-    done = recover_live(
-        Store.open(store, storage_options=options_for(store)),
-        lost,
-        max_rework=max_rework,
-        wait=wait,
-        arena_dir=arena_dir,
-    )
-    report, ranks = done["report"], done["ranks"]
-    report.setdefault("problems", [])  # of a session of an older version
-    for reason in report["problems"]:
-        warn(reason)
-    partitions, nbytes = (sum(rank[i] for rank in ranks) for i in range(2))
-    lines = [f"restored {partitions} partitions, {human_bytes(nbytes)}, in place, after step {done['step']}"]
-    cost = Cost(Rework(**report["rework"]), report["rollback_steps"], report["reason"])
-    lines += cost_lines(cost, report["mode"])
-    if len(ranks) > 1:
-        lines += [
-            f"  rank {r}: {count} partitions, {human_bytes(n)}" for r, (count, n) in enumerate(ranks) if count
-        ]
-    fields = {
-        **report,
-        "live": True,
-        "pid": done["pid"],
-        "head_step": done["step"],
-        "restored_partitions": partitions,
-        "lost_partitions": partitions,
-        "bytes": nbytes,
-        "by_rank": [{"restored_partitions": count, "bytes": n} for count, n in ranks],
-    }
-    emit(fields, as_json=as_json, text="\n".join(lines))
-    if report["problems"] and not report["degraded"]:
-        note("exit code 3: what is named above could not be restored whole")
-    return EXIT_PARTLY if report["degraded"] or report["problems"] else EXIT_OK
-
-
 def cost_lines(cost: Cost, mode: str) -> list[str]:
-    """What a recovery costs, and why it was made in this way."""
+    """Return lines on what a recovery costs, and why it was made in this way."""
     rework, back = cost.rework, cost.rollback_steps
     if rework.basis == "steps":
         lines = [f"rework: {rework} iterations, which are done again"]
     elif rework.iterations is None:
-        lines = [f"predicted rework: cannot tell: {rework.reason}"]
+        lines = [f"predicted rework: unknown: {rework.reason}"]
     else:
         lines = [f"predicted rework: {rework} iterations, by {rework.basis}"]
     if mode == "partial" and back is not None:

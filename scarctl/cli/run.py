@@ -1,4 +1,4 @@
-"""`scarctl run`: a training command, with the host's daemon beside it."""
+"""`scarctl run`: run a training command alongside the host's daemon, and wait until everything is durable."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from scarctl.cli.output import (
     human_bytes,
     note,
     options_for,
-    wait_option,
+    timeout_option,
 )
 from scarctl.errors import NoStore, ScarError
 
 if TYPE_CHECKING:
-    from scarctl.store.address import Address
+    from scarctl.daemon.status import RunStatus
+    from scarctl.store.backends.address import Address
 
 EXAMPLES = """\b
 Examples:
@@ -40,41 +41,41 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _BY_TERMINAL = (signal.SIGINT, signal.SIGHUP)
 _SI_KERNEL = 0x80
-"""The code of a signal that no process sent."""
+"""The `si_code` of a signal from the kernel, not from a process."""
 _HOLD_SECONDS = 600
 _POLL = 0.1
 _PATIENCE = 1.0
-"""Seconds that one question to the daemon may take at the end: a signal is noticed between two."""
+"""Seconds that one request to the daemon may take at the end: signals are noticed between requests."""
 
 
 @click.command(epilog=EXAMPLES, context_settings={"allow_interspersed_args": False})
 @click.argument("cmd", metavar="CMD...", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.option("--store", metavar="URL", envvar="SCARCTL_STORE", help="The store that the sessions save to.")
+@click.option("--store", metavar="URL", help="Store that the sessions save to.")
 @click.option(
     "--restarts",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    envvar="SCARCTL_RESTARTS",
-    help="How often to run CMD again when it fails.",
+    help="Number of times to run CMD again if it fails.",
 )
-@wait_option("How long to wait at the end until all is durable.")
+@timeout_option("Seconds to wait at the end until all is durable.")
 @arena_option
-@click.option("--debug", is_flag=True, envvar="SCARCTL_DEBUG", help="Show a traceback when something fails.")
+@click.option("--debug", is_flag=True, help="Show a traceback when something fails.")
 def command(
-    cmd: tuple[str, ...], store: str | None, restarts: int, wait: float, arena_dir: str | None, debug: bool
+    cmd: tuple[str, ...], store: str | None, restarts: int, timeout: float, arena_dir: str | None, debug: bool
 ) -> int:
-    """Run CMD; its sessions save through the host's daemon, which goes on when CMD dies.
+    """Run CMD. Its sessions save through the host's daemon, which continues if CMD dies.
 
-    SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 go to CMD. At the end it waits until what CMD handed over is durable.
+    SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to CMD. At the end, scarctl waits until everything that
+    CMD handed over is durable.
 
-    The exit code is CMD's, 128+N when signal N ended it; 125 when scarctl itself fails, 126 when CMD cannot be
-    executed, 127 when it is not found. CMD finds in SCARCTL_RESTART_COUNT how often it was run before. After a
-    SIGTERM, SIGINT or SIGHUP it is not run again.
+    The exit code is CMD's, or 128+N if signal N ended it; 125 if scarctl itself fails, 126 if CMD cannot be executed,
+    127 if it is not found. SCARCTL_RESTART_COUNT contains the number of earlier runs of CMD. After a SIGTERM, SIGINT or
+    SIGHUP, CMD is not run again.
     """
-    # First of all: threads that numpy starts when it is imported would take signals that they do not know as blocked.
+    # This comes first: numpy's import starts threads, which would take signals that are not blocked yet.
     with _Forwarding() as forwarding:
-        return _run(forwarding, cmd, store, restarts, wait, arena_dir)
+        return _run(forwarding, cmd, store, restarts, timeout, arena_dir)
 
 
 def _run(
@@ -82,20 +83,20 @@ def _run(
     cmd: Sequence[str],
     store: str | None,
     restarts: int,
-    wait: float,
+    timeout: float,
     arena_dir: str | None,
 ) -> int:
+    from scarctl.arena.folder import host_folder
     from scarctl.daemon.client import hold
-    from scarctl.daemon.folder import host_folder
-    from scarctl.store.address import Address
+    from scarctl.store.backends.address import Address
 
     folder = host_folder(arena_dir)
     address = Address.parse(store, options_for(store)) if store is not None else None
     if address is not None and address.root is None:
-        from scarctl.store.client import check_file_system
+        from scarctl.store.backends.client import check_file_system
 
         check_file_system(address)
-    # Absolute: CMD may go to another folder before it attaches.
+    # Absolute, because CMD may change its folder before it attaches.
     given = {
         "SCARCTL_STORE": None if address is None else address.url,
         "SCARCTL_ARENA_DIR": arena_dir and os.path.abspath(arena_dir),
@@ -119,7 +120,7 @@ def _run(
             break
         note(f"{cmd[0]} ended with exit code {code}: restart {count + 1} of {restarts}")
     try:
-        _wait_until_durable(folder, address, wait, forwarding, started)
+        _wait_until_durable(folder, address, timeout, forwarding, started)
     except ScarError as error:
         note(str(error))
         code = code or EXIT_RUN_FAILED
@@ -127,15 +128,15 @@ def _run(
 
 
 class _Forwarding:
-    """Context: signals go to the command that `run` runs."""
+    """A context that forwards signals to the command that `run` runs."""
 
     def __init__(self) -> None:
         self.asked: int | None = None
-        """The newest signal that asks to end."""
+        """The newest signal that requests the end."""
         self._process: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []
         self._previous: dict[int, Any] = {}
-        # Keys and the hang-up of a terminal reach everything in its foreground, the command too: once is enough.
+        # A terminal sends key presses and its hang-up to every foreground process, so the command receives them anyway.
         self._shared = _BY_TERMINAL if _in_foreground() else ()
         self._lock = threading.RLock()
         self._heard: list[signal.Signals] = []
@@ -144,7 +145,9 @@ class _Forwarding:
 
     def __enter__(self) -> _Forwarding:
         for number in _FORWARDED:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's stays, here and in the command
+            if (
+                signal.getsignal(number) is not signal.SIG_IGN
+            ):  # nohup's SIG_IGN stays, here and in the command
                 self._previous[number] = signal.signal(number, self._forward)
         if sys.platform == "linux":
             self._heard = [number for number in _BY_TERMINAL if number in self._previous]
@@ -164,7 +167,7 @@ class _Forwarding:
             signal.signal(number, handler)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Run the command; returns its exit code, 128+N when signal N ended it. Raises OSError if it cannot start."""
+        """Run the command; return its exit code, 128+N if signal N ended it. Raises OSError if it cannot start."""
         if self.asked is not None:
             return EXIT_SIGNAL + self.asked
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._heard)  # the command would inherit it
@@ -185,14 +188,14 @@ class _Forwarding:
         self._take(number, pass_on=number not in self._shared)
 
     def _listen(self) -> None:
-        """Take the signals that a terminal sends as well. What a handler is not told: who sent one."""
+        """Take the signals that a terminal can send, in a thread, because a handler cannot see the sender."""
         while sys.platform == "linux":
-            told = signal.sigwaitinfo(self._heard)
+            info = signal.sigwaitinfo(self._heard)
             if self._ended:
                 return
-            # A session's leader is the only one that a terminal's hang-up reaches.
-            alone = told.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid()
-            self._take(told.si_signo, pass_on=alone or told.si_code != _SI_KERNEL)
+            # A terminal's hang-up reaches only the session's leader.
+            alone = info.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid()
+            self._take(info.si_signo, pass_on=alone or info.si_code != _SI_KERNEL)
 
     def _take(self, number: int, *, pass_on: bool) -> None:
         with self._lock:
@@ -205,7 +208,7 @@ class _Forwarding:
 
 
 def _in_foreground() -> bool:
-    """Whether this process is in the foreground of a terminal."""
+    """Return whether this process is in the foreground of a terminal."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
@@ -219,18 +222,18 @@ def _in_foreground() -> bool:
 
 
 def _wait_until_durable(
-    folder: Path, address: Address | None, wait: float, forwarding: _Forwarding, started: float
+    folder: Path, address: Address | None, timeout: float, forwarding: _Forwarding, started: float
 ) -> None:
-    """Wait until the daemon has saved what dead sessions left, at most `wait` seconds or until a signal; say what
+    """Wait until the daemon has saved what dead sessions left, at most `timeout` seconds or until a signal; say what
     is left then.
     """
+    from scarctl.arena.stale import survey
     from scarctl.daemon.client import ask
-    from scarctl.daemon.stale import survey
 
     shown = None if address is None else str(address.root or address.shown)
     forwarding.asked = None
-    deadline = time.monotonic() + wait
-    runs: list[dict[str, Any]] = []
+    deadline = time.monotonic() + timeout
+    runs: list[RunStatus] = []
     held = True
     tried = False
     while True:
@@ -243,7 +246,7 @@ def _wait_until_durable(
             runs = ask(folder, "status", patience=patience)["runs"]
         except ScarError as error:
             if error.kind == "no-daemon":
-                runs = []  # it has nothing to do any more
+                runs = []  # it has ended, because all was durable
             elif error.kind == "daemon-ending":
                 held = False
                 continue
@@ -262,8 +265,8 @@ def _wait_until_durable(
     if silent:
         note(f"the daemon in {folder} does not answer")
     for run in waiting:
-        queued = f"{human_bytes(run['queued_bytes'])} are " if run["open"] else "something is "
-        note(f"{run['store']}: {queued}not durable yet; the daemon goes on with it")
+        queued = f"{human_bytes(run['queued_bytes'])} are" if run["open"] else "copies are"
+        note(f"{run['store']}: {queued} not durable yet; the daemon continues to save them")
     for arena in survey(folder, frozenset(run["id"] for run in runs)):
         if arena.pending > 0 and arena.seconds <= time.time() - started:
             note(
@@ -273,18 +276,18 @@ def _wait_until_durable(
 
 
 def _go_on(folder: Path, address: Address) -> bool:
-    """Have a new daemon save what of this store is left, where the daemon has died, too. False: there is nothing."""
+    """Have a new daemon save this store's queued copies, even after one has died. Return whether any were queued."""
+    from scarctl.arena.stale import survey
     from scarctl.daemon.client import go_on
-    from scarctl.daemon.stale import survey
     from scarctl.store import Store
-    from scarctl.store.address import portable_options
+    from scarctl.store.backends.address import portable_options
 
     queued = {arena.id for arena in survey(folder) if arena.handovers and not arena.aside}
     try:
         if not queued:
             return False
         own = Store.open(address.url, storage_options=address.options).run_id
-        # That of the store, or of each rank: the store's and the number of its shard.
+        # A run's id is that of the store; a rank's is followed by the number of its shard.
         found = [run for run in sorted(queued) if run == own or run.startswith(f"{own}-")]
         for run in found:
             shard = run.removeprefix(own).removeprefix("-")
@@ -300,9 +303,9 @@ def _go_on(folder: Path, address: Address) -> bool:
     return True
 
 
-def _trainer_lives(run: Mapping[str, Any]) -> bool:
-    """Whether a run's training process is there. The daemon sees only after a moment that one has died."""
-    if run["phase"] != "attached" or run["pid"] == os.getpid():  # ours is none: see `_go_on`
+def _trainer_lives(run: RunStatus) -> bool:
+    """Return whether a run's training process lives. The daemon notices a death only after a moment."""
+    if run["phase"] != "attached" or run["pid"] == os.getpid():  # this process trains nothing: see `_go_on`
         return False
     try:
         if run["pid"]:

@@ -1,4 +1,4 @@
-"""`scarctl simulate`: what losing a part of a workload's state costs, by every way to be prepared for it."""
+"""`scarctl simulate`: measure the cost of losing a part of a workload's state, by policy, fraction and recovery."""
 
 from __future__ import annotations
 
@@ -30,41 +30,35 @@ _PAUSE = 30.0
 
 @click.command(epilog=EXAMPLES)
 @click.argument("workload")
-@click.option(
-    "--data", metavar="DIR", envvar="SCARCTL_DATA", help="Folder that the workload's factory is given."
-)
+@click.option("--data", metavar="DIR", help="Folder to pass to the workload's factory.")
 @click.option(
     "--lost",
     default="1/2",
     show_default=True,
     metavar="SHARES",
-    envvar="SCARCTL_SIMULATE_LOST",
-    help="Of the state, by failures.",
+    help="Shares of the state that a failure loses.",
 )
 @click.option(
     "--fraction",
     default="1,1/2,1/4,1/8",
     show_default=True,
     metavar="SHARES",
-    envvar="SCARCTL_SIMULATE_FRACTION",
-    help="Of the state, by one checkpoint; 1/8 comes eight times as often as 1.",
+    help="Shares of the state that one checkpoint saves; 1/8 is saved eight times as often as 1.",
 )
 @click.option(
     "--policy",
     default="priority,round,random",
     show_default=True,
     metavar="NAMES",
-    envvar="SCARCTL_SIMULATE_POLICY",
-    help="What a checkpoint smaller than 1 saves.",
+    help="Policies by which a checkpoint smaller than 1 chooses.",
 )
 @click.option(
     "--mode",
     default="partial,rollback",
     show_default=True,
     metavar="NAMES",
-    envvar="SCARCTL_SIMULATE_MODE",
-    help="Restore only what was lost, or everything from the newest full checkpoint; `extrapolate`: what was lost, "
-    "moved on as it was moving.",
+    help="Restore only the lost part (partial), or everything from the newest full checkpoint (rollback); extrapolate "
+    "continues the movement of the lost part.",
 )
 @click.option(
     "--interval",
@@ -72,7 +66,6 @@ _PAUSE = 30.0
     default=8,
     show_default=True,
     metavar="C",
-    envvar="SCARCTL_SIMULATE_INTERVAL",
     help="Iterations between two full checkpoints.",
 )
 @click.option(
@@ -80,71 +73,59 @@ _PAUSE = 30.0
     type=click.IntRange(min=1),
     default=100,
     show_default=True,
-    envvar="SCARCTL_TRIALS",
-    help="Runs that fail.",
+    help="Number of runs that fail.",
 )
 @click.option(
     "--seed",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    envvar="SCARCTL_SIMULATE_SEED",
-    help="Of all chance.",
+    help="Seed of all random choices.",
 )
 @click.option(
     "--failure-rate",
     type=float,
     metavar="P",
-    envvar="SCARCTL_FAILURE_RATE",
-    help="Probability of the failure in each iteration (geometric); without it, each is as likely.",
+    help="Probability of a failure in each iteration (geometric). Without it all iterations are equally likely.",
 )
 @click.option(
     "--fail-after",
     type=click.IntRange(min=1),
     metavar="ITERATION",
-    envvar="SCARCTL_FAIL_AFTER",
-    help="Of every run, instead of chance.",
+    help="Iteration after which every run fails, instead of a random one.",
 )
 @click.option(
     "--iterations",
     type=click.IntRange(min=2),
-    envvar="SCARCTL_ITERATIONS",
-    help="Of an undisturbed run, if not the workload's.",
+    help="Length of an undisturbed run, if not the workload's.",
 )
 @click.option(
     "--target",
     type=float,
     metavar="METRIC",
-    envvar="SCARCTL_TARGET",
-    help="To be reached, if not the workload's.",
+    help="Metric to reach, if not the workload's.",
 )
 @click.option(
     "--norm",
     metavar="NAME",
-    envvar="SCARCTL_SIMULATE_NORM",
     help="Distance: l2, rms or relative, if not the workload's.",
 )
-@click.option(
-    "--jobs", type=click.IntRange(min=1), envvar="SCARCTL_JOBS", help="Processes; default: one for each core."
-)
+@click.option("--jobs", type=click.IntRange(min=1), help="Number of processes.  [default: one for each core]")
 @click.option(
     "--results",
     type=click.Path(path_type=Path, dir_okay=False),
-    envvar="SCARCTL_RESULTS",
-    help="File that keeps every trial: the same call again goes on where it stopped.",
+    help="File that keeps every trial. The same call continues where the last one stopped.",
 )
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    envvar="SCARCTL_PLOT",
     help="Draw the result: .svg, or .png with the extra `png`.",
 )
 @click.option(
     "--predictions",
     is_flag=True,
-    envvar="SCARCTL_PREDICTIONS",
-    help="Show beside it what a session would have predicted for each failure, and how good that is.",
+    help="Also show what a session would have predicted for each failure, and how accurate that is.",
 )
 @output_options
 def command(
@@ -171,9 +152,9 @@ def command(
 ) -> int:
     """Fail runs of WORKLOAD, and show how many iterations each failure costs.
 
-    WORKLOAD is module:factory; the object that it makes has reset, state, step, metric and iterations (see
-    scarctl.simulate.Workload). Every trial fails one run at one moment, and goes on once for each combination, so that
-    all of them see the same failure. Rework is iterations more than undisturbed until the metric is as low.
+    WORKLOAD is module:factory. The object that it makes has reset, state, step, metric and iterations (see
+    scarctl.simulate.Workload). Every trial fails one run at one iteration, and continues it once for each combination:
+    all of them see the same failure. Rework is the number of additional iterations until the metric is as low.
     """
     from scarctl.simulate.results import Results
     from scarctl.simulate.study import Study, parse_share
@@ -213,8 +194,8 @@ def command(
     summary = summarise(study, chosen)
     if summary.irreproducible:
         warn(
-            f"in {summary.irreproducible} of {trials} trials the same seed gave another run: part of what is shown "
-            "comes from that"
+            f"in {summary.irreproducible} of {trials} trials the same seed gave another run: part of the differences "
+            "shown come from that"
         )
     if plot is not None:
         from scarctl.simulate.chart import draw
@@ -223,7 +204,7 @@ def command(
     fields = {"study": study.to_json(), **summary.to_json(), "plot": None if plot is None else str(plot)}
     text = _text(summary)
     if predictions:
-        from scarctl.simulate.forecast import compare
+        from scarctl.simulate.calibration import compare
 
         comparison = compare(study, chosen)
         fields["predictions"] = comparison.to_json()
@@ -233,7 +214,7 @@ def command(
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -244,7 +225,7 @@ def _items(text: str) -> list[str]:
 
 
 def _check_plot(path: Path) -> None:
-    """Known before hours of trials, not after."""
+    """Raise UsageError if the picture cannot be written, before hours of trials."""
     if path.suffix.lower() not in (".svg", ".png"):
         raise UsageError(f"{path}: a picture is SVG or PNG", hint="give a name that ends in .svg or .png")
     if path.suffix.lower() == ".png":
@@ -252,7 +233,7 @@ def _check_plot(path: Path) -> None:
 
         check()
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path}: there is no such folder")
+        raise UsageError(f"{path}: its folder does not exist", hint="create it first")
 
 
 def _write(path: Path, picture: str) -> None:
@@ -293,7 +274,7 @@ def _text(summary: Summary) -> str:
     lost = sum(line.given_up for line in summary.lines)
     if lost:
         lines.append(
-            f"+: {lost} runs did not arrive, and count with the iterations after which they were given up"
+            f"+: {lost} runs never reached the target, and count with the iterations after which they were stopped"
         )
     return "\n".join(lines)
 
@@ -311,7 +292,7 @@ class _Progress(Protocol):
 
 @contextmanager
 def _progress(total: int, done: int) -> Iterator[_Progress]:
-    """A bar on stderr where that is a terminal, else a line every 30 s."""
+    """Show a bar on stderr if that is a terminal, otherwise a line every 30 s."""
     if done == total or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield _Lines(total, done)
         return

@@ -1,4 +1,4 @@
-"""`scarctl verify`: check a whole store."""
+"""`scarctl verify`: check every file of a store."""
 
 from __future__ import annotations
 
@@ -24,21 +24,19 @@ _SHOWN = 100
     "--read-data/--no-read-data",
     default=True,
     show_default=True,
-    envvar="SCARCTL_READ_DATA",
     help="Read all data and compare every partition's checksum.",
 )
 @click.option(
     "--read-data-subset",
     metavar="PART",
-    envvar="SCARCTL_READ_DATA_SUBSET",
     help="Read only this part of the data: 2/7 is the second of seven parts, 5% is chosen at random.",
 )
 @common_options
 def command(store: str, read_data: bool, read_data_subset: str | None, as_json: bool, debug: bool) -> int:
     """Check every record, segment and checksum of a store.
 
-    Exit code 13 when anything is wrong; each problem names the file, the partition and the reason. Segments that no
-    record names are harmless left-overs of a crash.
+    Each problem names the file, the partition and the reason. Segments that no record names are harmless left-overs of
+    a crash. Exit code 13: there are problems.
     """
     from scarctl.store import verify
     from scarctl.store.subset import Subset
@@ -77,12 +75,12 @@ def command(store: str, read_data: bool, read_data_subset: str | None, as_json: 
         verdict += f"; {human_bytes(report.data_bytes)} of data read ({part})"
     emit(fields, as_json=as_json, text="\n".join([*lines, f"{looked}: {verdict}"]))
     if problems:
-        note("recover takes older intact copies of what is damaged; saving again replaces it")
+        note("`scarctl recover` uses older intact copies of damaged partitions; saving again replaces them")
     return EXIT_CORRUPT if problems else EXIT_OK
 
 
 class _Progress:
-    """A line on stderr: in place on a terminal twice a second, else every 30 seconds."""
+    """Show progress on stderr: in place on a terminal twice a second, else as a line every 30 seconds."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()

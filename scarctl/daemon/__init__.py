@@ -1,1 +1,1 @@
-"""Saving outside the training step: the arena in shared memory, the hand-over queue, the persister. No torch here."""
+"""Save outside the training process: one daemon per host and user. Imports no torch."""

@@ -1,4 +1,4 @@
-"""`python -m scarctl.daemon FOLDER`: start the host's daemon, detached. Ends when the daemon accepts connections."""
+"""Start the host's daemon, detached: `python -m scarctl.daemon FOLDER`. Ends when it accepts connections."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from scarctl.arena.folder import folder_error, make_private_level
 from scarctl.daemon.crowd import raise_limit
-from scarctl.daemon.folder import folder_error, make_private_level
 from scarctl.daemon.server import Daemon
 from scarctl.errors import AccessDenied, ScarError
 
@@ -35,7 +35,7 @@ def main(folder: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return 0  # there is one
-    # What can fail does so now, while there is somebody to tell.
+    # What can fail does so now, while the caller can still report it.
     log = _open_log(folder / LOG)
     daemon = Daemon(folder)
     if os.fork():
@@ -71,7 +71,7 @@ def _let_go(daemon: Daemon) -> None:
     # Linux weighs sessions against each other before processes: in one of its own, niceness alone means nothing.
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(_NICENESS))
-    # That of whoever happened to start it may let everybody write; what a store's folder forbids stays forbidden.
+    # The mask of the process that started it may let everybody write; what a store's folder forbids stays forbidden.
     os.umask(_OTHERS_MAY_NOT_WRITE)
     raise_limit()
 
@@ -85,13 +85,13 @@ def _open(path: Path, flags: int) -> int:
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(fd)
         raise AccessDenied(
-            f"{path} is not a private file of yours", hint="somebody else may have made it: remove it"
+            f"{path} is not a private file of yours", hint="another user may have made it: remove it"
         )
     return fd
 
 
 def _open_log(path: Path) -> TextIO:
-    """The log, for appending; begun anew when it has grown large."""
+    """Open the log for appending; begin a new one when it has grown large."""
     with contextlib.suppress(FileNotFoundError):
         if path.lstat().st_size > _MAX_LOG:
             path.unlink()

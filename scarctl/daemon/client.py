@@ -1,4 +1,4 @@
-"""Talking to the host's daemon: starting it, and asking it."""
+"""Start the host's daemon, and send it requests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from scarctl.daemon import protocol
+from scarctl.daemon.status import DaemonStatus
 from scarctl.errors import Contention, ScarError, Unavailable, UsageError
-from scarctl.store.address import PORTABLE
+from scarctl.store.backends.address import PORTABLE
 
 T = TypeVar("T")
 
@@ -58,12 +59,12 @@ def start(folder: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without what says who somebody is at an object store: each session brings its own."""
+    """Return this process's environment without credentials for object stores: each session brings its own."""
     return {name: value for name, value in os.environ.items() if name not in PORTABLE}
 
 
 def connect(folder: Path, *, begin: bool = True, patience: float = START_SECONDS) -> socket.socket:
-    """A connection to the daemon of `folder`, started if need be (`begin`). Gives up after `patience` seconds.
+    """Open a connection to the daemon of `folder`, started if need be (`begin`). Gives up after `patience` seconds.
 
     Raises Unavailable when there is none (`kind` "no-daemon") or it cannot be started; AccessDenied.
     """
@@ -108,13 +109,18 @@ def request(
 
 
 def ask(folder: Path, op: str, **fields: Any) -> dict[str, Any]:
-    """One question to a daemon that is running. Raises Unavailable (`kind` "no-daemon") when there is none."""
+    """Ask a daemon that is running one question. Raises Unavailable (`kind` "no-daemon") if none runs."""
     with contextlib.closing(connect(folder, begin=False)) as connection:
         return request(connection, op, **fields)
 
 
+def ask_status(folder: Path, *, patience: float) -> DaemonStatus | None:
+    """Return the status of a daemon that may be running. See `question`, which also says what is raised."""
+    return cast("DaemonStatus | None", question(folder, "status", patience=patience))
+
+
 def question(folder: Path, op: str, *, patience: float) -> dict[str, Any] | None:
-    """One question to a daemon that may be running; None when there is none, or when it has just gone.
+    """Ask a daemon that may be running one question; return None if none runs, or if it has just gone.
 
     Raises Unavailable (`kind` "daemon-silent"), which names its process, when it is there and does not answer within
     `patience` seconds.
@@ -182,7 +188,7 @@ def wait_until_released(folder: Path, run_id: str, seconds: float = RELEASE_SECO
     """
     deadline = time.monotonic() + seconds
     while True:
-        answer = question(folder, "status", patience=_ANSWER_SECONDS)
+        answer = ask_status(folder, patience=_ANSWER_SECONDS)
         run = next((run for run in answer["runs"] if run["id"] == run_id), None) if answer else None
         if run is None:
             return
@@ -216,14 +222,14 @@ def insist(attempt: Callable[[], T]) -> T:
 
 
 def gone() -> Unavailable:
-    """The daemon does not answer any more."""
+    """Return the error for a daemon that does not answer any more."""
     return Unavailable("the daemon has gone", hint="a session starts another one", kind="daemon-gone")
 
 
 def _silent(pid: int, patience: float) -> Unavailable:
     return Unavailable(
         f"the daemon{f', process {pid},' if pid else ''} has not answered for {patience:g} s",
-        hint="if it was stopped, SIGCONT lets it go on; if it is killed, what is in memory or durable stays so",
+        hint="if it was stopped, SIGCONT lets it continue; if it is killed, what is in memory or durable stays so",
         kind="daemon-silent",
     )
 

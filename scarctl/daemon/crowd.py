@@ -1,4 +1,4 @@
-"""Where the daemon's peers come in, and how many sessions it serves: what its limit of open files allows.
+"""Accept the daemon's peers, as many as its limit of open files allows.
 
 A session has two connections, and its run some files: the lock, the arena, the segment that is being written.
 """
@@ -49,7 +49,7 @@ def most_connections() -> int:
 
 
 def full(sessions: int) -> Unavailable:
-    """The error for a session that is one too many."""
+    """Return the error for a session that is one too many."""
     return Unavailable(
         f"the daemon serves {sessions} sessions, and no more",
         hint="raise the limit of open files (`ulimit -Hn`) before the daemon starts; or save with daemon=False "
@@ -67,7 +67,7 @@ def turn_away(connection: socket.socket) -> None:
 
 
 def listen(folder: Path) -> socket.socket:
-    """The socket, bound and listening. The caller holds the daemon's lock, so an old socket file is nobody's."""
+    """Bind a socket and listen. The caller holds the daemon's lock, so an old socket file is nobody's."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with contextlib.suppress(FileNotFoundError):

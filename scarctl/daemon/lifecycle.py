@@ -1,4 +1,4 @@
-"""How long the daemon keeps a run, and when it ends: a pure state machine, like `scarctl.daemon.state`.
+"""Decide when the daemon releases a run, and when it ends: a pure state machine, like `scarctl.persist.retry`.
 
 A run is attached while its training process lives. When that dies the run is orphaned: the daemon finishes saving, then
 lets the run go, which takes as long as what is being written. A daemon without runs ends after a while. Times are
@@ -15,9 +15,9 @@ LINGER = 0.5
 BETWEEN = 5.0
 """The same after its last run was closed: one may end just before the next begins."""
 RETURN = 60.0
-"""The same after a training process has died: whoever starts it again shall not have to wait for a new daemon."""
+"""The same after a training process has died: if it is started again, it shall not wait for a new daemon."""
 LAST_WORDS = 3.0
-"""Seconds after a SIGTERM in which training processes may end; those that go on by then did not get one."""
+"""Seconds after a SIGTERM in which training processes may end; those that still run by then did not get one."""
 LAST_SAVES = 20.0
 """Seconds after a SIGTERM that saving may take: most systems wait no longer than 30 before they kill."""
 
@@ -28,7 +28,7 @@ class Phase(Enum):
     ATTACHED = "attached"
     ORPHANED = "orphaned"
     CLOSING = "closing"
-    """It is being let go: its store is not free yet."""
+    """It is being released: its store is not free yet."""
 
 
 # -- events ------------------------------------------------------------------------------------------------------
@@ -71,14 +71,14 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Somebody is about to start a training process: do not end before `until`, unless a run comes and goes."""
+    """A training process is about to start: do not end before `until`, unless a run comes and goes."""
 
     until: float
 
 
 @dataclass(frozen=True, slots=True)
 class StopAsked:
-    """Somebody wants the daemon to end: it lets all runs go. What waits stays in their queues."""
+    """The daemon is asked to end: it releases all runs. What waits stays in their queues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Lifecycle:
     patience: float = LINGER
     """How long it stays without a run: by how the last one ended."""
     terminated: float | None = None
-    """When a SIGTERM came."""
+    """Time of a SIGTERM."""
     stopping: bool = False
     """No run may be attached any more."""
     ended: bool = False

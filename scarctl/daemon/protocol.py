@@ -1,4 +1,4 @@
-"""Messages between sessions, commands and the host's daemon: small JSON objects over a private unix socket.
+"""Exchange messages between sessions, commands and the host's daemon: small JSON over a private unix socket.
 
 A message is its length (4 bytes, big-endian) and that many bytes of JSON: at most 64 KiB to the daemon, 1 MiB from it.
 Nothing of the state travels here: that is in the arena and the hand-over files. Both sides check that the peer is the
@@ -16,14 +16,14 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from scarctl.daemon.folder import check_private, folder_error
-from scarctl.errors import AccessDenied, Corruption, ScarError, UsageError, by_kind
+from scarctl.arena.folder import check_private, folder_error
+from scarctl.errors import AccessDenied, Corruption, ScarError, UsageError, error_fields, error_from
+from scarctl.state.version import MAX_EPOCH
 from scarctl.store.format import MAX_SHARD
-from scarctl.version import MAX_EPOCH
 
-VERSION = 3
-EARLIER = 2
-"""What a daemon of an earlier version of scarctl speaks: it can be asked for its status, and to stop."""
+VERSION = 4
+EARLIER = 3
+"""Version that an earlier scarctl's daemon speaks. It can be asked for its status, and to stop."""
 MAX_MESSAGE = 64 << 10
 MAX_REPLY = 1 << 20
 SOCKET = "daemon.sock"
@@ -52,7 +52,7 @@ def send(connection: socket.socket, message: dict[str, Any], limit: int = MAX_ME
 
 
 def receive(connection: socket.socket, limit: int = MAX_MESSAGE) -> dict[str, Any]:
-    """The next message. Raises Closed at the end, Corruption for what is not a message, OSError."""
+    """Return the next message. Raises Closed at the end, Corruption for what is not a message, OSError."""
     (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
     if length > limit:
         raise Corruption(f"a message claims {length} bytes, more than {limit}")
@@ -76,12 +76,12 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def readable(connection: socket.socket) -> bool:
-    """Whether there is something to read now, the end included."""
+    """Return whether there is something to read now, the end included."""
     return _ready(connection, select.POLLIN)
 
 
 def writable(connection: socket.socket) -> bool:
-    """Whether a small message can be sent now without waiting."""
+    """Return whether a small message can be sent now without waiting."""
     return _ready(connection, select.POLLOUT)
 
 
@@ -92,36 +92,23 @@ def _ready(connection: socket.socket, event: int) -> bool:
     return bool(poll.poll(0))
 
 
-def error_fields(error: ScarError) -> dict[str, str]:
-    """An error as it travels: `type` is its class, `kind` may be more precise."""
-    return {"type": type(error).kind, "kind": error.kind, "message": error.message, "hint": error.hint}
-
-
-def error_from(fields: object) -> ScarError:
-    """The error of `error_fields`. Raises Corruption when that is not what it is."""
-    names = ("type", "kind", "message", "hint")
-    if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in names):
-        raise Corruption("the daemon's answer cannot be understood")
-    return by_kind(fields["type"])(fields["message"], hint=fields["hint"], kind=fields["kind"])
-
-
 def failure(error: ScarError) -> dict[str, Any]:
-    """The reply that carries an error."""
+    """Return the reply that carries an error."""
     return {"ok": False, "error": error_fields(error)}
 
 
 def check_reply(reply: dict[str, Any]) -> dict[str, Any]:
-    """The reply, if it is a good one. Raises the error that it carries."""
+    """Return the reply, if it is a good one. Raises the error that it carries."""
     if reply.get("ok") is True:
         return reply
     raise error_from(reply.get("error"))
 
 
 def connect(folder: Path, timeout: float) -> socket.socket:
-    """A connection to the daemon whose socket lies in `folder`.
+    """Open a connection to the daemon whose socket lies in `folder`.
 
-    Raises FileNotFoundError or ConnectionRefusedError when there is no daemon, BlockingIOError when too many want to
-    talk to it at once, AccessDenied when the folder or the daemon is not ours.
+    Raises FileNotFoundError or ConnectionRefusedError if there is no daemon; BlockingIOError if too many want to talk
+    to it at once; AccessDenied if the folder or the daemon is not ours.
     """
     os.lstat(folder)
     check_private(folder)
@@ -176,7 +163,7 @@ class short_path:  # noqa: N801
 
 
 def text(message: dict[str, Any], key: str) -> str:
-    """A text that is not empty. Raises UsageError."""
+    """Return a text that is not empty. Raises UsageError."""
     value = message.get(key)
     if not isinstance(value, str) or not value or "\0" in value:
         raise UsageError(f"{key} must be a text")
@@ -198,7 +185,7 @@ def options(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def number(message: dict[str, Any], key: str) -> int:
-    """A whole number. Raises UsageError."""
+    """Return a whole number. Raises UsageError."""
     value = message.get(key)
     if type(value) is not int or not 0 <= value < 1 << 40:
         raise UsageError(f"{key} must be a whole number")
@@ -206,7 +193,7 @@ def number(message: dict[str, Any], key: str) -> int:
 
 
 def part(message: dict[str, Any]) -> tuple[int, int] | None:
-    """Shard and least epoch of the one rank that a message is about; None when it is about the whole store."""
+    """Return the shard and least epoch of the rank that a message names; None for the whole store."""
     found = message.get("part")
     if found is None:
         return None

@@ -1,222 +1,290 @@
-"""Who makes hand-overs durable: a thread of the session's own process, or the host's daemon (`daemon.client`)."""
+"""Save through the host's daemon: the `Saver` of a session, with another daemon if one goes."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from scarctl.arena.arena import Arena
+from scarctl.daemon import protocol
+from scarctl.daemon.client import REPLY_SECONDS, connect, gone, insist, request
+from scarctl.daemon.request import Wish
+from scarctl.errors import Corruption, Fenced, ScarError, Unavailable, error_from
+from scarctl.persist.speed import Speed
+from scarctl.store import Part
 
-from scarctl.daemon.arena import Arena
-from scarctl.daemon.handover import HandOverQueue
-from scarctl.daemon.kinship import require_kinship
-from scarctl.daemon.persister import Persister, reconcile
-from scarctl.daemon.runner import PersisterThread
-from scarctl.daemon.speed import Speed
-from scarctl.errors import ScarError, Unavailable
-from scarctl.store import Store, StoreWriter
-from scarctl.store.saved import last_saved
-from scarctl.version import NEVER
+log = logging.getLogger("scarctl")
+
+_SLICE = 5.0
+"""Seconds that one question to drain waits: it keeps the connection busy."""
+_MARGIN = 10.0
+"""Seconds that an answer may come later than asked for."""
+_FAREWELL = 1.0
+"""Seconds to wait until the daemon knows that its training process goes."""
+_TROUBLE = 5.0
+"""Seconds without a daemon after which a session hears of it."""
+_PAUSE = 0.1
+_LONGEST_PAUSE = 2.0
 
 
-class Saver(Protocol):
-    """The saving side of one run, as its session sees it. `claim`, then `open`, then the others, then `close`."""
+class DaemonSaver:
+    """Saves in the host's daemon. Saving continues when this process dies, and in a new daemon when that one dies."""
 
-    outlives: bool
-    """Whether it goes on when this process dies."""
+    outlives = True
 
-    def claim(self) -> None:
-        """Make sure that nobody else writes to the store. Raises Contention, AccessDenied, Unavailable."""
+    def __init__(
+        self,
+        store: str,
+        run_id: str,
+        folder: Path,
+        on_request: Callable[[Wish], None],
+        options: Mapping[str, Any] | None = None,
+        part: Part | None = None,
+    ) -> None:
+        """on_request: called from another thread when a command asks for something.
 
-    def open(self, arena: Arena, *, stopped: bool = False) -> None:
-        """Start saving what is handed over in the arena's folder. Starts an epoch, and writes it into the arena.
-
-        stopped: as after `stop`.
-
-        Raises Contention, Fenced, Corruption, AccessDenied, Unavailable.
+        options: for the file system of a remote store. They are in this process's memory and the daemon's only.
+        part: the one shard that this process saves to, if it is one rank of several.
         """
-
-    def notify(self) -> None:
-        """Something was handed over."""
-
-    def drain(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until all that was handed over is durable; returns whether it is."""
-
-    def fault(self) -> ScarError:
-        """Why something is not durable yet."""
-
-    @property
-    def failure(self) -> ScarError | None:
-        """What made saving stop for good; None while it works."""
-
-    @property
-    def trouble(self) -> ScarError | None:
-        """What keeps it from saving for some time already, while it goes on trying; None when nothing does."""
-
-    @property
-    def speed(self) -> Speed | None:
-        """How fast the store takes what is handed over; None while that is not known."""
-
-    def stop(self) -> None:
-        """Write nothing to the store until `resume`. Does not wait for what is being written: that is put off."""
-
-    def resume(self) -> None:
-        """Go on after `stop`."""
-
-    def roll_back(self, seqs: Mapping[int, int]) -> None:
-        """While stopped: forget, in store and queue, what came after record `seqs[shard]` of every shard.
-
-        Starts an epoch, and writes it into the arena.
-        """
-
-    def answer(self, number: int, fields: Mapping[str, Any]) -> None:
-        """Tell whoever asked for wish `number` what came of it."""
-
-    def close(self, *, put_off: bool = False) -> None:
-        """Finish what is being written and let go of the store. What waits stays in the queue.
-
-        put_off: nobody waits: what is being written stays in the queue, too, or the daemon goes on with it.
-        """
-
-    def leave(self) -> None:
-        """Go without waiting, as a process that dies does. The daemon makes durable what waits."""
-
-
-class LocalSaver:
-    """Saves from a thread of this process."""
-
-    outlives = False
-
-    def __init__(self, store: Store, on_saved: Callable[[Speed | None], None] = lambda _: None) -> None:
-        """on_saved: called in the saving thread after every hand-over, with `speed`."""
         self._store = store
-        self._on_saved = on_saved
+        self._options = dict(options or {})
+        self._part_of = None if part is None else {"shard": part.shard, "epoch": part.epoch}
+        self._id = run_id
+        self._folder = folder
+        self._on_request = on_request
         self._arena: Arena | None = None
-        self._writer: StoreWriter | None = None
-        self._thread: PersisterThread | None = None
-        self._saved_at: str | None = None
-        self.stopped = False
-        self.shard_of: NDArray[np.int32] = np.empty(0, dtype=np.int32)
-        """Shard of every partition, int32 of shape (layout.partitions,), once open."""
+        # Held while a question is answered and while a new daemon is started: never to be waited for by `notify`.
+        self._lock = threading.RLock()
+        self._control: socket.socket | None = None
+        self._watch: socket.socket | None = None
+        self._closing, self._stopped = False, True
+        self._failure: ScarError | None = None
+        self._trouble: ScarError | None = None
+        self._speed: Speed | None = None
+        self._last: ScarError | None = None
+        self._watcher = threading.Thread(target=self._look, name="scarctl-watch", daemon=True)
+        _savers.add(self)
 
     def claim(self) -> None:
-        """Take the store's lock."""
-        self._store.lock()
+        """See `Saver`. Starts the daemon if need be."""
+        insist(self._connect)
+        self._watcher.start()
 
-    def open(self, arena: Arena, *, again: bool = False, stopped: bool = False) -> None:
-        """Open the store for writing and start the thread.
-
-        again: the training process is the one that made the copies in the arena; it goes on making them.
-        stopped: write nothing to the store until `resume`.
-        """
-        with contextlib.suppress(ScarError):  # for people only
-            self._saved_at = last_saved(self._store)
-        # A saver that may not save here must fence nobody: so this is asked before an epoch begins, and again after.
-        require_kinship(arena, self._store.lines(), self._store, again=again)
-        self.shard_of = self._store.shard_of(arena.layout)
+    def open(self, arena: Arena) -> None:
+        """See `Saver`."""
+        arena.begin_epoch(self._done("open")["epoch"], again=True)
         self._arena = arena
-        self._writer = writer = self._store.writer(layout=arena.layout, shard_of=self.shard_of)
-        try:
-            require_kinship(arena, writer.lines, self._store, again=again)
-        except BaseException:
-            writer.close()
-            raise
-        stored = np.full(arena.layout.partitions, NEVER, dtype=np.int64)
-        for state in writer.states.values():
-            stored[state.ids] = state.version
-        if not again:
-            reconcile(arena, HandOverQueue(arena.folder), stored, writer.epoch)
-            arena.base_epoch = writer.epoch
-        arena.epoch = writer.epoch
-        writer.accompany(arena)
-        self.stopped = stopped
-        if not stopped:
-            self._start()
 
     def notify(self) -> None:
-        """Wake the thread."""
-        self._running().notify()
+        """See `Saver`. Never waits, never fails: the daemon, also a new one, looks at the queue by itself as well."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            # A daemon that was stopped reads nothing: training must not wait for it.
+            if self._control is not None and protocol.writable(self._control):
+                protocol.send(self._control, {"v": protocol.VERSION, "op": "notify"})
+        except OSError:
+            pass  # the watcher sees it, too
+        finally:
+            self._lock.release()
 
     def drain(self, timeout: float) -> bool:
         """See `Saver`."""
-        return self._running().drain(timeout)
+        deadline = time.monotonic() + timeout
+        while self._failure is None:
+            left = max(0.0, deadline - time.monotonic())
+            part = min(left, _SLICE)
+            try:
+                reply = self._ask("drain", patience=part + _MARGIN, milliseconds=int(part * 1000))
+            except ScarError as error:
+                self._last = error
+                if error.kind != "daemon-gone" or left == 0.0:
+                    return False
+                time.sleep(min(_PAUSE, left))
+                continue
+            if reply["durable"] is True:
+                return True
+            self._last = error_from(reply["fault"])
+            if left == 0.0 or not self._last.retryable:
+                return False
+        return False
 
     def fault(self) -> ScarError:
         """See `Saver`."""
-        return self._running().fault()
+        return self._failure or self._last or Unavailable("the store is slower than the time given")
 
     @property
     def failure(self) -> ScarError | None:
         """See `Saver`."""
-        return self._thread.failure if self._thread is not None else None
+        return self._failure
 
     @property
     def trouble(self) -> ScarError | None:
-        """See `Saver`. The thread tells of its own: what fails is in its log."""
-        return None
+        """See `Saver`."""
+        return self._trouble
 
     @property
     def speed(self) -> Speed | None:
-        """See `Saver`."""
-        return self._thread.speed if self._thread is not None else None
-
-    @property
-    def thread(self) -> PersisterThread | None:
-        """The thread, for its figures; None before it was started."""
-        return self._thread
+        """See `Saver`. As the daemon has said it last."""
+        return self._speed
 
     def stop(self) -> None:
-        """End the thread."""
-        if self._thread is not None:
-            self._thread.close(put_off=True)
-        self.stopped = True
+        """See `Saver`."""
+        self._stopped = True  # from here on for a new daemon as well
+        self._done("pause")
 
     def resume(self) -> None:
-        """Start it again, if it was stopped."""
-        if self.stopped:
-            self._start()
+        """See `Saver`."""
+        self._stopped = False
+        self._done("resume")
 
     def roll_back(self, seqs: Mapping[int, int]) -> None:
         """See `Saver`."""
         assert self._arena is not None
-        assert self._writer is not None
-        self._writer.roll_back(seqs)
-        HandOverQueue(self._arena.folder).clear()
-        self._arena.epoch = self._arena.base_epoch = self._writer.epoch
+        reply = self._done("roll_back", seqs={str(k): v for k, v in seqs.items()})
+        self._arena.begin_epoch(reply["epoch"], again=True)
 
     def answer(self, number: int, fields: Mapping[str, Any]) -> None:
-        """See `Saver`. Nobody asks: there is no daemon."""
+        """See `Saver`."""
+        with contextlib.suppress(ScarError):  # the command waits for some time, and no longer
+            self._ask("answer", number=number, answer=dict(fields))
+
+    def leave(self) -> None:
+        """See `Saver`."""
+        # The end of the connection says the same: no need to wait for a daemon that does not answer now.
+        self._part("leave", _FAREWELL)
 
     def close(self, *, put_off: bool = False) -> None:
         """See `Saver`."""
-        if put_off:
-            self._store.blobs.hurry()
+        self._part("close", _SLICE + _MARGIN)
+
+    def _part(self, op: str, patience: float) -> None:
+        self._closing = True
+        with contextlib.suppress(ScarError):
+            # A daemon that has gone has let go of the store as well.
+            self._ask(op, patience=patience)
+        self._hang_up()
+        if self._watcher.ident is not None:
+            self._watcher.join()
+        self._disconnect()
+
+    def abandon(self) -> None:
+        """Give up in a forked child: the connections are the parent's."""
+        self._closing = True
+        for connection in (self._control, self._watch):
+            if connection is not None:
+                os.close(connection.detach())
+        self._control = self._watch = None
+
+    # -- connections --------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        with self._lock:
+            self._disconnect()
+            self._control = connect(self._folder)
+            self._ask("claim", store=self._store, options=self._options, part=self._part_of)
+            self._watch = connect(self._folder)
+            request(self._watch, "watch", run=self._id)
+            self._watch.settimeout(None)
+
+    def _disconnect(self) -> None:
+        with self._lock:
+            self._hang_up()
+            for connection in (self._control, self._watch):
+                if connection is not None:
+                    connection.close()
+            self._control = self._watch = None
+
+    def _hang_up(self) -> None:
+        """Wake up every thread that waits for the daemon's answer."""
+        for connection in (self._control, self._watch):
+            if connection is not None:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _ask(self, op: str, *, patience: float = REPLY_SECONDS, **fields: Any) -> dict[str, Any]:
+        if not self._lock.acquire(timeout=patience):
+            raise gone()  # another one is still being started
         try:
-            if self._thread is not None:
-                self._thread.close(put_off=put_off)
-            if self._writer is not None:
-                self._writer.close()
+            if self._control is None:
+                raise gone()
+            return request(self._control, op, patience=patience, **fields)
+        except ScarError as error:
+            if error.kind == "not-claimed" and op != "claim":
+                # A daemon that is ending has released this run already: another one continues with it.
+                self._disconnect()
+                raise gone() from error
+            if error.kind == "daemon-gone":
+                self._disconnect()  # its answer may still come, and would be taken for another one
+            raise
         finally:
-            if put_off:
-                self._store.blobs.close()  # and so it has time again
+            self._lock.release()
 
-    def leave(self) -> None:
-        """See `Saver`. Here nobody would go on."""
-        self.close()
+    def _done(self, op: str, **fields: Any) -> dict[str, Any]:
+        """Ask until a daemon answers. All that is asked this way may be done twice."""
+        return insist(lambda: self._ask(op, **fields))
 
-    def _start(self) -> None:
-        assert self._arena is not None
-        assert self._writer is not None
-        self.stopped = False
-        persister = Persister(self._arena, self._writer, self.shard_of)
-        if self._thread is not None:
-            self._saved_at = self._thread.stats.saved_at
-        self._thread = PersisterThread(persister, HandOverQueue(self._arena.folder), self._on_saved)
-        self._thread.stats.saved_at = self._thread.stats.saved_at or self._saved_at
+    def _look(self) -> None:
+        """The watcher: takes the daemon's events, and starts another daemon when this one dies."""
+        while not self._closing:
+            watch = self._watch
+            try:
+                if watch is None:
+                    raise protocol.Closed
+                event = protocol.receive(watch, protocol.MAX_REPLY)
+                if "failed" in event:
+                    self._failure = error_from(event["failed"])
+                elif "wish" in event:
+                    self._on_request(Wish.from_json(event["wish"]))
+                elif "speed" in event:
+                    self._speed = Speed.from_json(event["speed"])
+            except (protocol.Closed, OSError, Corruption):
+                self._begin_again()
 
-    def _running(self) -> PersisterThread:
-        if self._thread is None:
-            raise Unavailable("saving has not started")
-        return self._thread
+    def _begin_again(self) -> None:
+        """Have another daemon continue with the run."""
+        pause, since = 0.0, time.monotonic()
+        while not self._closing:
+            try:
+                with self._lock:
+                    if self._closing:
+                        return
+                    self._connect()
+                    if self._arena is not None:
+                        self._arena.begin_epoch(self._ask("open", again=True)["epoch"], again=True)
+                        if not self._stopped:
+                            self._ask("resume")
+                    log.warning("the daemon had gone: another one continues")
+                    self._trouble = None
+                    return
+            except ScarError as error:
+                self._last = error
+                if time.monotonic() > since + _TROUBLE:
+                    self._trouble = error
+                self._disconnect()
+                if isinstance(error, Fenced):
+                    self._failure = error
+                    self._closing = True
+                if not pause:
+                    log.warning("the daemon has gone, another one cannot continue yet: %s", error)
+            pause = min(_LONGEST_PAUSE, pause + _PAUSE)
+            time.sleep(pause)
+
+
+_savers: weakref.WeakSet[DaemonSaver] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for saver in list(_savers):
+        saver.abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,7 +1,7 @@
-"""The host's daemon: one process per user that makes hand-overs of all runs durable, also after their trainers died.
+"""Serve the host's daemon: one process per user that makes hand-overs of all runs durable, also of dead ones.
 
 It imports neither torch nor a training framework. Per run it maps the arena, holds the store's lock and epoch, and
-drives a persister thread; when to let a run go, and when to end, `scarctl.daemon.lifecycle` says.
+drives a persister thread. `scarctl.daemon.lifecycle` decides when a run is released and when the daemon ends.
 """
 
 from __future__ import annotations
@@ -13,44 +13,28 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from scarctl.arena.stale import DAY, reap
 from scarctl.daemon import protocol
-from scarctl.daemon.crowd import BACKLOG, full, listen, most_connections, most_sessions, turn_away
-from scarctl.daemon.lifecycle import (
-    Attached,
-    Detached,
-    Event,
-    Exit,
-    Held,
-    Lifecycle,
-    Phase,
-    Release,
-    Released,
-    Settled,
-    StopAsked,
-    Terminated,
-    Tick,
-    TrainerGone,
-)
+from scarctl.daemon.crowd import BACKLOG, listen, most_connections, turn_away
+from scarctl.daemon.request import Wish
 from scarctl.daemon.run import Run
-from scarctl.daemon.stale import DAY, reap
-from scarctl.errors import Contention, ScarError, UsageError
+from scarctl.daemon.runs import Runs
+from scarctl.daemon.status import DaemonStatus
+from scarctl.errors import ScarError, UsageError, error_fields
 from scarctl.store import Store
 from scarctl.store.format import shard_of_folder
-from scarctl.wishes import Wish
 
 log = logging.getLogger("scarctl")
 
 _TICK = 0.1
-_LOOK_SECONDS = 1.0
-"""A hand-over that nobody told of is found after this time."""
 _REAP_SECONDS = 3600.0
 """Time between two looks for arenas that dead runs left."""
 _PATIENCE = 10.0
-"""Seconds that a peer may take to say what it wants, and that it waits for a run to be let go."""
+"""Seconds that a peer may take to send a request."""
 _FAREWELL = 2.0
 """Seconds that answers under way get when the daemon ends."""
 _MAX_HOLD = 3600
@@ -63,16 +47,11 @@ class Daemon:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.started = time.time()
-        self._runs: dict[str, Run] = {}
-        self._life = Lifecycle()
-        # Held for moments only: what takes long (opening and letting go of a run) happens outside.
-        self._changed = threading.Condition(threading.RLock())
-        self._ending = threading.Event()
+        self.runs = Runs(folder)
         self._terminated = False
-        self._look_at = self._warn_at = self._reap_at = 0.0
-        self._claiming = 0
-        """Claims under way: a remote store takes longer to open than a daemon without runs lives."""
+        self._warn_at = self._reap_at = 0.0
         self._peers: dict[threading.Thread, socket.socket] = {}
+        self._peers_lock = threading.Lock()
         self._listener = listen(folder)
 
     def terminate(self) -> None:
@@ -86,9 +65,9 @@ class Daemon:
 
     def serve(self) -> None:
         """Accept connections until the daemon has no run left, or is asked to stop."""
-        self._listener.listen(BACKLOG)  # again, in this process: peers are told who did so last
+        self._listener.listen(BACKLOG)  # again, in this process: peers see the process that did so last
         self._listener.settimeout(_TICK)
-        while not self._ending.is_set():
+        while not self.runs.ended.is_set():
             try:
                 connection, _ = self._listener.accept()
                 self._accept(connection)
@@ -96,8 +75,9 @@ class Daemon:
                 pass
             except (OSError, RuntimeError) as error:  # out of descriptors, or of threads
                 self._warn("a connection cannot be served: %s", error)
-                self._ending.wait(_TICK)
-            self._look_after_runs()
+                self.runs.ended.wait(_TICK)
+            self.runs.look_after(terminated=self._terminated)
+            self._reap()
         self._say_farewell()
 
     def _say_farewell(self) -> None:
@@ -105,7 +85,7 @@ class Daemon:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.folder / protocol.SOCKET)
         self._listener.close()
-        with self._changed:
+        with self._peers_lock:
             peers = dict(self._peers)
         for connection in peers.values():
             with contextlib.suppress(OSError):
@@ -117,7 +97,7 @@ class Daemon:
     def _accept(self, connection: socket.socket) -> None:
         thread = threading.Thread(target=self._converse, args=(connection,), name="scarctl-peer", daemon=True)
         try:
-            with self._changed:
+            with self._peers_lock:
                 if len(self._peers) >= most_connections():
                     raise OSError(f"there are {most_connections()} already")
                 thread.start()
@@ -126,62 +106,15 @@ class Daemon:
             turn_away(connection)
             raise
 
-    def _look_after_runs(self) -> None:
+    def _reap(self) -> None:
         now = time.monotonic()
-        with self._changed:
-            if self._terminated:
-                self._apply(Terminated(now))
-            for run in list(self._runs.values()):
-                phase = self._life.runs[run.id]
-                if phase is Phase.ATTACHED and not run.trainer_lives():
-                    self._apply(TrainerGone(run.id))
-                elif phase is Phase.ORPHANED and self._finished(run):
-                    self._apply(Settled(run.id))
-                if now >= self._look_at:
-                    run.notify()
-            if now >= self._look_at:
-                self._look_at = now + _LOOK_SECONDS
-            if not self._claiming:
-                self._apply(Tick(now))
-        if now >= self._reap_at:
-            self._reap_at = now + _REAP_SECONDS
-            with contextlib.suppress(RuntimeError):  # out of threads
-                threading.Thread(
-                    target=reap,
-                    args=(self.folder,),
-                    kwargs={"older_than": DAY},
-                    name="scarctl-reap",
-                    daemon=True,
-                ).start()
-
-    def _finished(self, run: Run) -> bool:
-        try:
-            return run.finish()
-        except Exception as error:
-            log.error("%s: saving cannot go on: %s", run.store.url, error)
-            return True
-
-    def _apply(self, event: Event) -> None:
-        """Tell the state machine, and do what it says. The caller holds the lock."""
-        if isinstance(event, TrainerGone):
-            log.info("%s: its training process is gone", self._runs[event.run].store.url)
-        for instruction in self._life.handle(event):
-            if isinstance(instruction, Release):
-                run = self._runs[instruction.run]
-                threading.Thread(target=self._release, args=(run,), name="scarctl-release").start()
-            elif isinstance(instruction, Exit):
-                self._ending.set()
-
-    def _release(self, run: Run) -> None:
-        try:
-            run.release()
-            log.info("%s: let go", run.store.url)
-        except Exception:
-            log.exception("%s: could not be let go of properly", run.store.url)
-        with self._changed:
-            del self._runs[run.id]
-            self._apply(Released(run.id))
-            self._changed.notify_all()
+        if now < self._reap_at:
+            return
+        self._reap_at = now + _REAP_SECONDS
+        with contextlib.suppress(RuntimeError):  # out of threads
+            threading.Thread(
+                target=reap, args=(self.folder,), kwargs={"older_than": DAY}, name="scarctl-reap", daemon=True
+            ).start()
 
     # -- one connection -----------------------------------------------------------------------------------------
 
@@ -203,21 +136,11 @@ class Daemon:
         except Exception:
             log.exception("a peer's connection failed unexpectedly")
         finally:
-            with self._changed:
+            with self._peers_lock:
                 self._peers.pop(threading.current_thread(), None)
-                run = self._runs.get(peer.run) if peer.run else None
-            if run is not None and run.owner is peer:
-                self._lose(run)
-
-    def _lose(self, run: Run) -> None:
-        """The training process of this run has ended its connection."""
-        try:
-            run.adopt()
-        except Exception as error:
-            log.error("%s: what is in memory cannot be saved: %s", run.store.url, error)
-        with self._changed:
-            if self._runs.get(run.id) is run:
-                self._apply(TrainerGone(run.id))
+            run = self.runs.owned(peer.run, peer)
+            if run is not None:
+                self.runs.lose(run)
 
     def _answer(self, connection: socket.socket, peer: _Peer, message: dict[str, Any]) -> None:
         name = message.get("op")
@@ -243,21 +166,21 @@ class Daemon:
         connection.settimeout(None if peer.run else _PATIENCE)
 
     def _watch(self, connection: socket.socket, run: Run) -> NoReturn:
-        """Tell a session what happens to its run, until it goes. The end of the connection tells it of ours."""
-        told = False
-        while not self._ending.is_set():
+        """Send a session what happens to its run, until it goes. The end of the connection reports our end."""
+        reported = False
+        while not self.runs.ended.is_set():
             with contextlib.suppress(queue.Empty):
                 protocol.send(connection, run.events.get(timeout=_TICK))
-            failed = run.failure
-            if failed is not None and not told:
-                told = True
-                protocol.send(connection, {"failed": protocol.error_fields(failed)})
+            failed = run.saver.failure
+            if failed is not None and not reported:
+                reported = True
+                protocol.send(connection, {"failed": error_fields(failed)})
             if protocol.readable(connection):
                 break  # it says nothing more: this is its end
         raise protocol.Closed
 
     def _warn(self, text: str, error: Exception) -> None:
-        """Garbage must not fill the log."""
+        """Log a warning, at most one per minute: garbage must not fill the log."""
         if time.monotonic() >= self._warn_at:
             self._warn_at = time.monotonic() + _WARN_SECONDS
             log.warning(text, error)
@@ -266,62 +189,34 @@ class Daemon:
 
     def claim(self, peer: _Peer, message: dict[str, Any]) -> None:
         """A training process wants to save to a store."""
-        with self._staying():
+        with self.runs.staying():
             store = Store.open(protocol.text(message, "store"), storage_options=protocol.options(message))
             part = protocol.part(message)
-            self._claim(peer, store if part is None else store.of_shard(*part))
-
-    def _claim(self, peer: _Peer, store: Store) -> None:
-        if peer.run is not None:
-            raise UsageError("this connection has claimed a store already")
-        deadline = time.monotonic() + _PATIENCE
-        with self._changed:
-            while (known := self._runs.get(store.run_id)) is not None:
-                if self._life.runs[store.run_id] is Phase.ATTACHED and known.trainer_lives():
-                    raise Contention(
-                        f"{store.url}: process {known.pid} is saving to this store",
-                        hint="wait until it ends, or stop it; reading needs no lock",
-                    )
-                # Its training process has died: what it left goes on under the new one.
-                known.put_off()
-                self._apply(Detached(store.run_id))
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise Contention(
-                        f"{store.url}: the daemon still writes what an earlier process left",
-                        hint="try again in a while",
-                        kind="run-busy",
-                    )
-            self._check_staying()
-            if len(self._runs) >= most_sessions():
-                raise full(most_sessions())
-            store.lock()
-            self._runs[store.run_id] = Run(store, self.folder / store.run_id, peer.pid, peer)
-            peer.run = store.run_id
-            self._apply(Attached(store.run_id))
-        log.info("%s: process %d saves to it", store.url, peer.pid)
+            if peer.run is not None:
+                raise UsageError("this connection has claimed a store already")
+            peer.run = self.runs.claim(store if part is None else store.of_shard(*part), peer.pid, peer).id
 
     def open(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """The run's arena is there: start saving."""
-        again, stopped = message.get("again") is True, message.get("stopped") is True
-        return {"epoch": self._run(peer).open(again=again, stopped=stopped)}
+        """Open the run, whose arena is there. Nothing is saved before `resume`."""
+        return {"epoch": self._run(peer).open(again=message.get("again") is True)}
 
     def notify(self, peer: _Peer, message: dict[str, Any]) -> None:
-        """Something was handed over."""
-        self._run(peer).notify()
+        """Look at the queue: something was handed over."""
+        self._run(peer).saver.notify()
 
     def drain(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Wait until all is durable."""
-        run = self._run(peer)
-        durable = run.drain(float(protocol.number(message, "milliseconds")) / 1000)
-        return {"durable": durable, "fault": None if durable else protocol.error_fields(run.fault())}
+        saver = self._run(peer).saver
+        durable = saver.drain(float(protocol.number(message, "milliseconds")) / 1000)
+        return {"durable": durable, "fault": None if durable else error_fields(saver.fault())}
 
     def pause(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Write nothing to the store until `roll_back` or `resume`."""
-        self._run(peer).stop()
+        self._run(peer).saver.stop()
 
     def resume(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Go on after `pause`."""
-        self._run(peer).resume()
+        self._run(peer).saver.resume()
 
     def roll_back(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Forget what came after some records."""
@@ -330,34 +225,34 @@ class Daemon:
             shard_of_folder(k) is not None and type(v) is int for k, v in seqs.items()
         ):
             raise UsageError("roll_back needs a record's number for every shard")
-        return {"epoch": self._run(peer).roll_back({int(k): v for k, v in seqs.items()})}
+        saver = self._run(peer).saver
+        saver.roll_back({int(k): v for k, v in seqs.items()})
+        return {"epoch": saver.epoch}
 
     def close(self, peer: _Peer, message: dict[str, Any]) -> None:
         """The training process has finished. Returns when the store is free, if that does not take too long."""
-        with self._changed:
+        with self.runs.changed:
             run = self._run(peer)
             peer.run = None
-            self._apply(Detached(run.id))
-            self._changed.wait_for(lambda: self._runs.get(run.id) is not run, _PATIENCE)
+            self.runs.detach(run)
 
     def leave(self, peer: _Peer, message: dict[str, Any]) -> None:
-        """The training process goes, and something may wait: go on as if it had died."""
+        """The training process goes, and something may wait: continue as if it had died."""
         run = self._run(peer)
         peer.run = None
-        self._lose(run)
+        self.runs.lose(run)
 
     def watch(self, peer: _Peer, message: dict[str, Any]) -> None:
-        """From now on this connection tells what happens to a run."""
-        with self._changed:
-            peer.watched = self._runs.get(protocol.text(message, "run"))
+        """Use this connection for the events of a run from now on."""
+        peer.watched = self.runs.known(protocol.text(message, "run"))
         if peer.watched is None:
             raise UsageError("there is no such run", kind="not-claimed")
 
     def ask(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """Somebody wants something of a running session."""
+        """Pass a wish on to a running session."""
         wish = Wish.from_json(message.get("wish"))
-        with self._changed:
-            run = self._attached(message)
+        with self.runs.changed:
+            run = self.runs.attached(protocol.text(message, "store"))
             return {"pid": run.pid, "number": run.ask(wish)}
 
     def answer(self, peer: _Peer, message: dict[str, Any]) -> None:
@@ -368,62 +263,31 @@ class Daemon:
         self._run(peer).answer(protocol.number(message, "number"), answer)
 
     def answered(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """Whether a session has said something to a wish."""
-        with self._changed:
-            return {"answer": self._attached(message).answers.get(protocol.number(message, "number"))}
-
-    def _attached(self, message: dict[str, Any]) -> Run:
-        name = protocol.text(message, "store")
-        run = self._runs.get(name)
-        if run is None or self._life.runs[name] is not Phase.ATTACHED:
-            raise UsageError("no running session saves to this store on this host", kind="no-session")
-        return run
+        """Return whether a session has said something to a wish."""
+        with self.runs.changed:
+            run = self.runs.attached(protocol.text(message, "store"))
+            return {"answer": run.answers.get(protocol.number(message, "number"))}
 
     def hold(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """A training process is about to start: stay that many seconds, though there is no run yet."""
+        """Stay that many seconds without a run: a training process is about to start."""
         seconds = min(protocol.number(message, "seconds"), _MAX_HOLD)
-        with self._changed:
-            self._check_staying()
-            self._apply(Held(time.monotonic() + seconds))
+        self.runs.hold(seconds)
         return {"pid": os.getpid()}
 
-    def status(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """What `scarctl daemon status` shows."""
-        with self._changed:
-            runs = [(run, self._life.runs[run.id]) for run in self._runs.values()]
-        return {
-            "pid": os.getpid(),
-            "started": self.started,
-            "runs": [run.status(phase) for run, phase in runs],
-        }
+    def status(self, peer: _Peer, message: dict[str, Any]) -> DaemonStatus:
+        """Return what `scarctl daemon status` shows."""
+        return {"pid": os.getpid(), "started": self.started, "runs": self.runs.status()}
 
     def stop(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """End the daemon when what is being written is done; what waits stays queued in the arenas."""
-        with self._changed:
-            self._apply(StopAsked())
+        self.runs.stop()
         return {"pid": os.getpid()}
 
-    @contextlib.contextmanager
-    def _staying(self) -> Iterator[None]:
-        with self._changed:
-            self._check_staying()
-            self._claiming += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._claiming -= 1
-
-    def _check_staying(self) -> None:
-        if self._life.stopping:
-            raise Contention("the daemon is ending", hint="try again", kind="daemon-ending")
-
     def _run(self, peer: _Peer) -> Run:
-        with self._changed:
-            run = self._runs.get(peer.run) if peer.run else None
-            if run is None or run.owner is not peer:
-                raise UsageError("claim a store first", kind="not-claimed")
-            return run
+        run = self.runs.owned(peer.run, peer)
+        if run is None:
+            raise UsageError("claim a store first", kind="not-claimed")
+        return run
 
 
 class _Peer:
@@ -436,7 +300,7 @@ class _Peer:
         """The run whose events go to this connection, if that is what it is for."""
 
 
-_Operation = Callable[[Daemon, _Peer, dict[str, Any]], dict[str, Any] | None]
+_Operation = Callable[[Daemon, _Peer, dict[str, Any]], Mapping[str, Any] | None]
 _OPERATIONS: dict[str, _Operation] = {
     "claim": Daemon.claim,
     "open": Daemon.open,

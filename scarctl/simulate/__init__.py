@@ -1,7 +1,7 @@
-"""What losing a part of a run costs: failures replayed over a real workload, with the code that saves and restores.
+"""Measure what failures cost a workload, by the code that saves and restores in a session.
 
-A `Study` says what is compared, `trial` fails one run in every way that it names, `workers` runs trials in processes,
-`results` keeps them in a file, `summary` says what they show, and `chart` draws it.
+A `Study` names what is compared. `trial` fails one run and recovers it in every way that the study names. `workers`
+runs trials in processes, `results` keeps them in a file, `summary` computes means and intervals, `chart` draws them.
 """
 
 from scarctl.simulate.workload import Workload

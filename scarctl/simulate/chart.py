@@ -1,6 +1,6 @@
-"""A study's result as an SVG picture: rework over the fraction, a line per policy, a panel per lost share.
+"""Draw a study's result as SVG: rework over the fraction, a line per policy, a panel per lost share.
 
-Written by hand: two dozen kinds of marks are not worth a dependency of megabytes.
+Written without a plotting library: a few kinds of marks are not worth a dependency of megabytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from html import escape
 from scarctl.simulate.study import Study
 from scarctl.simulate.summary import Line, Summary
 
-# Told apart without colours too, by their marks.
+# The marks differ as well, for readers who do not see the colours.
 _STYLES = {"full": ("#444444", "circle"), "priority": ("#0072b2", "circle"), "round": ("#d55e00", "square"),
            "random": ("#009e73", "triangle")}  # fmt: skip
 _WIDTH, _HEIGHT = 360.0, 260.0
@@ -23,7 +23,7 @@ _DASHES = "stroke-dasharray='3 3'"
 
 
 def draw(study: Study, summary: Summary) -> str:
-    """The picture, an SVG document."""
+    """Return the picture as an SVG document."""
     rollback = next((line for line in summary.lines if line.cell.mode == "rollback"), None)
     partial = [line for line in summary.lines if line.cell.mode != "rollback"]
     panels = (
@@ -102,7 +102,7 @@ def _panel(title: str, lines: list[Line], rollback: Line | None, low: float, hig
         at = y(rollback.rework.mean)
         parts.append(_line(_LEFT, at, right, at, "#000000", "stroke-dasharray='6 4' stroke-width='1.5'"))
     policies = list(dict.fromkeys(line.cell.policy for line in lines if line.cell.policy != "full"))
-    # Side by side, so that intervals do not hide each other; all begin where everything is saved.
+    # Policies are shifted so that their intervals do not overlap. All begin at the full checkpoint.
     shifts = {policy: 5.0 * (k - (len(policies) - 1) / 2) for k, policy in enumerate(policies)} | {
         "full": 0.0
     }
@@ -143,7 +143,7 @@ def _legend(policies: list[str], rollback: bool, guessed: bool, summary: Summary
 
 
 def _step(span: float) -> float:
-    """A round distance between lines, for about five of them."""
+    """Return a round distance between grid lines, for about five of them."""
     power = 10.0 ** math.floor(math.log10(span / 6))
     return next((k * power for k in (1, 2, 5, 10) if span / (k * power) <= 6), 10 * power)
 

@@ -1,24 +1,24 @@
-"""An SVG picture as PNG, by resvg: the extra `png`. It needs no library of the system, only one of its fonts."""
+"""Render an SVG picture as PNG with resvg (the extra `png`), which needs no system library, only a font."""
 
 from __future__ import annotations
 
 from scarctl.errors import UsageError
 
 ZOOM = 2
-"""Pixels for each of the picture's units."""
-# resvg takes no font's place by another: what "sans-serif" is has to be said. One of these is nearly everywhere.
+"""Pixels per unit of the picture."""
+# resvg has no default font for "sans-serif". One of these is installed nearly everywhere.
 _FAMILIES = ("Arial", "Helvetica", "DejaVu Sans", "Liberation Sans", "Noto Sans", "FreeSans", "Open Sans", "Roboto",
              "Ubuntu", "Cantarell")  # fmt: skip
 _PROBE = "<svg xmlns='http://www.w3.org/2000/svg' width='20' height='20' font-family='sans-serif'>{}</svg>"
 
 
 def check() -> None:
-    """Raise UsageError unless a picture can be drawn here: resvg is installed, and there is a font for its words."""
+    """Raise UsageError unless resvg and one of the fonts are installed."""
     _family()
 
 
 def render(svg: str) -> bytes:
-    """The picture. Raises UsageError as `check` does."""
+    """Return the picture as PNG, `ZOOM` pixels per unit. Raises UsageError as `check` does."""
     family = _family()
     from resvg_py import svg_to_bytes
 
@@ -30,7 +30,7 @@ def _family() -> str:
         from resvg_py import svg_to_bytes
     except ModuleNotFoundError:
         raise UsageError(
-            "PNG pictures are drawn by resvg, which is not installed",
+            "PNG pictures need resvg, which is not installed",
             hint="pip install 'scarctl[png]', or give a name that ends in .svg",
             kind="no-png",
         ) from None

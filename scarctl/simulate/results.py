@@ -1,7 +1,6 @@
-"""The file of a study's results: one line of JSON per trial, so that a study that was stopped goes on.
+"""Keep a study's results in a file, one line of JSON per trial, so that a stopped study can continue.
 
-The first line says which study it is of. A last line without its end is what a killed process was writing: it is cut
-off.
+The first line names the study. A last line without a newline, from a process that was killed, is cut off.
 """
 
 from __future__ import annotations
@@ -18,10 +17,14 @@ FORMAT = 1
 
 
 class Results:
-    """Results by the number of their trial; with a file, those that it has already too. One process at a time."""
+    """Results by trial number, including those already in the file. One process at a time may open a file."""
 
     def __init__(self, path: Path | None, study: dict[str, Any]) -> None:
-        """`study`: what results depend on. Raises UsageError for the file of another study, Contention, Corruption."""
+        """Open `path`; None: keep results in memory only. study: the values that results depend on.
+
+        Raises UsageError for the file of another study, Contention (another process has it open), Corruption,
+        AccessDenied.
+        """
         self.by_trial: dict[int, dict[str, Any]] = {}
         self._path = path
         self._file = -1
@@ -44,12 +47,12 @@ class Results:
             raise
 
     def add(self, result: dict[str, Any]) -> None:
-        """Take a result, and write it down."""
+        """Add a result, and append it to the file."""
         self.by_trial[result["trial"]] = result
         self._write(result)
 
     def close(self) -> None:
-        """Let go of the file. The second time does nothing."""
+        """Close the file. May be called twice."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -65,7 +68,7 @@ class Results:
         whole = content[: content.rfind(b"\n") + 1]
         lines = whole.splitlines()
         if not lines and len(content) > len(whole) and not json.dumps(head).encode().startswith(content):
-            raise UsageError(f"{path} is no file of results", hint="give another one; it was not changed")
+            raise UsageError(f"{path} is not a file of results", hint="give another one; it was not changed")
         found: Any = None
         for number, line in enumerate(lines, 1):
             try:
@@ -76,7 +79,7 @@ class Results:
                 _check_head(path, found, head)
             elif not isinstance(found, dict) or not isinstance(found.get("trial"), int):
                 raise Corruption(
-                    f"{path}: line {number} is no result", hint="give another file, or repair it"
+                    f"{path}: line {number} is not a result", hint="give another file, or repair it"
                 )
             else:
                 self.by_trial[found["trial"]] = found
@@ -87,11 +90,11 @@ class Results:
 
 def _check_head(path: Path, found: Any, head: dict[str, Any]) -> None:
     if not isinstance(found, dict) or found.get("kind") != "simulate":
-        raise UsageError(f"{path} is no file of results", hint="give another one; it was not changed")
+        raise UsageError(f"{path} is not a file of results", hint="give another one; it was not changed")
     for name, value in head.items():
         if found.get(name) != value:
             what = (
-                "the workload's program is another"
+                "the workload's program has changed"
                 if name == "source"
                 else f"{name} was {found.get(name)!r}, is {value!r}"
             )

@@ -1,4 +1,4 @@
-"""What is compared: one failure, and every way in which to be prepared for it."""
+"""Describe a study: which ways of saving and recovering are compared on the same failures."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _MAX_PARTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One way to be prepared, and what is lost."""
+    """One way of saving and recovering, and the lost share."""
 
     mode: str
-    """"partial": what was lost, from the running checkpoint. "extrapolate": the same, moved on from there as it was
-    moving (see `scarctl.simulate.extrapolate`). "rollback": everything, from the newest full checkpoint."""
+    """"partial": restore the lost share from the running checkpoint. "extrapolate": the same, extrapolated (see
+    `scarctl.theory.extrapolation`). "rollback": restore everything from the newest full checkpoint."""
     policy: str
-    """"full" where every checkpoint saves everything."""
+    """The policy of partial checkpoints, or "full" if every checkpoint saves everything."""
     fraction: Fraction
-    """Of the state, what one checkpoint saves; the interval is as much shorter, so that bytes per time are equal."""
+    """Share of the state that one checkpoint saves. The interval is scaled by it, so that bytes per time are equal."""
     lost: Fraction | None
-    """None: a rollback is the same whatever was lost."""
+    """Lost share of the state. None: a rollback does not depend on it."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -42,12 +42,12 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Study:
-    """Everything that the result of a trial depends on. Bad values and combinations are refused at construction."""
+    """Everything that the result of a trial depends on. Raises UsageError for bad values and combinations."""
 
     workload: str
     """`module:factory`."""
     data: str | None = None
-    """Folder that the factory is given."""
+    """Folder passed to the factory."""
     lost: tuple[Fraction, ...] = (Fraction(1, 2),)
     fractions: tuple[Fraction, ...] = (Fraction(1), Fraction(1, 2), Fraction(1, 4), Fraction(1, 8))
     policies: tuple[str, ...] = POLICIES
@@ -55,15 +55,15 @@ class Study:
     interval: int = 8
     """Iterations between two full checkpoints (the paper's C); a fraction r is saved every rC."""
     failure_rate: float | None = None
-    """Probability of the failure in each iteration. None: each before convergence is as likely."""
+    """Probability of the failure in each iteration. None: every iteration before convergence is equally likely."""
     fail_after: int | None = None
-    """Iteration after which every run fails, instead of chance."""
+    """Iteration after which every run fails, instead of a random one."""
     iterations: int | None = None
-    """Of an undisturbed run, if not the workload's."""
+    """Iterations of an undisturbed run; None: the workload's."""
     target: float | None = None
-    """Metric to reach, if not the workload's."""
+    """Metric to reach; None: the workload's."""
     norm: str | None = None
-    """If not the workload's."""
+    """Norm of distances; None: the workload's."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -77,8 +77,8 @@ class Study:
         for fraction in self.fractions if set(self.modes) - {"rollback"} else ():
             if (self.interval * fraction).denominator != 1:
                 raise UsageError(
-                    f"a fraction of {fraction} beside full checkpoints every {self.interval} iterations would be saved "
-                    f"every {self.interval * fraction} iterations, which is no whole number",
+                    f"a fraction of {fraction}, with full checkpoints every {self.interval} iterations, would be saved "
+                    f"every {self.interval * fraction} iterations, which is not a whole number",
                     hint=f"give an --interval that is a multiple of {fraction.denominator}",
                 )
         if self.failure_rate is not None and not 0 < self.failure_rate < 1:
@@ -86,7 +86,7 @@ class Study:
         if self.fail_after is not None and (self.fail_after < 1 or self.failure_rate is not None):
             raise UsageError(
                 f"a failure after iteration {self.fail_after}",
-                hint="give 1 or more, and no failure rate beside it",
+                hint="give 1 or more, and no failure rate",
             )
         if self.iterations is not None and self.iterations < 2:
             raise UsageError(f"iterations is {self.iterations}", hint="give 2 or more")
@@ -98,7 +98,7 @@ class Study:
             raise UsageError(f"the seed is {self.seed}", hint="give a whole number, 0 or more")
 
     def cells(self) -> list[Cell]:
-        """What each trial goes through, in the order of results."""
+        """Return the cells of a trial, in the order of its results."""
         cells = [Cell("rollback", "full", Fraction(1), None)] if "rollback" in self.modes else []
         for mode in ("partial", "extrapolate"):
             for lost in self.lost if mode in self.modes else ():
@@ -108,7 +108,7 @@ class Study:
         return cells
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values; `from_json` reads them back."""
+        """Return JSON values, which `from_json` reads."""
         return {
             "workload": self.workload,
             "data": self.data,
@@ -127,22 +127,20 @@ class Study:
 
     @staticmethod
     def from_json(obj: dict[str, Any]) -> Study:
-        """What `to_json` gave."""
+        """Return the study of a `to_json`."""
         tuples = {name: tuple(obj[name]) for name in ("policies", "modes")}
         shares = {name: tuple(Fraction(text) for text in obj[name]) for name in ("lost", "fractions")}
         return Study(**{**obj, **tuples, **shares})
 
 
 def parse_share(text: str) -> Fraction:
-    """A share written as `1/2` or `0.5`. Raises UsageError when it is not above 0 and up to 1."""
+    """Parse a share such as `1/2` or `0.5`. Raises UsageError unless it is above 0 and at most 1."""
     try:
         share = Fraction(text.strip())
     except (ValueError, ZeroDivisionError):
         share = Fraction(0)
     if not (0 < share <= 1 and share.denominator <= _MAX_PARTS):
-        raise UsageError(
-            f"{text!r} is no share of a whole", hint="give a number above 0 and up to 1, such as 1/8"
-        )
+        raise UsageError(f"{text!r} is not a share", hint="give a number above 0 and up to 1, such as 1/8")
     return share
 
 

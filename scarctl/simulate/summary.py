@@ -1,7 +1,7 @@
-"""What a study's trials show, with intervals.
+"""Summarize a study's trials: means with bootstrap intervals.
 
-Trials are independent runs, and in each of them every cell is measured on the same failure. So intervals are by
-bootstrap over trials, and those of a reduction draw both of its sides from the same trials.
+Trials are independent runs, and each measures every cell on the same failure. So the bootstrap draws trials, and a
+reduction's interval draws both of its sides from the same trials.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PERCENT = (2.5, 97.5)
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean and its 95 % interval, None where there are too few trials for one."""
+    """A mean and its 95 % interval; None with too few trials."""
 
     mean: float
     low: float | None
@@ -33,17 +33,17 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What one cell's trials show."""
+    """The means of one cell's trials."""
 
     cell: Cell
     rework: Mean
     """Iterations."""
     reduction: Mean | None
-    """1 - rework / the rollback's rework. None where there is no rollback beside it, or it costs nothing."""
+    """1 - rework / the rollback's rework. None if the study has no rollback, or the rollback costs nothing."""
     perturbation: float
     """Root mean square of the perturbations' norms."""
     given_up: int
-    """Trials that did not arrive: they count with the iterations after which they were given up."""
+    """Trials that did not reach the target. Their rework is that of the iterations done."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -57,13 +57,13 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a study shows."""
+    """The means of a study's trials."""
 
     trials: int
     undisturbed: float
     """Mean iterations of an undisturbed run."""
     irreproducible: int
-    """Trials in which the same seed gave another run the second time."""
+    """Trials in which two runs of one seed differed."""
     lines: list[Line]
 
     def to_json(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Summary:
 
 
 def summarise(study: Study, results: Sequence[dict[str, Any]]) -> Summary:
-    """Means over `results`, of which there is at least one."""
+    """Compute the means over `results`, one or more."""
     results = sorted(results, key=lambda result: int(result["trial"]))
     rework = np.array([result["rework"] for result in results], dtype=np.float64)
     moved = np.array([result["perturbation"] for result in results], dtype=np.float64)

@@ -1,12 +1,12 @@
-"""One trial: a run that fails at one moment, and goes on from there once for every way to be prepared.
+"""Run one trial: fail a run at one moment, and recover and finish it once for every cell of the study.
 
-The run is done twice up to the failure. The first time nothing happens to it, and it says how many iterations it needs.
-The second time running checkpoints are kept beside it, one for each way of saving, with a session's own layout,
-distances, policies and copies; a copy in an arena is what the store would give back. At the failure the state is put
-aside, so that every way starts from the same one and sees the same batches afterwards.
+The run is trained twice. The first, undisturbed, gives the iterations to reach the target. The second keeps one running
+checkpoint for each way of saving, with a session's layout, distances, policies, copies and extrapolation. An arena
+stands for the store. At the failure the state is set aside, so that every cell starts from the same state and sees the
+same batches afterwards.
 
-The rework cost of a way is how many iterations it needs in all, the repeated ones too, less those of the undisturbed
-run: the iteration cost of Qiao et al., section 3.1, equation (4). It may be negative.
+The rework cost of a cell is all its iterations, repeated ones included, less those of the undisturbed run: the
+iteration cost of Qiao et al., section 3.1, equation (4). It may be negative.
 """
 
 from __future__ import annotations
@@ -17,39 +17,42 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from scarctl import extras as extras_codec
 from scarctl.adapter import Adapter, find_adapter
-from scarctl.binding import layout_of, tensors_of
-from scarctl.daemon.arena import Arena
-from scarctl.distance import Norm
-from scarctl.dtypes import plain, torched
+from scarctl.arena.arena import Arena
+from scarctl.arena.movements import Movements
+from scarctl.checkpoint.binding import layout_of, tensors_of
+from scarctl.checkpoint.distance import Norm
+from scarctl.checkpoint.extrapolated import extrapolate
+from scarctl.checkpoint.live_state import LiveState
+from scarctl.checkpoint.motion import Motion
+from scarctl.checkpoint.step_end import captured
+from scarctl.checkpoint.trend import Trend
 from scarctl.errors import UsageError
-from scarctl.layout import Layout
-from scarctl.live import LiveState
-from scarctl.motion import Motion
-from scarctl.outlook import parameters_of, rework_of
-from scarctl.policy import select, squared
-from scarctl.prediction import Outlook
-from scarctl.simulate.extrapolate import Extrapolator
+from scarctl.policy.select import select, squared
+from scarctl.recovery.forecast import parameters_of, rework_of
 from scarctl.simulate.study import Cell, Study
 from scarctl.simulate.workload import Workload
+from scarctl.state import codec
+from scarctl.state.extras import Extras
+from scarctl.state.layout import Layout
+from scarctl.state.torch_dtypes import torched
+from scarctl.state.version import pack, step_of
 from scarctl.store import Settings
-from scarctl.version import pack, step_of
+from scarctl.theory.rework import Outlook
+from scarctl.util.arrays import Ids
 
 PATIENCE = 4
-"""A run that needs so many times the iterations of the undisturbed one is given up."""
+"""A run is given up after so many times the iterations of the undisturbed one."""
 _SAME = 1e-6
-"""Relative difference of the metric up to which two runs of one seed count as the same."""
-
-Ids = NDArray[np.int64]
+"""Largest relative difference of the metric between two equal runs of one seed."""
 
 
 def run_trial(study: Study, workload: Workload, trial: int) -> dict[str, Any]:
-    """The trial's results as JSON values. `trial`: its number, which with the study's seed decides all chance.
+    """Run a trial and return its results as JSON values.
 
-    Raises UsageError when the workload does not converge, or is not what it should be.
+    trial: its number, which with the study's seed determines all random choices.
+    Raises UsageError when the workload does not converge, or a run of it is unusable.
     """
     words = np.random.SeedSequence([study.seed, trial]).generate_state(4, np.uint64).tolist()
     seed, shard_seed = words[0] >> 32, words[1] >> 2
@@ -81,10 +84,10 @@ def run_trial(study: Study, workload: Workload, trial: int) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class _Undisturbed:
     iterations: int
-    """Until the target was reached."""
+    """Iterations until the target was reached."""
     target: float
     metrics: list[float]
-    """After every iteration."""
+    """The metric after every iteration."""
 
 
 def _undisturbed(study: Study, workload: Workload, seed: int) -> _Undisturbed:
@@ -115,23 +118,32 @@ def _undisturbed(study: Study, workload: Workload, seed: int) -> _Undisturbed:
 
 
 def _failure(rate: float | None, iterations: int, chance: float) -> int:
-    """Iterations before the failure, 1..iterations-1: `chance` from 0 to 1 of a uniform or geometric distribution."""
+    """Return the iterations before the failure, 1..iterations-1, drawn by `chance` uniformly or geometrically."""
     if rate is None:
         return 1 + int(chance * (iterations - 1))
-    # What is left of the geometric distribution before the run has converged.
+    # The geometric distribution is truncated where the run has converged.
     within = -math.expm1((iterations - 1) * math.log1p(-rate))
     return min(iterations - 1, 1 + int(math.log1p(-chance * within) / math.log1p(-rate)))
 
 
 class _Keeper:
-    """A running checkpoint: one way of saving."""
+    """A running checkpoint of one way of saving."""
 
-    guess: Extrapolator | None = None
-    """What extrapolating recovery needs, where that is asked for."""
-
-    def __init__(self, layout: Layout, policy: str, fraction: Fraction, interval: int, seed: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        policy: str,
+        fraction: Fraction,
+        interval: int,
+        seed: int,
+        *,
+        extrapolates: bool = False,
+    ) -> None:
+        """extrapolates: keep what an extrapolating recovery needs."""
         self.every = int(interval * fraction)
         self.arena = Arena.anonymous(layout)
+        self._trend = Trend(layout) if extrapolates else None
+        self._movements = None if self._trend is None else Movements(None, layout, self._trend.groups)
         self.extras: tuple[str, Any] | None = None
         self._policy = policy
         self._budget = max(1, int(fraction * layout.nbytes))
@@ -145,7 +157,7 @@ class _Keeper:
         return int(step_of(self.arena.version).max())
 
     def live(self, adapter: Adapter) -> LiveState:
-        """The state as it is now, beside this checkpoint."""
+        """Return the live state next to this checkpoint's copies."""
         layout = self.arena.layout
         tensors = tensors_of(adapter, layout)
         if self._live is None:
@@ -153,12 +165,12 @@ class _Keeper:
         return self._live.with_tensors(dict(enumerate(tensors)))
 
     def save_all(self, adapter: Adapter, iteration: int) -> None:
-        """A full checkpoint, with extras: what a rollback goes back to."""
+        """Save everything with extras, for a rollback."""
         self._copy(self.live(adapter), np.arange(self.arena.layout.partitions), iteration)
         self.extras = _capture(adapter)
 
     def save(self, adapter: Adapter, iteration: int, norm: Norm) -> None:
-        """A checkpoint as `scarctl.engine` makes it."""
+        """Save a checkpoint as `scarctl.checkpoint.engine` does."""
         if self._policy == "full":
             self.save_all(adapter, iteration)
             return
@@ -178,14 +190,26 @@ class _Keeper:
         self._credit, self._cursor = chosen.credit, chosen.cursor
         self._copy(live, chosen.ids, iteration)
 
+    def load(self, adapter: Adapter, ids: Ids, iteration: int | None = None) -> None:
+        """Restore the partitions `ids`; iteration: extrapolate them to it."""
+        live = self.live(adapter)
+        if iteration is None:
+            live.load(ids)
+            return
+        assert self._trend is not None, "made with extrapolates=True"
+        assert self._movements is not None
+        extrapolate(live, self._trend, self._movements, ids, self.arena.version[ids], iteration)
+
     def _copy(self, live: LiveState, ids: Ids, iteration: int) -> None:
-        if self.guess is not None:
-            self.guess.before_save(live, ids, iteration)
-        live.save(ids, pack(self.arena.epoch, iteration))
+        if self._trend is not None:
+            self._trend.look(live.tensors, iteration)
+        live.save(ids, pack(self.arena.epoch, iteration), self._movements)
+        if self._trend is not None:
+            self._trend.saved(ids, iteration)
 
 
 class _Run:
-    """A run with running checkpoints beside it, up to its failure and again and again from there."""
+    """A run with its running checkpoints: trained to the failure once, and from there once per cell."""
 
     def __init__(self, study: Study, workload: Workload, seed: int) -> None:
         self._study = study
@@ -196,12 +220,12 @@ class _Run:
         self._adapter = _adapter(workload)
         self._keepers: dict[tuple[str, Fraction], _Keeper] = {}
         self._motions: dict[int, Motion] = {}
-        """By the iterations between two looks."""
+        """By the interval between two looks, in iterations."""
         self._aside: _Keeper | None = None
         self._failed_after = 0
 
     def train(self, iterations: int) -> float:
-        """Train up to the failure, and put the state aside; returns the metric there."""
+        """Train up to the failure, and set the state aside. Return the metric there."""
         ways = {(cell.policy, cell.fraction) for cell in self._study.cells()}
         for iteration in range(1, iterations + 1):
             self._workload.step(iteration)
@@ -209,10 +233,15 @@ class _Run:
                 # After the first step, as in a session: an optimizer has no moments before.
                 layout = layout_of(self._adapter, _cut(self._workload))
                 for policy, fraction in sorted(ways):
-                    keeper = _Keeper(layout, policy, fraction, self._study.interval, self._seed)
+                    keeper = _Keeper(
+                        layout,
+                        policy,
+                        fraction,
+                        self._study.interval,
+                        self._seed,
+                        extrapolates="extrapolate" in self._study.modes,
+                    )
                     keeper.save_all(self._adapter, 1)
-                    if "extrapolate" in self._study.modes:
-                        keeper.guess = Extrapolator(keeper.arena)
                     self._keepers[policy, fraction] = keeper
                     self._motions[keeper.every] = Motion(layout)
             else:
@@ -228,21 +257,17 @@ class _Run:
         return float(self._workload.metric())
 
     def fail(self, cell: Cell, shard_seed: int, undisturbed: _Undisturbed) -> tuple[int, float, bool]:
-        """Lose, recover and go on: rework cost, norm of the perturbation, and whether the target was reached at all."""
+        """Fail, recover and train on. Return rework, the perturbation's l2 norm, and whether the target was reached."""
         assert self._aside is not None, "it has not trained yet"
         _restore(self._aside, self._adapter)
         keeper = self._keepers[cell.policy, cell.fraction]
-        live = keeper.live(self._adapter)
         if cell.lost is None:
             _restore(keeper, self._adapter)
             iteration = keeper.step
         else:
-            lost = _lost(keeper.arena.layout, cell.lost, shard_seed)
-            live.load(lost)
-            if cell.mode == "extrapolate":
-                assert keeper.guess is not None, "it was asked for"
-                keeper.guess.restore(live, lost, self._failed_after)
             iteration = self._failed_after
+            lost = _lost(keeper.arena.layout, cell.lost, shard_seed)
+            keeper.load(self._adapter, lost, iteration if cell.mode == "extrapolate" else None)
         if recompute := getattr(self._workload, "recompute", None):
             recompute()
         moved = self._aside.live(self._adapter).distances()
@@ -256,13 +281,14 @@ class _Run:
 
     @property
     def rollback_steps(self) -> int | None:
-        """Iterations since the newest full checkpoint; None where there is none beside the run."""
+        """Iterations since the newest full checkpoint; None if the study saves none."""
         steps = [k.step for (policy, _), k in self._keepers.items() if policy == "full"]
         return self._failed_after - max(steps) if steps else None
 
     def predict(self, cell: Cell, shard_seed: int) -> dict[str, Any] | None:
-        """What a session would say at the failure of the rework that `cell` costs: from the distances of what is lost,
-        and from the ages of its copies alone. None for what is not predicted.
+        """Predict the rework of `cell` as a session would at the failure. None if its mode is not predicted.
+
+        The result has a prediction from the lost partitions' distances, and one from the ages of their copies alone.
         """
         if cell.mode != "partial" or cell.lost is None:
             return None
@@ -283,7 +309,7 @@ class _Run:
 
 
 def _lost(layout: Layout, share: Fraction, seed: int) -> Ids:
-    """The partitions of `share` of the state, by the rule that splits a state into shards."""
+    """Return the partitions of a `share` of the state, by the rule that splits a state into shards."""
     return np.flatnonzero(layout.shards(share.denominator, seed) < share.numerator)
 
 
@@ -295,7 +321,7 @@ def _adapter(workload: Workload) -> Adapter:
 
 
 def _cut(workload: Workload) -> Settings:
-    """How the workload wants its state cut."""
+    """Return the workload's partitioning."""
     rows = getattr(workload, "rows", None) or {}
     return Settings(
         partition_bytes=getattr(workload, "partition_bytes", None),
@@ -305,15 +331,13 @@ def _cut(workload: Workload) -> Settings:
 
 
 def _capture(adapter: Adapter) -> tuple[str, Any]:
-    """Extras as a commit would hold them: whatever becomes of the live objects, this stays."""
-    return extras_codec.encode(
-        {"early": plain(adapter.capture_early()), "late": plain(adapter.capture_late())}
-    )
+    """Return extras as a commit stores them, independent of the live objects."""
+    return codec.encode(captured(adapter).to_tree())
 
 
 def _restore(keeper: _Keeper, adapter: Adapter) -> None:
-    """The whole state as it was at a full checkpoint, extras included."""
-    assert keeper.extras is not None, "only a full checkpoint is gone back to"
+    """Restore the whole state of a full checkpoint, extras included."""
+    assert keeper.extras is not None, "only full checkpoints have extras"
     keeper.live(adapter).load(np.arange(keeper.arena.layout.partitions))
-    extras: Any = torched(extras_codec.decode(*keeper.extras))
-    adapter.restore(extras["early"], extras["late"])
+    extras = Extras.from_tree(torched(codec.decode(*keeper.extras)))
+    adapter.restore(extras.early, extras.late)

@@ -1,6 +1,6 @@
-"""A process that runs trials: `python -m scarctl.simulate.worker`, one line of JSON in and one out.
+"""Run trials in a process of their own: `python -m scarctl.simulate.worker`, one line of JSON in and one out.
 
-It ends when its input does, so it never outlives the process that started it, however that one died.
+The process ends when its input does, so it never outlives its parent process.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from scarctl.simulate.study import Study
 
 
 def main() -> None:
-    """Take the study, then numbers of trials; answer each with its result or an error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; whoever started us ends us
-    # What a workload prints must not come between the results.
+    """Read the study, then numbers of trials; answer each with its result or an error."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the parent process ends this one
+    # A workload's output must not mix with the results.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -64,7 +66,7 @@ def main() -> None:
 def _listen(lines: queue.SimpleQueue[str]) -> None:
     for line in sys.stdin:
         lines.put(line)
-    os._exit(0)  # also in the middle of a trial: nobody waits for it any more
+    os._exit(0)  # also within a trial: the parent process has ended
 
 
 if __name__ == "__main__":

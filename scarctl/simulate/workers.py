@@ -1,4 +1,4 @@
-"""Trials in several processes. A result depends on its trial's number alone, never on who ran it or when."""
+"""Run trials in several processes. A result depends on its trial's number alone, not on the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from scarctl.errors import ScarError, UsageError, by_kind
 from scarctl.simulate.study import Study
 
-# Sums in one order are the same on every machine, and the processes use the cores already.
+# One thread sums in one order on every machine. The processes use the cores already.
 _ONE_THREAD = dict.fromkeys(
     (
         "OMP_NUM_THREADS",
@@ -29,7 +29,7 @@ _ONE_THREAD = dict.fromkeys(
 
 
 class Workers:
-    """Processes that run a study's trials. Use it in a `with` statement: leaving it ends them."""
+    """Processes that run a study's trials. Leaving the `with` statement ends them."""
 
     def __init__(self, study: Study, jobs: int) -> None:
         """Start `jobs` processes. Raises UsageError when the first cannot load the workload."""
@@ -50,7 +50,7 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
-            process.kill()  # it keeps nothing: what it had finished is written down
+            process.kill()  # a worker keeps nothing: its finished results are written
         for process in self._processes:
             process.wait()
             for stream in (process.stdin, process.stdout):
@@ -59,7 +59,7 @@ class Workers:
                         stream.close()
 
     def run(self, trials: Iterable[int]) -> Iterator[dict[str, Any]]:
-        """Results as they come. Raises the first error of any trial."""
+        """Yield results as they come. Raises the first error of any trial."""
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         for trial in trials:
             waiting.put(trial)
@@ -86,13 +86,13 @@ class Workers:
             while True:
                 trial = waiting.get_nowait()
                 assert process.stdin is not None
-                with contextlib.suppress(BrokenPipeError):  # it has died: reading says so
+                with contextlib.suppress(BrokenPipeError):  # the process has died: the read below raises
                     process.stdin.write(f"{trial}\n")
                     process.stdin.flush()
                 done.put(self._answer(process)["result"])
         except queue.Empty:
             return
-        except BaseException as error:  # told to whoever waits for results
+        except BaseException as error:  # raised by `run`
             done.put(error)
 
     def _start(self) -> subprocess.Popen[str]:
@@ -116,7 +116,7 @@ class Workers:
             what = f"by signal {-code}" if code < 0 else f"with exit code {code}"
             raise ScarError(
                 f"a process that ran trials ended {what}",
-                hint="was there enough memory? --jobs 1 needs the least",
+                hint="if memory ran out, use --jobs 1",
                 kind="worker-died",
             )
         answer: dict[str, Any] = json.loads(line)

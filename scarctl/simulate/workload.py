@@ -1,4 +1,4 @@
-"""What `scarctl simulate` runs: a training loop that can be started again, cut into its steps."""
+"""Define and load workloads: training loops that `scarctl simulate` can restart and step."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ METHODS = ("reset", "state", "step", "metric")
 
 
 class Workload(Protocol):
-    """A training run. The object that a factory returns; it need not inherit from this.
+    """A training run, returned by a factory. It need not inherit from this class.
 
-    The same seed has to give the same run: all that a step changes is in `state`, in `extras`, or follows from the
-    number of the iteration. So batches are chosen by that number, and a run that goes back sees again what it saw.
+    The same seed must give the same run: everything that a step changes is in `state`, in `extras`, or follows from the
+    iteration's number. So choose batches by that number: a run that goes back repeats its batches.
 
     Optional attributes:
 
         extras           dict of more objects with a state (see `scarctl.attach`), such as a numpy Generator
-        target           the metric to reach; default: what the undisturbed run has after `iterations`
-        norm             "l2" (default), "rms", "relative", or a function (see `scarctl.distance`)
+        target           the metric to reach; default: that of the undisturbed run after `iterations`
+        norm             "l2" (default), "rms", "relative", or a function (see `scarctl.checkpoint.distance`)
         partition_bytes, rows, by_layer
-                         how the state is cut, as for `scarctl.attach`
-        recompute        method called after every recovery: makes again what follows from `state` and is no part of it
+                         the partitioning, as for `scarctl.attach`
+        recompute        method called after every recovery: recomputes what follows from `state` and is not in it
     """
 
     iterations: int
-    """Of an undisturbed run: about as many as it takes to converge."""
+    """Iterations of an undisturbed run: about as many as it takes to converge."""
 
     def reset(self, seed: int) -> None:
-        """Start again, with the state, batches and noise of this seed."""
+        """Restart with the state, batches and noise of this seed."""
 
     def state(self) -> Any:
-        """What `scarctl.attach` would be given: a dict of numpy arrays, a module, or a pair (module, optimizer)."""
+        """Return what `scarctl.attach` takes: a dict of numpy arrays, a module, or a pair (module, optimizer)."""
 
     def step(self, iteration: int) -> None:
-        """One iteration; the first is 1."""
+        """Run one iteration; the first is 1."""
 
     def metric(self) -> float:
-        """How good the state is: the lower the better. Changes nothing."""
+        """Return the metric of the state, lower is better. Changes nothing."""
 
 
 def check_name(name: str) -> None:
@@ -52,14 +52,15 @@ def check_name(name: str) -> None:
     module, colon, factory = name.partition(":")
     if not (colon and factory.isidentifier() and all(part.isidentifier() for part in module.split("."))):
         raise UsageError(
-            f"{name!r} does not name a workload", hint="give module:factory, such as mypackage.workload:build"
+            f"{name!r} is not a workload", hint="give module:factory, such as mypackage.workload:build"
         )
 
 
 def load(name: str, data: str | None) -> Workload:
-    """The workload that `module:factory` makes; the current folder is looked in first.
+    """Return the workload that `module:factory` makes. The current folder comes first on the import path.
 
-    The factory is called with the folder of `--data` when that is given, else with nothing. Raises UsageError.
+    data: folder passed to the factory; None: the factory takes no argument. Raises UsageError for a name without a
+    factory, a factory that fails, and an object that is not a workload.
     """
     factory = _factory(name)
     try:
@@ -73,7 +74,7 @@ def load(name: str, data: str | None) -> Workload:
 
 
 def source_digest(name: str) -> str:
-    """SHA-256 of the file that the factory is in, "" when it has none: another program has other results."""
+    """Return the SHA-256 of the factory's file, "" if it has none: results depend on the program."""
     try:
         path = inspect.getsourcefile(_factory(name))
     except TypeError:
@@ -92,7 +93,7 @@ def _factory(name: str) -> Callable[..., Any]:
     except Exception as error:
         raise UsageError(
             f"{module} cannot be imported: {type(error).__name__}: {error}",
-            hint="it is looked for in the current folder and among the installed packages",
+            hint="the module must be in the current folder or installed",
             kind="no-workload",
         ) from error
     if not callable(found):
@@ -105,7 +106,7 @@ def _check(name: str, workload: Any) -> None:
     if missing:
         raise UsageError(
             f"{name} made a {type(workload).__name__} without {', '.join(missing)}",
-            hint="see scarctl.simulate.Workload for what it has to have",
+            hint="see scarctl.simulate.Workload for its methods",
             kind="no-workload",
         )
     iterations = getattr(workload, "iterations", None)

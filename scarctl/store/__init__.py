@@ -1,14 +1,15 @@
 """The store: segments, logs, indexes, and the protocol that commits to them. Format: docs/FORMAT.md."""
 
+from scarctl.store.backends.base import Blobs, InDoubt
+from scarctl.store.backends.local import LocalBlobs
 from scarctl.store.backing import backed_shards, check_backed
-from scarctl.store.blob import Blobs, InDoubt
 from scarctl.store.check import Problem, Report, verify
-from scarctl.store.fetch import Batch
 from scarctl.store.gc import Collector
-from scarctl.store.local import LocalBlobs
+from scarctl.store.read import Batch
 from scarctl.store.record import Record
 from scarctl.store.segment import SegmentRef, Source
 from scarctl.store.settings import Settings
+from scarctl.store.shard_state import Damage, ShardState
 from scarctl.store.snapshot import (
     SealedSet,
     Snapshot,
@@ -18,7 +19,6 @@ from scarctl.store.snapshot import (
     sealed_sets,
     snapshots,
 )
-from scarctl.store.state import Damage, ShardState
 from scarctl.store.store import Part, Store
 from scarctl.store.topology import (
     Topology,
@@ -27,7 +27,7 @@ from scarctl.store.topology import (
     newest_topology,
     topology_epochs,
 )
-from scarctl.store.writer import StoreWriter
+from scarctl.store.writer import StoreWriter, open_writer
 
 __all__ = [
     "Batch",
@@ -56,6 +56,7 @@ __all__ = [
     "create_topology",
     "delete_snapshot",
     "newest_topology",
+    "open_writer",
     "read_snapshot",
     "sealed_sets",
     "snapshots",

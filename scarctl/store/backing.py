@@ -1,4 +1,4 @@
-"""What a store's files back: a layout of a few bytes may claim any number of partitions.
+"""Bound what a store's files can back: a layout of a few bytes may claim any number of partitions.
 
 Every member of a shard takes bytes in a file whose checksum was verified. A layout that claims far more partitions than
 there are members is refused before there is an array over all of them.
@@ -11,9 +11,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.layout import Layout
+from scarctl.state.layout import Layout
 from scarctl.store.format import corrupt, layout_path
-from scarctl.store.state import ShardState
+from scarctl.store.shard_state import ShardState
 from scarctl.store.store import Store
 
 FREE = 1 << 20
@@ -38,7 +38,8 @@ def check_backed(store: Store, states: Iterable[ShardState]) -> None:
 
 
 def backed_shards(store: Store, layout: Layout) -> NDArray[np.int32]:
-    """Shard of every partition (`Store.shard_of`), if files back so many. Reads states only if the layout is large.
+    """Return the shard of every partition (`Store.shard_of`), if files back so many. Reads states only if the layout is
+    large.
 
     Raises what `check_backed` raises.
     """

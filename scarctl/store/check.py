@@ -1,4 +1,4 @@
-"""Checking a whole store: every record, chain, index, segment and, on request, every byte of data."""
+"""Check a whole store: every record, chain, index and segment and, on request, every byte of data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from scarctl.errors import Corruption, UsageError
-from scarctl.layout import Layout
+from scarctl.state.layout import Layout
 from scarctl.store.format import (
     SETTINGS,
     corrupt,
@@ -20,25 +20,23 @@ from scarctl.store.format import (
     snapshot_path,
     topology_path,
 )
+from scarctl.store.index import Index, parse_index, read_index
 from scarctl.store.log import ShardLog
 from scarctl.store.record import Record
 from scarctl.store.segment import (
     COLUMNS,
-    SegmentReader,
     SegmentRef,
     Tail,
     by_group,
-    open_segment,
     partition_checksums,
     positions,
-    read_tail,
 )
+from scarctl.store.segment_reader import SegmentReader, open_segment, read_tail
 from scarctl.store.snapshot import read_snapshot, snapshot_names, snapshots
-from scarctl.store.spans import Ids
-from scarctl.store.state import Index, parse_index, read_index
 from scarctl.store.store import Store
 from scarctl.store.subset import PIECE, Subset
 from scarctl.store.topology import read_topology, topology_epochs
+from scarctl.util.arrays import Ids
 
 Progress = Callable[[int, int], None]
 """Called with `(bytes done, bytes in all)`."""
@@ -49,7 +47,7 @@ _ATTEMPTS = 8
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong with a file; `partition` is the name of the partition whose copy is damaged, if it is
+    """Describe a fault of a file; `partition` is the name of the partition whose copy is damaged, if it is
     one.
     """
 
@@ -60,7 +58,7 @@ class Problem:
 
 @dataclass
 class Report:
-    """What `verify` found. `files` and `bytes` were looked at; `orphans` are segments that no record names:
+    """List what `verify` found. `files` and `bytes` were looked at; `orphans` are segments that no record names:
     harmless.
 
     At most 1,000 partitions are named per segment and reason; `damaged_partitions` counts all.
@@ -84,7 +82,7 @@ class Report:
 def verify(
     store: Store, *, read_data: bool, subset: Subset | None = None, progress: Progress | None = None
 ) -> Report:
-    """Checks all that the store holds, also copies that are not the newest. Damage goes into the report.
+    """Check all that the store holds, also copies that are not the newest. Damage goes into the report.
 
     read_data: also read all data and compare every partition's checksum. subset: only this part of the data.
 
@@ -139,7 +137,7 @@ class _Check:
         self._count(path)
 
     def _given_up(self, log: ShardLog, seq: int) -> bool:
-        """Whether nobody needs record `seq` and what it names any more: a writer may have deleted it meanwhile."""
+        """Return whether record `seq` and what it names are needed no more: a writer may have deleted them."""
         if seq >= self._boundary(log):
             return False
         if seq not in self.pinned.get(log.shard, set()):
@@ -150,7 +148,7 @@ class _Check:
         return seq not in self.pinned[log.shard]
 
     def _boundary(self, log: ShardLog) -> int:
-        """The boundary of now, as the newest record says that can be read."""
+        """Return the boundary of now, as the newest record says that can be read."""
         with contextlib.suppress(Corruption):
             newest = log.newest()
             return 0 if newest is None else newest.boundary
@@ -160,7 +158,7 @@ class _Check:
         return 0
 
     def _layout(self, digest: str) -> Layout | None:
-        """A layout, None if it is missing or damaged: then that is noted, once."""
+        """Return a layout, None if it is missing or damaged: then that is noted, once."""
         if digest not in self.layouts:
             self.layouts[digest] = None
             with self._noting(layout_path(digest)):
@@ -200,7 +198,7 @@ class _Check:
     # --- logs -----------------------------------------------------------------------------------------------
 
     def _shard(self, log: ShardLog) -> None:
-        # Listed before the records: a run that goes on meanwhile adds a record first, then its index.
+        # Listed before the records: a run that continues meanwhile adds a record first, then its index.
         indexes = log.indexes()
         records = self._records(log, indexes)
         numbers = sorted(records)
@@ -274,7 +272,7 @@ class _Check:
         return found
 
     def _newest(self, log: ShardLog) -> tuple[dict[int, int], dict[int, Record]]:
-        """Sizes of the records there are, and the newest of them, read before it can be collected."""
+        """Return the sizes of the records there are, and the newest of them, read before it can be collected."""
         for _ in range(_ATTEMPTS):
             files = log.files()
             newest = max(files, default=-1)
@@ -307,7 +305,7 @@ class _Check:
         kind: str | None,
         named_by: Record | int,
     ) -> None:
-        """Checks a segment that a record or (by its number) an index names.
+        """Check a segment that a record or (by its number) an index names.
 
         kind: None when only the segment itself says it.
         """
@@ -356,7 +354,7 @@ class _Check:
         self._count(path, ref.nbytes)
 
     def _data(self, segment: SegmentReader, name: str, layout: Layout, tail: Tail) -> Iterator[Ids]:
-        """Partitions whose bytes are not those that were saved."""
+        """Yield the partitions whose bytes are not those that were saved."""
         ids, sums = tail.ids, tail.checksums
         assert sums is not None
         place = positions(layout, ids)
@@ -385,5 +383,5 @@ class _Check:
 
 
 def store_bytes(store: Store) -> int:
-    """Bytes of all files in the store."""
+    """Return the bytes of all files in the store."""
     return store.usage({})["bytes"]

@@ -1,4 +1,4 @@
-"""Checksums of partitions: 64 bits each, computed over arrays of partitions (docs/FORMAT.md, section 5).
+"""Compute checksums of partitions: 64 bits each, over whole arrays of partitions (docs/FORMAT.md, section 5).
 
 Pieces of 4 KiB and more are hashed one by one with XXH3. Smaller ones would cost more in calls than in bytes,
 so they are hashed together: multilinear hashing over 32-bit words (Lemire and Kaser, "Strongly universal
@@ -42,7 +42,7 @@ def tensor_constant(t: int) -> np.uint64:
 
 
 def hash_rows(rows: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """Hashes of small pieces of equal length: uint8[n, L] with L < 4096, C-contiguous -> uint64[n]."""
+    """Hash small pieces of equal length: uint8[n, L] with L < 4096, C-contiguous -> uint64[n]."""
     count, length = rows.shape
     words = -(-length // 4)
     out = np.zeros(count, np.uint64)
@@ -66,7 +66,7 @@ def hash_rows(rows: NDArray[np.uint8]) -> NDArray[np.uint64]:
 
 
 def hash_pieces(data: NDArray[np.uint8], piece: int, count: int) -> NDArray[np.uint64]:
-    """Hashes of `count` pieces that lie one after another in `data` (uint8, one dimension, C-contiguous).
+    """Hash `count` pieces that lie one after another in `data` (uint8, one dimension, C-contiguous).
 
     `piece` is the length of a full piece in bytes; the last of them may be shorter.
     """

@@ -1,4 +1,4 @@
-"""Compaction: which copies to move so that mostly dead segments can be deleted (docs/FORMAT.md, section 9).
+"""Choose which copies to move so that mostly dead segments can be deleted (docs/FORMAT.md, section 9).
 
 A segment whose copies are about to be replaced anyway is not worth moving: it dies by itself. So what a segment is
 worth is its dead bytes per byte to be moved, times how long the copies to be moved will live. How long a copy lives is
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.layout import Layout
+from scarctl.state.layout import Layout
+from scarctl.state.version import step_of
 from scarctl.store.segment import ascending, by_group, full_piece
-from scarctl.store.spans import Bytes, Ids
-from scarctl.store.state import ShardState
+from scarctl.store.shard_state import ShardState
 from scarctl.store.store import Store
-from scarctl.version import step_of
+from scarctl.util.arrays import Bytes, Ids
 
 LONG = 64.0
 """Commits that any copy is thought to live at most: nobody knows the future better."""
@@ -48,7 +48,7 @@ class Lives:
         self._last = step
 
     def left(self, state: ShardState, at: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Commits after which each of the members `at` will probably have another copy."""
+        """Return the commits after which each of the members `at` will probably have another copy."""
         now = max(self._last, state.step)
         age = np.maximum(now - step_of(state.version[at]), 0)
         known = self.between[at] if len(self.between) == len(state.ids) else np.full(len(at), -1)
@@ -59,20 +59,20 @@ class Lives:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What the files of one shard hold, in bytes."""
+    """Divide the bytes of one shard's files by their use."""
 
     total: int
     """All files."""
     live: int
     """Newest copies."""
     pinned: int
-    """What else the segments of kept sealed states have: it cannot be reclaimed."""
+    """Other copies in segments of kept sealed states: they cannot be reclaimed."""
     dead: int
     """Segments without a newest copy that nothing keeps: only to be deleted."""
 
 
 def live_bytes(layout: Layout, state: ShardState) -> NDArray[np.int64]:
-    """Bytes of newest copies in each of the state's segments."""
+    """Return the bytes of newest copies in each of the state's segments."""
     at = np.flatnonzero(state.segment >= 0)
     weights = layout.bytes_of(state.ids[at]).astype(np.float64)
     return np.bincount(state.segment[at], weights, len(state.segments)).astype(np.int64)
@@ -87,7 +87,8 @@ def choose(
     free: int,
     limit: int,
 ) -> Ids:
-    """Members (their places in the arrays) to move, so that segments of about `free` dead bytes can be deleted.
+    """Return the members (their places in the arrays) to move, so that segments of about `free` dead bytes can be
+    deleted.
 
     At most about `limit` bytes are moved. Segments in `kept`, and the one with the newest extras, stay.
     """
@@ -121,7 +122,7 @@ def choose(
 
 
 def parts(state: ShardState, layout: Layout, lives: Lives, at: Ids) -> list[Ids]:
-    """The members `at` split into new segments: together what will probably be replaced at about the same time."""
+    """Split the members `at` into new segments: together what will probably be replaced at about one time."""
     nbytes = int(layout.bytes_of(state.ids[at]).sum())
     count = int(np.clip(nbytes // SMALLEST, 1, min(PARTS, len(at))))
     order = at[np.argsort(lives.left(state, at), kind="stable")]
@@ -132,7 +133,7 @@ def parts(state: ShardState, layout: Layout, lives: Lives, at: Ids) -> list[Ids]
 def read_pieces(
     store: Store, state: ShardState, layout: Layout, ids: Ids
 ) -> tuple[Ids, dict[tuple[int, int], Bytes], list[str]]:
-    """The copies of `ids` (ascending) that are intact, as a new segment wants them; and why others are not."""
+    """Return the copies of `ids` (ascending) that are intact, as a new segment wants them; and why others are not."""
     bad: list[tuple[Ids, str]] = []
     found: dict[int, list[tuple[Ids, list[Bytes]]]] = {}
     for batch in store.read(state, ids, corrupt=bad):

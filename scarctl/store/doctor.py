@@ -1,4 +1,4 @@
-"""What a place for a store guarantees, and how fast it is: measured, not believed.
+"""Measure what a place for a store guarantees, and how fast it is.
 
 All that is made lies in one folder of its own, and is deleted at the end.
 """
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scarctl.errors import NoStore, ScarError, Unavailable
-from scarctl.store.address import Address
-from scarctl.store.blob import Blobs
-from scarctl.store.probe import RACERS, ROUNDS, create_twice, probe_name, race
-from scarctl.store.store import blobs_at
+from scarctl.store.backends.address import Address
+from scarctl.store.backends.base import Blobs
+from scarctl.store.backends.connect import blobs_at
+from scarctl.store.backends.probe import RACERS, ROUNDS, create_twice, probe_name, race
 
 SMALL_BYTES = 1_000
 """About as long as a record."""
@@ -55,7 +55,7 @@ class Latency:
 
 @dataclass(slots=True)
 class Diagnosis:
-    """What was found. Bandwidths are bytes per second."""
+    """Findings about a place. Bandwidths are bytes per second."""
 
     where: str
     local: bool
@@ -67,7 +67,7 @@ class Diagnosis:
     write_bandwidth: float | None = None
     read_bandwidth: float | None = None
     left_behind: list[str] = field(default_factory=list)
-    """What could not be deleted."""
+    """Files that could not be deleted."""
 
     @property
     def sound(self) -> bool:
@@ -110,7 +110,7 @@ def diagnose(
     progress: Progress | None = None,
     seconds: float = SECONDS,
 ) -> Diagnosis:
-    """Tries out the place at `url`, whether or not there is a store.
+    """Try out the place at `url`, whether or not there is a store.
 
     rounds: of races. large_bytes: of the file that bandwidth is measured with. progress: called with what comes next.
     seconds: after which a remote place counts as not answering.
@@ -126,7 +126,7 @@ def diagnose(
 
 @contextmanager
 def _ends(blobs: Blobs, address: Address, seconds: float) -> Iterator[None]:
-    """Nothing is waited for after that time, or after an interruption: not for what is tidied up then, either."""
+    """Wait for nothing after that time, or after an interruption; not for tidying up, either."""
     late = threading.Event()
 
     def hurry() -> None:
@@ -155,23 +155,23 @@ def _diagnose(
 ) -> Diagnosis:
     blobs.top()  # whether there is such a place at all
     found = Diagnosis(str(address.root or address.shown), address.root is not None, blobs.has("scarctl.json"))
-    tell = progress or (lambda _: None)
+    report = progress or (lambda _: None)
     with _folder(blobs, address, found) as folder:
-        tell("creating the same file twice")
+        report("creating the same file twice")
         why = blobs.why_not_exclusive() or create_twice(blobs, f"{folder}/twice")
         found.checks.append(
             Check("exclusive-create", why is None, why or "creating a file twice fails the second time")
         )
         blobs.exclusive = why is None
         if why is None:
-            tell(f"{RACERS} racers, {rounds} rounds")
+            report(f"{RACERS} racers, {rounds} rounds")
             found.checks.append(_races(blobs, folder, rounds, found))
-        tell("reading and listing after writing")
+        report("reading and listing after writing")
         found.checks += [_read_after_write(blobs, folder), _list_after_write(blobs, folder)]
         found.checks += [_unfinished(blobs, folder)]
-        tell("latency")
+        report("latency")
         found.put, found.get = _latency(blobs, folder)
-        tell("bandwidth")
+        report("bandwidth")
         found.checks.append(_bandwidth(blobs, folder, large_bytes, found))
     return found
 

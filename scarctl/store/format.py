@@ -1,4 +1,4 @@
-"""Names, limits, canonical JSON and the safetensors header: everything about bytes that needs no file.
+"""Define names, limits, canonical JSON and the safetensors header: everything about bytes that needs no file.
 
 All parsing here takes hostile input: sizes are limited before parsing, shapes are multiplied as Python
 integers and never allocated, and every failure is a `Corruption` that names the file.
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from scarctl.errors import Corruption
-from scarctl.jsonsize import MAX_CONTAINERS, MAX_VALUES, too_much
-from scarctl.layout import DTYPES
+from scarctl.state.layout import DTYPES
+from scarctl.util.json_size import MAX_CONTAINERS, MAX_VALUES, too_much
 
 FORMAT = 1
 
@@ -54,7 +54,7 @@ _HEAL = "the file is damaged or was changed by something else; `scarctl verify` 
 
 
 def corrupt(file: object, reason: str) -> Corruption:
-    """A `Corruption` that names the file."""
+    """Return a `Corruption` that names the file."""
     return Corruption(f"{file}: {reason}", hint=_HEAL)
 
 
@@ -62,7 +62,7 @@ def corrupt(file: object, reason: str) -> Corruption:
 
 
 def check_name(name: str) -> None:
-    """Raises Corruption unless `name` is a relative path of strict components."""
+    """Raise Corruption unless `name` is a relative path of strict components."""
     if not all(_COMPONENT.fullmatch(part) for part in name.split("/")):
         raise Corruption(f"{name!r} is not the name of a file in a store", hint=_HEAL)
 
@@ -110,7 +110,7 @@ def epoch_of_topology(file: str) -> int | None:
 
 
 def lock_path(shard: int) -> str:
-    """The lock of a shard that a process of its own writes to."""
+    """Return the lock of a shard that a process of its own writes to."""
     return f"shards/{shard}/{LOCK}"
 
 
@@ -126,7 +126,7 @@ def epoch_of_segment(name: str) -> int:
 
 
 def shard_of_segment(path: str) -> tuple[int, int] | None:
-    """Shard and epoch of a segment, from its path in the store; None for any other path."""
+    """Return the shard and epoch of a segment, from its path in the store; None for any other path."""
     parts = path.split("/")
     if len(parts) != 4 or (parts[0], parts[2]) != ("shards", "seg") or not is_segment_name(parts[3]):
         return None
@@ -143,7 +143,7 @@ def shard_of_folder(name: str) -> int | None:
 
 
 def seq_of_record(name: str) -> int | None:
-    """Sequence number of a record's file name, None for any other name."""
+    """Return the sequence number of a record's file name, None for any other name."""
     match = _RECORD.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -162,7 +162,7 @@ def digest_of_layout(name: str) -> str | None:
 
 
 def canonical(obj: object) -> bytes:
-    """Canonical JSON: sorted keys, no white space, ASCII. Raises ValueError for NaN and infinity."""
+    """Return canonical JSON: sorted keys, no white space, ASCII. Raises ValueError for NaN and infinity."""
     return json.dumps(obj, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode(
         "ascii"
     )
@@ -174,14 +174,16 @@ def checksum(obj: Mapping[str, Any]) -> str:
 
 
 def dump_json(obj: Mapping[str, Any]) -> bytes:
-    """Canonical JSON of `obj` with `checksum` added: the SHA-256 of the canonical JSON without it."""
+    """Return canonical JSON of `obj` with `checksum` added: the SHA-256 of the canonical JSON without it."""
     return canonical({**obj, "checksum": checksum(obj)})
 
 
 def parse_json(
     data: bytes | str, what: object, *, containers: int = MAX_CONTAINERS, values: int = MAX_VALUES
 ) -> Any:
-    """Strict JSON: no duplicate keys, no NaN or infinity, no absurd nesting, sizes or numbers. Raises Corruption."""
+    """Return strict JSON: no duplicate keys, no NaN or infinity, no absurd nesting, sizes or numbers. Raises
+    Corruption.
+    """
     if reason := too_much(data, containers=containers, values=values):
         raise corrupt(what, reason)
 
@@ -205,9 +207,9 @@ def parse_json(
 def load_json(
     data: bytes, what: object, *, containers: int = MAX_CONTAINERS, values: int = MAX_VALUES
 ) -> dict[str, Any]:
-    """The object in a JSON file of the store, its checksum, canonical form and format number verified.
+    """Return the object in a JSON file of the store, its checksum, canonical form and format number verified.
 
-    containers, values: the most that it may have of them; see `scarctl.jsonsize`.
+    containers, values: the most that it may have of them; see `scarctl.util.json_size`.
     """
     obj = parse_json(data, what, containers=containers, values=values)
     if not isinstance(obj, dict):
@@ -223,7 +225,7 @@ def load_json(
 
 
 def check_format(value: object, what: object) -> None:
-    """Raises Corruption unless this code can read format number `value`."""
+    """Raise Corruption unless this code can read format number `value`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise corrupt(what, "it has no format number")
     if value > FORMAT:
@@ -299,7 +301,7 @@ class Header:
     """Bytes of the length word and the header: where the data begin."""
 
     def entry(self, name: str, dtype: str, shape: tuple[int, ...], what: object) -> Entry:
-        """The tensor `name`, which must have this dtype and shape (-1: any length)."""
+        """Return the tensor `name`, which must have this dtype and shape (-1: any length)."""
         found = self.tensors.get(name)
         if found is None:
             raise corrupt(what, f"tensor {name!r} is missing")
@@ -314,7 +316,7 @@ class Header:
 
 
 def nbytes(dtype: str, shape: Iterable[int]) -> int:
-    """Bytes of a tensor, as an exact integer."""
+    """Return the bytes of a tensor, as an exact integer."""
     size = DTYPES[dtype]
     for n in shape:
         size *= n
@@ -322,7 +324,7 @@ def nbytes(dtype: str, shape: Iterable[int]) -> int:
 
 
 def dump_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Header:
-    """Places `(name, dtype, shape)` one after another. `encode_header` gives the bytes."""
+    """Place `(name, dtype, shape)` one after another. `encode_header` gives the bytes."""
     placed: dict[str, Entry] = {}
     offset = 0
     for name, dtype, shape in tensors:
@@ -336,7 +338,7 @@ def dump_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: M
 
 
 def encode_header(header: Header) -> bytes:
-    """Length word and JSON, padded with spaces so that the data begin at a multiple of 8."""
+    """Return the length word and JSON, padded with spaces so that the data begin at a multiple of 8."""
     obj: dict[str, Any] = {"__metadata__": header.metadata}
     for name, e in header.tensors.items():
         offsets = [e.start - header.length, e.stop - header.length]
@@ -347,7 +349,7 @@ def encode_header(header: Header) -> bytes:
 
 
 def header_length(prefix: bytes, file_size: int, what: object) -> int:
-    """Bytes of length word and header, from a file's first 8 bytes. Checked before anything is read or
+    """Return the bytes of length word and header, from a file's first 8 bytes. Checked before anything is read or
     parsed.
     """
     if len(prefix) < 8:
@@ -361,7 +363,7 @@ def header_length(prefix: bytes, file_size: int, what: object) -> int:
 
 
 def parse_header(data: bytes, file_size: int, what: object) -> Header:
-    """Parses length word and header (`data`, exactly). The tensors must fill the rest of the file without
+    """Parse length word and header (`data`, exactly). The tensors must fill the rest of the file without
     holes.
     """
     length = header_length(data, file_size, what)

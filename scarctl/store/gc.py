@@ -1,9 +1,10 @@
-"""Keeping a store small beside its own commits: the `Collector` of the live writer (docs/FORMAT.md, section 9).
+"""Keep a store small while its writer commits: move copies, then delete files (docs/FORMAT.md, section 9).
 
-A turn is a bounded piece of work on one shard: move some copies out of mostly dead segments, write an index, commit a
-record that moves the boundary, and only then delete what nothing from the boundary on can reach. What is garbage once
-is garbage for ever: new records only name new segments, and a roll-back goes to what was kept. So it may be deleted
-late, or twice, or by the next writer.
+A turn is a bounded piece of work on one shard. It moves some copies out of mostly dead segments, writes an index, and
+commits a record that moves the boundary. Only then it deletes what nothing from the boundary on can reach.
+
+What is garbage once is garbage for ever: new records only name new segments, and a roll-back goes to what was kept. So
+it may be deleted late, or twice, or by the next writer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scarctl.errors import Corruption, ScarError, UsageError
-from scarctl.store.compact import Lives, Space, choose, live_bytes, parts, read_pieces
+from scarctl.store.compact import Space, choose, live_bytes, parts, read_pieces
 from scarctl.store.format import (
     corrupt,
     epoch_of_segment,
@@ -28,14 +29,16 @@ from scarctl.store.format import (
     shard_folder,
     shard_of_segment,
 )
+from scarctl.store.index import INDEX_BYTES
+from scarctl.store.ledger import ShardFiles
 from scarctl.store.log import ShardLog
 from scarctl.store.record import Record
-from scarctl.store.segment import SegmentRef, Tail
+from scarctl.store.segment import SegmentRef
+from scarctl.store.shard_state import ShardState
 from scarctl.store.snapshot import SealedSet, sealed_sets, settle_snapshots, snapshots
-from scarctl.store.state import ShardState
 from scarctl.store.store import Store
 from scarctl.store.topology import complete_sets
-from scarctl.store.writer import INDEX_BYTES, StoreWriter
+from scarctl.store.writer import StoreWriter
 
 _log = logging.getLogger(__name__)
 
@@ -54,12 +57,11 @@ FLOOR = 128 << 10
 
 @dataclass
 class _Shard:
-    """What a collector knows about a shard's files, without looking."""
+    """Hold what a collector knows about a shard's files without listing them."""
 
-    total: int = 0
-    live: int = 0
-    lives: Lives = field(default_factory=Lives)
-    look_at: int = 0
+    files: ShardFiles
+    """The writer's account of them."""
+    look_at: int
     """Bytes from which on it is worth a closer look."""
     garbage: list[tuple[str, int]] = field(default_factory=list)
     """Files to be deleted, in this order, and their bytes; nothing can reach them any more."""
@@ -69,7 +71,7 @@ class _Shard:
 
 @dataclass
 class Work:
-    """What a collector has done."""
+    """Count what a collector has done."""
 
     turns: int = 0
     moved_bytes: int = 0
@@ -78,12 +80,12 @@ class Work:
 
 
 class Collector:
-    """Collects and compacts for one writer, in the writer's thread. Made right after the writer."""
+    """Collect and compact for one writer, in its thread. Several collectors of a writer share its ledger."""
 
     def __init__(
         self, writer: StoreWriter, *, ratio: float = RATIO, floor: int = FLOOR, turn_bytes: int = TURN_BYTES
     ) -> None:
-        """Raises UsageError for a ratio that cannot be reached."""
+        """Raise UsageError for a ratio that cannot be reached."""
         if ratio < 1.1:
             raise UsageError(
                 f"a store cannot be kept at {ratio} times its live bytes", hint="give 1.1 or more"
@@ -97,27 +99,13 @@ class Collector:
         self._shards: dict[int, _Shard] = {}
         self._pins: dict[tuple[int, int], frozenset[str]] = {}  # segments of a kept state
         self._aborted = False
-        writer.observer = self
-
-    # -- what the writer tells -----------------------------------------------------------------------------------
-
-    def committing(self, record: Record, tail: Tail | None) -> None:
-        """See `Observer`."""
-        if record.kind == "commit" and tail is not None and record.shard in self._shards:
-            state = self._writer.states[record.shard]
-            self._shards[record.shard].lives.saved(state, state.find(tail.ids), record.step)
-
-    def wrote(self, shard: int, path: str, nbytes: int) -> None:
-        """See `Observer`."""
-        if shard in self._shards:
-            self._shards[shard].total += nbytes
 
     # -- turns ---------------------------------------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """One bounded piece of work, if there is any; returns whether there may be more.
+        """Do one bounded piece of work, if there is any; return whether there may be more.
 
-        Raises Fenced and what else `StoreWriter.commit` raises; nothing is lost then, and a later turn goes on.
+        Raises Fenced and what else `StoreWriter.commit` raises; nothing is lost then, and a later turn continues.
         """
         self._abort_dead()
         for shard in self._writer.states:
@@ -125,18 +113,19 @@ class Collector:
             if known.garbage:
                 self._delete(shard)
                 return True
-            if known.total > known.look_at and (self._work(shard) or known.garbage):
+            if known.files.total > known.look_at and (self._work(shard) or known.garbage):
                 return True
         return False
 
     def settle(self) -> None:
-        """Turns until there is nothing left to do."""
+        """Run turns until nothing is left to do."""
         while self.turn():
             pass
 
     def collect(self, keep: Iterable[SealedSet] = ()) -> None:
-        """Collects all that can be collected, in all shards, whatever the ratio; `keep`: sealed sets beside the usual
-        ones. Compacts what is still beyond the ratio.
+        """Collect all that can be collected, in all shards, whatever the ratio. Compact what is still beyond the ratio.
+
+        keep: sealed sets in addition to the usual ones.
         """
         keep = tuple(keep)
         self._abort_dead()
@@ -152,7 +141,7 @@ class Collector:
                     self._delete(shard)
 
     def space(self, shard: int, keep: Iterable[SealedSet] = ()) -> Space:
-        """What the files of a shard hold."""
+        """Return what the files of a shard hold."""
         state = self._writer.states[shard]
         known = self._known(shard)
         used = live_bytes(self._writer.layout, state)
@@ -165,11 +154,10 @@ class Collector:
                 pinned += size - by_name.get(name, 0)
             elif not by_name.get(name) and name != extras:
                 dead += size
-        known.live = int(used.sum())
-        return Space(known.total, known.live, pinned, dead)
+        return Space(known.files.total, int(used.sum()), pinned, dead)
 
     def _abort_dead(self) -> None:
-        """Throws away, once, what earlier writers had begun to upload. What fails here is left to the next writer."""
+        """Throw away, once, what earlier writers had begun to upload. What fails here is left to the next writer."""
         if self._aborted:
             return
         self._aborted = True
@@ -184,20 +172,23 @@ class Collector:
 
     def _known(self, shard: int) -> _Shard:
         if shard not in self._shards:
-            folders = (f"{shard_folder(shard)}/{name}" for name in ("seg", "log", "index"))
-            total = sum(size for folder in folders for _, size in self._store.blobs.files(folder))
-            self._shards[shard] = _Shard(total, look_at=self._floor)
+            accounts = self._writer.ledger.shards
+            if shard not in accounts:
+                folders = (f"{shard_folder(shard)}/{name}" for name in ("seg", "log", "index"))
+                total = sum(size for folder in folders for _, size in self._store.blobs.files(folder))
+                accounts[shard] = ShardFiles(total)
+            self._shards[shard] = _Shard(accounts[shard], self._floor)
         return self._shards[shard]
 
     def _segments(self, shard: int) -> dict[str, int]:
         return {n: s for n, s in self._store.blobs.files(f"{shard_folder(shard)}/seg") if is_segment_name(n)}
 
     def _work(self, shard: int, keep: tuple[SealedSet, ...] = ()) -> bool:
-        """Makes a shard smaller, if it is too large; returns whether that helped."""
+        """Make a shard smaller, if it is too large; return whether that helped."""
         writer, known = self._writer, self._shards[shard]
         state = writer.states[shard]
         if not writer.is_settled(shard) or state.doubt.any() or not len(state.ids):
-            known.look_at = known.total + self._floor
+            known.look_at = known.files.total + self._floor
             return False
         space = self.space(shard, keep)
         start = int(self._ratio * space.live) + space.pinned + max(self._floor - space.live // 32, 0)
@@ -214,17 +205,17 @@ class Collector:
         if moved or freed >= gap // 2:
             return True
         # It does not help: what stays has to be kept. Not again before there is more.
-        known.look_at = known.total - freed + max(space.live // 8, self._floor, gap)
+        known.look_at = known.files.total - freed + max(space.live // 8, self._floor, gap)
         return False
 
     def _compact(self, shard: int, free: int, keep: tuple[SealedSet, ...]) -> int:
-        """Moves copies until segments with `free` dead bytes are empty, or a turn's bytes are moved: so many bytes."""
+        """Move copies until segments with `free` dead bytes are empty, or a turn's limit; return the bytes moved."""
         writer, known = self._writer, self._shards[shard]
         state, layout = writer.states[shard], writer.layout
         stays = self._kept_segments(shard, self._kept(shard, keep)) | known.stuck
-        at = choose(state, layout, known.lives, stays, free=free, limit=self._turn_bytes)
+        at = choose(state, layout, known.files.lives, stays, free=free, limit=self._turn_bytes)
         moved = 0
-        for ids in parts(state, layout, known.lives, at):
+        for ids in parts(state, layout, known.files.lives, at):
             whole, pieces, reasons = read_pieces(self._store, state, layout, ids)
             for reason in reasons:
                 _log.warning("a damaged copy is left where it is: %s", reason)
@@ -237,7 +228,7 @@ class Collector:
         return moved
 
     def _give_up(self, shard: int, keep: tuple[SealedSet, ...]) -> None:
-        """Moves the boundary to this moment, and lists what can be deleted now."""
+        """Move the boundary to this moment, and list what can be deleted now."""
         writer, known = self._writer, self._shards[shard]
         state = writer.states[shard]
         if not writer.is_settled(shard) or state.doubt.any() or state.seq < 0:
@@ -254,7 +245,7 @@ class Collector:
         known.garbage = self._garbage(shard, boundary, kept)
 
     def _kept(self, shard: int, keep: Iterable[SealedSet]) -> set[int]:
-        """Records whose states are kept: of snapshots, of the newest complete sealed set, and a newer seal."""
+        """Return the records of kept states: of snapshots, of the newest complete sealed set, and a newer seal."""
         states = self._writer.states
         found = {s.seqs[shard] for s in snapshots(self._store) if shard in s.seqs}
         found |= {sealed.seqs[shard] for sealed in keep if shard in sealed.seqs}
@@ -271,12 +262,12 @@ class Collector:
         return {seq for seq in found if seq <= states[shard].seq}
 
     def _complete_of_ranks(self, own: ShardState) -> SealedSet | None:
-        """The newest state that all ranks of its topology have sealed. The others' logs are read for it, newly."""
+        """Return the newest state that all ranks of its topology have sealed. Reads the others' logs anew."""
         found = complete_sets(self._store.again(), {own.shard: own}, of=own.shard)
         return next((sealed for sealed in found if own.shard in sealed.seqs), None)
 
     def _pin(self, shard: int, seq: int) -> frozenset[str]:
-        """Segments of a kept state. From now on it can be read without the records before it."""
+        """Return the segments of a kept state. From now on it can be read without the records before it."""
         if (shard, seq) not in self._pins:
             newest = self._writer.states[shard]
             log = self._store.log(shard)
@@ -295,10 +286,10 @@ class Collector:
         return frozenset(name for seq in kept for name in self._pin(shard, seq))
 
     def _garbage(self, shard: int, boundary: int, kept: set[int]) -> list[tuple[str, int]]:
-        """Files that nothing from the boundary on can reach: segments, then indexes, then records.
+        """Return the files that nothing from the boundary on can reach: segments, then indexes, then records.
 
-        In this order, so that whoever finds a record or an index after a crash knows what else there may be. Records
-        in ascending order: a fenced writer learns of it by the oldest (see `Publisher._is_newest`).
+        In this order, so that a record or an index that is found after a crash says what else there may be. Records in
+        ascending order: a fenced writer learns of it by the oldest (see `Publisher._is_newest`).
         """
         writer = self._writer
         log = self._store.log(shard)
@@ -333,7 +324,7 @@ class Collector:
             except FileNotFoundError:
                 continue
             finally:
-                known.total -= size
+                known.files.total -= size
             self.done.deleted_files += 1
             self.done.deleted_bytes += size
             if "/log/" in path:
@@ -342,10 +333,10 @@ class Collector:
 
 
 def orphans(store: Store, shard: int) -> list[tuple[str, int]]:
-    """Segments, with their bytes, that no record will ever name: their writers are fenced. For use beside a live
-    writer: what is of the newest epoch may be an upload under way, and is left alone.
+    """Return the segments, with their bytes, that no record will ever name: their writers are fenced. For use during a
+    live writer's work: what is of the newest epoch may be an upload under way, and is left alone.
 
-    Raises Corruption when it cannot be told what is needed.
+    Raises Corruption if what is needed is not known.
     """
     log = store.log(shard)
     files = store.blobs.files(
@@ -357,9 +348,7 @@ def orphans(store: Store, shard: int) -> list[tuple[str, int]]:
             needed, epoch = _reachable(store, log)
         except FileNotFoundError as error:
             if attempt == _ATTEMPTS - 1:
-                raise corrupt(
-                    error.filename, "it is missing, so nothing can be told to be an orphan"
-                ) from None
+                raise corrupt(error.filename, "it is missing, so orphans cannot be recognized") from None
             continue  # the writer has moved the boundary meanwhile
         except Corruption:
             if attempt == _ATTEMPTS - 1 or newest == log.numbers()[-1:]:
@@ -375,8 +364,8 @@ def orphans(store: Store, shard: int) -> list[tuple[str, int]]:
 
 
 def dead_uploads(store: Store, epochs: Mapping[int, int]) -> list[tuple[str, str]]:
-    """Segments that were begun and can never be committed, as `(path, token)`: their writers' epochs are below
-    `epochs[shard]`, so they are fenced.
+    """Return the segments that were begun and can never be committed, as `(path, token)`: their writers' epochs are
+    below `epochs[shard]`, so they are fenced.
     """
     found = []
     for path, token in store.blobs.uploads():
@@ -387,7 +376,9 @@ def dead_uploads(store: Store, epochs: Mapping[int, int]) -> list[tuple[str, str
 
 
 def _reachable(store: Store, log: ShardLog) -> tuple[set[str], int]:
-    """Segments that some record there is, some index or some kept state names; and the newest epoch of the log."""
+    """Return the segments that some record there is, some index or some kept state names; and the newest epoch of the
+    log.
+    """
     numbers = log.numbers()
     if not numbers:
         return set(), 0
@@ -400,7 +391,7 @@ def _reachable(store: Store, log: ShardLog) -> tuple[set[str], int]:
     needed = {record.segment.name for record in records if record.segment is not None}
     state = store.state(log.shard)
     if state.doubt.any():
-        raise Corruption(f"shard {log.shard} has a damaged segment: nothing can be told to be an orphan")
+        raise Corruption(f"shard {log.shard} has a damaged segment: orphans cannot be recognized")
     states = [state]
     if newest.boundary:
         states.append(store.state(log.shard, at=newest.boundary))  # what its index names
@@ -412,7 +403,7 @@ def _reachable(store: Store, log: ShardLog) -> tuple[set[str], int]:
 
 
 def _used(state: ShardState) -> list[SegmentRef]:
-    """The segments that a state needs."""
+    """Return the segments that a state needs."""
     used = np.zeros(len(state.segments) + 1, bool)
     used[state.segment] = True
     if state.extras is not None:
@@ -421,7 +412,7 @@ def _used(state: ShardState) -> list[SegmentRef]:
 
 
 def _from(log: ShardLog, boundary: int, newest: int) -> Iterator[Record]:
-    """All records from the boundary to the newest."""
+    """Yield all records from the boundary to the newest."""
     for seq in range(boundary, newest + 1):
         try:
             yield log.record(seq)

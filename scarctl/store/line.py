@@ -1,4 +1,4 @@
-"""What a log says, as one number: two logs that say the same state after different histories have different ones.
+"""Give a log's content a number: logs with the same state and different histories have different numbers.
 
 Every record carries the `line` of its log: the `write_id` of the record that last changed what the log says, a commit
 or a roll-back. Epochs and compaction pass it on. So it is known from the newest record alone, also when older ones are
@@ -12,13 +12,13 @@ from typing import Protocol
 
 
 class Companion(Protocol):
-    """What is kept next to a store, an arena: it notes the line of every log, by which it is known to belong to it.
+    """Notes the line of every log, as an arena does: by it an arena is known to belong to a store.
 
     Several threads may publish records at once, each of another shard.
     """
 
     def begin_lines(self, lines: Mapping[int, int]) -> None:
-        """These are the lines now, by shard. Raises Unavailable when that cannot be noted."""
+        """Note the lines of now, by shard. Raises Unavailable if they cannot be noted."""
 
     def expect(self, shard: int, line: int) -> None:
         """A record of `shard` is about to be created, after which its log has `line`."""
@@ -28,5 +28,5 @@ class Companion(Protocol):
 
 
 def number_of(line: str) -> int:
-    """A record's line as a number, 1 .. 2^60; 0 where an earlier version of scarctl wrote none."""
+    """Return a record's line as a number, 1 .. 2^60; 0 where an earlier version of scarctl wrote none."""
     return int(line[:15], 16) + 1 if line else 0

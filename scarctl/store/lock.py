@@ -1,4 +1,4 @@
-"""One live local writer per store: flock on a file that is never deleted.
+"""Allow one live local writer per store: flock on a file that is never deleted.
 
 The kernel frees the lock when its holder dies, so a crash leaves nothing to clean up. A forked child shares
 the open file and would keep the lock beyond its parent's death: it closes its copy right after the fork.
@@ -15,8 +15,8 @@ import weakref
 from pathlib import Path
 
 from scarctl.errors import Contention, MissingGuarantee
+from scarctl.store.backends.local_files import os_error
 from scarctl.store.format import corrupt
-from scarctl.store.local import os_error
 
 
 class StoreLock:
@@ -52,19 +52,19 @@ class StoreLock:
         return self._fd >= 0
 
     def release(self) -> None:
-        """Frees the lock. Does nothing the second time, or in a forked child."""
+        """Free the lock. Does nothing the second time, or in a forked child."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 class NoLock:
-    """What a remote store has instead: nothing keeps a second writer out but its epoch."""
+    """Stand in for a lock at a remote store, where only epochs keep a second writer out."""
 
     held = True
 
     def release(self) -> None:
-        """There is nothing to free."""
+        """Do nothing: there is no lock to free."""
 
 
 class BothLocks:
@@ -83,7 +83,7 @@ class BothLocks:
         return self._shard.held
 
     def release(self) -> None:
-        """Frees both. Does nothing the second time, or in a forked child."""
+        """Free both. Does nothing the second time, or in a forked child."""
         self._shard.release()
         self._store.release()
 

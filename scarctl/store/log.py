@@ -1,4 +1,4 @@
-"""A shard's log: reading records in order, and the state that they say (docs/FORMAT.md, section 7)."""
+"""Read a shard's log: its records in order, and the state that they say (docs/FORMAT.md, section 7)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from scarctl.errors import Corruption
-from scarctl.layout import Layout
-from scarctl.store.blob import Blobs
+from scarctl.errors import Corruption, ScarError
+from scarctl.state.layout import Layout
+from scarctl.state.version import NEVER
+from scarctl.store.backends.base import Blobs, InDoubt
 from scarctl.store.format import (
     MAX_RECORD,
     corrupt,
@@ -21,16 +22,17 @@ from scarctl.store.format import (
     seq_of_record,
     shard_folder,
 )
+from scarctl.store.index import Index, dump_index, parse_index, read_index
 from scarctl.store.record import Record
-from scarctl.store.segment import Tail, ascending, positions, read_tail
-from scarctl.store.spans import Ids
-from scarctl.store.state import Damage, Index, ShardState, parse_index, read_index
-from scarctl.version import NEVER
+from scarctl.store.segment import Tail, ascending, positions
+from scarctl.store.segment_reader import read_tail
+from scarctl.store.shard_state import Damage, ShardState
+from scarctl.util.arrays import Ids
 
 _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 8
-"""How often a reader begins again beside a writer that collects."""
+"""How often a reader begins again while a writer collects."""
 
 
 class ShardLog:
@@ -42,16 +44,16 @@ class ShardLog:
         self._layouts = layouts
 
     def files(self) -> dict[int, int]:
-        """Sizes of the records there are, by ascending sequence number; 0 for what is collected meanwhile."""
+        """Return the sizes of all records, by ascending sequence number; 0 for those collected meanwhile."""
         numbers = self.numbers()
         sizes = dict(self.blobs.files(f"{shard_folder(self.shard)}/log"))
         return {seq: sizes.get(record_path(self.shard, seq).rpartition("/")[2], 0) for seq in numbers}
 
     def numbers(self) -> list[int]:
-        """Sequence numbers of the records there are, ascending."""
+        """Return the sequence numbers of the records there are, ascending."""
         found = self._listed()
         if found and len(found) <= max(found) - min(found):
-            # A listing made beside a writer may lack a record and have the one after it: the next one has both, but
+            # A listing made during commits may lack a record and have the one after it: the next one has both, but
             # what was collected meanwhile.
             newest = max(found)
             found |= {seq for seq in self._listed() if seq < newest}
@@ -66,14 +68,14 @@ class ShardLog:
         return sorted(seq for name in names if (seq := seq_of_index(name)) is not None)
 
     def record(self, seq: int) -> Record:
-        """One record. Raises FileNotFoundError, or Corruption."""
+        """Return one record. Raises FileNotFoundError, or Corruption."""
         path = record_path(self.shard, seq)
         return Record.parse(
             self.blobs.read(path, MAX_RECORD), self.blobs.where(path), shard=self.shard, seq=seq
         )
 
     def newest(self) -> Record | None:
-        """The newest record, None if the log is empty. Raises Corruption."""
+        """Return the newest record, None if the log is empty. Raises Corruption."""
         for _ in range(_ATTEMPTS):
             seq = max(self._listed(), default=-1)
             if seq < 0:
@@ -84,7 +86,7 @@ class ShardLog:
         raise self._missing(seq)
 
     def records(self) -> Iterator[Record]:
-        """All records from the boundary on, oldest first, the chain of digests checked. Raises Corruption.
+        """Yield all records from the boundary on, oldest first, the chain of digests checked. Raises Corruption.
 
         What is collected meanwhile is passed over.
         """
@@ -107,7 +109,7 @@ class ShardLog:
             seq, parent = seq + 1, record
 
     def state(self, at: int | None = None) -> ShardState:
-        """State after record `at` (default: the newest). Empty if the log is. Raises Corruption, naming the
+        """Return the state after record `at` (default: the newest). Empty if the log is. Raises Corruption, naming the
         file.
         """
         for attempt in range(_ATTEMPTS):
@@ -123,12 +125,46 @@ class ShardLog:
             else:
                 if newest == max(self._listed(), default=-1):
                     return found
-            # The writer went on, and may have collected what was about to be read.
+            # The writer has continued, and may have collected what was about to be read.
         raise AssertionError("unreachable")
 
     def has_index(self, seq: int) -> bool:
-        """Whether there is an intact index of a record. Raises FileNotFoundError when there is no such record."""
+        """Return whether a record has an intact index. Raises FileNotFoundError if there is no such record."""
         return self._index(self.record(seq)) is not None
+
+    def put_index(self, state: ShardState) -> int:
+        """Write the index of a state, the newest or a past one; return its bytes, 0 if an intact one is there.
+
+        Raises Corruption if parts of the state are in doubt, and what stops the write.
+        """
+        path = index_path(self.shard, state.seq)
+        if state.doubt.any():
+            raise corrupt(self.blobs.where(path), "not written: a segment of this shard is damaged")
+        for attempt in range(2):
+            state.drop_unused_segments()
+            content = dump_index(state)
+            try:
+                self.blobs.create_exclusive(path, content)
+            except FileExistsError:
+                try:
+                    if self.has_index(state.seq):
+                        return 0
+                    if attempt:
+                        raise
+                    self.blobs.delete(path)  # a damaged index serves no reader
+                except FileNotFoundError:
+                    if attempt:
+                        return (
+                            0  # a newer writer collects this writer's files: the next record finds that out
+                        )
+                continue
+            except InDoubt:
+                # The index is visible, and perhaps not durable: a later boundary must not rely on it.
+                with contextlib.suppress(ScarError, OSError):
+                    self.blobs.delete(path)
+                raise
+            return sum(memoryview(part).nbytes for part in content)
+        raise AssertionError("unreachable")
 
     def _state(self, numbers: list[int], at: int | None) -> ShardState:
         if at is not None:
@@ -149,7 +185,7 @@ class ShardLog:
         return start
 
     def _walk(self, seq: int, indexes: set[int]) -> tuple[ShardState, list[Record]]:
-        """The state to begin with, and the records to apply to it, newest first."""
+        """Return the state to begin with, and the records to apply to it, newest first."""
         records: list[Record] = []
         child: Record | None = None
         boundary = 0
@@ -174,7 +210,9 @@ class ShardLog:
         raise AssertionError("unreachable")
 
     def _chain(self, seq: int, indexes: set[int]) -> Iterator[Record]:
-        """Records from `seq` back, without those that were rolled back; down to an index they are read together."""
+        """Yield the records from `seq` back, without those that were rolled back; down to an index they are read
+        together.
+        """
         while seq >= 0:
             stop = max((index for index in indexes if index <= seq), default=0)
             for record in self.blobs.each(self._there, range(seq, stop - 1, -1)):
@@ -190,11 +228,14 @@ class ShardLog:
             raise self._missing(seq) from None
 
     def _index(self, record: Record) -> Index | None:
-        """The index after a record, None if it is of no use: the log has everything that it has."""
+        """Return the index after a record, None if it is of no use: the log has everything that it has.
+
+        Raises Corruption if the record's layout is missing or damaged: then the log is of no use either.
+        """
         path = index_path(self.shard, record.seq)
         what = self.blobs.where(path)
+        layout = self._layouts(record.layout)
         try:
-            layout = self._layouts(record.layout)
             raw = read_index(self.blobs, path, layout.partitions)
             index = parse_index(raw, what, shard=self.shard, seq=record.seq)
             if index.state.tail_digest != record.digest or index.layout != record.layout:
@@ -212,7 +253,7 @@ class ShardLog:
         return index
 
     def _name_whole(self, state: ShardState, record: Record) -> None:
-        """Of which seal all members of an index of an earlier format are, if the records since then still say that."""
+        """Name the seal that all members of an earlier format's index are of, if the records since still say so."""
         if not state.sealed:
             return
         newest = state.sealed[-1].seq
@@ -228,7 +269,7 @@ class ShardLog:
                 state.extras_whole = record.identity
 
     def _content(self, record: Record) -> tuple[Layout, Tail | None, Damage | None]:
-        """What a record adds to a state."""
+        """Read what a record adds to a state."""
         layout = self._layouts(record.layout)
         if record.segment is None:
             return layout, None, None
@@ -242,13 +283,13 @@ class ShardLog:
             return layout, None, Damage(record.seq, path, reason)
 
     def tail(self, record: Record, layout: Layout) -> Tail:
-        """The tail of a record's segment. Raises Corruption or FileNotFoundError."""
+        """Return the tail of a record's segment. Raises Corruption or FileNotFoundError."""
         assert record.segment is not None
         path = segment_path(self.shard, record.segment.name)
         return read_tail(self.blobs, path, record.segment, record.segment_kind, record.partitions, layout)
 
     def older(self, ids: Ids, state: ShardState) -> ShardState | None:
-        """For `ids` the copies next older than those in `state`; None if none of them has one.
+        """Return, for `ids`, the copies next older than those in `state`; None if none of them has one.
 
         The result has these ids only; version and segment are -1 where there is none. It may be given as
         `state` again. Damaged segments are passed over. Reads tails back to the oldest copy needed.
@@ -332,7 +373,7 @@ class ShardLog:
             wanted = wanted[~older]
 
     def _back(self, seq: int) -> Iterator[Record]:
-        """Records from `seq` back to the beginning, without those that were rolled back; stops where the log
+        """Yield the records from `seq` back to the beginning, without those that were rolled back; stops where the log
         begins.
         """
         child: Record | None = None

@@ -1,4 +1,4 @@
-"""Deleting by hand what need not be kept: which snapshots and sealed states go, and the space that comes back.
+"""Delete snapshots and sealed states on request, and free the space that only they need.
 
 With the store's lock at hand `prune` is the store's writer for a moment: it begins an epoch, compacts and collects.
 Beside a live writer it deletes only what that writer can never touch: names of snapshots, and segments whose writers
@@ -29,27 +29,27 @@ from scarctl.store.format import (
     shard_folder,
 )
 from scarctl.store.gc import FLOOR, RATIO, Collector, dead_uploads, orphans
+from scarctl.store.shard_state import ShardState
 from scarctl.store.snapshot import SealedSet, Snapshot, delete_snapshot, sealed_sets, snapshots
-from scarctl.store.state import ShardState
 from scarctl.store.store import Store
 from scarctl.store.topology import Topology, complete_sets, newest_topology
-from scarctl.store.writer import StoreWriter
+from scarctl.store.writer import StoreWriter, open_writer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """What is kept, beside the newest copies and the newest complete sealed state."""
+    """Name what is kept in addition to the newest copies and the newest complete sealed state."""
 
     keep_last: int = 1
     """So many of the newest sealed states."""
     keep_every: int | None = None
-    """Of sealed states: the first of every so many steps."""
+    """Keep the first sealed state of every so many steps."""
     keep: tuple[str, ...] = ()
     """If any is given: named snapshots that match none of these names or patterns are deleted."""
     delete: tuple[str, ...] = ()
     """Named snapshots to be deleted."""
     no_writer: bool = False
-    """Nobody writes to this store, where no lock can tell. Who does it all the same is fenced."""
+    """No process writes to this store, where no lock can say so. A writer that does is fenced."""
 
     def __post_init__(self) -> None:
         for name, value in (("--keep-last", self.keep_last), ("--keep-every", self.keep_every)):
@@ -59,7 +59,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """What `prune` does: the dry run shows it, the run carries it out."""
+    """Plan of `prune`: a dry run shows it, a run carries it out."""
 
     retention: Retention
     delete_snapshots: tuple[Snapshot, ...]
@@ -67,17 +67,17 @@ class PrunePlan:
     keep_sealed: tuple[SealedSet, ...]
     drop_sealed: tuple[SealedSet, ...]
     files: tuple[str, ...]
-    """What can be deleted at once, uploads that were never finished included. Compaction frees more."""
+    """Files to delete at once, with uploads that were never finished. Compaction frees more."""
     bytes: int
     writer: str | None
     """The live writer, in words; None when there is none."""
     topology: Topology | None = None
-    """Of the ranks that save to the store, if there are several."""
+    """Topology of the ranks that save to the store, if there are several."""
     retire: tuple[int, ...] = ()
     """Shards of earlier ranks that nobody needs any more."""
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the plan as JSON values."""
         return {
             "deleted_snapshots": [s.to_json() for s in self.delete_snapshots],
             "kept_snapshots": [s.to_json() for s in self.keep_snapshots],
@@ -95,7 +95,7 @@ class PrunePlan:
 
 @dataclass
 class Pruned:
-    """What was done."""
+    """Count what was deleted and moved."""
 
     files: int = 0
     bytes: int = 0
@@ -106,7 +106,7 @@ class Pruned:
 
 
 def plan_prune(store: Store, retention: Retention) -> PrunePlan:
-    """What would be deleted now. Changes nothing. Raises UsageError (no such snapshot), Corruption."""
+    """Plan what to delete now. Changes nothing. Raises UsageError (no such snapshot), Corruption."""
     found = snapshots(store)
     names = {s.name for s in found}
     for name in retention.delete:
@@ -165,9 +165,9 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
 
 
 def prune(store: Store, plan: PrunePlan) -> Pruned:
-    """Carries a plan out. Killed at any point it has lost nothing that is kept.
+    """Carry a plan out. Killed at any point it has lost nothing that is kept.
 
-    Raises Corruption (what is needed cannot be told: nothing more is deleted), Contention (a writer came meanwhile),
+    Raises Corruption (what is needed is not known: nothing more is deleted), Contention (a writer came meanwhile),
     AccessDenied, Unavailable.
     """
     states = store.states(store.shards())
@@ -191,14 +191,14 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
             _delete_names(store, plan)
         else:
             shard_of = store.shard_of(layout)
-            with store.writer(layout=layout, shard_of=shard_of) as writer:
+            with open_writer(store, layout=layout, shard_of=shard_of) as writer:
                 _delete_names(store, plan)
                 collector = Collector(writer, floor=0)
                 collector.collect(plan.keep_sealed)
                 states = writer.states
                 done.files, done.moved_bytes = collector.done.deleted_files, collector.done.moved_bytes
     for shard in plan.retire:
-        # Beside a live job whoever has the shard's lock may save to it what is left in memory: another time.
+        # While a job is alive, the holder of the shard's lock may save to it what is left in memory.
         with contextlib.suppress(*([Contention] if plan.writer is not None else [])):
             _retire(store, states[shard], done)
     if plan.topology is not None:
@@ -211,14 +211,14 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
 def _prune_ranks(
     store: Store, plan: PrunePlan, topology: Topology, states: Mapping[int, ShardState], done: Pruned
 ) -> None:
-    """Collects the shard of every rank."""
+    """Collect the shard of every rank."""
     epoch = 1 + max(state.epoch for state in states.values())
     for shard in topology.shards:
         state = states.get(shard)
         if state is None or state.layout is None:
             continue
         view = store.of_shard(shard, epoch)
-        with view.writer(layout=state.layout, shard_of=view.shard_of(state.layout)) as writer:
+        with open_writer(view, layout=state.layout, shard_of=view.shard_of(state.layout)) as writer:
             _collect(writer, plan.keep_sealed, done)
 
 
@@ -230,7 +230,7 @@ def _collect(writer: StoreWriter, keep: tuple[SealedSet, ...], done: Pruned) -> 
 
 
 def _retire(store: Store, state: ShardState, done: Pruned) -> None:
-    """Gives a shard no members, and collects what they had. Killed in between, it goes on the next time."""
+    """Give a shard no members, and collect what they had. If killed in between, it continues the next time."""
     assert state.layout is not None, "it has files"
     view = store.of_shard(state.shard, state.epoch + 1)
     nobody = np.broadcast_to(np.int32(-1), state.layout.partitions)
@@ -248,7 +248,7 @@ def _nothing(group: int, tensor: int, start: int, stop: int) -> memoryview:
 
 
 def _of_retired(store: Store, state: ShardState) -> dict[str, int]:
-    """Files of a shard that go when it is retired; {} when it is."""
+    """Return the files of a shard that go when it is retired; {} when it is."""
     if state.layout is None or _is_retired(store, state):
         return {}
     folder = shard_folder(state.shard)
@@ -257,7 +257,7 @@ def _of_retired(store: Store, state: ShardState) -> dict[str, int]:
 
 
 def _is_retired(store: Store, state: ShardState) -> bool:
-    """Whether `_retire` has come to its end."""
+    """Return whether `_retire` has come to its end."""
     if len(state.ids) or not state.sealed:
         return False
     log = store.log(state.shard)
@@ -271,7 +271,7 @@ def _is_retired(store: Store, state: ShardState) -> bool:
 
 
 def _is_small(store: Store, states: Mapping[int, ShardState]) -> bool:
-    """Whether compaction would find nothing to do, too: each turn of it writes an index."""
+    """Return whether compaction would find nothing to do, too: each turn of it writes an index."""
     sizes = store.usage(states)
     return sizes["bytes"] <= RATIO * sizes["live_bytes"] + FLOOR * len(states)
 
@@ -281,7 +281,7 @@ def _epochs(states: Mapping[int, ShardState]) -> dict[int, int]:
 
 
 def _retained(sealed: list[SealedSet], retention: Retention) -> list[SealedSet]:
-    """Which of the sealed sets (newest first) stay."""
+    """Return the sealed sets (newest first) that stay."""
     kept = list(sealed[: retention.keep_last])
     if retention.keep_every is not None:
         first: dict[tuple[int, int], SealedSet] = {}
@@ -292,14 +292,16 @@ def _retained(sealed: list[SealedSet], retention: Retention) -> list[SealedSet]:
 
 
 def _kept(store: Store, state: ShardState) -> set[int]:
-    """Records of a shard whose states can be read: from the boundary on, and those that were kept with an index."""
+    """Return the records of a shard whose states can be read: from the boundary on, and those that were kept with an
+    index.
+    """
     log = store.log(state.shard)
     numbers = set(log.numbers())
     return {seq for seq in numbers if seq >= state.boundary} | (numbers & set(log.indexes()))
 
 
 def _collectable(store: Store, state: ShardState, pins: set[int]) -> dict[str, int]:
-    """Files of a shard, with their bytes, that nothing but its past needs."""
+    """Return the files of a shard, with their bytes, that nothing but its past needs."""
     shard, log = state.shard, store.log(state.shard)
     needed = {segment.name for segment in _of(state)}
     for seq in pins:
@@ -329,7 +331,7 @@ def _of(state: ShardState) -> list[Any]:
 
 
 def _live_writer(store: Store) -> str | None:
-    """Who has the store's lock, in words. Where there are no locks somebody always may."""
+    """Describe the holder of the store's lock. Where there are no locks, any process may write."""
     if store.address.root is None:
         return f"{store.where}: a remote store has no lock, so there may be a writer"
     try:
@@ -344,7 +346,7 @@ def _delete_names(store: Store, plan: PrunePlan) -> None:
         try:
             delete_snapshot(store, snapshot.name)
         except UsageError:
-            continue  # somebody was faster
+            continue  # another process was faster
 
 
 def _delete(store: Store, path: str) -> int:

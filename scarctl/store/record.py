@@ -1,4 +1,4 @@
-"""Commit records: the small JSON files whose exclusive creation is the commit (docs/FORMAT.md, section 3)."""
+"""Encode and check commit records: small JSON files whose creation is the commit (docs/FORMAT.md, section 3)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from scarctl.errors import UsageError
+from scarctl.state.version import MAX_EPOCH, MAX_STEP, pack
 from scarctl.store.format import (
     MAX_SEQ,
     MAX_SHARD,
@@ -22,23 +23,22 @@ from scarctl.store.format import (
     load_json,
 )
 from scarctl.store.segment import SegmentRef
-from scarctl.version import MAX_EPOCH, MAX_STEP, pack
 
 KINDS = ("commit", "epoch", "compact")
 
 
 def now() -> str:
-    """UTC time to the second, for people. Nothing depends on it."""
+    """Return the UTC time to the second, for people. Nothing depends on it."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def who() -> str:
-    """This process, for people: `host:pid`."""
+    """Name this process for people: `host:pid`."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def alone(shard: int, seq: int) -> str:
-    """The identity of a sealed record that names none: no other record's, in any shard."""
+    """Return the identity of a sealed record that names none: no other record's, in any shard."""
     return f"{shard:08x}{seq:024x}"
 
 
@@ -128,7 +128,7 @@ class Record:
 
     @staticmethod
     def parse(data: bytes, what: object, *, shard: int, seq: int) -> Record:
-        """A record from its file's bytes, everything checked. Raises Corruption naming `what`."""
+        """Return a record from its file's bytes, everything checked. Raises Corruption naming `what`."""
         obj = load_json(data, what)
         f = Fields(obj, what)
         kind = f.text("kind")
@@ -175,7 +175,9 @@ class Record:
 
 
 def _line(obj: dict[str, Any], f: Fields, record: Record) -> str:
-    """The line that a record says. Earlier versions of scarctl said none: then it is known only where one begins."""
+    """Return the line that a record says. Earlier versions of scarctl said none: then it is known only where one
+    begins.
+    """
     if "line" in obj:
         return f.hex("line", 32)
     begins = record.kind == "commit" or record.base is not None or record.seq == 0

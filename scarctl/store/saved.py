@@ -1,4 +1,4 @@
-"""When a store was saved to last: wall-clock times of records, for people. Nothing depends on them."""
+"""Find when a store was saved to last: wall-clock times of records, for people. Nothing depends on them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNITS = (("day", 86_400), ("hour", 3_600), ("minute", 60), ("second", 1))
 
 
 def last_saved(store: Store, shards: Iterable[int] | None = None) -> str | None:
-    """UTC time of the newest commit of some shards, all by default, in ISO 8601; None when no record says it.
+    """Return the UTC time of the newest commit of some shards, all by default, in ISO 8601; None if no record says it.
 
     A damaged record says nothing. Raises Unavailable, AccessDenied.
     """
@@ -30,7 +30,7 @@ def last_saved(store: Store, shards: Iterable[int] | None = None) -> str | None:
 
 
 def _of_shard(log: ShardLog) -> str | None:
-    """When a shard's newest commit was made, or the record that took the place of what was collected."""
+    """Return the time of a shard's newest commit, or of the record that replaced it at collection."""
     oldest = None
     try:
         record = log.newest()
@@ -48,7 +48,7 @@ def _of_shard(log: ShardLog) -> str | None:
 
 
 def parse(created: str) -> datetime.datetime | None:
-    """A record's time; None when it is none, or without a zone."""
+    """Return a record's time; None when it is none, or without a zone."""
     try:
         moment = datetime.datetime.fromisoformat(created)
         return moment.astimezone(datetime.timezone.utc) if moment.tzinfo is not None else None
@@ -57,7 +57,7 @@ def parse(created: str) -> datetime.datetime | None:
 
 
 def seconds_since(created: str | None) -> float | None:
-    """Seconds from a time of `last_saved` to now, at least 0: clocks of hosts differ. None: not known."""
+    """Return the seconds from a time of `last_saved` to now, at least 0: clocks of hosts differ. None: not known."""
     moment = parse(created) if created is not None else None
     if moment is None:
         return None
@@ -65,7 +65,7 @@ def seconds_since(created: str | None) -> float | None:
 
 
 def describe(created: str | None) -> str:
-    """Such a time for people: "saved 2026-11-22 21:20:11 UTC, 3 minutes ago"."""
+    """Format such a time for people: "saved 2026-11-22 21:20:11 UTC, 3 minutes ago"."""
     moment, seconds = parse(created) if created is not None else None, seconds_since(created)
     if moment is None or seconds is None:
         return "time of the last save unknown"
@@ -73,7 +73,7 @@ def describe(created: str | None) -> str:
 
 
 def _roughly(seconds: float) -> str:
-    """A time span in its largest unit."""
+    """Return a time span in its largest unit."""
     name, length = next(((name, length) for name, length in _UNITS if seconds >= length), _UNITS[-1])
     count = int(seconds // length)
     return f"{count} {name}{'' if count == 1 else 's'}"

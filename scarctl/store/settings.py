@@ -1,4 +1,4 @@
-"""What is fixed when a store is created."""
+"""Hold the settings that are fixed when a store is created."""
 
 from __future__ import annotations
 

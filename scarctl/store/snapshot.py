@@ -1,8 +1,8 @@
-"""Sealed states that are kept: the newest complete one, and those that have a name (docs/FORMAT.md, section 9).
+"""Find and name sealed states that are kept (docs/FORMAT.md, section 9).
 
 A snapshot is a small file that says which record of every shard it is the state after. Making one needs no lock: the
-file is created first, and then it is checked that the records were not given up for collection meanwhile. Whoever
-collects does it the other way round (boundary first, then the list of snapshots), so one of the two sees the other.
+file is created first, and then it is checked that the records were not given up for collection meanwhile. A
+collector does it the other way round (boundary first, then the list of snapshots), so one of the two sees the other.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from scarctl.errors import Corruption, Unavailable, UsageError
+from scarctl.state.version import MAX_EPOCH, MAX_STEP
 from scarctl.store.format import (
     FORMAT,
     MAX_FLAT,
@@ -31,10 +32,9 @@ from scarctl.store.format import (
     snapshot_path,
 )
 from scarctl.store.record import alone, now, who
-from scarctl.version import MAX_EPOCH, MAX_STEP
 
 if TYPE_CHECKING:
-    from scarctl.store.state import Seal, ShardState
+    from scarctl.store.shard_state import Seal, ShardState
     from scarctl.store.store import Store
 
 
@@ -83,7 +83,7 @@ class Snapshot:
 
     @staticmethod
     def parse(data: bytes, what: object, *, name: str) -> Snapshot:
-        """A snapshot from its file's bytes, everything checked. Raises Corruption naming `what`."""
+        """Return a snapshot from its file's bytes, everything checked. Raises Corruption naming `what`."""
         f = Fields(load_json(data, what, containers=MAX_FLAT, values=MAX_SHARDS), what)
         if f.text("kind") != "snapshot" or f.text("name") != name:
             raise corrupt(what, "it is not the snapshot that its name says")
@@ -108,7 +108,7 @@ class Snapshot:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """For people and programs."""
+        """Return the snapshot as JSON values."""
         return {"name": self.name, "step": self.step, "epoch": self.epoch, "created": self.created}
 
 
@@ -123,8 +123,8 @@ def check_snapshot_name(name: str) -> str:
 
 
 def check_new_snapshot(store: Store, name: str) -> None:
-    """Raises UsageError when `name` cannot be the name of a snapshot, or is taken (kind "snapshot-exists"). To be asked
-    before much work is done for it: `create_snapshot` tells for certain.
+    """Raise UsageError when `name` cannot be the name of a snapshot, or is taken (kind "snapshot-exists"). To be asked
+    before much work is done for it: `create_snapshot` decides.
     """
     if check_snapshot_name(name) in snapshot_names(store):
         raise _taken(name)
@@ -133,19 +133,19 @@ def check_new_snapshot(store: Store, name: str) -> None:
 def _taken(name: str) -> UsageError:
     return UsageError(
         f"there is a snapshot {name!r} already",
-        hint="take another name, or delete it: `scarctl prune --delete`",
+        hint="take another name, or delete it: `scarctl snapshot delete`",
         kind="snapshot-exists",
     )
 
 
 def snapshot_names(store: Store) -> list[str]:
-    """Names of the snapshots there are, sorted."""
+    """Return the names of all snapshots, sorted."""
     found = (name_of_snapshot(file) for file, _ in store.blobs.files(SNAPSHOTS))
     return sorted(name for name in found if name is not None)
 
 
 def read_snapshot(store: Store, name: str) -> Snapshot:
-    """A snapshot by its name. Raises UsageError (kind "no-snapshot"), Corruption."""
+    """Return a snapshot by its name. Raises UsageError (kind "no-snapshot"), Corruption."""
     path = snapshot_path(check_snapshot_name(name))
     try:
         data = store.blobs.read(path, MAX_SNAPSHOT)
@@ -160,7 +160,7 @@ def read_snapshot(store: Store, name: str) -> Snapshot:
 
 
 def snapshots(store: Store) -> list[Snapshot]:
-    """All snapshots, by name. Raises Corruption: what a damaged one keeps is not known."""
+    """Return all snapshots, by name. Raises Corruption if one is damaged: what it keeps is not known."""
     found = []
     for name in snapshot_names(store):
         try:
@@ -171,7 +171,7 @@ def snapshots(store: Store) -> list[Snapshot]:
 
 
 def create_snapshot(store: Store, name: str, sealed: SealedSet) -> Snapshot:
-    """Gives the sealed set a name: from now on it is kept until the snapshot is deleted.
+    """Give the sealed set a name: from now on it is kept until the snapshot is deleted.
 
     Raises UsageError (kind "snapshot-exists"); Unavailable (kind "snapshot-late") when the set was given up for
     collection before it had its name: seal again. AccessDenied, Unavailable, InDoubt.
@@ -205,7 +205,7 @@ def create_snapshot(store: Store, name: str, sealed: SealedSet) -> Snapshot:
 
 
 def delete_snapshot(store: Store, name: str) -> None:
-    """Deletes a snapshot for good: what only it keeps is collected later. Raises UsageError (kind "no-snapshot")."""
+    """Delete a snapshot for good: what only it keeps is collected later. Raises UsageError (kind "no-snapshot")."""
     try:
         store.blobs.delete(snapshot_path(check_snapshot_name(name)))
     except FileNotFoundError:
@@ -214,8 +214,8 @@ def delete_snapshot(store: Store, name: str) -> None:
 
 
 def settle_snapshots(store: Store) -> None:
-    """Makes durable which snapshots there are. Before what a deleted one kept may be deleted: a power loss would
-    bring its name back, and whoever deleted it may have died too early.
+    """Make durable which snapshots there are. Before what a deleted one kept may be deleted: a power loss would
+    bring its name back, and the process that deleted it may have died too early.
     """
     store.blobs.prepare(SNAPSHOTS)
 
@@ -223,7 +223,7 @@ def settle_snapshots(store: Store) -> None:
 def sealed_sets(
     states: Iterable[ShardState], moment: Callable[[Seal], Hashable] = lambda seal: (seal.epoch, seal.step)
 ) -> list[SealedSet]:
-    """The whole states that all shards that have members have sealed, newest first.
+    """Return the whole states that all shards that have members have sealed, newest first.
 
     moment: what sealed records of an earlier format, which name no whole state, are taken to have in common.
     """
@@ -245,7 +245,7 @@ def sealed_sets(
 
 
 def is_kept(store: Store, state: ShardState, seq: int) -> bool:
-    """Whether the state after record `seq` is there to stay. `state` is the shard's newest.
+    """Return whether the state after record `seq` is there to stay. `state` is the shard's newest.
 
     What was given up is not, even while its files are still there: they may be about to be deleted.
     """

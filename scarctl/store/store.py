@@ -1,4 +1,4 @@
-"""A store: settings, layouts, one log per shard, and reading what they say."""
+"""Open a store: its settings, its layouts, one log per shard, and what they say."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl import extras
 from scarctl.errors import Corruption, LayoutMismatch, NoStore, SettingsConflict, UsageError
-from scarctl.layout import Layout
-from scarctl.store.address import S3_SCHEMES, Address
-from scarctl.store.blob import Blobs
-from scarctl.store.fetch import Batch, read_unit, units
+from scarctl.state import codec
+from scarctl.state.layout import Layout
+from scarctl.store.backends.address import S3_SCHEMES, Address
+from scarctl.store.backends.base import Blobs
+from scarctl.store.backends.connect import blobs_at
+from scarctl.store.backends.probe import exclusive_here, is_left_over, probe
 from scarctl.store.format import (
     FORMAT,
     LOCK,
@@ -41,18 +42,15 @@ from scarctl.store.format import (
     shard_of_folder,
 )
 from scarctl.store.line import number_of
-from scarctl.store.local import LocalBlobs
 from scarctl.store.lock import BothLocks, NoLock, StoreLock
 from scarctl.store.log import ShardLog
-from scarctl.store.probe import exclusive_here, is_left_over, probe
+from scarctl.store.read import Batch, read_unit, units
 from scarctl.store.record import Record, now, who
-from scarctl.store.segment import ascending, open_segment
+from scarctl.store.segment import ascending
+from scarctl.store.segment_reader import open_segment
 from scarctl.store.settings import Settings
-from scarctl.store.spans import Ids
-from scarctl.store.state import ShardState
-
-if TYPE_CHECKING:
-    from scarctl.store.writer import StoreWriter
+from scarctl.store.shard_state import ShardState
+from scarctl.util.arrays import Ids
 
 _RACES = 4
 
@@ -68,12 +66,12 @@ class Part:
 
 
 class Store:
-    """An open store. Reading takes no lock and may go on while a writer commits."""
+    """An open store. Reading takes no lock and may continue while a writer commits."""
 
     def __init__(self, address: Address, blobs: Blobs, identity: str, settings: Settings) -> None:
         self.address = address
         self.url = address.shown
-        """As given, for people: nothing secret is in it."""
+        """The address as given, for people, without secrets."""
         self.where = str(address.root) if address.root is not None else address.shown
         """The same, absolute."""
         self.id = identity
@@ -105,9 +103,9 @@ class Store:
         storage_options: Mapping[str, Any] | None = None,
         assume_single_writer: bool = False,
     ) -> Store:
-        """Creates a store, or opens the one that is there if the settings given (not None) are the store's own.
+        """Create a store, or open the one that is there if the settings given (not None) are the store's own.
 
-        storage_options: for the file system of a remote store, see `scarctl.store.address`.
+        storage_options: for the file system of a remote store, see `scarctl.store.backends.address`.
         assume_single_writer: also where nothing can be created exclusively.
 
         Raises SettingsConflict if they are not; NoStore (kind "foreign-store") if the folder holds other things;
@@ -154,7 +152,7 @@ class Store:
 
     @classmethod
     def open(cls, url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Store:
-        """Opens an existing store. Raises NoStore, Corruption, AccessDenied, Unavailable."""
+        """Open an existing store. Raises NoStore, Corruption, AccessDenied, Unavailable."""
         address = Address.parse(url, storage_options)
         return cls._open(address, blobs_at(address))
 
@@ -177,16 +175,17 @@ class Store:
         return cls(address, blobs, f.hex("id", 32), Settings.from_json(f.raw("settings"), what))
 
     def again(self) -> Store:
-        """The same store, opened once more: nothing that was read before is remembered."""
+        """Return the same store, opened once more: nothing that was read before is remembered."""
         return Store._open(self.address, self.blobs)
 
     def of_shard(self, shard: int, epoch: int = 1) -> Store:
-        """The same store as the one rank sees it that saves to `shard`: there is no other shard.
+        """Return the same store as the one rank sees it that saves to `shard`: there is no other shard.
 
         epoch: it begins with this one, at least. Close it in place of the store that it was made of.
         """
         twin = Store(self.address, self.blobs, self.id, self.settings)
         twin.part = Part(shard, epoch)
+        twin._layouts = self._layouts  # a digest names the same layout in both
         return twin
 
     @property
@@ -196,19 +195,19 @@ class Store:
         return run if self.part is None else f"{run}-{self.part.shard}"
 
     def shard_of(self, layout: Layout) -> NDArray[np.int32]:
-        """Shard of every partition: int32 of shape (layout.partitions,)."""
+        """Return the shard of every partition: int32 of shape (layout.partitions,)."""
         if self.part is not None:
             return np.full(layout.partitions, self.part.shard, dtype=np.int32)
         return layout.shards(self.settings.shards, self.settings.seed)
 
     def close(self) -> None:
-        """Frees the lock, and what belongs to the address."""
+        """Free the lock, and what belongs to the address."""
         self._closed = True
         self.unlock()
         self.blobs.close()
 
     def lock(self) -> None:
-        """Takes the store's lock before there is a layout to write with; `unlock` frees it. Raises Contention.
+        """Take the store's lock before a layout is known; `unlock` frees it. Raises Contention.
 
         A remote store has none: there an older writer learns of a newer one by its epoch.
         """
@@ -216,13 +215,15 @@ class Store:
         self._locked = True
 
     def unlock(self) -> None:
-        """Frees the lock, if this store holds it; a writer that is still open keeps it until it is closed."""
+        """Free the lock, if this store holds it; a writer that is still open keeps it until it is closed."""
         lock, self._lock, self._locked = self._lock, None, False
         if lock is not None:
             lock.release()
 
     def take_lock(self) -> Lock:
-        """The lock, from this store if it holds it. Whoever takes it gives it to `return_lock`. Raises Contention."""
+        """Take the lock, from this store if it holds it. Give it back with `return_lock`. Raises
+        Contention.
+        """
         lock, self._lock = self._lock, None
         if lock is not None and lock.held:
             return lock
@@ -234,7 +235,7 @@ class Store:
         return BothLocks(self.address.root / LOCK, self.address.root / lock_path(self.part.shard))
 
     def return_lock(self, lock: Lock) -> None:
-        """Keeps a lock that came from `lock`, frees any other."""
+        """Keep a lock that came from `lock`, free any other."""
         if self._locked and not self._closed:
             self._lock = lock
         else:
@@ -243,11 +244,11 @@ class Store:
     # layouts
 
     def layouts(self) -> list[str]:
-        """Digests of the layouts in the store."""
+        """Return the digests of the layouts in the store."""
         return [d for name, _ in self.blobs.files("layout") if (d := digest_of_layout(name)) is not None]
 
     def layout(self, digest: str) -> Layout:
-        """The layout of this digest. Raises Corruption if it is missing or damaged."""
+        """Return the layout of this digest. Raises Corruption if it is missing or damaged."""
         if digest not in self._layouts:
             path = layout_path(digest)
             what = self.blobs.where(path)
@@ -266,7 +267,7 @@ class Store:
         return self._layouts[digest]
 
     def put_layout(self, layout: Layout) -> None:
-        """Stores a layout; does nothing if it is there."""
+        """Store a layout; does nothing if it is there."""
         data = dump_json(
             {"format": FORMAT, "kind": "layout", "digest": layout.digest, "layout": layout.to_json()}
         )
@@ -279,21 +280,21 @@ class Store:
             self.layout(layout.digest)  # checked: the same content, whole
 
     def current_layout(self) -> Layout | None:
-        """The layout of the newest records; None before the first."""
+        """Return the layout of the newest records; None before the first."""
         record = max(self._newest(), key=lambda record: record.epoch, default=None)
         return None if record is None else self.layout(record.layout)
 
     # logs
 
     def shards(self) -> list[int]:
-        """Shards that have a log."""
+        """Return the shards that have a log."""
         if self.part is not None:
             return [self.part.shard] if self.log(self.part.shard).numbers() else []
         found = (shard_of_folder(name) for name in self.blobs.folders("shards"))
         return sorted(shard for shard in found if shard is not None)
 
     def lines(self) -> dict[int, int]:
-        """What each shard's log says now: see `scarctl.store.line`. Raises Corruption."""
+        """Return, by shard, the line of its log now: see `scarctl.store.line`. Raises Corruption."""
         return {record.shard: number_of(record.line) for record in self._newest()}
 
     def _newest(self) -> list[Record]:
@@ -304,11 +305,11 @@ class Store:
         return ShardLog(self.blobs, shard, self.layout)
 
     def records(self, shard: int) -> Iterator[Record]:
-        """A shard's records, oldest first. Raises Corruption, naming the file."""
+        """Return a shard's records, oldest first. Raises Corruption, naming the file."""
         return self.log(shard).records()
 
     def state(self, shard: int, layout: Layout | None = None, at: int | None = None) -> ShardState:
-        """State of a shard after record `at` (default: the newest). An empty log gives an empty state.
+        """Return the state of a shard after record `at` (default: the newest). An empty log gives an empty state.
 
         Raises Corruption naming the file; LayoutMismatch if `layout` is given and is not the state's.
         """
@@ -320,13 +321,13 @@ class Store:
     def states(
         self, shards: Iterable[int], layout: Layout | None = None, at: Mapping[int, int] | None = None
     ) -> dict[int, ShardState]:
-        """States of several shards, by shard: see `state`."""
+        """Return the states of several shards, by shard: see `state`."""
         shards = list(shards)
         found = self.blobs.each(lambda s: self.state(s, layout, None if at is None else at[s]), shards)
         return dict(zip(shards, found, strict=True))
 
     def mismatch(self, stored: Layout, given: Layout) -> LayoutMismatch:
-        """The error for a state that is not the store's: it lists the differences."""
+        """Return the error for a state that is not the store's: it lists the differences."""
         lines = stored.differences(given)
         listed = "; ".join(lines[:5]) + (f"; and {len(lines) - 5} more" if len(lines) > 5 else "")
         return LayoutMismatch(
@@ -335,13 +336,13 @@ class Store:
         )
 
     def older(self, shard: int, ids: Ids, state: ShardState) -> ShardState | None:
-        """For `ids` the next older copies than `state` has: see `ShardLog.older`."""
+        """Return, for `ids`, the next older copies than `state` has: see `ShardLog.older`."""
         return self.log(shard).older(ids, state)
 
     # data
 
     def read(self, state: ShardState, ids: Ids, *, corrupt: list[tuple[Ids, str]]) -> Iterator[Batch]:
-        """Reads the copies of `ids` that `state` names, every one verified, about `Blobs.batch` bytes at a time.
+        """Read the copies of `ids` that `state` names, every one verified, about `Blobs.batch` bytes at a time.
 
         Partitions whose copy is missing or damaged, or that were never saved, are appended to `corrupt` as
         `(ids, reason)` and not yielded. Order is by segment, group and id. Raises Unavailable, AccessDenied.
@@ -368,7 +369,7 @@ class Store:
     def _read_again(
         self, state: ShardState, gone: list[tuple[Ids, str]], corrupt: list[tuple[Ids, str]]
     ) -> Iterator[Batch]:
-        """Copies whose segment is missing: perhaps the writer has collected it, and has them elsewhere.
+        """Yield copies whose segment is missing, from where the writer has moved them since.
 
         `state` is brought up to date with what is found. A state of the past takes no newer copies.
         """
@@ -384,7 +385,7 @@ class Store:
             yield from self.read(state, again, corrupt=corrupt)
 
     def read_extras(self, state: ShardState) -> tuple[int, object] | None:
-        """The newest extras, verified, as `(version, object)`; None if none were saved. Raises Corruption."""
+        """Return the newest extras, verified, as `(version, object)`; None if none were saved. Raises Corruption."""
         if state.extras is None:
             return None
         version, number = state.extras
@@ -393,7 +394,7 @@ class Store:
         try:
             with open_segment(self.blobs, path, state.segments[number]) as segment:
                 text, tensors = segment.extras()
-            return version, extras.decode(text, tensors)
+            return version, codec.decode(text, tensors)
         except FileNotFoundError:
             fresh = None if state.past else self.state(state.shard)
             if fresh is not None and fresh.extras is not None and fresh.extras[0] > version:
@@ -417,28 +418,9 @@ class Store:
                 live += int(state.layout.bytes_of(state.ids[state.saved]).sum())
         return {"bytes": total, "live_bytes": live, "segments": segments, "records": records}
 
-    def writer(self, *, layout: Layout, shard_of: NDArray[np.int32]) -> StoreWriter:
-        """Opens the store for writing. `shard_of` is int32[partitions]; -1: in no shard. See `StoreWriter`."""
-        from scarctl.store.writer import StoreWriter
-
-        return StoreWriter(self, layout, shard_of)
-
-
-def blobs_at(address: Address) -> Blobs:
-    """The files under an address. A local folder needs no fsspec."""
-    if address.root is not None:
-        return LocalBlobs(address.root)
-    if address.scheme in S3_SCHEMES:
-        from scarctl.store.s3 import S3Blobs
-
-        return S3Blobs(address)
-    from scarctl.store.remote import FsspecBlobs
-
-    return FsspecBlobs(address)
-
 
 def _refuse_foreign(address: Address, blobs: Blobs, hint: str) -> None:
-    """Raises NoStore if there is something that is not an empty folder. Left-overs of a crash do not count."""
+    """Raise NoStore if there is something that is not an empty folder. Left-overs of a crash do not count."""
     others = [name for name in blobs.top() if name != LOCK and not is_left_over(name)]
     if others and SETTINGS not in others:  # a store that is made meanwhile is none of them
         raise NoStore(

@@ -1,4 +1,4 @@
-"""Part of a store's data, for checking it bit by bit over days instead of all at once."""
+"""Choose a part of a store's data, so that a check bit by bit can take days instead of one go."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ class Subset:
         )
 
     def takes(self, segment: str, piece: int) -> bool:
-        """Whether a piece of a segment, by its number there, is of the part."""
+        """Return whether a piece of a segment, by its number there, is of the part."""
         hashed = zlib.crc32(f"{self.salt}/{segment}/{piece}".encode()) / (1 << 32)
         return self.low <= hashed < self.high

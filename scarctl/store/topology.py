@@ -1,4 +1,4 @@
-"""Which shards make up a state that several processes hold together: one shard per rank (docs/FORMAT.md, section 10).
+"""List the shards of a state that several ranks hold together: one shard per rank (docs/FORMAT.md, section 10).
 
 Every rank saves its own part of the state to a shard of its own, with its own log, lock and epochs. What they share is
 a small file per start of the job, `topology/<epoch>.json`: the epoch that all ranks begin with, and the shard of every
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from scarctl.errors import Contention, Corruption, UsageError
+from scarctl.state.version import MAX_EPOCH
 from scarctl.store.format import (
     FORMAT,
     MAX_FLAT,
@@ -29,10 +30,9 @@ from scarctl.store.format import (
 )
 from scarctl.store.record import now, who
 from scarctl.store.snapshot import SealedSet, sealed_sets
-from scarctl.version import MAX_EPOCH
 
 if TYPE_CHECKING:
-    from scarctl.store.state import Seal, ShardState
+    from scarctl.store.shard_state import Seal, ShardState
     from scarctl.store.store import Store
 
 _HEAL = (
@@ -76,7 +76,7 @@ class Topology:
 
     @staticmethod
     def parse(data: bytes, what: object, *, epoch: int) -> Topology:
-        """A topology from its file's bytes, everything checked. Raises Corruption naming `what`."""
+        """Return a topology from its file's bytes, everything checked. Raises Corruption naming `what`."""
         f = Fields(load_json(data, what, containers=MAX_FLAT, values=MAX_SHARDS), what)
         if f.text("kind") != "topology" or f.integer("epoch", 1, MAX_EPOCH) != epoch:
             raise corrupt(what, "it is not the topology that its name says")
@@ -92,13 +92,13 @@ class Topology:
 
 
 def topology_epochs(store: Store) -> list[int]:
-    """Epochs of the topologies there are, ascending."""
+    """Return the epochs of the topologies there are, ascending."""
     found = (epoch_of_topology(name) for name in store.blobs.names(TOPOLOGIES))
     return sorted(epoch for epoch in found if epoch is not None)
 
 
 def read_topology(store: Store, epoch: int) -> Topology:
-    """One topology. Raises Corruption when it is missing or damaged."""
+    """Return one topology. Raises Corruption when it is missing or damaged."""
     path = topology_path(epoch)
     what = store.blobs.where(path)
     try:
@@ -110,7 +110,7 @@ def read_topology(store: Store, epoch: int) -> Topology:
 
 
 def refuse_ranks(store: Store) -> None:
-    """Raises UsageError (kind "store-of-ranks") when several ranks save to the store, each to its own shard."""
+    """Raise UsageError (kind "store-of-ranks") when several ranks save to the store, each to its own shard."""
     newest = newest_topology(store) if store.part is None else None
     if newest is not None:
         raise UsageError(
@@ -121,13 +121,13 @@ def refuse_ranks(store: Store) -> None:
 
 
 def newest_topology(store: Store) -> Topology | None:
-    """The topology that counts now; None for a store that one process writes to."""
+    """Return the topology that counts now; None for a store that one process writes to."""
     epochs = topology_epochs(store)
     return read_topology(store, epochs[-1]) if epochs else None
 
 
 def create_topology(store: Store, topology: Topology) -> None:
-    """Makes a topology the newest. Raises Contention when another job begins the same epoch at this moment."""
+    """Make a topology the newest. Raises Contention when another job begins the same epoch at this moment."""
     store.blobs.prepare(TOPOLOGIES)
     try:
         store.blobs.create_exclusive(topology_path(topology.epoch), [topology.data])
@@ -141,7 +141,7 @@ def create_topology(store: Store, topology: Topology) -> None:
 def complete_sets(
     store: Store, known: Mapping[int, ShardState] | None = None, *, of: int | None = None
 ) -> list[SealedSet]:
-    """States of the whole store, as all its shards or all ranks of its topology sealed them, newest first.
+    """Return the states of the whole store, as all its shards or all ranks of its topology sealed them, newest first.
 
     known: states of some shards, which are not read again. of: a shard; the newest topology that has it counts, for
     until a newer one has a whole state the older one's is the store's.
@@ -158,7 +158,7 @@ def complete_sets(
 
 
 def sealed_by_all(states: Mapping[int, ShardState], epochs: list[int]) -> list[SealedSet]:
-    """The whole states that all shards of a topology have sealed, newest first.
+    """Return the whole states that all shards of a topology have sealed, newest first.
 
     epochs: of all topologies, ascending. Records of an earlier format are taken together by their step and the start of
     the job. A rank's own epochs lie between two of these: its daemon may have been replaced.
@@ -169,5 +169,5 @@ def sealed_by_all(states: Mapping[int, ShardState], epochs: list[int]) -> list[S
 
 
 def alike(epochs: list[int]) -> Callable[[Seal], Hashable]:
-    """What sealed records of an earlier format, in logs of ranks, have in common: see `sealed_by_all`."""
+    """Return what sealed records of an earlier format in logs of ranks share: see `sealed_by_all`."""
     return lambda seal: (bisect_right(epochs, seal.epoch), seal.step)

@@ -1,75 +1,64 @@
-"""Committing to a store: epochs, fencing and the commit protocol (docs/FORMAT.md, section 8)."""
+"""Commit to a store: epochs, fencing and the commit protocol (docs/FORMAT.md, section 8)."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import threading
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl import extras as extras_codec
 from scarctl.errors import Contention, Corruption, Fenced, Overwritten, ScarError, Unavailable, UsageError
-from scarctl.layout import Layout, members_by_shard
-from scarctl.store.blob import InDoubt
-from scarctl.store.format import index_path, record_path, segment_name, segment_path, shard_folder
+from scarctl.state import codec
+from scarctl.state.layout import Layout, members_by_shard
+from scarctl.state.version import MAX_EPOCH, MAX_STEP
+from scarctl.store.commit import Publisher
+from scarctl.store.format import record_path, segment_name, segment_path, shard_folder
+from scarctl.store.index import INDEX_BYTES, INDEX_RECORDS
+from scarctl.store.ledger import Ledger
 from scarctl.store.line import Companion
-from scarctl.store.publish import Publisher
 from scarctl.store.record import Record
-from scarctl.store.segment import Pieces, SegmentRef, Source, Tail, ascending, write_segment
+from scarctl.store.segment import Pieces, SegmentRef, Source, Tail, ascending
+from scarctl.store.segment_writer import write_segment
+from scarctl.store.shard_state import ShardState
 from scarctl.store.snapshot import is_kept
-from scarctl.store.spans import Ids
-from scarctl.store.state import ShardState, dump_index
+from scarctl.store.store import Store
 from scarctl.store.topology import refuse_ranks
-from scarctl.version import MAX_EPOCH, MAX_STEP
-
-if TYPE_CHECKING:
-    from scarctl.store.store import Store
+from scarctl.util.arrays import Ids
 
 _log = logging.getLogger(__name__)
 
-INDEX_RECORDS = 512
-"""An index is written at the latest after so many records, however few partitions they hold."""
-INDEX_BYTES = 36
-"""Bytes of an index per partition."""
 _WORTH = 16  # records without partitions that make an index worth its bytes when the store is closed
 _ATTEMPTS = 16
 _RARE = 400  # state bytes per byte of a second index
 
 
-class Observer(Protocol):
-    """Who wants to know what a writer does: see `StoreWriter.observer`."""
+def open_writer(store: Store, *, layout: Layout, shard_of: NDArray[np.int32]) -> StoreWriter:
+    """Open a store for writing. Start a new epoch in every shard's log, which fences all older writers.
 
-    def committing(self, record: Record, tail: Tail | None) -> None:
-        """The record is durable; the writer's state is still the one before it."""
+    shard_of: shard of every partition, int32 of shape (layout.partitions,); -1: in no shard.
 
-    def wrote(self, shard: int, path: str, nbytes: int) -> None:
-        """A file was created in a shard."""
+    Raises Contention if another live process writes; LayoutMismatch if the store holds another layout; UsageError
+    (also for a whole store of several ranks), Corruption, AccessDenied, Unavailable.
+    """
+    return StoreWriter(store, layout, shard_of)
 
 
 class StoreWriter:
-    """The one writer of a store. Opening starts a new epoch in every shard's log, which fences all older writers.
+    """The one writer of a store, see `open_writer`.
 
     `states` is kept up to date with every commit: treat its arrays as read-only. Several threads may `commit`, each to
-    another shard; all else is for one. In a forked child it refuses to work. Raises Contention if another live process
-    writes; LayoutMismatch if the store holds another layout; UsageError (also for a whole store of several ranks),
-    Corruption, AccessDenied, Unavailable.
+    another shard; all else is for one thread. A forked child cannot use it.
     """
 
     epoch: int
     states: dict[int, ShardState]
     """State of every shard in the store."""
-    observer: Observer | None = None
-    handed_bytes: int = 0
-    """Bytes of partitions that were given to `commit`."""
-    written_bytes: int = 0
-    """Bytes of all files written since the store was opened: segments, records and indexes."""
+    ledger: Ledger
+    """Bytes that were written, for collectors and for people."""
 
     def __init__(self, store: Store, layout: Layout, shard_of: NDArray[np.int32]) -> None:
         if shard_of.shape != (layout.partitions,):
@@ -81,13 +70,13 @@ class StoreWriter:
         nothing = {} if store.part is None else {store.part.shard: np.empty(0, np.int64)}
         self._members = nothing | members_by_shard(shard_of)
         self._pid = os.getpid()
-        self._counting = threading.Lock()
         self._dead: ScarError | None = None  # why nothing can be committed any more
         self._publisher = Publisher(store, self._advance, lambda shard: self.states[shard].boundary)
         self._floor: dict[int, int] = {}  # the step of the newest commit in this epoch
         self._closed = False
         self.epoch = 0
         self.states = {}
+        self.ledger = Ledger()
         self._lock = store.take_lock()
         try:
             refuse_ranks(store)
@@ -107,7 +96,7 @@ class StoreWriter:
         self.close()
 
     def close(self) -> None:
-        """Writes the indexes that save time at the next opening and frees the lock. The second time does nothing."""
+        """Write the indexes that save time at the next opening and free the lock. The second time does nothing."""
         if os.getpid() != self._pid or self._closed:
             return
         try:
@@ -135,12 +124,12 @@ class StoreWriter:
         extras: object | None = None,
         verify_source: Callable[[], bool] | None = None,
     ) -> Record:
-        """Saves the partitions `ids` (int64, members of `shard`, any order) as of `step`; durable when it returns.
+        """Save the partitions `ids` (int64, members of `shard`, any order) as of `step`; durable when it returns.
 
         sealed: with this record every member's newest copy is of this step: what is not in `ids` has not changed since
             it was saved. `ids` may then be empty.
         whole: of which commit of the whole state a sealed one is a part; see `Record.whole`.
-        extras: saved whole with the commit (see `scarctl.extras`); None: none.
+        extras: saved whole with the commit (see `scarctl.state.codec`); None: none.
         verify_source: asked after the data are written; False discards the segment and raises Overwritten.
 
         Raises UsageError (nothing written); Fenced (a newer writer; this one is done); Overwritten; Unavailable or
@@ -165,11 +154,9 @@ class StoreWriter:
         )
         tail = None
         if len(ids) or extras is not None:
-            metadata = self._metadata(record)
-            tensors: Mapping[str, extras_codec.RawTensor] = {}
-            if extras is not None:
-                metadata["extras"], tensors = extras_codec.encode(extras)
-            ref, checksums = self._segment(record, ids, source, metadata, "commit", tensors, verify_source)
+            ref, checksums = self._segment(
+                record, ids, source, "commit", extras=extras, verify_source=verify_source
+            )
             record = replace(record, segment=ref, partitions=len(ids), extras=extras is not None)
             tail = Tail(ids, checksums, None)
         elif verify_source is not None and not verify_source():
@@ -177,8 +164,7 @@ class StoreWriter:
                 f"shard {shard}: partitions changed before the commit of step {step}", hint="commit again"
             )
         self._publish_next(record, tail)
-        with self._counting:
-            self.handed_bytes += record.nbytes
+        self.ledger.handed(record.nbytes)
         self._floor[shard] = step
         if state.unindexed_records >= INDEX_RECORDS or 0 < len(state.ids) <= 2 * state.unindexed:
             self._write_index(shard)
@@ -195,25 +181,15 @@ class StoreWriter:
         unique = ascending(ids)
         if len(unique) != np.size(ids):
             raise UsageError("a partition is given twice")
-        at = state.find(unique)
-        if len(unique) and (at < 0).any():
-            raise UsageError(f"partition {int(unique[at < 0][0])} is not of shard {state.shard}")
+        at = state.require_members(unique)
         if not len(unique) and not sealed and extras is None:
             raise UsageError("nothing to commit: no partitions, no extras and not sealed")
         if sealed:
-            unknown = ~state.saved | state.doubt
-            unknown[at] = False
-            if unknown.any():
-                name = self.layout.name(int(state.ids[unknown][0]))
-                raise UsageError(
-                    f"shard {state.shard} cannot be sealed: {int(unknown.sum())} partitions, such as {name}, "
-                    "have no known copy",
-                    hint="save them with this commit",
-                )
+            state.require_sealable(at, self.layout)
         return unique
 
     def roll_back(self, seqs: Mapping[int, int]) -> None:
-        """Starts a new epoch in which shard s is as it was after record `seqs[s]`; other shards stay as they are.
+        """Start a new epoch in which shard s is as it was after record `seqs[s]`; other shards stay as they are.
 
         Records that came after are never seen again. Raises UsageError for a record that does not exist;
         Fenced; Unavailable and others: some shards may be rolled back; open the store again and repeat it.
@@ -243,7 +219,7 @@ class StoreWriter:
     # --- space: see scarctl.store.gc ------------------------------------------------------------------------
 
     def compact(self, shard: int, ids: Ids, pieces: Pieces) -> Record:
-        """Moves the newest copies of `ids` (ascending) into a new segment. `pieces` are their bytes.
+        """Move the newest copies of `ids` (ascending) into a new segment. `pieces` are their bytes.
 
         They keep their versions, so nothing becomes newer than it is. Raises Corruption when the bytes are not those
         copies, and what `commit` raises.
@@ -254,9 +230,7 @@ class StoreWriter:
         at = state.find(ids)
         record = self._moving(state)
         versions = state.version[at]
-        ref, sums = self._segment(
-            record, ids, pieces, self._metadata(record), "compact", {}, None, versions=versions
-        )
+        ref, sums = self._segment(record, ids, pieces, "compact", versions=versions)
         record = replace(record, segment=ref, partitions=len(ids))
         if not np.array_equal(sums, state.checksum[at]):
             self._publisher.discard(record)
@@ -265,7 +239,7 @@ class StoreWriter:
         return record
 
     def advance_boundary(self, shard: int, keep: frozenset[int]) -> int:
-        """Says that nothing before this moment is needed any more, but the records `keep`; returns the first that is.
+        """Say that nothing before this moment is needed any more, but the records `keep`; return the first that is.
 
         Once this returns, and never before, what came earlier may be deleted. Raises Corruption while it is not known
         what the newest copies are, and what `commit` raises; then everything is needed as before.
@@ -294,38 +268,13 @@ class StoreWriter:
         return boundary
 
     def put_index(self, state: ShardState) -> bool:
-        """Writes the index of a state, now or of the past; False if an intact one is there. Raises what stops it."""
-        if state.doubt.any():
-            raise Corruption(f"{self.store.where}: shard {state.shard} has a damaged segment at {state.seq}")
-        log = self.store.log(state.shard)
-        path = index_path(state.shard, state.seq)
-        for attempt in range(2):
-            state.drop_unused_segments()
-            parts = dump_index(state)
-            try:
-                self._blobs.create_exclusive(path, parts)
-            except FileExistsError:
-                try:
-                    if log.has_index(state.seq):
-                        return False
-                    if attempt:
-                        raise
-                    self._blobs.delete(path)  # damaged: of use to nobody
-                except FileNotFoundError:
-                    if attempt:
-                        return False  # a newer writer collects what this one has: its next record tells it
-                continue
-            except InDoubt:
-                # Seen, and perhaps not durable: it must not be taken for the index of a boundary later.
-                with contextlib.suppress(ScarError, OSError):
-                    self._blobs.delete(path)
-                raise
-            self._wrote(state.shard, path, sum(memoryview(part).nbytes for part in parts))
-            return True
-        raise AssertionError("unreachable")
+        """Write the index of a state, the newest or a past one; False if an intact one is there. See `ShardLog`."""
+        nbytes = self.store.log(state.shard).put_index(state)
+        self.ledger.wrote(state.shard, nbytes)
+        return nbytes > 0
 
     def _moving(self, state: ShardState) -> Record:
-        """The next record, when it saves nothing new."""
+        """Return the next record, when it saves nothing new."""
         return Record(
             seq=state.seq + 1,
             shard=state.shard,
@@ -340,23 +289,23 @@ class StoreWriter:
 
     @property
     def lines(self) -> dict[int, int]:
-        """What each shard's log says now: see `scarctl.store.line`."""
+        """By shard, the line of its log now: see `scarctl.store.line`."""
         return dict(self._publisher.lines)
 
     def accompany(self, companion: Companion | None) -> None:
-        """Has `companion`, if there is one, note what the store holds, now and with every record."""
+        """Have `companion`, if there is one, note what the store holds, now and with every record."""
         self._publisher.companion = companion
         if companion is not None:
             companion.begin_lines(self.lines)
 
     def is_settled(self, shard: int) -> bool:
-        """Whether it is known what the newest record of a shard is."""
+        """Return whether it is known what the newest record of a shard is."""
         return self._publisher.is_settled(shard)
 
     # --- epochs ---------------------------------------------------------------------------------------------
 
     def _take_over(self) -> None:
-        """Commits an epoch record, higher than all there are, to every log in ascending order of shards."""
+        """Commit an epoch record, higher than all there are, to every log in ascending order of shards."""
         for _ in range(_ATTEMPTS):
             tips = self.store.states(sorted({*self.store.shards(), *self._members}))
             try:
@@ -373,7 +322,7 @@ class StoreWriter:
     def _prepare(self, tips: Mapping[int, ShardState]) -> None:
         for shard in self._members:
             for folder in ("seg", "log", "index"):
-                # Whoever wrote a record had made its shard's folders durable before.
+                # A writer makes a shard's folders durable before it writes a record there.
                 self._blobs.prepare(f"{shard_folder(shard)}/{folder}", known=tips[shard].seq >= 0)
 
     def _begin(self, tips: Mapping[int, ShardState], bases: Mapping[int, int]) -> None:
@@ -404,7 +353,7 @@ class StoreWriter:
         members = self._members.get(shard, state.ids)
         tail = None
         if state.layout != self.layout or not np.array_equal(members, state.ids):
-            ref, _ = self._segment(record, members, None, self._metadata(record), "members", {}, None)
+            ref, _ = self._segment(record, members, None, "members")
             record = replace(record, segment=ref, partitions=len(members))
             tail = Tail(members, None, None)
         state.records, state.boundary = tip.records, tip.boundary
@@ -419,17 +368,26 @@ class StoreWriter:
         record: Record,
         ids: Ids,
         source: Source | Pieces | None,
-        metadata: Mapping[str, str],
         kind: str,
-        extras: Mapping[str, extras_codec.RawTensor],
-        verify_source: Callable[[], bool] | None,
+        *,
+        extras: object | None = None,
+        verify_source: Callable[[], bool] | None = None,
         versions: NDArray[np.int64] | None = None,
     ) -> tuple[SegmentRef, NDArray[np.uint64]]:
-        """Writes a segment durably. On any failure it is deleted."""
+        """Write a segment durably; return its reference and checksums uint64[len(ids)]. Delete it on failure."""
+        metadata = {
+            "layout": record.layout,
+            "shard": str(record.shard),
+            "epoch": str(record.epoch),
+            "step": str(record.step),
+        }
+        tensors: Mapping[str, codec.RawTensor] = {}
+        if extras is not None:
+            metadata["extras"], tensors = codec.encode(extras)
         name = segment_name(self.epoch, uuid.uuid4().hex)
         with self._blobs.writer(segment_path(record.shard, name)) as out:
             ref, checksums = write_segment(
-                out, name, self.layout, ids, source, metadata, kind=kind, extras=extras, versions=versions
+                out, name, self.layout, ids, source, metadata, kind=kind, extras=tensors, versions=versions
             )
             if verify_source is not None and not verify_source():
                 raise Overwritten(
@@ -437,11 +395,11 @@ class StoreWriter:
                     hint="commit again",
                 )
             out.commit()
-        self._wrote(record.shard, segment_path(record.shard, name), ref.nbytes)
+        self.ledger.wrote(record.shard, ref.nbytes)
         return ref, checksums
 
     def _publish_next(self, record: Record, tail: Tail | None) -> None:
-        """Publishes within the epoch: another record there means that this writer is done. Raises Fenced."""
+        """Publish within the epoch: another record there means that this writer is done. Raises Fenced."""
         try:
             self._publisher.publish(record, tail)
         except FileExistsError:
@@ -457,14 +415,13 @@ class StoreWriter:
         """The record is there and durable."""
         state = self.states[record.shard]
         if state.seq < record.seq:
-            if self.observer is not None:
-                self.observer.committing(record, tail)
-            self._wrote(record.shard, record_path(record.shard, record.seq), len(record.data))
+            self.ledger.committing(state, record, tail)
+            self.ledger.wrote(record.shard, len(record.data))
             state.apply(record, self.layout, tail, self._blobs.where(record_path(record.shard, record.seq)))
             state.records += 1
 
     def _write_index(self, shard: int) -> bool:
-        """Writes the index of the state as it is; returns whether that worked. A failure costs time, and is logged."""
+        """Write the index of the state as it is; return whether that worked. A failure costs time, and is logged."""
         state = self.states[shard]
         if state.doubt.any() or state.seq < 0:
             return True  # an index cannot say what is in doubt
@@ -477,20 +434,6 @@ class StoreWriter:
         return True
 
     # --- small things ---------------------------------------------------------------------------------------
-
-    def _wrote(self, shard: int, path: str, nbytes: int) -> None:
-        with self._counting:
-            self.written_bytes += nbytes
-        if self.observer is not None:
-            self.observer.wrote(shard, path, nbytes)
-
-    def _metadata(self, record: Record) -> dict[str, str]:
-        return {
-            "layout": record.layout,
-            "shard": str(record.shard),
-            "epoch": str(record.epoch),
-            "step": str(record.step),
-        }
 
     def _usable(self) -> None:
         if os.getpid() != self._pid:

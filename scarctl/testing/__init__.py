@@ -1,9 +1,9 @@
-"""For people who write an adapter: one suite of tests that every adapter passes. docs/adapters.md shows its use.
+"""Test adapters: one conformance suite that every adapter passes. docs/adapters.md shows its use.
 
     from scarctl.testing import AdapterConformance, Training
 
-A test module makes a subclass of `AdapterConformance` that says how a `Training` is made; pytest does the rest. Nothing
-else of scarctl imports this package, and it needs pytest only to be collected.
+A test module defines a subclass of `AdapterConformance` whose method `training` makes a `Training`. pytest collects and
+runs the tests. No other package of scarctl imports this one.
 """
 
 from __future__ import annotations

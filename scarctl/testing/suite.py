@@ -1,7 +1,7 @@
-"""What every adapter must do. A test module of an adapter makes a subclass, and says how a training is made.
+"""Test what every adapter must do. An adapter's test module defines a subclass with a method `training`.
 
-Each test runs whole trainings with real stores, in this process or in one that is killed, and compares bytes by a route
-that goes past the adapter (`Training.values`). None needs a fixture but pytest's `tmp_path`.
+Each test runs whole trainings with real stores, in this process or in one that is killed. It compares bytes through
+`Training.values`, which does not use the adapter. The only fixture is pytest's `tmp_path`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from scarctl.config import grouped
 from scarctl.errors import LayoutMismatch
-from scarctl.session import Session
-from scarctl.testing import residue
-from scarctl.testing.runs import LAST, OFTEN, RARELY, Runs, Stop, checkpoint, folder_at, layouts_here, stopped
-from scarctl.testing.seen import (
+from scarctl.session.session import Session
+from scarctl.testing import leaks
+from scarctl.testing.fingerprint import (
     Description,
     Recorder,
     Seen,
@@ -33,7 +33,18 @@ from scarctl.testing.seen import (
     is_placeholder,
     rows_of,
 )
-from scarctl.testing.state import (
+from scarctl.testing.harness import (
+    LAST,
+    OFTEN,
+    RARELY,
+    Runs,
+    Stop,
+    folder_at,
+    layouts_here,
+    stopped,
+)
+from scarctl.testing.killed_runs import checkpoint
+from scarctl.testing.store_bytes import (
     State,
     check_groups,
     differing_rows,
@@ -48,15 +59,15 @@ from scarctl.testing.state import (
 
 
 class AdapterConformance(Runs):
-    """Tests of one adapter, beside one way of training with it. For pytest: name the subclass `Test...`.
+    """Tests of one adapter with one way of training. Name the subclass `Test...` for pytest.
 
-    The subclass stands at the top of a module, since another process looks for it there.
+    Define the subclass at the top level of a module: another process loads it from there.
     """
 
     # -- the training itself ------------------------------------------------------------------------------------
 
     def test_the_training_is_one_that_shows_something(self, tmp_path: Path) -> None:
-        """The same in every run, and nothing stands still: else the other tests would prove little."""
+        """Two runs are equal, and every value and generator changes: otherwise the other tests prove little."""
         expected = self._uninterrupted(tmp_path)
         assert list(expected) == list(range(LAST + 1)), (
             f"visit() was called after iterations {list(expected)}"
@@ -71,12 +82,12 @@ class AdapterConformance(Runs):
     # -- resuming -----------------------------------------------------------------------------------------------
 
     def test_resuming_a_closed_run_is_exact(self, tmp_path: Path) -> None:
-        """The rest of the run is bit for bit that of a run that was not interrupted."""
+        """The rest of the run equals an uninterrupted run bit for bit."""
         self._resumes_exactly(tmp_path)
 
     def test_resuming_a_killed_run_is_exact(self, tmp_path: Path) -> None:
-        """SIGKILL two iterations after a whole checkpoint, where the host's memory is lost, and right after a flush
-        into it. In the process that is killed layout and training are those of this one."""
+        """SIGKILL two iterations after a full checkpoint, with the arena lost, and right after a flush into the arena.
+        Layout and training in the killed process equal those in this one."""
         expected = self._uninterrupted(tmp_path)
         stored, flushed = tmp_path / "stored", tmp_path / "flushed"
         for seen, layouts in self._killed(
@@ -90,13 +101,13 @@ class AdapterConformance(Runs):
         self._check_resumed(expected, self._run(flushed, LAST), 4)
 
     def test_a_snapshot_is_resumed_by_its_name(self, tmp_path: Path) -> None:
-        """Whatever was saved after it."""
+        """Later checkpoints do not matter."""
         self._run(tmp_path, 5, at={2: lambda session: session.snapshot("two")}, **OFTEN)
         run = self._run(tmp_path, LAST, resume={"snapshot": "two"}, **OFTEN)
         self._check_resumed(self._uninterrupted(tmp_path), run, 2)
 
     def test_another_model_is_refused(self, tmp_path: Path) -> None:
-        """With LayoutMismatch, before it is trained. Nothing is changed, neither the model nor the store."""
+        """With LayoutMismatch, before training. Neither the model nor the store changes."""
         self._run(tmp_path, 3)
         before, other = files(tmp_path / "store"), self.training("changed")
         values = {name: digest(value) for name, value in other.values().items()}
@@ -106,7 +117,7 @@ class AdapterConformance(Runs):
         except LayoutMismatch:
             pass
         else:
-            raise AssertionError('training("changed") goes on from a state that is not its own')
+            raise AssertionError('training("changed") resumes from a state that is not its own')
         assert not recorder.seen, "another model was trained before it was refused"
         now = {name: digest(value) for name, value in other.values().items() if name in values}
         assert now == values, f"a model that was refused has other values: {differing(values, now)}"
@@ -116,15 +127,15 @@ class AdapterConformance(Runs):
     # -- layout -------------------------------------------------------------------------------------------------
 
     def test_the_layout_is_stable(self, tmp_path: Path) -> None:
-        """Names, order, shapes and dtypes: over iterations, over restarts."""
+        """Names, order, shapes and dtypes are equal over iterations and restarts."""
         run = self._run(tmp_path, LAST, at={2: check_groups, LAST: check_groups})
         first = run.layouts[1]
         self._check_layouts(run.layouts, first)
         self._check_layouts(self._run(tmp_path / "again", 2).layouts, first)
-        self._check_layouts(self._run(tmp_path, LAST + 2).layouts, first)  # goes on
+        self._check_layouts(self._run(tmp_path, LAST + 2).layouts, first)  # continues
 
     def _check_layouts(self, layouts: Mapping[int, Description], expected: Description) -> None:
-        """All are `expected`; before the first iteration slots may be missing."""
+        """Assert that all equal `expected`; before the first iteration slots may be missing."""
         for step, layout in layouts.items():
             if step == 0:
                 layout = [[*group[:-1], group[-1][:1]] for group in layout]
@@ -135,7 +146,7 @@ class AdapterConformance(Runs):
             assert layout == wanted, f"after iteration {step} the groups are in another order"
 
     def test_slots_made_for_a_resume_can_be_taken_away(self, tmp_path: Path) -> None:
-        """What `create_slots` makes is what a layout has, and gone without a trace when there is nothing to load."""
+        """`create_slots` makes the slots of a layout, and the function it returns removes them without a trace."""
         self._run(tmp_path / "earlier", 2)
         layout = stored_layout(tmp_path / "earlier" / "store")
 
@@ -149,16 +160,16 @@ class AdapterConformance(Runs):
                 assert not missing, f"create_slots() has not made {sorted(missing)} of {group.name}"
             remove()
             assert describe(adapter) == before, (
-                "what create_slots() returns does not take away all that it made"
+                "the function returned by create_slots() does not take away all slots that it made"
             )
 
         run = self._run(tmp_path, LAST, at={0: make_and_remove})
-        self._check_same(self._uninterrupted(tmp_path), run.seen, "slots that were taken away have an effect")
+        self._check_same(self._uninterrupted(tmp_path), run.seen, "removed slots have an effect")
 
     # -- recovering in a running process ------------------------------------------------------------------------
 
     def test_partial_recovery_touches_only_the_lost_rows(self, tmp_path: Path) -> None:
-        """They get the store's bytes. All other rows, the extras and the random numbers stay as they are."""
+        """Lost rows get the store's bytes. All other rows, the extras and the random numbers stay as they are."""
         training = self.training()
         saved: State = {}
 
@@ -195,11 +206,11 @@ class AdapterConformance(Runs):
 
         options = self._options(tmp_path, shards=2, **RARELY)
         recorder = Recorder(training, self.generators, {2: save, 4: lose_and_recover})
-        training.run(tmp_path / "store", LAST, recorder, resume={}, options=options)
-        assert list(recorder.seen) == list(range(LAST + 1)), "the training did not go on after a recovery"
+        training.run(tmp_path / "store", LAST, recorder, resume={}, options=grouped(**options))
+        assert list(recorder.seen) == list(range(LAST + 1)), "the training did not continue after a recovery"
 
     def test_all_values_of_a_group_are_recovered_together(self, tmp_path: Path) -> None:
-        """Optimizer's slots go with their parameter: what `values` has comes back whole, what `extras` has stays."""
+        """Optimizer's slots return with their parameter: `values` are restored whole, `extras` stay."""
         self._recovers_all(tmp_path)
 
     def test_rolling_back_restores_values_extras_and_random_numbers(self, tmp_path: Path) -> None:
@@ -220,26 +231,26 @@ class AdapterConformance(Runs):
     # -- faults -------------------------------------------------------------------------------------------------
 
     def test_a_store_that_fails_does_not_end_the_run(self, tmp_path: Path) -> None:
-        """Nor make it another one. What was not saved waits in memory, and the next session goes on with it."""
+        """It does not change the run either. The next session continues from the unsaved copies in the arena."""
         expected, store, away = self._uninterrupted(tmp_path), tmp_path / "store", tmp_path / "unmounted"
-        options = {**OFTEN, "on_error": "warn", "drain_timeout": 0.5}
+        options = {**OFTEN, "on_error": "warn", "timeout": 0.5}
         run = self._run(tmp_path, 4, at={2: lambda _: store.rename(away)}, **options)
-        self._check_same(expected, run.seen, "a store that fails makes training another one")
+        self._check_same(expected, run.seen, "a store that fails changes the training")
         away.rename(store)
         self._check_resumed(expected, self._run(tmp_path, LAST, **OFTEN), 4)
 
     def test_an_exception_in_the_loop_comes_through(self, tmp_path: Path) -> None:
-        """It closes the session, and the next one resumes: where it was raised, if hooks say what is a step."""
+        """It closes the session, and the next one resumes: where it was raised, if hooks end iterations."""
         training, automatic = self.training(), []
 
         def stop(session: Session) -> None:
             automatic.append(adapter_of(session).automatic)
             raise Stop
 
-        before = residue.residue(tmp_path / "arena")
+        before = leaks.residue(tmp_path / "arena")
         with stopped():
             self._train(training, Recorder(training, self.generators, {3: stop}), tmp_path, LAST, **OFTEN)
-        left = residue.left_behind(before, tmp_path / "arena", "thread")
+        left = leaks.left_behind(before, tmp_path / "arena", "thread")
         assert not left, f"an exception has left behind: {left}"
         run = self._run(tmp_path, LAST, **OFTEN)
         if automatic[0]:
@@ -248,45 +259,45 @@ class AdapterConformance(Runs):
     # -- iterations ---------------------------------------------------------------------------------------------
 
     def test_hooks_are_called_around_every_iteration(self, tmp_path: Path) -> None:
-        """`before` before anything is changed, `after` once, when all is; and no more once they are removed."""
+        """`before` comes before any change, `after` once and last. Removed hooks are not called."""
         self._calls_hooks(tmp_path)
 
     # -- after the end ------------------------------------------------------------------------------------------
 
     def test_nothing_refers_to_a_closed_session(self, tmp_path: Path) -> None:
-        """A hook that was forgotten does."""
+        """A forgotten hook would."""
         training = self.training()
         recorder = Recorder(training, self.generators)
         self._train(training, recorder, tmp_path, 3, **OFTEN)
         assert recorder.session is not None
-        alive = residue.survivors({"session": recorder.session})
+        alive = leaks.survivors({"session": recorder.session})
         assert not alive, f"still there while the model is: {alive}"
 
     def test_nothing_of_the_training_outlives_it(self, tmp_path: Path) -> None:
-        """What the attributes of the training refer to is freed: models are large."""
+        """Objects that the training's attributes refer to are freed: models are large."""
         references = self._references(tmp_path)
         assert references, "the training has no attributes that can be watched"
-        alive = residue.survivors(references)
+        alive = leaks.survivors(references)
         assert not alive, f"still there after the training: {alive}"
 
     def _references(self, tmp_path: Path) -> dict[str, weakref.ref[Any]]:
         training = self.training()
         self._train(training, Recorder(training, self.generators), tmp_path, 3, **OFTEN)
-        return residue.referred_to(training)
+        return leaks.referred_to(training)
 
     def test_runs_one_after_the_other_leave_nothing_in_the_process(self, tmp_path: Path) -> None:
-        """No threads, open files, files in the arena's folder. Signal handlers are looked at after every run."""
+        """No threads, no open files, no files in the arena's folder. Every run checks signal handlers."""
         expected = self._uninterrupted(tmp_path)
-        self._run(tmp_path, 2, **OFTEN)  # what is made once per process is made here
+        self._run(tmp_path, 2, **OFTEN)  # creates what is created once per process
         gc.collect()
-        before = residue.residue(tmp_path / "arena")
+        before = leaks.residue(tmp_path / "arena")
         for until in (4, LAST):
             self._check_resumed(expected, self._run(tmp_path, until, **OFTEN), until - 2)
             gc.collect()
-            left = residue.left_behind(before, tmp_path / "arena")
+            left = leaks.left_behind(before, tmp_path / "arena")
             assert not left, f"left behind: {left}"
 
-    # -- what not every adapter supports ------------------------------------------------------------------------
+    # -- optional features --------------------------------------------------------------------------------------
 
     def test_tensors_that_are_not_contiguous(self, tmp_path: Path) -> None:
         self._supports(tmp_path, "non-contiguous", lambda t: not t.is_contiguous() and not is_placeholder(t))
@@ -317,10 +328,8 @@ class AdapterConformance(Runs):
     def test_several_optimizers_are_one_iteration(self, tmp_path: Path) -> None:
         self._counts(tmp_path, "several-optimizers")
 
-    # -- what several tests do ----------------------------------------------------------------------------------
-
     def test_optimizer_state_of_another_shape(self, tmp_path: Path) -> None:
-        """`training("factored")`: what is in no group, but belongs to lost parameters, is recovered with them."""
+        """`training("factored")`: optimizer state outside groups is recovered with its lost parameters."""
         self._need("factored")
         training = self.training("factored")
 
@@ -329,7 +338,7 @@ class AdapterConformance(Runs):
             for tensor in sized(adapter.capture_late()):
                 tensor.fill_(torch.nan)
             if all(bool(torch.isfinite(tensor).all()) for tensor in sized(adapter.capture_late())):
-                raise unittest.SkipTest("capture_late() gives copies, or nothing that has a size")
+                raise unittest.SkipTest("capture_late() returns copies, or nothing that has a size")
             spoil(adapter, {group.name: np.ones(row_count(group), bool) for group in adapter.groups()})
             problems = session.recover("all").problems
             assert not problems, f"a recovery leaves something behind: {problems}"
@@ -340,6 +349,8 @@ class AdapterConformance(Runs):
         recorder = Recorder(training, self.generators, {2: checkpoint, 4: recover})
         with stopped():
             self._train(training, recorder, tmp_path, LAST, **RARELY)
+
+    # -- shared by several tests --------------------------------------------------------------------------------
 
     def _supports(self, tmp_path: Path, variant: str, has: Callable[[torch.Tensor], bool]) -> None:
         self._need(variant)
@@ -400,7 +411,7 @@ class AdapterConformance(Runs):
 
         def begin(session: Session) -> None:
             if not adapter_of(session).automatic:
-                raise unittest.SkipTest("the loop says itself when an iteration is over")
+                raise unittest.SkipTest("the loop itself ends iterations")
             remove.append(
                 adapter_of(session).install(
                     lambda: called("before", session), lambda: called("after", session)

@@ -1,4 +1,4 @@
-"""What the author of an adapter describes: one small training."""
+"""Define the small training that the author of an adapter implements for the suite."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from scarctl.session import Session
+from scarctl.session.session import Session
 
 Visit: TypeAlias = Callable[[Session], None]
-"""What a training calls between two iterations. It may raise: then the training ends with that exception."""
+"""Called by a training between two iterations. An exception from it ends the training."""
 
 
 class Training(ABC):
-    """A training that is run, killed, resumed and looked at.
+    """A training that the suite runs, kills, resumes and inspects.
 
-    Every new one is as a new process would make it: the same initial values, the same data, the same seeds of the
+    Every new instance equals that of a new process: the same initial values, the same data, the same seeds of the
     global random generators. It is small: a few kB, and an iteration takes milliseconds. At least two groups have
-    more than one row, every value that is trained changes in every iteration, and every iteration draws from all of
-    the suite's `generators`.
+    more than one row. Every trained value changes in every iteration, and every iteration draws from all of the
+    suite's `generators`.
 
-    What the attributes of an instance refer to must be free when the instance is; see `AdapterConformance`.
+    Objects that an instance's attributes refer to must be freed with the instance; see `AdapterConformance`.
     """
 
     @abstractmethod
@@ -36,25 +36,25 @@ class Training(ABC):
     ) -> None:
         """Attach, resume, train until iteration `until` is finished (counted over restarts), and close.
 
-        store, options: for `scarctl.attach`, or for whatever attaches in this framework. resume: arguments of
-        `Session.resume`.
-        visit: called with the session once it has resumed, before the first iteration, and then after every
-            iteration: once per optimizer's step (of several optimizers: the last one's), when schedulers have stepped
-            too, and nothing of the next iteration has happened yet.
+        store, options: for `scarctl.attach`, or the function that attaches in this framework.
+        resume: arguments of `Session.resume`.
+        visit: called with the session before the first iteration, once it has resumed, and after every iteration. That
+            is once per optimizer's step (of several optimizers: the last one's), after schedulers have stepped, and
+            before the next iteration begins.
 
-        Lets every exception through, and has closed the session then, too. Keeps no reference to the session.
+        Closes the session and lets every exception through. Keeps no reference to the session.
         """
 
     @abstractmethod
     def values(self) -> Mapping[str, Any]:
-        """What a partial recovery restores: parameters, persistent buffers, optimizer's slots, by any names.
+        """Return what a partial recovery restores: parameters, persistent buffers, optimizer's slots, by any names.
 
-        Tensors or arrays, live or copied. Can be called at any time; slots that do not exist yet are left out.
+        Tensors or arrays, live or copied. May be called at any time; slots that do not exist yet are left out.
         """
 
     def extras(self) -> Mapping[str, Any]:
-        """What only resuming and rolling back restore: step counts, schedules, data position, by any names.
+        """Return what only resuming and rollback restore: step counts, schedules, data position, by any names.
 
-        Plain values, tensors or arrays, also nested. Can be called at any time. Without it there are none.
+        Plain values, tensors or arrays, also nested. May be called at any time. Default: none.
         """
         return {}

@@ -20,9 +20,11 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
-from scarctl_adapters.accelerate import attach
+import scarctl
+from scarctl_adapters.accelerate import attach_and_resume
+from tests.support.training import drain
 
-EXACT = {"policy": "full", "interval": 1}
+EXACT: dict[str, Any] = {"selection": scarctl.Selection(policy="full"), "interval": 1}
 """Every step is sealed."""
 
 
@@ -116,12 +118,11 @@ def go(
     if options is None:
         loop.train()
         return loop.state(), None
-    run = attach(loop.accelerator, mode=mode, store=folder / "store", **{**EXACT, **options})
+    run = attach_and_resume(loop.accelerator, mode=mode, store=folder / "store", **{**EXACT, **options})
     with run:
 
         def drained(step: int) -> None:
-            if run.session._engine is not None:
-                assert run.session._engine.saver.drain(30)
+            assert drain(run.session)
             on_step(run, step)
 
         loop.train(run, on_step=drained)
@@ -138,9 +139,7 @@ def main() -> None:
     loop = Loop(3)
 
     def on_step(step: int) -> None:
-        if run.session._engine is None:
-            return
-        assert run.session._engine.saver.drain(30)
+        assert drain(run.session)
         if step == given["kill_at"] and rank == 1 and not killed.exists():
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -148,7 +147,9 @@ def main() -> None:
     arena = Path(given["arena"], str(rank))
     arena.mkdir(exist_ok=True)
     mode = "rollback" if killed.exists() else "partial"
-    run = attach(loop.accelerator, mode=mode, store=given["store"], arena_dir=arena, **EXACT)
+    run = attach_and_resume(
+        loop.accelerator, mode=mode, store=given["store"], settings=scarctl.Settings(arena_dir=arena), **EXACT
+    )
     loop.train(run, on_step=on_step)
     state, resumed = loop.state(), run.resumed
     torch.save(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.ranks.launch import ROOT, environment, free_port
+from tests.distributed.launch import ROOT, environment, free_port
 
 
 def torchrun(module: str, folder: Path, arena_dir: Path, *, kill_at: int) -> list[dict[str, Any]]:

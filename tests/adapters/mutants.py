@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import scarctl
-import scarctl.attaching
+import scarctl.api
 from scarctl.adapter import StateGroup
-from scarctl.layout import Layout
+from scarctl.state.layout import Layout
 from scarctl.testing import AdapterConformance, Training, Visit
 from scarctl_adapters.torch import TorchAdapter
 from tests.adapters.test_conformance_torch import TorchTraining
@@ -51,7 +51,7 @@ def finding(adapter: type[TorchAdapter]) -> Iterator[None]:
     """`attach` takes this adapter for everything."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            scarctl.attaching,
+            scarctl.api,
             "find_adapter",
             lambda model, optimizers, **options: adapter.build(model, optimizers, **options),
         )

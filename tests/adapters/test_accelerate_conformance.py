@@ -16,7 +16,7 @@ from packaging.version import Version
 from torch import nn
 
 from scarctl.testing import AdapterConformance, Training, Visit
-from scarctl_adapters.accelerate import attach
+from scarctl_adapters.accelerate import attach_and_resume
 from tests.adapters.accelerate_runs import forget_accelerators
 
 
@@ -54,7 +54,7 @@ class LoopTraining(Training):
     def run(
         self, store: Path, until: int, visit: Visit, *, resume: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
-        with attach(self.accelerator, store=store, **resume, **options) as run:
+        with attach_and_resume(self.accelerator, store=store, **resume, **options) as run:
             step = run.resumed.step
             visit(run.session)
             while step < until:

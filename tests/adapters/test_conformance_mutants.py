@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scarctl.testing import residue
+from scarctl.testing import leaks
 from scarctl_adapters.torch import TorchAdapter
 from tests.adapters import mutants
 from tests.adapters.test_conformance_torch import TorchTraining
@@ -69,7 +69,7 @@ FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
 @pytest.fixture(autouse=True)
 def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What mutants keep on purpose goes at the end of a test."""
-    monkeypatch.setattr(residue, "GRACE", 0.2)
+    monkeypatch.setattr(leaks, "GRACE", 0.2)
     mutants.KeepsThread.end.clear()
     yield
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)

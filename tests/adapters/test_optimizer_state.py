@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import scarctl
+from scarctl.config import grouped
 from scarctl.errors import UsageError
-from scarctl.session import Session
+from scarctl.session.session import Session
 
 
 class Base(torch.optim.Optimizer):
@@ -129,7 +130,9 @@ def _train(kind: Any, store: Path | None, steps: int, model: nn.Module | None = 
     session: Session | None = None
     start = 0
     if store is not None:
-        session = scarctl.attach(model, optimizer, store=store, daemon=False, interval=1)
+        session = scarctl.attach(
+            model, optimizer, store=store, settings=scarctl.Settings(daemon=False), interval=1
+        )
         resumed = session.resume()
         assert resumed.exact
         start = resumed.step
@@ -195,7 +198,9 @@ def test_an_attribute_that_cannot_be_saved_is_said(tmp_path: Path) -> None:
     _, session = _train(Replaces, tmp_path / "s", 3)
     assert [(c.kind, c.inexact) for c in session.caveats] == [("optimizer-attribute", True)]
     model = nn.Linear(4, 3)
-    with scarctl.attach(model, Replaces(model.parameters()), store=tmp_path / "s", daemon=False) as session:
+    with scarctl.attach(
+        model, Replaces(model.parameters()), store=tmp_path / "s", settings=scarctl.Settings(daemon=False)
+    ) as session:
         resumed = session.resume()
     assert not resumed.exact
     assert "helpers" in resumed.reasons[0]
@@ -221,7 +226,9 @@ def test_an_expanded_buffer_comes_back(tmp_path: Path) -> None:
         model = nn.Linear(4, 3)
         model.register_buffer("scale", torch.full((1,), value).expand(5))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with scarctl.attach(model, optimizer, store=tmp_path / "s", daemon=False) as session:
+        with scarctl.attach(
+            model, optimizer, store=tmp_path / "s", settings=scarctl.Settings(daemon=False)
+        ) as session:
             if session.resume().step == 0:
                 model(torch.rand(2, 4)).sum().backward()
                 optimizer.step()
@@ -259,7 +266,9 @@ def test_generators_and_other_containers_are_extras(tmp_path: Path) -> None:
     for kept in (first, second):
         model = nn.Linear(4, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with scarctl.attach(model, optimizer, store=tmp_path / "s", daemon=False, extras=kept) as session:
+        with scarctl.attach(
+            model, optimizer, store=tmp_path / "s", settings=scarctl.Settings(daemon=False), extras=kept
+        ) as session:
             if session.resume().step == 0:
                 model(torch.rand(2, 4)).sum().backward()
                 optimizer.step()
@@ -297,17 +306,26 @@ def test_what_lies_nowhere_in_memory_is_refused(
 ) -> None:
     made = model()
     with pytest.raises(UsageError, match=message):
-        scarctl.attach(made, torch.optim.SGD(made.parameters()), store=tmp_path / "s", daemon=False)
+        scarctl.attach(
+            made,
+            torch.optim.SGD(made.parameters()),
+            store=tmp_path / "s",
+            settings=scarctl.Settings(daemon=False),
+        )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"extras": [1]}, "extras is no dict"),
-        ({"rank_extras": {1: {}}}, "rank_extras is no dict"),
+        ({"extras": {1: {}}}, "extras is no dict"),
         ({"store": 5}, "store is 5, not a folder"),
-        ({"replicated": [1]}, "replicated is no list of patterns"),
-        ({"auto": "x"}, "auto is 'x'"),
+        ({"arena_dir": 5}, "arena_dir is 5, not a folder"),
+        ({"ranks": scarctl.Ranks(replicated=[1])}, "replicated is no list of patterns"),  # type: ignore[list-item]
+        ({"ranks": 2}, "ranks is 2"),
+        ({"hooks": "x"}, "hooks is 'x'"),
+        ({"partitioning": {"shards": 2}}, "partitioning is {'shards': 2}"),
+        ({"selection": "full"}, "selection is 'full'"),
     ],
 )
 def test_arguments_that_are_none_are_refused_by_name(
@@ -316,10 +334,12 @@ def test_arguments_that_are_none_are_refused_by_name(
     model = nn.Linear(2, 2)
     given: dict[str, Any] = {"store": tmp_path / "s", "daemon": False, **arguments}
     with pytest.raises(UsageError, match=message):
-        scarctl.attach(model, torch.optim.SGD(model.parameters()), **given)
+        scarctl.attach(model, torch.optim.SGD(model.parameters()), **grouped(**given))
 
 
 def test_another_models_optimizer_is_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     with pytest.raises(UsageError, match="no optimizer has a parameter of this model"):
-        scarctl.attach(nn.Linear(2, 2), optimizer, store=tmp_path / "s", daemon=False)
+        scarctl.attach(
+            nn.Linear(2, 2), optimizer, store=tmp_path / "s", settings=scarctl.Settings(daemon=False)
+        )

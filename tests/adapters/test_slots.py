@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import scarctl
-from scarctl_adapters.slots import Slots
-from tests.test_torch_adapter import OPTIMIZERS, make_model, train
+from scarctl_adapters.torch.slots import Slots
+from tests.adapters.test_torch import OPTIMIZERS, make_model, train
 
 FORETOLD: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **OPTIMIZERS,
@@ -33,25 +33,25 @@ def described(slots: Slots, model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", sorted(FORETOLD.keys() - {"lbfgs"}))
-def test_slots_are_foretold_as_they_will_be(name: str) -> None:
+def test_slots_are_predicted_as_they_will_be(name: str) -> None:
     model = make_model()
     optimizer = FORETOLD[name](model.parameters())
     before, generators = repr(optimizer.state_dict()), (torch.get_rng_state(), random.getstate())
     slots = Slots(optimizer)
-    slots.learn(foretell=True)
+    slots.learn(predict=True)
     foretold = described(slots, model)
     assert repr(optimizer.state_dict()) == before
     assert torch.equal(torch.get_rng_state(), generators[0])
     assert random.getstate() == generators[1]
     train(model, optimizer, 1)
-    slots.learn(foretell=True)
+    slots.learn(predict=True)
     assert described(slots, model) == foretold
 
 
 def test_an_optimizer_of_sparse_gradients() -> None:
     table = nn.EmbeddingBag(20, 4, sparse=True)
     slots = Slots(torch.optim.SparseAdam(table.parameters()))
-    slots.learn(foretell=True)
+    slots.learn(predict=True)
     assert list(slots.of(table.weight)) == ["exp_avg", "exp_avg_sq"]
 
 
@@ -62,7 +62,7 @@ def test_an_optimizer_that_cannot_be_tried_out_has_no_slots_yet() -> None:
 
     model = nn.Linear(2, 2)
     slots = Slots(Asks(model.parameters(), {}))
-    slots.learn(foretell=True)
+    slots.learn(predict=True)
     assert slots.of(model.weight) == {}
 
 
@@ -79,7 +79,7 @@ def test_hooks_and_attributes_of_the_optimizer_are_left_alone() -> None:
     optimizer.register_step_pre_hook(lambda *_: called.append("before"))
     optimizer.register_step_post_hook(lambda *_: called.append("after"))
     slots = Slots(optimizer)
-    slots.learn(foretell=True)
+    slots.learn(predict=True)
     assert list(slots.of(model.weight)) == ["momentum_buffer"]
     assert called == []
     assert optimizer.steps == 0
@@ -93,7 +93,7 @@ def test_a_parameter_without_dimensions() -> None:
         (torch.optim.SparseAdam, []),  # nor does it step one
     ):
         slots = Slots(made([scale], lr=0.1))
-        slots.learn(foretell=True)
+        slots.learn(predict=True)
         assert list(slots.of(scale)) == expected
 
 
@@ -163,7 +163,7 @@ def test_what_an_optimizer_can_reach_is_left_alone(
     groups, before, generator = inner.param_groups, repr(optimizer.param_groups), random.getstate()
     values = [p.clone() for p in model.parameters()]
     slots = Slots(optimizer)
-    slots.learn(foretell=True)
+    slots.learn(predict=True)
     assert slots.of(model.weight) == {}
     assert inner.param_groups is groups
     assert repr(optimizer.param_groups) == before
@@ -183,7 +183,7 @@ def test_what_cannot_be_tried_out_keeps_what_it_keeps_of_others() -> None:
     model.weight.grad = torch.ones(2, 2)
     optimizer.step()
     slots = Slots(optimizer)
-    slots.learn(foretell=True)
+    slots.learn(predict=True)
     assert list(slots.of(model.bias)) == ["exp_avg", "exp_avg_sq"]
 
 
@@ -193,7 +193,7 @@ def test_hooks_of_all_optimizers_are_not_called() -> None:
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     handle = register_optimizer_step_post_hook(lambda *_: called.append("after"))
     slots = Slots(optimizer)
-    slots.learn(foretell=True)
+    slots.learn(predict=True)
     handle.remove()
     assert list(slots.of(model.weight)) == ["momentum_buffer"]
     assert called == []
@@ -208,7 +208,12 @@ class Adversarial:
         self.make = torch.optim.Adam(self.model["make"].parameters(), lr=0.1)
         self.tell = critic(self.model["tell"].parameters(), lr=0.1)
         self.session = scarctl.attach(
-            self.model, [self.make, self.tell], store=store, interval=1, fraction=1.0, daemon=False
+            self.model,
+            [self.make, self.tell],
+            store=store,
+            interval=1,
+            fraction=1.0,
+            settings=scarctl.Settings(daemon=False),
         )
 
     def train(self, first: int, last: int) -> None:

@@ -15,6 +15,7 @@ import pytest
 from accelerate.utils import DistributedType
 from torch import nn
 
+import scarctl
 from scarctl.errors import Contention, Corruption, LayoutMismatch, UsageError
 from scarctl_adapters.transformers import ScarCallback
 from tests.adapters.trainer_runs import Net, Rows, differing, make_trainer, resumed, scar, state_of
@@ -78,7 +79,7 @@ def test_a_callback_that_was_not_added(tmp_path: Path, caplog: pytest.LogCapture
     trainer = make_trainer(tmp_path)
     ScarCallback(trainer, store=tmp_path / "store")
     trainer.train()
-    assert "not among the Trainer's callbacks: nothing is saved" in caplog.text
+    assert "does not have the ScarCallback (trainer.add_callback): nothing is saved" in caplog.text
     assert not (tmp_path / "store").exists()
 
 
@@ -106,7 +107,7 @@ def state_of_model(model: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"auto_find_batch_size": True}, "auto_find_batch_size starts again"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size restarts"),
         ({"optim": "galore_adamw_layerwise"}, "steps within the backward pass"),
     ],
 )
@@ -137,14 +138,14 @@ def test_strategies(
 def test_fsdp(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     trainer.is_fsdp_enabled = True
-    with pytest.raises(UsageError, match="shards the model after it has decided"):
+    with pytest.raises(UsageError, match="shards the model after it has computed"):
         ScarCallback(trainer, store=tmp_path / "store")
 
 
 def test_a_search_for_hyperparameters(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     scar(trainer, tmp_path)
-    with pytest.raises(UsageError, match="a store has one"):
+    with pytest.raises(UsageError, match="a store holds one"):
         trainer.train(trial={"learning_rate": 0.1})
 
 
@@ -152,7 +153,7 @@ def test_going_on_with_other_batches_is_said(tmp_path: Path, caplog: pytest.LogC
     resumed(tmp_path, max_steps=4)
     with caplog.at_level(logging.WARNING):
         trainer, _ = resumed(tmp_path, max_steps=6, per_device_train_batch_size=2)
-    assert "per_device_train_batch_size is not as it was" in caplog.text
+    assert "per_device_train_batch_size differs from the run" in caplog.text
     assert trainer.state.global_step == 6
 
 
@@ -177,7 +178,13 @@ def test_a_store_that_fails_ends_no_run(
     bare = make_trainer(tmp_path / "bare")
     bare.train()
     trainer = make_trainer(tmp_path)
-    callback = ScarCallback(trainer, store=tmp_path / "store", policy="full", interval=1, drain_timeout=0.2)
+    callback = ScarCallback(
+        trainer,
+        store=tmp_path / "store",
+        selection=scarctl.Selection(policy="full"),
+        interval=1,
+        settings=scarctl.Settings(timeout=0.2),
+    )
     trainer.add_callback(callback)
     place, opened = os.open, 0
 
@@ -218,6 +225,7 @@ def test_without_the_framework_the_error_names_the_extra(
     for name in [name for name in sys.modules if name.partition(".")[0] == framework]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, framework, None)
-    monkeypatch.delitem(sys.modules, f"scarctl_adapters.{adapter}", raising=False)
+    for name in [name for name in sys.modules if name.startswith(f"scarctl_adapters.{adapter}")]:
+        monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ModuleNotFoundError, match=rf"pip install 'scarctl\[{adapter}\]'"):
         importlib.import_module(f"scarctl_adapters.{adapter}")

@@ -256,7 +256,7 @@ def test_a_checkpoint_of_the_user_wins_and_the_store_gets_its_state(
     trainer.add_callback(At("on_step_begin", 10, stop))
     with pytest.raises(KeyboardInterrupt):
         trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-8"))
-    assert "checkpoint-8 counts, not step" in caplog.text
+    assert "checkpoint-8, not from step" in caplog.text
     assert trainer.state.global_step == 10
     # Without it the store counts again: with what came of the checkpoint, nothing of the run before.
     again, callback = resumed(tmp_path, **arguments)

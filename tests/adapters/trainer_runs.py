@@ -26,10 +26,13 @@ from transformers import (
     TrainingArguments,
 )
 
+import scarctl
+from scarctl.config import grouped
 from scarctl_adapters.transformers import ScarCallback
 from tests.support.process import Forked
+from tests.support.training import drain
 
-EXACT = {"policy": "full", "interval": 1}
+EXACT: dict[str, Any] = {"selection": scarctl.Selection(policy="full"), "interval": 1}
 """Every step is sealed."""
 
 
@@ -90,8 +93,7 @@ class Drained(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         session = self.callback.session
-        if session is not None and session._engine is not None:
-            assert session._engine.saver.drain(30)
+        assert session is None or drain(session)
 
 
 def gpt() -> GPT2LMHeadModel:
@@ -136,7 +138,7 @@ def make_trainer(
 
 def scar(trainer: Trainer, folder: Path, **options: Any) -> ScarCallback:
     """With a ScarCallback whose store keeps up."""
-    callback = ScarCallback(trainer, **{"store": folder / "store", **EXACT, **options})
+    callback = ScarCallback(trainer, **{"store": folder / "store", **EXACT, **grouped(**options)})
     trainer.add_callback(callback)
     trainer.add_callback(Drained(callback))
     return callback

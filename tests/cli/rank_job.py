@@ -1,5 +1,5 @@
 """One rank of a job that trains until a file appears, for commands that look at a running job. For torchrun, or
-`tests.ranks.launch`.
+`tests.distributed.launch`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import distributed as dist
 
 import scarctl
-from tests.ranks.jobs import build, step
+from tests.distributed.jobs import build, step
 
 
 def until(rank: int, world: int, kind: str, folder: str, seconds: float) -> int:
@@ -23,11 +23,10 @@ def until(rank: int, world: int, kind: str, folder: str, seconds: float) -> int:
         model,
         optimizer,
         store=f"{folder}/store",
-        arena_dir=f"{folder}/arena",
+        settings=scarctl.Settings(arena_dir=f"{folder}/arena", daemon=True),
         fraction=0.25,
         interval=5,
-        daemon=True,
-        partition_bytes=2048,
+        partitioning=scarctl.Partitioning(partition_bytes=2048),
     )
     deadline = time.monotonic() + seconds
     with session:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import shutil
 import time
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 
 import scarctl
-from scarctl.cli.inspect import survey
-from scarctl.store import Store
+from scarctl.store import Store, open_writer
 from scarctl.store.record import now
 from scarctl.store.saved import describe, last_saved
 from tests.cli.conftest import Model, Run
@@ -53,7 +51,7 @@ def test_opening_a_store_is_no_save(run: Run, saved: Model) -> None:
     assert layout is not None
     while now() <= before:  # records say when to the second
         time.sleep(0.02)
-    store.writer(layout=layout, shard_of=store.shard_of(layout)).close()
+    open_writer(store, layout=layout, shard_of=store.shard_of(layout)).close()
     assert all(store.log(shard).record(store.state(shard).seq).kind == "epoch" for shard in range(4))
     assert last_saved(store) == before
 
@@ -76,24 +74,6 @@ def test_a_store_that_was_copied_away_says_that_the_run_may_be_further(run: Run,
     assert "at least 0" in text
 
 
-def test_a_run_that_is_alive_knows_its_step(tmp_path: Path, arena_dir: Path) -> None:
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with scarctl.attach(
-        model, optimizer, store=tmp_path / "run", daemon=False, arena_dir=arena_dir
-    ) as session:
-        session.resume()
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-        session.checkpoint(full=True, wait=True)
-        view = survey(Store.open(tmp_path / "run"), str(arena_dir))
-        assert view.to_json(0)["age_is_lower_bound"] is False
-        assert view.run is not None
-        shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    away = survey(Store.open(tmp_path / "copy"), str(arena_dir))
-    assert away.to_json(0)["age_is_lower_bound"] is True
-
-
 def test_what_resume_and_recover_say(tmp_path: Path, run: Run, saved: Model) -> None:
     done = run(
         "recover", "--store", "ckpt", "--lost", "all", "--output", tmp_path / "out.safetensors", "--json"
@@ -104,7 +84,9 @@ def test_what_resume_and_recover_say(tmp_path: Path, run: Run, saved: Model) -> 
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for expected in (False, True):
-        with scarctl.attach(model, optimizer, store=tmp_path / "run", daemon=False) as session:
+        with scarctl.attach(
+            model, optimizer, store=tmp_path / "run", settings=scarctl.Settings(daemon=False)
+        ) as session:
             assert (session.resume().saved_at is not None) is expected
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()

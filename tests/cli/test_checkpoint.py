@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from scarctl.daemon.arena import Arena
-from scarctl.daemon.folder import arena_folder
-from scarctl.store import Store
+from scarctl.arena.arena import Arena
+from scarctl.arena.folder import arena_folder
+from scarctl.store import Store, open_writer
 from tests.cli.conftest import Done, Model, Run, assert_sound, unprivileged
 
 KEYS = {
@@ -271,7 +271,7 @@ class TestBadInput:
         store = Store.open("ckpt")
         layout = store.current_layout()
         assert layout is not None
-        writer = store.writer(layout=layout, shard_of=layout.shards(4, 0))
+        writer = open_writer(store, layout=layout, shard_of=layout.shards(4, 0))
         try:
             assert str(os.getpid()) in self.refused(run, code=11).error["message"]
         finally:
@@ -330,7 +330,7 @@ def test_a_call_that_was_cut_short_is_completed_by_the_next(run: Run, saved: Mod
     layout = Store.open("ckpt").current_layout()
     assert layout is not None
     source = Arena.anonymous(layout)
-    with store.writer(layout=layout, shard_of=layout.shards(4, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(4, 0)) as writer:
         writer.commit(1, np.flatnonzero(layout.shards(4, 0) == 1), source.source, step=0, sealed=True)
     done = run("checkpoint", saved.path, "--store", "other", "--step", 0, "--json").document
     assert done["saved_partitions"] >= (layout.shards(4, 0) != 1).sum()

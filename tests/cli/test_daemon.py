@@ -1,4 +1,4 @@
-"""`scarctl daemon` and `scarctl checkpoint --live`."""
+"""`scarctl daemon`, `scarctl live`, and snapshots of a running session."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 from safetensors.numpy import load_file
 
 import scarctl
-from scarctl.cli import live
+from scarctl.arena.folder import host_folder
 from scarctl.daemon import protocol
-from scarctl.daemon.folder import host_folder
 from scarctl.errors import Unavailable
+from scarctl.ops import live
 from scarctl.store import Store
 from scarctl.store.snapshot import SealedSet, Snapshot
 from tests.cli.conftest import Run
@@ -87,7 +87,7 @@ def test_stop_with_a_live_session_says_so(run: Run, folder: Path, arena_dir: Pat
     trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save(trainer.everything, 1)
     done = run("daemon", "stop")
-    assert "1 sessions are alive" in done.stderr
+    assert "1 live sessions" in done.stderr
     wait_until(lambda: trainer.phases() == ["attached"])
     trainer.close()
     assert_sound(tmp_path / "store")
@@ -146,7 +146,7 @@ def test_reap_removes_what_the_store_has_and_nothing_else(
     pid = None
     for trainer in (durable, waiting):
         trainer.saver.abandon()
-        trainer.arena.pid = 0x7FFFFFF0
+        trainer.arena.take_over(0x7FFFFFF0)
         trainer.arena.close()
     # The daemon dies with them; the session that lives starts another, which knows nothing of the dead runs.
     for entry in folder.glob("daemon.log"):
@@ -159,7 +159,7 @@ def test_reap_removes_what_the_store_has_and_nothing_else(
     assert (stale[durable.store.run_id]["durable"], stale[waiting.store.run_id]["durable"]) == (True, False)
     assert stale[waiting.store.run_id]["pending_partitions"] == waiting.layout.partitions
     text = run("daemon", "status").stdout
-    assert "the store has all of it" in text
+    assert "completely in the store" in text
     assert "not in the store" in text
     done = run("daemon", "stop", "--reap", "--json").document
     assert [arena["id"] for arena in done["reaped"]] == [durable.store.run_id]
@@ -194,7 +194,11 @@ class Training:
     def __init__(self, *, change: bool = True) -> None:
         self.state = {"w": np.zeros((64, 8), np.float32), "b": np.ones(16, np.float64)}
         self.session = scarctl.attach(
-            self.state, store="ckpt", interval=1_000_000, shards=2, partition_bytes=256, daemon=True
+            self.state,
+            store="ckpt",
+            interval=1_000_000,
+            partitioning=scarctl.Partitioning(shards=2, partition_bytes=256),
+            settings=scarctl.Settings(daemon=True),
         )
         self.change = change
         self.ended = threading.Event()
@@ -225,19 +229,19 @@ def training(run: Run, folder: Path) -> Iterator[Training]:
 class TestLive:
     def test_a_running_session_saves_now(self, run: Run, training: Training) -> None:
         before = training.session.head_step
-        done = run("checkpoint", "--live", "--store", "ckpt", "--json").document
-        assert done["command"] == "checkpoint"
+        done = run("live", "checkpoint", "--store", "ckpt", "--json").document
+        assert done["command"] == "live checkpoint"
         assert done["step"] > before
         assert (done["live"], done["full"], done["durable"], done["exact"]) == (True, False, True, False)
         assert done["pid"] == os.getpid()
         assert 0 < done["saved_partitions"] < done["total_partitions"] == 9
         assert 0 < done["saved_bytes"] < done["total_bytes"] == 64 * 8 * 4 + 16 * 8
-        text = run("checkpoint", "--live", "--store", "ckpt").stdout
+        text = run("live", "checkpoint", "--store", "ckpt").stdout
         assert f"process {os.getpid()} saved" in text
 
     def test_the_whole_state(self, run: Run, training: Training) -> None:
         before = training.session.head_step
-        done = run("checkpoint", "--live", "--full", "--store", "ckpt", "--json").document
+        done = run("live", "checkpoint", "--full", "--store", "ckpt", "--json").document
         assert done["step"] > before
         assert (done["full"], done["exact"]) == (True, True)
         shards = run("inspect", "--store", "ckpt", "--json").document["shards"]
@@ -255,11 +259,12 @@ class TestLive:
             return create(store, name, sealed)
 
         monkeypatch.setattr(live, "create_snapshot", late_at_first)
-        arguments = ["checkpoint", "--live", "--store", "ckpt", "--snapshot"]
-        done = run(*arguments, "best", "--json").document
+        arguments = ["snapshot", "create", "best", "--store", "ckpt", "--json"]
+        done = run(*arguments).document
+        assert done["command"] == "snapshot create"
         assert (done["snapshot"], done["exact"]) == ("best", True)
         assert asked[0] < asked[1] == done["step"]
-        assert run(*arguments, "best", "--json", code=2).error["kind"] == "snapshot-exists"
+        assert run(*arguments, code=2).error["kind"] == "snapshot-exists"
         run("export", "--store", "ckpt", "out", "--snapshot", "best")
         w = load_file("out/model.safetensors")["w"]
         assert (w == w[0, 0]).all()
@@ -267,31 +272,29 @@ class TestLive:
     def test_values_that_are_not_finite_cannot_be_whole(self, run: Run, training: Training) -> None:
         training.state["b"][:] = np.nan
         done = run(
-            "checkpoint", "--live", "--full", "--store", "ckpt", "--wait", 2, "--json", code=3
+            "live", "checkpoint", "--full", "--store", "ckpt", "--timeout", 2, "--json", code=3
         ).document
         assert (done["durable"], done["exact"]) == (True, False)
-        done = run("checkpoint", "--live", "--snapshot", "x", "--store", "ckpt", "--wait", 2, code=3)
+        done = run("snapshot", "create", "x", "--store", "ckpt", "--timeout", 2, code=3)
         assert "no snapshot is made" in done.stderr
         training.state["b"][:] = 1
 
     def test_nothing_new(self, run: Run, training: Training) -> None:
         training.change = False
-        run("checkpoint", "--live", "--full", "--store", "ckpt")
-        error = run("checkpoint", "--live", "--store", "ckpt", "--wait", 0.5, "--json", code=17).error
+        run("live", "checkpoint", "--full", "--store", "ckpt")
+        error = run("live", "checkpoint", "--store", "ckpt", "--timeout", 0.5, "--json", code=17).error
         assert "nothing newer" in error["message"]
-        done = run("checkpoint", "--live", "--full", "--store", "ckpt", "--json").document
+        done = run("live", "checkpoint", "--full", "--store", "ckpt", "--json").document
         assert done["exact"], "nothing to write, and yet the whole state is known to be of a newer step"
 
     def test_a_running_session_recovers_what_is_lost(self, run: Run, training: Training) -> None:
-        done = run("recover", "--lost", "all", "--live", "--store", "ckpt", "--json").document
+        done = run("live", "recover", "--lost", "all", "--store", "ckpt", "--json").document
         assert done["live"]
         assert done["pid"] == os.getpid()
         assert done["lost_partitions"] == done["restored_partitions"] > 0
         assert 0 < done["head_step"] <= training.session.head_step
-        error = run("recover", "--lost", "nowhere", "--live", "--store", "ckpt", "--json", code=2).error
+        error = run("live", "recover", "--lost", "nowhere", "--store", "ckpt", "--json", code=2).error
         assert "nowhere" in error["message"]
-        for more in (("--dry-run",), ("--mode", "rollback"), ("--output", "x.pt")):
-            run("recover", "--lost", "all", "--live", *more, "--store", "ckpt", code=2)
 
     def test_the_session_ends_meanwhile(
         self, run: Run, training: Training, monkeypatch: pytest.MonkeyPatch
@@ -304,30 +307,38 @@ class TestLive:
             return answer
 
         monkeypatch.setattr(live, "ask", ending)
-        done = run("checkpoint", "--live", "--full", "--store", "ckpt", "--json").document
+        done = run("live", "checkpoint", "--full", "--store", "ckpt", "--json").document
         assert (done["step"], done["exact"]) == (training.session.head_step, True)
-        assert run("checkpoint", "--live", "--store", "ckpt", "--json", code=2).error["kind"] == "no-session"
+        assert run("live", "checkpoint", "--store", "ckpt", "--json", code=2).error["kind"] == "no-session"
 
     @pytest.mark.usefixtures("saved")
     def test_no_session(self, run: Run, folder: Path) -> None:
-        arguments = ["checkpoint", "--live", "--store", "ckpt", "--json"]
+        arguments = ["live", "checkpoint", "--store", "ckpt", "--json"]
         assert run(*arguments, code=2).error["kind"] == "no-session"
         run("daemon", "start")
         assert run(*arguments, code=2).error["kind"] == "no-session"
-        assert run("checkpoint", "--live", "--store", "x", "--json", code=10).error["kind"] == "no-store"
+        assert run("live", "checkpoint", "--store", "x", "--json", code=10).error["kind"] == "no-store"
 
     @pytest.mark.parametrize(
         "arguments",
         [
-            ["state.safetensors", "--live"],
-            ["--live", "--step", "3"],
-            ["--live", "--dry-run"],
-            ["state.safetensors", "--step", "3", "--full"],
-            ["state.safetensors", "--step", "3", "--wait", "3"],
-            ["--step", "3"],
-            ["state.safetensors"],
+            ["checkpoint", "state.safetensors", "--step", "3", "--full"],
+            ["checkpoint", "state.safetensors", "--step", "3", "--timeout", "3"],
+            ["checkpoint", "--step", "3"],
+            ["checkpoint", "state.safetensors"],
+            ["live", "checkpoint", "--step", "3"],
+            ["live", "recover"],
+            ["live", "recover", "--lost", "all", "--dry-run"],
+            ["live", "recover", "--lost", "all", "--mode", "rollback"],
+            ["live", "recover", "--lost", "all", "--output", "x.pt"],
+            ["snapshot", "create"],
+            ["snapshot", "create", "best", "state.safetensors"],
+            ["snapshot", "create", "best", "state.safetensors", "--step", "3", "--timeout", "3"],
+            ["snapshot", "create", "best", "--step", "3"],
+            ["snapshot", "create", "best", "--dry-run"],
+            ["snapshot", "delete"],
         ],
     )
     def test_wrong_calls(self, run: Run, arguments: list[str]) -> None:
-        error = run("checkpoint", *arguments, "--store", "ckpt", "--json", code=2).error
+        error = run(*arguments, "--store", "ckpt", "--json", code=2).error
         assert error["kind"] == "usage"

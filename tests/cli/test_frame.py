@@ -13,28 +13,41 @@ from pathlib import Path
 import click
 import pytest
 
-from scarctl import policy
-from scarctl.cli.main import COMMANDS, cli, default_map
+from scarctl.cli.main import COMMANDS, GROUPS, cli, default_map
 from scarctl.cli.output import human_bytes
-from scarctl.config import NORMS, POLICIES, VERBS, SessionSettings, parse_fraction
+from scarctl.config import KNOWN_NAMES, NORMS, POLICIES, VERBS, SessionSettings, describe, parse_fraction
 from scarctl.errors import UsageError
+from scarctl.policy import select
 
 SCARCTL = [sys.executable, "-m", "scarctl"]
 
 
-def commands() -> list[click.Command]:
-    context = click.Context(cli)
-    found = [cli.get_command(context, name) for name in COMMANDS]
-    return [command for command in found if command is not None]
+def commands() -> dict[str, click.Command]:
+    """All commands that do something, by the words that call them: "verify", "live checkpoint"."""
+    context, found = click.Context(cli), {}
+    for name in COMMANDS:
+        command = cli.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            assert sorted(command.commands) == sorted(GROUPS[name])
+            found |= {f"{name} {part}": leaf for part, leaf in command.commands.items()}
+        else:
+            assert name not in GROUPS
+            found[name] = command
+    return found
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+def options(command: click.Command) -> dict[str, click.Option]:
+    """By their names on the command line, with underscores."""
+    found = [option for option in command.params if isinstance(option, click.Option)]
+    return {max(o.opts, key=len).removeprefix("--").replace("-", "_"): o for o in found}
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *(f"{name} {part}" for name in GROUPS for part in GROUPS[name])])
 def test_help_shows_examples(run, name: str) -> None:  # type: ignore[no-untyped-def]
-    text = run(name, "--help").stdout
+    text = run(*name.split(), "--help").stdout
     assert f"  scarctl {name} " in text
     assert "Examples:" in text
-    first_line = cli.get_command(click.Context(cli), name).get_short_help_str(200)  # type: ignore[union-attr]
-    assert first_line
 
 
 def test_help_lists_every_command(run) -> None:  # type: ignore[no-untyped-def]
@@ -42,44 +55,106 @@ def test_help_lists_every_command(run) -> None:  # type: ignore[no-untyped-def]
     assert all(name in text for name in COMMANDS)
     assert "Exit codes" in text
     assert run("--version").stdout.startswith("scarctl, version ")
+    for words, command in commands().items():
+        cut = " " in words and "..." in command.get_short_help_str(70)
+        assert not cut, f"the help of {words} is cut off in the list of commands"
 
 
-OF_RUNS = {"lost", "fraction", "policy", "mode", "interval", "seed", "norm"}
-"""Of a run or a recovery they mean something else than of a study."""
+SETTINGS = [
+    "arena_dir", "assume_single_writer", "bandwidth", "convergence", "debug", "dry_run", "duration",
+    "every", "format", "fraction", "from", "gain", "json", "keep_every", "keep_last", "limit",
+    "max_rework", "max_shard_size", "memory_bandwidth", "mode", "mtbf", "partition_bytes", "policy",
+    "read_data", "read_data_subset", "restart", "restarts", "rounds", "shards", "state_bytes", "step",
+    "step_time", "store", "timeout", "watch",
+]  # fmt: skip
+"""Options that may come from the environment. One that is not listed here says what to do."""
 
 
-def test_every_option_is_also_an_environment_variable() -> None:
-    for name, command in zip(COMMANDS, commands(), strict=True):
-        for option in command.params:
-            if isinstance(option, click.Option):
-                flag = max(option.opts, key=len).removeprefix("--").replace("-", "_").upper()
-                if flag.lower() in VERBS and name not in ("simulate", "plan"):
-                    assert option.envvar is None, (name, option.name)
-                    continue
-                own = name == "simulate" and flag.lower() in OF_RUNS
-                prefix = "SCARCTL_SIMULATE" if own else "SCARCTL"
-                assert option.envvar == f"{prefix}_{flag}", (name, option.name)
+def test_no_environment_variable_is_a_verb() -> None:
+    for words, command in commands().items():
+        for name, option in options(command).items():
+            if words == "simulate":
+                own = name not in ("json", "debug")
+                assert option.envvar == f"SCARCTL_{'SIMULATE_' if own else ''}{name.upper()}"
+            elif name in SETTINGS:
+                assert option.envvar == f"SCARCTL_{name.upper()}", (words, name)
+            else:
+                assert name in VERBS, (
+                    f"{words} has --{name}: list it as a setting here, or as a verb in config.VERBS"
+                )
+                assert option.envvar is None, (words, name)
+                assert (
+                    not option.allow_from_autoenv
+                    or command.context_settings.get("auto_envvar_prefix") is None
+                )
+
+
+def test_what_the_environment_says_for_verbs_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for verb in VERBS:
+        monkeypatch.setenv(f"SCARCTL_{verb.upper()}", "1")
+        for name in COMMANDS:
+            monkeypatch.setenv(f"SCARCTL_{name.upper()}_{verb.upper()}", "1")
+    for words, command in commands().items():
+        if words == "simulate":
+            continue
+        context = click.Context(command, info_name=words)
+        for name, option in options(command).items():
+            if name in VERBS:
+                assert option.value_from_envvar(context) is None, (words, name)
+
+
+def test_options_that_are_settings_are_described_by_their_classes() -> None:
+    texts = {name: describe(name) for name in KNOWN_NAMES}
+    assert all(text.endswith(".") for text in texts.values())
+    for name in (
+        "fraction",
+        "policy",
+        "shards",
+        "partition_bytes",
+        "assume_single_writer",
+        "arena_dir",
+        "store",
+    ):
+        assert options(commands()["checkpoint"])[name].help == texts[name]
+    with pytest.raises(KeyError):
+        describe("unheard_of")
 
 
 def test_every_option_is_also_a_key_of_scarctl_toml(tmp_path: Path) -> None:
-    for name, command in zip(COMMANDS, commands(), strict=True):
-        options = {max(o.opts, key=len)[2:]: o.name for o in command.params if isinstance(o, click.Option)}
-        if name not in ("simulate", "plan"):
-            options = {flag: known for flag, known in options.items() if flag.replace("-", "_") not in VERBS}
-        lines = [f'{flag} = "strange"\n' for flag in options]
+    for words, command in commands().items():
+        name, _, part = words.partition(" ")
+        keys = {
+            flag: o.name for flag, o in options(command).items() if name == "simulate" or flag not in VERBS
+        }
+        lines = [f'{flag.replace("_", "-")} = "strange"\n' for flag in keys]
         (tmp_path / "scarctl.toml").write_text("".join([f"[{name}]\n", *lines]))
         context = click.Context(cli, default_map=default_map(tmp_path))
         cli.get_command(context, name)
         assert context.default_map is not None
-        assert context.default_map[name] == dict.fromkeys(options.values(), "strange")
+        found = context.default_map[name][part] if part else context.default_map[name]
+        assert found == dict.fromkeys(keys.values(), "strange")
 
 
 def test_every_command_takes_json_and_debug() -> None:
-    for name, command in zip(COMMANDS, commands(), strict=True):
-        options = {option.name for option in command.params}
-        assert "debug" in options
-        assert ("as_json" in options) == (name != "run"), "stdout is that of the command that it runs"
-        assert ("store" in options) == (name not in ("daemon", "plan", "simulate"))
+    for words, command in commands().items():
+        names = options(command)
+        assert "debug" in names
+        assert ("json" in names) == (words != "run"), "stdout is that of the command that it runs"
+        assert ("store" in names) == (words not in ("daemon", "plan", "simulate"))
+
+
+def test_a_table_of_a_command_with_commands_holds_for_all_of_them(  # type: ignore[no-untyped-def]
+    run, saved, tmp_path: Path
+) -> None:
+    (tmp_path / "scarctl.toml").write_text('store = "ckpt"\n[snapshot]\njson = true\ntimeout = 1\n')
+    assert run("snapshot", "list").document == {
+        "schema_version": 1,
+        "command": "snapshot list",
+        "snapshots": [],
+    }
+    (tmp_path / "scarctl.toml").write_text("[live]\nfull = true\n")
+    done = run("live", "checkpoint", "--store", "ckpt", code=2)
+    assert "'full', which is no setting" in done.stderr
 
 
 class TestErrors:
@@ -104,6 +179,8 @@ class TestErrors:
             (["inspect", "--store", "x", "--limit", "-3"], "inspect"),
             (["recover", "--store", "x"], "recover"),
             (["checkpoint", "x.pt", "--store", "x", "--step", "many"], "checkpoint"),
+            (["live", "checkpoint"], "live checkpoint"),
+            (["snapshot", "unheard-of", "--store", "x"], "snapshot"),
             (["verify", "--store", "unheard-of://bucket/x"], "verify"),
             (["unheard-of"], None),
             ([], None),
@@ -125,7 +202,7 @@ class TestErrors:
         def broken(*_: object) -> None:
             raise ZeroDivisionError("seven")
 
-        monkeypatch.setattr("scarctl.cli.inspect.survey", broken)
+        monkeypatch.setattr("scarctl.ops.survey.survey", broken)
         done = run("inspect", "--store", "ckpt", code=1)
         assert "ZeroDivisionError: seven" in done.stderr
         assert "Traceback" not in done.stderr
@@ -219,7 +296,7 @@ class TestWhereValuesComeFrom:
             {"partition_bytes": -1},
             {"by_layer": True, "rows": {"a": 1}},
             {"on_error": "ignore"},
-            {"drain_timeout": -1.0},
+            {"timeout": -1.0},
             {"unheard_of": 1},
             {"rows": {"a": 0}},
             {"max_staleness": True},
@@ -235,7 +312,7 @@ class TestWhereValuesComeFrom:
             SessionSettings.resolve({"store": "x"}, environ={"SCARCTL_INTERVAL": "often"}, folder=tmp_path)
 
     def test_names_agree_with_the_policies(self) -> None:
-        assert policy.POLICIES == POLICIES
+        assert select.POLICIES == POLICIES
         assert len(NORMS) == 3
 
     @pytest.mark.parametrize("text", ["1/8", "0.125", " 1/8 ", "12.5e-2"])
@@ -299,9 +376,9 @@ class TestProcess:
         self, saved, tmp_path: Path, number: signal.Signals
     ) -> None:
         program = (
-            "import sys, time\nimport scarctl.recovery as r\nfrom scarctl.cli.main import cli\n"
+            "import sys, time\nfrom scarctl.cli.main import cli\n"
             "def slow(*a):\n    print('ready', flush=True)\n    time.sleep(60)\n"
-            "import scarctl.repair\nscarctl.repair.execute = slow\ncli.main(sys.argv[1:])"
+            "import scarctl.ops.recover\nscarctl.recovery.shared_plan.execute_once = slow\ncli.main(sys.argv[1:])"
         )
         arguments = ["recover", "--store", "ckpt", "--lost", "all", "--output", "out.safetensors"]
         before = sorted(os.listdir(tmp_path))

@@ -20,7 +20,9 @@ def test_optimizer_state_of_another_shape(run: Run, monkeypatch: pytest.MonkeyPa
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.NAdam(model.parameters(), lr=0.01)
     ended, spoiled = threading.Event(), threading.Event()
-    with scarctl.attach(model, optimizer, store="ckpt", interval=1_000_000, daemon=True) as session:
+    with scarctl.attach(
+        model, optimizer, store="ckpt", interval=1_000_000, settings=scarctl.Settings(daemon=True)
+    ) as session:
         session.resume()
 
         def step() -> None:
@@ -43,7 +45,7 @@ def test_optimizer_state_of_another_shape(run: Run, monkeypatch: pytest.MonkeyPa
         try:
             assert spoiled.wait(20)
             done = run(
-                "recover", "--lost", "weight", "--live", "--store", "ckpt", "--json", code=0 if knows else 3
+                "live", "recover", "--lost", "weight", "--store", "ckpt", "--json", code=0 if knows else 3
             )
         finally:
             ended.set()

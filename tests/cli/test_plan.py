@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from scarctl.cost import HOUR, Job, advise
-from scarctl.layout import Layout
-from scarctl.store import Record, Source, Store
+from scarctl.state.layout import Layout
+from scarctl.store import Record, Source, Store, open_writer
+from scarctl.theory.job_cost import HOUR, Job, advise
 from tests.cli.conftest import Model, Run
 
 LARGE = (
@@ -59,7 +59,7 @@ def test_it_says_when_it_pays_and_when_not(run: Run) -> None:
     assert "measure --gain" in said
     said = run("plan", *SMALL).stdout
     assert "SCAR does not pay here" in said
-    assert "there is nothing to recover partially" in said
+    assert "so partial recovery is impossible" in said
     assert run("plan", *SMALL, "--json").document["pays"] is False
 
 
@@ -95,19 +95,19 @@ class TestFromAStore:
             "fraction": None,
         }
         said = run("plan", *given, "--step-time", "0.5").stdout
-        assert f"{layout.partitions} partitions; its log does not show" in said
+        assert f"{layout.partitions} partitions; the log does not show" in said
         other = run(
             "plan", *given, "--step-time", "0.5", "--shards", 8, "--state-bytes", "3kB", "--json"
         ).document
         assert (other["job"]["shards"], other["job"]["state_bytes"]) == (8, 3000)
         refused = run("plan", *given, "--json", code=2).error
-        assert "--step-time must be given, and ckpt does not show it" in refused["message"]
+        assert "give --step-time: ckpt does not contain it" in refused["message"]
 
     def test_it_knows_the_pace(self, run: Run, saved: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         store = Store.open("ckpt")
         layout = store.current_layout()
         assert layout is not None
-        with store.writer(layout=layout, shard_of=layout.shards(4, 0)) as writer:
+        with open_writer(store, layout=layout, shard_of=layout.shards(4, 0)) as writer:
             for minute, step in enumerate((10, 20, 30)):
                 # Written in a moment, as if a minute had passed in between.
                 created = f"2030-01-01T00:{minute:02}:00+00:00"
@@ -124,7 +124,7 @@ class TestFromAStore:
         given = ("--bandwidth", "1MB", "--mtbf", "1h", "--json")
         assert run("plan", "--from", "nowhere", *given, code=10).error["kind"] == "no-store"
         Store.create(tmp_path / "empty").close()
-        assert "nothing is saved" in run("plan", "--from", "empty", *given, code=2).error["message"]
+        assert "still empty" in run("plan", "--from", "empty", *given, code=2).error["message"]
 
     def test_a_damaged_one(self, run: Run, saved: Model, tmp_path: Path) -> None:
         for log in tmp_path.glob("ckpt/shards/*/log"):

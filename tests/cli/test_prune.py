@@ -1,4 +1,4 @@
-"""`scarctl prune`, snapshots in `checkpoint`, `recover` and `inspect`, and `scarctl export`."""
+"""`scarctl prune`, `scarctl snapshot`, snapshots in `recover` and `inspect`, and `scarctl export`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from scarctl.store import Store, create_snapshot, sealed_sets, verify
+from scarctl.store import Store, create_snapshot, open_writer, sealed_sets, verify
 from tests.cli.conftest import Model, Run, fresh
 
 
@@ -20,10 +20,8 @@ def grown(run: Run, tmp_path: Path) -> Model:
     """A store with two snapshots, another sealed state, and partial checkpoints after it."""
     model = fresh(tmp_path / "state.safetensors")
     for step, name in ((0, None), (10, "first"), (20, "second"), (30, None)):
-        options = ["--snapshot", name] if name else ["--policy", "full"]
-        run(
-            "checkpoint", model.path, "--store", "ckpt", "--step", step, "--shards", 2, *options
-        ) if not step else run("checkpoint", model.path, "--store", "ckpt", "--step", step, *options)
+        words = ["snapshot", "create", name] if name else ["checkpoint", "--policy", "full"]
+        run(*words, model.path, "--store", "ckpt", "--step", step, *(() if step else ("--shards", 2)))
         model.train()
     for step in range(31, 36):
         run("checkpoint", model.path, "--store", "ckpt", "--step", step)
@@ -105,10 +103,10 @@ def test_prune_shows_asks_and_deletes(run: Run, grown: Model, tmp_path: Path) ->
     listed = run("inspect", "--store", "ckpt", "--json").document["snapshots"]
     assert [(s["name"], s["step"]) for s in listed] == [("second", 20)]
     assert "snapshots: second (step 20)" in run("inspect", "--store", "ckpt").stdout
-    shown = run("prune", "--store", "ckpt", "--delete", "second", "--yes").stdout
+    shown = run("snapshot", "delete", "second", "--store", "ckpt", "--yes").stdout
     assert "snapshot second, of step 20, was deleted\n" in shown
     assert "states that were given up: of steps 20\n" in shown
-    error = run("prune", "--store", "ckpt", "--delete", "second", "--yes", "--json", code=2).error
+    error = run("snapshot", "delete", "second", "--store", "ckpt", "--json", code=2).error
     assert error["kind"] == "no-snapshot"
     report = verify(Store.open("ckpt"), read_data=True)
     assert (report.problems, report.orphans) == ([], [])
@@ -138,13 +136,13 @@ def test_beside_a_live_writer_only_left_overs_go(run: Run, grown: Model) -> None
     layout = store.current_layout()
     assert layout is not None
     orphan = Path("ckpt/shards/0/seg/00000001-" + "a" * 32 + ".safetensors")
-    with store.writer(layout=layout, shard_of=layout.shards(2, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(2, 0)) as writer:
         young = Path(f"ckpt/shards/0/seg/{writer.epoch:08d}-" + "b" * 32 + ".safetensors")
         orphan.write_bytes(b"left by a crash")
         young.write_bytes(b"an upload under way")
         before = {p for p in Path("ckpt/shards").rglob("*") if p.is_file()}
-        done = run("prune", "--store", "ckpt", "--delete", "first", "--yes", "--json")
-        assert "collects old copies by itself" in done.stderr
+        done = run("snapshot", "delete", "first", "--store", "ckpt", "--yes", "--json")
+        assert "collects old copies automatically" in done.stderr
         assert done.document["live_writer"]
         assert done.document["dropped_sealed_steps"] == []
         assert {p for p in Path("ckpt/shards").rglob("*") if p.is_file()} == before - {orphan}
@@ -157,9 +155,9 @@ def test_beside_a_live_writer_only_left_overs_go(run: Run, grown: Model) -> None
 
 def test_bad_names_and_taken_ones_are_refused(run: Run, grown: Model) -> None:
     for name in ("../x", ".x", "a/b", "", "x" * 65):
-        run("checkpoint", grown.path, "--store", "ckpt", "--step", 90, "--snapshot", name, code=2)
+        run("snapshot", "create", name, grown.path, "--store", "ckpt", "--step", 90, code=2)
     error = run(
-        "checkpoint", grown.path, "--store", "ckpt", "--step", 90, "--snapshot", "first", "--json", code=2
+        "snapshot", "create", "first", grown.path, "--store", "ckpt", "--step", 90, "--json", code=2
     ).error
     assert error["kind"] == "snapshot-exists"
 
@@ -181,7 +179,7 @@ def test_export_safetensors_with_an_index(run: Run, grown: Model, tmp_path: Path
     assert [p.name for p in Path("one").iterdir()] == ["model.safetensors"]
     assert run("export", "--store", "ckpt", "one", "--json", code=2).error["kind"] == "usage"
     error = run("export", "--store", "ckpt", "nowhere/one", "--json", code=2).error
-    assert error["message"] == f"there is no folder {tmp_path / 'nowhere'}"
+    assert error["message"] == f"folder {tmp_path / 'nowhere'} does not exist"
     assert not list(tmp_path.glob(".*tmp"))
 
 

@@ -17,11 +17,11 @@ from tests.cli.test_ranks import read
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_job_of_two_ranks(run: Run, tmp_path: Path) -> None:
-    from tests.ranks.jobs import load
-    from tests.ranks.launch import launch
+    from tests.distributed.jobs import load
+    from tests.distributed.launch import launch
 
     folder = str(tmp_path)
-    launch("tests.ranks.jobs:train", 2, "fsdp", folder, 12, {"keep": f"{folder}/kept"}, timeout=120)
+    launch("tests.distributed.jobs:train", 2, "fsdp", folder, 12, {"keep": f"{folder}/kept"}, timeout=120)
     done = run("export", "--store", "store", "out.pt", "--format", "pt", "--json").document
     assert (done["exact"], done["step"]) == (True, 12)
     found, kept = read(tmp_path / "out.pt"), load(tmp_path / "kept")
@@ -49,7 +49,7 @@ def test_a_job_of_two_ranks(run: Run, tmp_path: Path) -> None:
 def test_a_running_job_is_asked(run: Run, tmp_path: Path) -> None:
     from threading import Thread
 
-    from tests.ranks.launch import launch
+    from tests.distributed.launch import launch
 
     folder = str(tmp_path)
     job = Thread(
@@ -63,9 +63,9 @@ def test_a_running_job_is_asked(run: Run, tmp_path: Path) -> None:
         place = ("--store", "store", "--arena-dir", tmp_path / "arena")
         status = run("daemon", "status", "--arena-dir", tmp_path / "arena", "--json").document
         assert sorted((line["rank"], line["shard"]) for line in status["runs"]) == [(0, 0), (1, 1)]
-        done = run("checkpoint", "--live", *place, "--json").document
+        done = run("live", "checkpoint", *place, "--json").document
         assert (done["world"], [line["rank"] for line in done["ranks"]]) == (2, [0, 1])
-        done = run("checkpoint", "--live", "--snapshot", "best", *place, "--json").document
+        done = run("snapshot", "create", "best", *place, "--json").document
         assert done["exact"]
         lines = run("inspect", *place, "--json").document["ranks"]
         assert [line["alive"] for line in lines] == [True, True]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scarctl.cli.inspect import survey
 from scarctl.store import complete_sets, create_snapshot
 from tests.cli.conftest import Run
 from tests.support.ranks import RankStore, tensors
@@ -112,18 +111,6 @@ def test_watch_ends_when_no_rank_is_alive(run: Run, ranks: RankStore) -> None:
     assert "no run is alive" in run("inspect", "--store", "ckpt", "--watch").stderr
 
 
-def test_inspect_on_a_terminal(ranks: RankStore) -> None:
-    import io
-
-    from rich.console import Console
-
-    from scarctl.cli.screen import draw
-
-    out = io.StringIO()
-    draw(survey(ranks.store, None), Console(file=out, width=140, force_terminal=False))
-    assert "process" in out.getvalue()
-
-
 def test_ranks_that_have_saved_nothing_whole_yet(run: Run, tmp_path: Path) -> None:
     made = RankStore(tmp_path / "ckpt", 2)
     made.save(1, [0])
@@ -195,7 +182,7 @@ def test_a_damaged_topology(run: Run, ranks: RankStore, tmp_path: Path) -> None:
         ("export", "out"),
         ("recover", "--lost", "rank:1", "--output", "x.pt"),
         ("prune", "--yes"),
-        ("checkpoint", "--live"),
+        ("live", "checkpoint"),
     ):
         error = run(*command, "--store", "ckpt", "--json", code=13).error
         assert "00000001.json" in error["message"]
@@ -268,9 +255,29 @@ def test_pieces_of_whole_tensors(run: Run, ranks: RankStore, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("spec", "restored"),
+    [
+        ("small,scalar", [2, 0, 0, 0]),
+        ("rank:1,3", [0, 7, 0, 7]),
+        ("shard:1,3", [0, 7, 0, 7]),
+        ("norm@2,rank:0", [9, 0, 1, 0]),
+        ("table[10:13],1", [1, 7, 0, 0]),
+    ],
+)
+def test_ways_to_name_what_is_lost(
+    run: Run, ranks: RankStore, tmp_path: Path, spec: str, restored: list[int]
+) -> None:
+    done = run("recover", "--store", "ckpt", "--lost", spec, "--output", "x.pt", "--json").document
+    assert {line["rank"]: line["partitions"] for line in done["shards"]} == {
+        rank: count for rank, count in enumerate(restored) if count
+    }
+
+
+@pytest.mark.parametrize(
     ("spec", "said"),
     [
         ("rank:4", "ranks are 0..3"),
+        ("shard:9", "shards are 0..3"),
         ("7", "ranks are 0..3"),
         ("tabel", "'table'"),
         ("table[48:50]", ""),
@@ -396,7 +403,7 @@ def test_snapshots_over_ranks(run: Run, ranks: RankStore, tmp_path: Path) -> Non
     document = run("prune", "--store", "ckpt", "--yes", "--json").document
     assert document["retired_shards"] == []
     run("export", "--store", "ckpt", "best2", "--snapshot", "best")
-    document = run("prune", "--store", "ckpt", "--delete", "best", "--yes", "--json").document
+    document = run("snapshot", "delete", "best", "--store", "ckpt", "--yes", "--json").document
     assert document["retired_shards"] == [0, 1, 2, 3]
     done = run("inspect", "--store", "ckpt", "--json").document
     assert [line["retired"] for line in done["other_shards"]] == [True] * 4
@@ -431,7 +438,7 @@ def test_export_in_every_format(run: Run, ranks: RankStore, tmp_path: Path, form
     elif form == "pt":
         found = read(tmp_path / "out.pt")
     else:
-        from scarctl.dcp import load_tensors
+        from scarctl.formats.dcp import load_tensors
 
         found = dict(load_tensors(tmp_path / "out.pt"))
     assert same(found, tensors(5, 4))
@@ -442,15 +449,13 @@ def test_export_in_every_format(run: Run, ranks: RankStore, tmp_path: Path, form
 
 def test_one_process_cannot_save_to_it(run: Run, ranks: RankStore, tmp_path: Path) -> None:
     save_file(tensors(11, 4), tmp_path / "state.safetensors")
-    for more in ((), ("--dry-run",), ("--snapshot", "best")):
-        arguments = ("checkpoint", "state.safetensors", "--store", "ckpt", "--step", 20, "--json", *more)
+    for words in (("checkpoint",), ("checkpoint", "--dry-run"), ("snapshot", "create", "best")):
+        arguments = (*words, "state.safetensors", "--store", "ckpt", "--step", 20, "--json")
         error = run(*arguments, code=2).error
         assert error["kind"] == "store-of-ranks"
         assert "written by 4 ranks" in error["message"]
-    for more in ((), ("--snapshot", "best")):
-        error = run(
-            "checkpoint", "--live", "--store", "ckpt", "--arena-dir", tmp_path, "--json", *more, code=2
-        ).error
+    for words in (("live", "checkpoint"), ("snapshot", "create", "best")):
+        error = run(*words, "--store", "ckpt", "--arena-dir", tmp_path, "--json", code=2).error
         assert error["kind"] == "no-session"
 
 

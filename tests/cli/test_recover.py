@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scarctl.daemon.arena import Arena
-from scarctl.daemon.folder import arena_folder
-from scarctl.layout import Layout, TensorSpec, build_layout
-from scarctl.store import Store
-from scarctl.version import pack
+from scarctl.arena.arena import Arena
+from scarctl.arena.folder import arena_folder
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.state.version import pack
+from scarctl.store import Store, open_writer
 from tests.cli.conftest import Done, Model, Run, assert_sound, unprivileged
 
 KEYS = {
@@ -54,6 +54,12 @@ def layout() -> Layout:
     found = Store.open("ckpt").current_layout()
     assert found is not None
     return found
+
+
+def lost_partitions(*shards: int) -> int:
+    """How many partitions are in these shards."""
+    store = Store.open("ckpt")
+    return int(np.isin(store.shard_of(layout()), shards).sum())
 
 
 def lost_rows(*shards: int) -> dict[str, np.ndarray]:
@@ -194,6 +200,17 @@ class TestToAFile:
         assert torch.equal(after["emb[8:24]"], saved.tensors["emb"][8:24])
         assert torch.equal(after["layers.1.w"], saved.tensors["layers.1.w"])
 
+    def test_ways_to_name_what_is_lost(self, run: Run, saved: Model) -> None:
+        def count(*lost: str) -> int:
+            specs = [text for spec in lost for text in ("--lost", spec)]
+            found: int = recover(run, *specs, "--output", "out.pt").document["restored_partitions"]
+            return found
+
+        assert count("2,1") == count("shard:1,2") == count("1", "2") == lost_partitions(1, 2)
+        assert count("rank:0") == count("all") == layout().partitions
+        names = [group.name for group in layout().groups]
+        assert count(",".join(names)) == count(*names) == layout().partitions
+
     def test_empty_tensors_belong_to_the_whole(self, run: Run, model: Model) -> None:
         model.save(empty=torch.zeros(0, 4))
         run("checkpoint", model.path, "--store", "ckpt", "--step", 0)
@@ -202,7 +219,7 @@ class TestToAFile:
 
     def test_where_nothing_can_be_written(self, run: Run, saved: Model, tmp_path: Path) -> None:
         error = recover(run, "--lost", "all", "--output", "no/such/out.pt", code=2).error
-        assert (error["kind"], Path(error["message"].split()[-1]).name) == ("no-file", "such")
+        assert (error["kind"], Path(error["message"].split()[1]).name) == ("no-file", "such")
         recover(run, "--lost", "all", "--output", tmp_path, code=2)
         recover(run, "--lost", "all", "--output", "ckpt/scarctl.json", code=2)
         recover(run, "--lost", "all", "--output", "a", "--into", saved.path, code=2)
@@ -261,7 +278,7 @@ class TestRollback:
         store = Store.create("loose", shards=2)
         of = layout()
         arena = Arena.anonymous(of)
-        with store.writer(layout=of, shard_of=of.shards(2, 0)) as writer:
+        with open_writer(store, layout=of, shard_of=of.shards(2, 0)) as writer:
             for shard in range(2):
                 writer.commit(shard, np.flatnonzero(of.shards(2, 0) == shard), arena.source, step=1)
         done = run(
@@ -325,7 +342,7 @@ class TestArena:
         everything = np.arange(of.partitions)
         arena.begin(everything)
         arena.end(everything, pack(1, 3))
-        arena.head_step = 4
+        arena.reach(4)
         arena.distance[:] = 1.5
         arena.begin(everything[:1])
         yield arena
@@ -374,7 +391,7 @@ def test_optimizer_slots_that_the_file_does_not_have_are_left_out(run: Run, tmp_
     store = Store.create("ckpt")
     arena = Arena.anonymous(of)
     arena.rows(0, 0)[:] = np.arange(4, dtype="<f4").view(np.uint8).reshape(4, 4)
-    with store.writer(layout=of, shard_of=of.shards(1, 0)) as writer:
+    with open_writer(store, layout=of, shard_of=of.shards(1, 0)) as writer:
         writer.commit(0, np.array([0]), arena.source, step=1, sealed=True)
     save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
     done = recover(run, "--lost", "all", "--into", "model.safetensors")
@@ -382,3 +399,23 @@ def test_optimizer_slots_that_the_file_does_not_have_are_left_out(run: Run, tmp_
     assert read(tmp_path / "model.safetensors")["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
     recover(run, "--lost", "all", "--output", "out.safetensors")
     assert set(read(Path("out.safetensors"))) == {"w", "w/exp_avg"}
+
+
+def test_rows_without_values_whose_slot_has_some(run: Run, tmp_path: Path) -> None:
+    specs = (TensorSpec("", "F32", (4, 0)), TensorSpec("m", "F32", (4, 2)))
+    of = build_layout([("w", "parameter", specs)], rows={"*": 1})
+    store = Store.create("ckpt")
+    arena = Arena.anonymous(of)
+    arena.rows(0, 1)[:] = np.arange(8, dtype="<f4").view(np.uint8).reshape(4, 8)
+    with open_writer(store, layout=of, shard_of=of.shards(1, 0)) as writer:
+        writer.commit(0, np.arange(4), arena.source, step=1, sealed=True)
+    save_file({"w": torch.zeros(4, 0), "w/m": torch.zeros(4, 2)}, tmp_path / "state.safetensors")
+    recover(run, "--lost", "w[1:3]", "--into", "state.safetensors")
+    assert read(tmp_path / "state.safetensors")["w/m"].flatten().tolist() == [0, 0, 2, 3, 4, 5, 0, 0]
+    recover(run, "--lost", "w[1:3]", "--output", "out.safetensors")
+    found = read(Path("out.safetensors"))
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+        "w[1:3]": (2, 0),
+        "w/m[1:3]": (2, 2),
+    }
+    assert found["w/m[1:3]"].flatten().tolist() == [2, 3, 4, 5]

@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from scarctl.store import Store, doctor
+from scarctl.store.backends.probe import race
 from scarctl.store.doctor import diagnose
-from scarctl.store.probe import race
 from tests.cli.conftest import Model, Run
 from tests.support.places import KEY, SECRET, Place
 from tests.support.proxy import Fault, proxy
@@ -197,8 +197,8 @@ def test_nothing_secret_shows(
 
 def test_representations_show_nothing_secret(s3_place: Place, s3_endpoint: str) -> None:
     from scarctl.config import SessionSettings
-    from scarctl.oneshot import CheckpointSettings
-    from scarctl.repair import RecoverSettings
+    from scarctl.ops.checkpoint import CheckpointSettings
+    from scarctl.ops.recover import RecoverSettings
 
     url = s3_place.url.replace("s3://", "s3://planted-user:planted-password@")
     store = Store.create(url, storage_options={"endpoint_url": s3_endpoint, "token": "planted-token"})
@@ -246,7 +246,7 @@ def test_doctor_finds_a_sound_place_and_cleans_up(
     assert document["left_behind"] == []
     assert names() == before
     text = run("doctor", "--store", url, "--rounds", 1).stdout
-    assert "safe: " in text
+    assert "\nsafe" in text
     assert "FAIL" not in text
 
 

@@ -20,13 +20,13 @@ from typing import IO, Any
 
 import pytest
 
+from scarctl.arena.folder import host_folder
 from scarctl.cli.run import _Forwarding
 from scarctl.daemon import client
 from scarctl.daemon.__main__ import LOCK
-from scarctl.daemon.folder import host_folder
 from scarctl.errors import ScarError
+from scarctl.state.version import step_of
 from scarctl.store import Store
-from scarctl.version import step_of
 from tests.cli.conftest import Run
 from tests.daemon.trainer import Trainer, assert_sound, idle, status, stop, wait_until
 
@@ -132,7 +132,7 @@ def test_failures_of_its_own(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--"], ["--restarts", "-1", "true"], ["--wait", "x", "true"], ["--x"]]
+    "arguments", [[], ["--"], ["--restarts", "-1", "true"], ["--timeout", "x", "true"], ["--x"]]
 )
 def test_wrong_calls(run: Run, arguments: list[str]) -> None:
     """Here 2 is an exit code of the command's."""
@@ -337,25 +337,26 @@ class TestDead:
         time.sleep(0.5)
         assert training.process.poll() is None
         training.disk(full=False)
-        assert training.ends(137).stderr == ""
+        # A copy that was under way when the process died was not handed over, and may be left in memory.
+        assert "not durable yet" not in training.ends(137).stderr
         assert at_least(training.stored(), told["handed"])
         wait_until(lambda: idle(folder))
 
     def test_the_wait_has_an_end(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-        training = Training(tmp_path, arena_dir, "--wait", 0.5)
+        training = Training(tmp_path, arena_dir, "--timeout", 0.5)
         training.disk(full=True)
         told = training.kill()
         started = time.monotonic()
         training.ends(137)
         assert 0.4 < time.monotonic() - started < 3.0
         assert f"{training.store}: " in training.stderr
-        assert "B are not durable yet; the daemon goes on with it" in training.stderr
+        assert "B are not durable yet; the daemon continues to save them" in training.stderr
         training.disk(full=False)
         wait_until(lambda: idle(folder))
         assert at_least(training.stored(), told["handed"])
 
     def test_a_daemon_that_does_not_answer(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-        training = Training(tmp_path, arena_dir, "--wait", 60)
+        training = Training(tmp_path, arena_dir, "--timeout", 60)
         os.kill(training.daemon, signal.SIGSTOP)
         training.kill()
         time.sleep(0.3)

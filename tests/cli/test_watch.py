@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from scarctl.cli.inspect import survey
-from scarctl.cli.watch import line, watch
-from scarctl.daemon.arena import Arena
-from scarctl.daemon.folder import arena_folder
+from scarctl.arena.arena import Arena
+from scarctl.arena.folder import arena_folder
+from scarctl.cli.inspect_view import line
+from scarctl.cli.watch import watch
+from scarctl.ops.survey import survey
 from scarctl.store import Store
 from tests.cli.conftest import Model, Run
 
@@ -35,14 +36,14 @@ def arena(run: Run, saved: Model, arena_dir: Path) -> Iterator[Arena]:
     assert layout is not None
     arena = Arena.create(arena_folder(str(arena_dir), store.run_id), layout, run_id=store.run_id, epoch=1)
     arena.begin_lines(store.lines())
-    arena.head_step = 40
+    arena.reach(40)
     arena.version[:2] = 1 << 40 | 31
     yield arena
     arena.close()
 
 
 def test_it_ends_with_the_run(run: Run, arena: Arena) -> None:
-    after = threading.Timer(0.5, lambda: setattr(arena, "pid", _dead()))
+    after = threading.Timer(0.5, lambda: arena.take_over(_dead()))
     after.start()
     done = run("inspect", "--store", "ckpt", "--watch", "--every", "0.1", "--json")
     after.join()
@@ -58,7 +59,7 @@ def test_it_ends_with_the_run(run: Run, arena: Arena) -> None:
 
 
 def test_partitions_are_listed_when_asked_for(run: Run, arena: Arena) -> None:
-    arena.pid = _dead()
+    arena.take_over(_dead())
     done = run("inspect", "--store", "ckpt", "--watch", "--json", "--limit", "2")
     assert len(done.document["partitions"]) == 2
 
@@ -111,10 +112,10 @@ def test_the_beat_does_not_drift(arena: Arena, arena_dir: Path) -> None:
         looks.append(time.monotonic())
         time.sleep(0.05)
         if len(looks) == 5:
-            arena.pid = _dead()
+            arena.take_over(_dead())
         return survey(store, str(arena_dir))
 
-    watch(slow_look, 0.1, as_json=False, limit=0)
+    watch(slow_look, 0.1, as_json=False, on_screen=False, limit=0)
     assert len(looks) == 5
     assert looks[-1] - looks[0] >= 0.39
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from scarctl.arena.folder import host_folder
 from scarctl.daemon import client, protocol
-from scarctl.daemon.folder import host_folder
 from scarctl.daemon.server import Daemon
+from scarctl.errors import ScarError
 from tests.daemon.rig import Rig
+from tests.daemon.trainer import stop
 
 
 @pytest.fixture
@@ -20,6 +23,16 @@ def rig(tmp_path: Path, arena_dir: Path) -> Iterator[Rig]:
     made = Rig(tmp_path / "store", arena_dir)
     yield made
     made.close()
+
+
+@pytest.fixture
+def folder(arena_dir: Path) -> Iterator[Path]:
+    """Where the daemon is. It is stopped at the end, and what it left of its socket is removed."""
+    folder = host_folder(str(arena_dir))
+    yield folder
+    with contextlib.suppress(ScarError):
+        stop(folder)
+    (folder / protocol.SOCKET).unlink(missing_ok=True)
 
 
 @pytest.fixture

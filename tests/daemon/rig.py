@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from scarctl.daemon.arena import Arena
-from scarctl.daemon.handover import HandOverQueue
-from scarctl.daemon.persister import Persister
-from scarctl.layout import Layout, TensorSpec, build_layout
-from scarctl.store import Store, verify
-from scarctl.version import pack, step_of
+from scarctl.arena.arena import Arena
+from scarctl.arena.queue import HandOverQueue
+from scarctl.persist.persister import Persister
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.state.version import pack, step_of
+from scarctl.store import Store, open_writer, verify
+from scarctl.util.arrays import Ids
 from tests.support.faulty import FaultyBlobs
 
-Ids = NDArray[np.int64]
 STORE_ID = "0123456789abcdef" * 2
 
 
@@ -67,13 +66,13 @@ class Rig:
         self.store.blobs = self.blobs  # type: ignore[assignment]
         self.shard_of = self.layout.shards(shards, 0)
         self.everything = np.arange(self.layout.partitions)
-        self.writer = self.store.writer(layout=self.layout, shard_of=self.shard_of)
+        self.writer = open_writer(self.store, layout=self.layout, shard_of=self.shard_of)
         place = arena_base / "run" / self.store.run_id
         found = Arena.open_existing(place, run_id=self.store.run_id)
         self.arena = found or Arena.create(
             place, self.layout, run_id=self.store.run_id, epoch=self.writer.epoch
         )
-        self.arena.epoch = self.writer.epoch
+        self.arena.begin_epoch(self.writer.epoch, again=True)
         self.queue = HandOverQueue(self.arena.folder)
         self.persister = Persister(self.arena, self.writer, self.shard_of)
 
@@ -89,7 +88,7 @@ class Rig:
         extras = {"step": step} if extras == "step" else extras
         whole = uuid.uuid4().hex if sealed else ""
         if sealed:
-            self.arena.whole = whole
+            self.arena.name_whole(whole)
         return self.queue.put(version=self.version(step), ids=ids, whole=whole, extras=extras)
 
     def save(self, ids: Ids, step: int, *, sealed: bool = False, value: int | None = None) -> int:

@@ -7,26 +7,16 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from scarctl.daemon import client, protocol, remote
-from scarctl.daemon.folder import host_folder
-from scarctl.daemon.remote import DaemonSaver
+from scarctl.arena.folder import host_folder
+from scarctl.daemon import client, protocol, saver
+from scarctl.daemon.saver import DaemonSaver
 from scarctl.errors import Contention, Fenced, ScarError, Unavailable
 from scarctl.store import Store
-from tests.daemon.trainer import Trainer, assert_sound, status, stop, wait_until
-
-
-@pytest.fixture
-def folder(arena_dir: Path) -> Iterator[Path]:
-    """Where the daemon is; it is stopped at the end, and what it left of its socket is removed."""
-    folder = host_folder(str(arena_dir))
-    yield folder
-    stop(folder)
-    (folder / protocol.SOCKET).unlink(missing_ok=True)
+from tests.daemon.trainer import Trainer, assert_sound, status, wait_until
 
 
 def daemon_of(folder: Path) -> int:
@@ -115,7 +105,7 @@ def test_a_kill_right_after_the_claim(folder: Path, arena_dir: Path, tmp_path: P
 def test_a_daemon_that_hangs_holds_up_nobody(
     folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "_MARGIN", 0.3)
+    monkeypatch.setattr(saver, "_MARGIN", 0.3)
     trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save(trainer.everything, 1)
     trainer.drained()

@@ -6,28 +6,16 @@ import contextlib
 import logging
 import resource
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from scarctl.claiming import claim_saver
 from scarctl.config import SessionSettings
 from scarctl.daemon import client, protocol
-from scarctl.daemon.folder import host_folder
-from scarctl.daemon.saver import Saver
+from scarctl.daemon.claim import claim_saver
 from scarctl.errors import ScarError, Unavailable
+from scarctl.persist.saver import Saver
 from scarctl.store import Store
-from tests.daemon.trainer import stop
-
-
-@pytest.fixture
-def folder(arena_dir: Path) -> Iterator[Path]:
-    folder = host_folder(str(arena_dir))
-    yield folder
-    with contextlib.suppress(ScarError):
-        stop(folder)
-    (folder / protocol.SOCKET).unlink(missing_ok=True)
 
 
 @pytest.fixture

@@ -10,19 +10,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scarctl.arena.folder import arena_folder
+from scarctl.arena.view import peek
 from scarctl.daemon import client, protocol
 from scarctl.daemon.__main__ import LOCK, LOG
-from scarctl.daemon.folder import arena_folder, host_folder
-from scarctl.daemon.peek import peek
 from scarctl.errors import AccessDenied, ScarError, Unavailable
+from scarctl.state.version import step_of
 from scarctl.store import Store
-from scarctl.version import step_of
 from tests.daemon.trainer import Trainer, assert_sound, idle, orphans, status, stop, wait_until, wide_layout
 
 ROOT = Path(__file__).parents[2]
@@ -31,15 +31,6 @@ SECONDS = 5.0
 """More than anything here takes on a busy machine; the aim is one second."""
 
 only_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-
-
-@pytest.fixture
-def folder(arena_dir: Path) -> Iterator[Path]:
-    folder = host_folder(str(arena_dir))
-    yield folder
-    with contextlib.suppress(ScarError):
-        stop(folder)
-    (folder / protocol.SOCKET).unlink(missing_ok=True)
 
 
 @pytest.fixture

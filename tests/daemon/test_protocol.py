@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 
 from scarctl import errors
 from scarctl.daemon import protocol
-from scarctl.errors import AccessDenied, Corruption, NoStore, ScarError, Unavailable, UsageError
+from scarctl.errors import (
+    AccessDenied,
+    Corruption,
+    NoStore,
+    ScarError,
+    Unavailable,
+    UsageError,
+    error_fields,
+    error_from,
+)
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -141,8 +150,8 @@ def test_errors_keep_class_kind_and_words(known: type[ScarError], kind: str | No
 
 
 def test_an_error_of_an_unknown_class_is_still_an_error() -> None:
-    fields = protocol.error_fields(NoStore("x")) | {"type": "of-the-future", "kind": "of-the-future"}
-    assert type(protocol.error_from(fields)) is ScarError
+    fields = error_fields(NoStore("x")) | {"type": "of-the-future", "kind": "of-the-future"}
+    assert type(error_from(fields)) is ScarError
 
 
 @pytest.mark.parametrize("reply", [{}, {"ok": 1}, {"ok": False}, {"error": []}, {"error": {"type": 1}}])

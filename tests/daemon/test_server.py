@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.daemon import client, protocol
 from scarctl.daemon import server as server_module
-from scarctl.daemon.folder import arena_folder, host_folder
 from scarctl.daemon.server import Daemon
 from scarctl.errors import Contention, NoStore, ScarError, Unavailable, UsageError
-from scarctl.layout import build_layout
-from scarctl.store import Store
-from scarctl.version import pack
+from scarctl.state.layout import build_layout
+from scarctl.state.version import pack
+from scarctl.store import Store, open_writer
 from tests.daemon.trainer import Trainer, assert_sound, orphans, status, stop, wait_until
 
 NO_PROCESS = 0x7FFFFFF0
@@ -61,8 +61,8 @@ class TestOperations:
         assert {s["oldest_durable_step"] for s in run["shards"]} == {1}
         trainer.close()
         assert status(daemon.folder)["runs"] == []  # type: ignore[index]
-        with Store.open(str(tmp_path / "store")).writer(
-            layout=trainer.layout, shard_of=trainer.layout.shards(3, 0)
+        with open_writer(
+            Store.open(str(tmp_path / "store")), layout=trainer.layout, shard_of=trainer.layout.shards(3, 0)
         ):
             pass  # the store is free as soon as the run is closed
 
@@ -198,7 +198,7 @@ class TestOperations:
             if path.is_file() and path.name != "scarctl.json":
                 path.unlink()
         other = Store.open(str(tmp_path / "store"))
-        with other.writer(layout=trainer.layout, shard_of=trainer.layout.shards(3, 0)):
+        with open_writer(other, layout=trainer.layout, shard_of=trainer.layout.shards(3, 0)):
             trainer.save(trainer.everything, 2)
             failure = wait_until(lambda: trainer.saver.failure)
         assert failure.kind == "fenced"
@@ -234,8 +234,9 @@ class TestDeath:
     ) -> None:
         trainer = Trainer(tmp_path / "store", base)
         trainer.save(trainer.everything, 1)
-        with daemon._changed:
-            daemon._runs[trainer.store.run_id].pid = NO_PROCESS  # a forked child keeps the connection open
+        run = daemon.runs.known(trainer.store.run_id)
+        assert run is not None
+        run.pid = NO_PROCESS  # a forked child keeps the connection open
         wait_until(lambda: status(daemon.folder)["runs"] == [])  # type: ignore[index]
         assert set(trainer.stored()[0]) == {1}
         trainer.die()
@@ -388,13 +389,13 @@ class TestTheEnd:
         self, daemon: Daemon, connection: socket.socket, tmp_path: Path
     ) -> None:
         store = Store.create(tmp_path / "store")
-        with daemon._changed:
-            daemon._life.stopping = True
+        with daemon.runs.changed:
+            daemon.runs.life.stopping = True
         assert refused(connection, "claim", ScarError, store=str(store.root)) == "daemon-ending"
         store.lock()  # it has not kept it
         store.close()
-        with daemon._changed:
-            daemon._life.stopping = False
+        with daemon.runs.changed:
+            daemon.runs.life.stopping = False
 
     def test_the_second_signal_ends_at_once(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = host_folder(str(base))

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from scarctl.arena.arena import Arena
 from scarctl.daemon import client, protocol
-from scarctl.daemon import server as server_module
-from scarctl.daemon.arena import Arena
+from scarctl.daemon import runs as runs_module
 from scarctl.daemon.server import Daemon
-from scarctl.layout import Layout, TensorSpec, build_layout
+from scarctl.state.layout import Layout, TensorSpec, build_layout
 from tests.daemon.trainer import Trainer, assert_sound, orphans, status, wait_until, wide_layout
 
 QUICK = 2.0
@@ -101,7 +101,7 @@ class TestDeath:
         self, daemon: Daemon, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The process was killed between the two; nor has the daemon had time to look by itself."""
-        monkeypatch.setattr(server_module, "_LOOK_SECONDS", 3600.0)
+        monkeypatch.setattr(runs_module, "_LOOK_SECONDS", 3600.0)
         trainer = Trainer(tmp_path / "store", arena_dir)
         trainer.save(trainer.everything, 1)
         trainer.drained()

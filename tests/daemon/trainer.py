@@ -18,16 +18,17 @@ from typing import Any
 
 import numpy as np
 
+from scarctl.arena.arena import Arena
+from scarctl.arena.folder import arena_folder
+from scarctl.arena.queue import HandOverQueue
 from scarctl.daemon import client
-from scarctl.daemon.arena import Arena
-from scarctl.daemon.folder import arena_folder
-from scarctl.daemon.handover import HandOverQueue
-from scarctl.daemon.remote import DaemonSaver
+from scarctl.daemon.saver import DaemonSaver
 from scarctl.errors import ScarError, Unavailable
-from scarctl.layout import Layout, TensorSpec, build_layout
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.state.version import pack, step_of
 from scarctl.store import Store, verify
-from scarctl.version import pack, step_of
-from tests.daemon.rig import Ids, Rig, fill, small_layout
+from scarctl.util.arrays import Ids
+from tests.daemon.rig import Rig, fill, small_layout
 
 
 def wide_layout(rows: int = 512) -> Layout:
@@ -55,9 +56,10 @@ class Trainer:
             self.saver.claim()
             found = Arena.open_existing(place, run_id=self.store.run_id)
             self.arena = found or Arena.create(place, self.layout, run_id=self.store.run_id, epoch=1)
-            self.arena.pid = os.getpid()
+            self.arena.take_over()
             self.queue = HandOverQueue(self.arena.folder)
             self.saver.open(self.arena)
+            self.saver.resume()
         except ScarError:
             self.saver.close()
             self.store.close()
@@ -67,7 +69,7 @@ class Trainer:
         self.arena.begin(ids)
         fill(self.arena, ids, step)
         self.arena.end(ids, pack(self.arena.epoch, step))
-        self.arena.head_step = step
+        self.arena.reach(step)
 
     def save(self, ids: Ids, step: int, *, sealed: bool = False) -> None:
         """Copy and hand over."""
@@ -75,7 +77,7 @@ class Trainer:
         version = int(self.arena.version[ids].max())
         whole = uuid.uuid4().hex if sealed else ""
         if sealed:
-            self.arena.whole = whole
+            self.arena.name_whole(whole)
         self.queue.put(version=version, ids=ids, whole=whole, extras={"step": step})
         self.saver.notify()
 
@@ -96,7 +98,7 @@ class Trainer:
     def die(self) -> None:
         """Let go of everything as a killed process does: the daemon sees the connection end, the arena stays."""
         self.saver.abandon()
-        self.arena.pid = 0x7FFFFFF0  # a number that no process has
+        self.arena.take_over(0x7FFFFFF0)  # a number that no process has
         self.arena.close()
         self.store.close()
         wait_until(lambda: "attached" not in self.phases())
@@ -157,7 +159,7 @@ def main() -> None:
         ids = free[step % 4 :: 4] if step > 1 else trainer.everything
         if ids.size:
             trainer.save(ids, step)
-        trainer.arena.head_step = step
+        trainer.arena.reach(step)
         told = {
             "step": step,
             "handed": step_of(trainer.arena.version).tolist(),

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scarctl.execution import execute
-from scarctl.joint import Nowhere, execute_joint, open_joint, plan_lost, plans_back
-from scarctl.recovery import Plan, plan_partial, plan_rollback
-from scarctl.store import Collector, Store, complete_sets, read_snapshot, verify
+from scarctl.recovery.execute import execute
+from scarctl.recovery.plan import Plan, plan_partial, plan_rollback
+from scarctl.recovery.shared_plan import Nowhere, execute_shared, plan_lost, plans_back
+from scarctl.recovery.shares import open_shares
+from scarctl.store import Collector, Store, complete_sets, open_writer, read_snapshot, verify
 from tests.golden.write import NEWEST, PART, WHOLE, Source, byte_of, layout
 
 HERE = Path(__file__).parent
@@ -80,7 +81,7 @@ def test_one_process_recovers_it(store: Store) -> None:
 @pytest.mark.parametrize("store", OF_ONE, ids=lambda path: f"{path.parent.name}-{path.name}", indirect=True)
 def test_one_process_goes_on_with_it(store: Store) -> None:
     found = layout()
-    with store.writer(layout=found, shard_of=store.shard_of(found)) as writer:
+    with open_writer(store, layout=found, shard_of=store.shard_of(found)) as writer:
         for shard, state in writer.states.items():
             writer.commit(shard, state.ids, Source(9), step=9, sealed=True, whole="ab" * 16)
         Collector(writer, floor=0).collect()
@@ -99,11 +100,10 @@ def test_one_process_goes_on_with_it(store: Store) -> None:
     indirect=True,
 )
 def test_ranks_recover_it(store: Store) -> None:
-    joint = open_joint(store)
-    assert joint is not None
-    nothing = [None] * len(joint.shares)
-    for plan in (plan_lost(joint, joint.everything(), nothing), next(plans_back(joint, nothing, 0, None))):
-        report = execute_joint(plan, nothing, [Nowhere() for _ in joint.shares])
+    state = open_shares(store)
+    nothing = [None] * len(state.shares)
+    for plan in (plan_lost(state, state.everything(), nothing), next(plans_back(state, nothing, 0, None))):
+        report = execute_shared(plan, nothing, [Nowhere() for _ in state.shares])
         assert (report.plan.step, report.plan.exact, report.plan.degraded) == (NEWEST, False, False)
 
 

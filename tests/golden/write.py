@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scarctl.layout import Layout, TensorSpec, build_layout
+from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.store import (
     Collector,
     Store,
@@ -20,9 +20,10 @@ from scarctl.store import (
     Topology,
     create_snapshot,
     create_topology,
+    open_writer,
     sealed_sets,
 )
-from tests.daemon.rig import Ids
+from scarctl.util.arrays import Ids
 
 WHOLE, PART, NEWEST = 3, 5, 6
 
@@ -68,7 +69,7 @@ def _save(writers: list[StoreWriter], step: int, ids: Ids | None = None) -> None
 
 def _one_process(folder: Path, shards: int, *, collect: bool = False) -> None:
     store = Store.create(folder, shards=shards)
-    with store.writer(layout=layout(), shard_of=store.shard_of(layout())) as writer:
+    with open_writer(store, layout=layout(), shard_of=store.shard_of(layout())) as writer:
         _save([writer], WHOLE)
         if collect:
             create_snapshot(store, "first", sealed_sets(writer.states.values())[0])
@@ -83,7 +84,7 @@ def _ranks(folder: Path) -> None:
     store = Store.create(folder)
     create_topology(store, Topology(1, (0, 1), "ab" * 32))
     views = [store.of_shard(rank, 1) for rank in range(2)]
-    writers = [view.writer(layout=layout(), shard_of=view.shard_of(layout())) for view in views]
+    writers = [open_writer(view, layout=layout(), shard_of=view.shard_of(layout())) for view in views]
     _save(writers, WHOLE)
     _save(writers[:1], PART, np.arange(3))
     _save(writers, NEWEST)

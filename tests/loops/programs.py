@@ -26,6 +26,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import scarctl
+from scarctl.config import grouped
+from tests.support.training import drain
 
 EPOCHS, PER_EPOCH = 3, 5
 STEPS = EPOCHS * PER_EPOCH
@@ -41,7 +43,7 @@ class Run:
     def attach(self, model: nn.Module, optimizer: Any, **options: Any) -> scarctl.Session:
         self._models.append(model)
         settings = {"policy": "full", "interval": 1, "partition_bytes": 4096, **options}
-        self.session = scarctl.attach(model, optimizer, store=self._store, **settings)
+        self.session = scarctl.attach(model, optimizer, store=self._store, **grouped(**settings))
         last = optimizer[-1] if isinstance(optimizer, list) else optimizer
         last.register_step_post_hook(lambda *_: self._stepped())
         return self.session
@@ -51,9 +53,9 @@ class Run:
         return self.resumed.step
 
     def _stepped(self) -> None:
-        if self._stop == "SIGKILL" and self.session._engine is not None:
-            # So that every step is sealed: what the store has not yet is not overtaken.
-            self.session._engine.saver.drain(30)
+        if self._stop == "SIGKILL":
+            # So that every step is sealed: a copy that waits for the store would be overtaken.
+            drain(self.session)
         if self._stop.startswith("SIG") and self.session.head_step == self._at:
             os.kill(os.getpid(), getattr(signal, self._stop))
 
@@ -406,12 +408,12 @@ def cleanrl(run: Run, *, saved: bool = False, ours: bool = False) -> None:
 # -- what changes after the step ---------------------------------------------------------------------------------------
 
 
-def average(run: Run, *, where: str, ours: bool = False) -> None:
+def average(run: Run, *, late: bool = False, ours: bool = False) -> None:
     """An average of the model that training depends on, updated after the step; batches are a function of the step."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    session = run.attach(model, optimizer, **{where: {"ema": ema}})
+    session = run.attach(model, optimizer, extras={"ema": scarctl.Extra(ema, after_step=late)})
     step = run.resume()
     for number in session.batches(range(STEPS)) if ours else range(step, STEPS):
         x, y = by_step(number)
@@ -516,9 +518,9 @@ PROGRAMS: dict[str, Program] = {
     "cleanrl": lambda run: cleanrl(run, ours=True),
     "cleanrl by hand": cleanrl,
     "cleanrl by hand, world in extras": lambda run: cleanrl(run, saved=True),
-    "average": lambda run: average(run, where="extras", ours=True),
-    "average by hand, extras": lambda run: average(run, where="extras"),
-    "average by hand, after_step": lambda run: average(run, where="after_step"),
+    "average": lambda run: average(run, ours=True),
+    "average by hand, extras": average,
+    "average by hand, after_step": lambda run: average(run, late=True),
     "seeded by step": seeded,
     "order in extras": positioned,
     "scaler": lambda run: skipping(run, counts="batches"),

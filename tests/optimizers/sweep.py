@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import scarctl
+from scarctl.config import grouped
 from scarctl.errors import ScarError
 
 STEPS, STOP = 12, 7
@@ -82,7 +83,13 @@ class Run:
         self.model = Net(case)
         self.optimizer = case.make(self.model)
         self.session = (
-            scarctl.attach(self.model, self.optimizer, store=store, interval=1, daemon=False, **options)
+            scarctl.attach(
+                self.model,
+                self.optimizer,
+                store=store,
+                interval=1,
+                **grouped(daemon=False, **options),
+            )
             if store is not None
             else None
         )

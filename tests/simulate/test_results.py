@@ -63,7 +63,7 @@ def test_another_study_is_refused(file: Path, change: dict[str, Any]) -> None:
 )
 def test_another_file_is_refused_and_left_alone(file: Path, content: bytes) -> None:
     file.write_bytes(content)
-    with pytest.raises(UsageError, match="no file of results"):
+    with pytest.raises(UsageError, match="not a file of results"):
         Results(file, STUDY)
     assert file.read_bytes() == content
 

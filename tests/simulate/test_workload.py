@@ -16,7 +16,7 @@ HERE = "tests.simulate.workloads"
 @pytest.mark.parametrize(
     ("name", "kind", "says"),
     [
-        ("nonsense", "usage", "does not name"),
+        ("nonsense", "usage", "is not a workload"),
         ("no.such.module:f", "no-workload", "ModuleNotFoundError"),
         (f"{HERE}:nothing", "no-workload", "no function 'nothing'"),
         (f"{HERE}:not_callable", "no-workload", "no function"),

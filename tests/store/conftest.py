@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from scarctl.layout import Layout
-from scarctl.store import Store, StoreWriter
+from scarctl.state.layout import Layout
+from scarctl.store import Store, StoreWriter, open_writer
 from tests.store.helpers import Data, memory_folder, small_layout
 
 
@@ -37,5 +37,5 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def writer(store: Store, layout: Layout) -> Iterator[StoreWriter]:
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         yield writer

@@ -8,12 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from scarctl.layout import Layout, TensorSpec, build_layout
+from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.store import ShardState, Store
-
-Ids = NDArray[np.int64]
+from scarctl.util.arrays import Ids
 
 
 def small_layout() -> Layout:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scarctl.errors import UsageError
-from scarctl.store.address import DEFAULT_TIMEOUT, PORTABLE, Address, portable_options
+from scarctl.store.backends.address import DEFAULT_TIMEOUT, PORTABLE, Address, portable_options
 
 
 def test_a_folder_is_local_with_and_without_options(tmp_path: Path) -> None:

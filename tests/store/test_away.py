@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from scarctl.errors import AccessDenied, Unavailable
-from scarctl.layout import Layout
+from scarctl.state.layout import Layout
 from scarctl.store import InDoubt, Store, verify
+from scarctl.store.backends.local_files import os_error
 from scarctl.store.format import SETTINGS, record_path, segment_path
-from scarctl.store.local import os_error
 from tests.store.helpers import Data, read_all
-from tests.store.test_fencing import Hooked, open_writer
+from tests.store.test_fencing import Hooked, open_at
 
 
 class Folder:
@@ -60,7 +60,7 @@ def test_right_after_a_record_was_made(
     folder: Folder, layout: Layout, leave: Callable[[Folder], None], earlier: int
 ) -> None:
     data, ids = Data(layout), np.arange(layout.partitions)
-    writer = open_writer(str(folder.path), layout)
+    writer = open_at(str(folder.path), layout)
     for step in range(1, earlier + 1):
         writer.commit(0, ids, data, step=step)
     path = record_path(0, writer.states[0].seq + 1)
@@ -81,7 +81,7 @@ def test_right_after_a_record_was_made(
 @pytest.mark.parametrize("leave", [Folder.vanish, Folder.unmount])
 def test_between_commits(folder: Folder, layout: Layout, leave: Callable[[Folder], None]) -> None:
     data, ids = Data(layout), np.arange(layout.partitions)
-    writer = open_writer(str(folder.path), layout)
+    writer = open_at(str(folder.path), layout)
     writer.commit(0, ids, data, step=1)
     leave(folder)
     for _ in range(2):
@@ -96,7 +96,7 @@ def test_between_commits(folder: Folder, layout: Layout, leave: Callable[[Folder
 def test_it_comes_back_while_its_record_is_looked_for(folder: Folder, layout: Layout) -> None:
     """The segment of a record that is there is not deleted."""
     data, ids = Data(layout), np.arange(layout.partitions)
-    writer = open_writer(str(folder.path), layout)
+    writer = open_at(str(folder.path), layout)
     writer.commit(0, ids, data, step=1)
     path = record_path(0, writer.states[0].seq + 1)
     inner = writer.store.blobs
@@ -124,7 +124,7 @@ def test_it_is_away_while_the_answer_to_a_repeated_request_is_looked_into(
 ) -> None:
     """A network file system sends a request again, and is told that the file exists: the segment is not deleted."""
     data, ids = Data(layout), np.arange(layout.partitions)
-    writer = open_writer(str(folder.path), layout)
+    writer = open_at(str(folder.path), layout)
     writer.commit(0, ids, data, step=1)
     path = record_path(0, writer.states[0].seq + 1)
     inner = writer.store.blobs
@@ -154,7 +154,7 @@ def test_it_may_not_be_looked_into_while_its_record_is_looked_for(
 ) -> None:
     """What is not known has not failed."""
     data, ids = Data(layout), np.arange(layout.partitions)
-    writer = open_writer(str(folder.path), layout)
+    writer = open_at(str(folder.path), layout)
     writer.commit(0, ids, data, step=1)
     inner = writer.store.blobs
     writer.store.blobs = Hooked(inner, record_path(0, writer.states[0].seq + 1), folder.vanish, after=True)
@@ -180,7 +180,7 @@ def test_a_disk_that_does_not_answer_has_lost_no_file(
     folder: Folder, layout: Layout, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, ids = Data(layout), np.arange(layout.partitions)
-    writer = open_writer(str(folder.path), layout)
+    writer = open_at(str(folder.path), layout)
     writer.commit(0, ids, data, step=1)
     lstat = os.lstat
 

@@ -9,19 +9,20 @@ from contextlib import AbstractContextManager
 import numpy as np
 import pytest
 
-from scarctl.layout import Layout
+from scarctl.state.layout import Layout
 from scarctl.store import (
     Collector,
     Store,
     StoreWriter,
     create_snapshot,
     delete_snapshot,
+    open_writer,
     sealed_sets,
     verify,
 )
-from scarctl.store.blob import BlobReader
+from scarctl.store.backends.base import BlobReader
+from scarctl.store.backends.local import LocalBlobs
 from scarctl.store.format import index_path, record_path, segment_path
-from scarctl.store.local import LocalBlobs
 from scarctl.store.prune import Retention, plan_prune, prune
 from tests.store.helpers import Data, read_all
 
@@ -114,13 +115,13 @@ def test_pruning_beside_a_writer_spares_what_the_boundary_names(
 ) -> None:
     """Copies that have newer ones since the boundary: a roll-back to a record in between still goes to them."""
     shard_of = layout.shards(1, 0)
-    with store.writer(layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
         ids = writer.states[0].ids
         for half in (ids[::2], ids[1::2]):  # the record at the boundary names one segment, its index two
             writer.commit(0, half, data, step=1)
         Collector(writer).collect()
     before = read_all(store, store.state(0))[0]
-    with store.writer(layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
         data.change(range(layout.partitions), 1)
         commit(writer, data, 2)
         plan = plan_prune(store, Retention())

@@ -8,7 +8,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scarctl.layout import TensorSpec, build_layout
+from scarctl.state.layout import TensorSpec, build_layout
 from scarctl.store.checksum import hash_pieces, hash_rows, tensor_constant
 from scarctl.store.segment import partition_checksums
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from scarctl.errors import MissingGuarantee, ScarError, Unavailable
-from scarctl.layout import Layout
-from scarctl.store import Store, StoreWriter, verify
+from scarctl.state.layout import Layout
+from scarctl.store import Store, StoreWriter, open_writer, verify
 from tests.store.helpers import Data, read_all, summary
 from tests.support.failpoint import CALLS, Fault, in_child, kill_myself
 
@@ -26,7 +26,7 @@ def _prepared(folder: Path, layout: Layout) -> tuple[Store, Data]:
     store = Store.create(folder / "run", shards=2)
     data = Data(layout)
     shard_of = layout.shards(2, 0)
-    with store.writer(layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
         for shard in (0, 1):
             ids = np.flatnonzero(shard_of == shard)
             writer.commit(shard, ids, data, step=0, sealed=True, extras={"n": 0})
@@ -52,7 +52,7 @@ def _work(store: Store, layout: Layout, data: Data) -> None:
     """One whole life of a writer: opening, a commit, a seal, closing."""
     shard_of = layout.shards(2, 0)
     ids = np.flatnonzero(shard_of == 0)
-    with store.writer(layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
         writer.commit(0, ids[::3], data, step=1, extras={"n": 1})
         writer.commit(0, ids[1::3], data, step=2, sealed=True)
 
@@ -123,7 +123,7 @@ def test_killed_at_every_call_of_creation_and_roll_back(memory_path: Path, layou
         def work(k: int = k, folder: Path = folder) -> None:
             with Fault(k, kill_myself):
                 store = Store.create(folder / "a" / "run")
-                with store.writer(layout=layout, shard_of=shard_of) as writer:
+                with open_writer(store, layout=layout, shard_of=shard_of) as writer:
                     ids = writer.states[1].ids
                     writer.commit(1, ids, data, step=3)
                     writer.commit(1, ids[:3], newer_data, step=4)
@@ -131,7 +131,7 @@ def test_killed_at_every_call_of_creation_and_roll_back(memory_path: Path, layou
 
         status = in_child(work)
         store = Store.create(folder / "a" / "run")
-        with store.writer(layout=layout, shard_of=shard_of) as writer:
+        with open_writer(store, layout=layout, shard_of=shard_of) as writer:
             assert all(len(s.ids) for s in writer.states.values())
             found, bad = read_all(store, writer.states[1])
             assert bad == {}
@@ -153,7 +153,7 @@ def test_every_failing_call_of_a_commit_leaves_the_last_state(
     store, data = _prepared(memory_path, layout)
     shard_of = layout.shards(2, 0)
     ids = np.flatnonzero(shard_of == 0)
-    with store.writer(layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
         messages: list[str] = []
         k = 0
         expected = data.all(ids.tolist())
@@ -208,7 +208,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk(full_disk: Path, layout: Layout, data: Data) -> None:
     store = Store.create(full_disk / "run")
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         every = writer.states[0].ids
         step = 0
 
@@ -290,7 +290,7 @@ def test_an_index_that_cannot_be_written_does_not_fail_the_commit(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from scarctl.store.local import LocalBlobs
+    from scarctl.store.backends.local import LocalBlobs
 
     original = LocalBlobs.create_exclusive
 
@@ -335,7 +335,7 @@ def test_a_file_in_the_place_of_a_folder(store: Store, writer: StoreWriter, data
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
 def test_no_descriptor_stays_open(store: Store, layout: Layout, data: Data) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         writer.commit(0, writer.states[0].ids, data, step=0, extras={"a": 1})
         with pytest.raises(ScarError):
             writer.commit(0, np.array([0]), lambda *_: b"", step=1)

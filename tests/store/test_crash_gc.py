@@ -7,13 +7,15 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from scarctl.layout import Layout
+from scarctl.state.layout import Layout
 from scarctl.store import (
     Collector,
     Store,
     create_snapshot,
     delete_snapshot,
+    open_writer,
     read_snapshot,
     sealed_sets,
     snapshots,
@@ -37,7 +39,7 @@ def _prepared(folder: Path, layout: Layout) -> Store:
     store = Store.create(folder / "run", shards=2)
     data = Data(layout)
     shard_of = layout.shards(2, 0)
-    with store.writer(layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
         for step in (0, 5):
             data.change(range(layout.partitions), step)
             for shard in (0, 1):
@@ -57,7 +59,7 @@ def _prepared(folder: Path, layout: Layout) -> Store:
 def _tidy(store: Store, layout: Layout) -> None:
     """One life of a writer that compacts and collects; an old snapshot goes, a new one comes."""
     shard_of = layout.shards(2, 0)
-    with store.writer(layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
         collector = Collector(writer, ratio=1.2, floor=0, turn_bytes=8000)
         create_snapshot(store, "new", sealed_sets(writer.states.values())[0])
         for _ in range(3):
@@ -68,8 +70,9 @@ def _tidy(store: Store, layout: Layout) -> None:
         assert collector.done.deleted_files > 15
 
 
-def test_killed_at_every_call_of_compaction_collection_and_snapshots(
-    memory_path: Path, layout: Layout
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)])
+def test_killed_at_calls_of_compaction_collection_and_snapshots(
+    memory_path: Path, layout: Layout, every: int
 ) -> None:
     store = _prepared(memory_path, layout)
     run, saved = memory_path / "run", memory_path / "saved"
@@ -82,7 +85,7 @@ def test_killed_at_every_call_of_compaction_collection_and_snapshots(
     seen = set()
     k = 0
     while True:
-        k += 1
+        k += every
 
         def work(k: int = k) -> None:
             with Fault(k, kill_myself):
@@ -90,7 +93,7 @@ def test_killed_at_every_call_of_compaction_collection_and_snapshots(
 
         status = in_child(work)
         reopened = Store.open(run)
-        report = verify(reopened, read_data=k % 10 == 0)
+        report = verify(reopened, read_data=k % 10 < every)
         assert report.problems == [], f"call {k}"
         names = {s.name for s in snapshots(reopened)}
         seen.add(frozenset(names))
@@ -99,9 +102,9 @@ def test_killed_at_every_call_of_compaction_collection_and_snapshots(
             assert _state(reopened, shard, sealed.seqs[shard]) == kept[shard], f"call {k}"
             if "old" in names:
                 assert _state(reopened, shard, old.seqs[shard]) == named[shard], f"call {k}"
-        if k % 10 == 0 or not os.WIFSIGNALED(status):
+        if k % 10 < every or not os.WIFSIGNALED(status):
             # The next writer finishes what was begun: no garbage stays for ever.
-            with reopened.writer(layout=layout, shard_of=layout.shards(2, 0)) as writer:
+            with open_writer(reopened, layout=layout, shard_of=layout.shards(2, 0)) as writer:
                 Collector(writer, ratio=1.2, floor=0).collect()
             report = verify(reopened, read_data=True)
             assert (report.problems, report.orphans) == ([], [])

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from scarctl.errors import Corruption, ScarError
-from scarctl.layout import Layout, TensorSpec, build_layout
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.state.version import pack, step_of
 from scarctl.store import (
     Collector,
     SealedSet,
@@ -20,13 +21,13 @@ from scarctl.store import (
     StoreWriter,
     create_snapshot,
     delete_snapshot,
+    open_writer,
     read_snapshot,
     sealed_sets,
     snapshots,
     verify,
 )
 from scarctl.store.format import dump_json, index_path, record_path
-from scarctl.version import pack, step_of
 from tests.store.helpers import Data, read_all, summary
 
 
@@ -38,7 +39,7 @@ def tiny(memory_path: Path) -> tuple[Store, Layout, Data]:
         rows={"w": 2},
     )  # fmt: skip
     store, data = Store.create(memory_path / "run"), Data(layout)
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         writer.commit(0, np.arange(layout.partitions), data, step=1, sealed=True, extras={"a": np.arange(3)})
         writer.commit(0, np.array([1, 3]), data, step=2)
     return store, layout, data
@@ -135,7 +136,7 @@ def test_a_missing_segment_puts_partitions_in_doubt(tiny: tuple[Store, Layout, D
     """Without the index nobody knows what it held: older copies are shown, marked, and no seal is believed."""
     store, layout, data = tiny
     old = data.all(range(layout.partitions))
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         data.change([2], 9)
         lost = writer.commit(0, np.array([2]), data, step=3)
         writer.commit(0, np.empty(0, np.int64), data, step=3, sealed=True)
@@ -152,7 +153,7 @@ def test_a_missing_segment_puts_partitions_in_doubt(tiny: tuple[Store, Layout, D
     assert [s[2] for s in state.sealed] == [1]
     assert read_all(store, state) == (old, {})
 
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         with pytest.raises(ScarError, match="sealed"):
             writer.commit(0, np.array([2]), data, step=4, sealed=True)
         writer.commit(0, np.array([2]), data, step=4)
@@ -193,7 +194,7 @@ def test_a_torn_record_is_named(tiny: tuple[Store, Layout, Data]) -> None:
     with pytest.raises(Corruption, match=path.name):
         list(store.records(0))
     with pytest.raises(Corruption, match=path.name):
-        store.writer(layout=layout, shard_of=layout.shards(1, 0))
+        open_writer(store, layout=layout, shard_of=layout.shards(1, 0))
     assert store.state(0, at=1).step == 1
     assert [p.file for p in verify(store, read_data=True).problems] == [str(path)]
 
@@ -268,7 +269,7 @@ def test_a_snapshot_of_a_record_that_is_gone_is_a_problem_not_the_end(
     create_snapshot(store, "first", SealedSet(1, 1, {0: store.state(0).sealed[0][0]}))
     (snapshot,) = snapshots(store)
     delete_snapshot(store, "first")
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         writer.commit(0, np.arange(layout.partitions), data, step=7, sealed=True)
         Collector(writer, floor=0).collect()
     store.blobs.create_exclusive("snapshots/first.json", [snapshot.data])
@@ -300,7 +301,7 @@ def test_unknown_fields_are_kept_and_ignored(tiny: tuple[Store, Layout, Data]) -
         "new": {"x": 1},
     }
     store.blobs.create_exclusive(record_path(0, 3), [dump_json(obj)])
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         writer.commit(0, np.array([0]), data, step=9)
     assert verify(store, read_data=True).intact
     assert store.state(0).step == 9

@@ -11,18 +11,19 @@ import numpy as np
 import pytest
 
 from scarctl.errors import Fenced, Unavailable, UsageError
-from scarctl.layout import Layout
+from scarctl.state.layout import Layout
 from scarctl.store import (
     Collector,
     InDoubt,
     Store,
     StoreWriter,
     create_snapshot,
+    open_writer,
     sealed_sets,
     snapshots,
     verify,
 )
-from scarctl.store.blob import Buffer
+from scarctl.store.backends.base import Buffer
 from scarctl.store.format import record_path
 from scarctl.store.lock import NoLock
 from tests.store.helpers import Data, read_all
@@ -39,8 +40,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     return where
 
 
-def open_writer(url: str, layout: Layout) -> StoreWriter:
-    return Store.open(url).writer(layout=layout, shard_of=layout.shards(1, 0))
+def open_at(url: str, layout: Layout) -> StoreWriter:
+    return open_writer(Store.open(url), layout=layout, shard_of=layout.shards(1, 0))
 
 
 def go_on(writer: StoreWriter, data: Data, steps: int = NEW) -> None:
@@ -78,9 +79,9 @@ class Hooked:
 
 def test_a_zombie_finds_its_next_number_free(url: str, layout: Layout) -> None:
     data, ids = Data(layout), np.arange(layout.partitions)
-    zombie = open_writer(url, layout)
+    zombie = open_at(url, layout)
     zombie.commit(0, ids, data, step=1)
-    newer = open_writer(url, layout)
+    newer = open_at(url, layout)
     go_on(newer, data)
     expected = data.all(ids.tolist())
     assert zombie.states[0].seq + 1 not in newer.store.log(0).numbers()
@@ -101,17 +102,17 @@ def test_an_opening_that_is_stopped_before_its_first_record(url: str, layout: La
     """It read a log that is collected by now: so it starts over. `old`: 0 for a log that was empty."""
     data, ids = Data(layout), np.arange(layout.partitions)
     if old:
-        open_writer(url, layout).commit(0, ids, data, step=0)
+        open_at(url, layout).commit(0, ids, data, step=0)
     store = Store.open(url)
     seq = store.state(0).seq + 1
 
     def overtake() -> None:
-        with open_writer(url, layout) as newer:
+        with open_at(url, layout) as newer:
             newer.commit(0, ids, data, step=1)
             go_on(newer, data)
 
     store.blobs = Hooked(store.blobs, record_path(0, seq), overtake)
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         assert writer.states[0].seq > seq + NEW
         assert read_all(store, writer.states[0]) == (data.all(ids.tolist()), {})
         data.change(ids.tolist(), 99)
@@ -122,17 +123,17 @@ def test_an_opening_that_is_stopped_before_its_first_record(url: str, layout: La
 def test_another_zombie_takes_the_number_of_the_ground(url: str, layout: Layout) -> None:
     """So the ground that a zombie looks for is there again, but it is not the one."""
     data, ids = Data(layout), np.arange(layout.partitions)
-    zombie = open_writer(url, layout)
+    zombie = open_at(url, layout)
     zombie.commit(0, ids, data, step=1)
     opening = Store.open(url)
     ground = zombie.states[0].seq + 1
 
     def overtake() -> None:
         assert zombie.advance_boundary(0, frozenset()) == ground - 1
-        go_on(open_writer(url, layout), data)
+        go_on(open_at(url, layout), data)
 
     opening.blobs = Hooked(opening.blobs, record_path(0, ground), overtake)
-    newest = opening.writer(layout=layout, shard_of=layout.shards(1, 0))
+    newest = open_writer(opening, layout=layout, shard_of=layout.shards(1, 0))
     numbers = opening.log(0).numbers()
     assert ground in numbers
     assert ground + 1 not in numbers
@@ -147,12 +148,12 @@ def test_another_zombie_takes_the_number_of_the_ground(url: str, layout: Layout)
 def test_a_late_request_brings_the_ground_back(url: str, layout: Layout, collects: bool) -> None:
     """`collects`: the ground is the zombie's own boundary, otherwise the log's first record."""
     data, ids = Data(layout), np.arange(layout.partitions)
-    zombie = open_writer(url, layout)
+    zombie = open_at(url, layout)
     zombie.commit(0, ids, data, step=1)
     ground = zombie.advance_boundary(0, frozenset()) + 1 if collects else 0
     path = record_path(0, ground)
     late = zombie.store.log(0).record(ground).data
-    newer = open_writer(url, layout)
+    newer = open_at(url, layout)
     go_on(newer, data)
     newer.store.blobs.create_exclusive(path, [late])
     with pytest.raises(Fenced, match="a newer writer has taken over"):
@@ -165,11 +166,11 @@ def test_a_late_request_brings_the_ground_back(url: str, layout: Layout, collect
 def test_a_writer_that_is_overtaken_but_not_collected_counts(url: str, layout: Layout) -> None:
     """There are indexes above its record, but the log still has it."""
     data, ids = Data(layout), np.arange(layout.partitions)
-    writer = open_writer(url, layout)
+    writer = open_at(url, layout)
     seq = writer.states[0].seq + 1
 
     def overtake() -> None:
-        with open_writer(url, layout) as newer:
+        with open_at(url, layout) as newer:
             assert newer.states[0].step == 1
         assert writer.store.log(0).indexes()[-1] > seq
 
@@ -184,7 +185,7 @@ def test_a_writer_that_is_overtaken_but_not_collected_counts(url: str, layout: L
 def test_a_record_in_doubt_that_was_built_upon_and_collected(url: str, layout: Layout) -> None:
     """Its record is gone because the newer writer has it in an index. Its segment is needed."""
     data, ids = Data(layout), np.arange(layout.partitions)
-    zombie = open_writer(url, layout)
+    zombie = open_at(url, layout)
     seq = zombie.states[0].seq + 1
 
     def lose() -> None:
@@ -193,7 +194,7 @@ def test_a_record_in_doubt_that_was_built_upon_and_collected(url: str, layout: L
     zombie.store.blobs = Hooked(zombie.store.blobs, record_path(0, seq), lose, after=True)
     with pytest.raises(InDoubt):
         zombie.commit(0, ids, data, step=1)
-    newer = open_writer(url, layout)
+    newer = open_at(url, layout)
     assert newer.states[0].step == 1
     go_on(newer, data)
     with pytest.raises(Fenced):
@@ -203,9 +204,9 @@ def test_a_record_in_doubt_that_was_built_upon_and_collected(url: str, layout: L
 
 def test_the_other_record_is_collected_before_it_is_read(url: str, layout: Layout) -> None:
     data, ids = Data(layout), np.arange(layout.partitions)
-    zombie = open_writer(url, layout)
+    zombie = open_at(url, layout)
     zombie.commit(0, ids, data, step=1)
-    newer = open_writer(url, layout)
+    newer = open_at(url, layout)
     seq = zombie.states[0].seq + 1
     there = zombie._publisher.there
     zombie._publisher.there = lambda record: (go_on(newer, data), there(record))[1]  # type: ignore[method-assign]
@@ -218,12 +219,12 @@ def test_the_other_record_is_collected_before_it_is_read(url: str, layout: Layou
 def test_no_way_back_to_what_was_given_up(url: str, layout: Layout) -> None:
     """Its files may be there for some time: whoever gave it up may be stopped, and go on deleting."""
     data, ids = Data(layout), np.arange(layout.partitions)
-    first = open_writer(url, layout)
+    first = open_at(url, layout)
     sealed = [first.commit(0, ids, data, step=step, sealed=True).seq for step in (1, 2)]
     collector = Collector(first, floor=0)
     collector._known(0)
     collector._give_up(0, ())  # and stopped here: nothing is deleted yet
-    second = open_writer(url, layout)
+    second = open_at(url, layout)
     assert [seal.seq for seal in second.states[0].sealed] == sealed[1:]
     with pytest.raises(UsageError, match=f"no record {sealed[0]}"):
         second.roll_back({0: sealed[0]})
@@ -255,7 +256,7 @@ class Overtaken:
 
 def test_the_newest_record_is_collected_before_it_is_read(url: str, layout: Layout) -> None:
     data = Data(layout)
-    newer = open_writer(url, layout)
+    newer = open_at(url, layout)
     newer.commit(0, np.arange(layout.partitions), data, step=1)
     store = Store.open(url)
     store.blobs = Overtaken(store.blobs, lambda: go_on(newer, data), "files", "shards/0/log")
@@ -264,7 +265,7 @@ def test_the_newest_record_is_collected_before_it_is_read(url: str, layout: Layo
 
 def test_a_snapshot_of_what_is_collected_already_is_late(url: str, layout: Layout) -> None:
     data, ids = Data(layout), np.arange(layout.partitions)
-    newer = open_writer(url, layout)
+    newer = open_at(url, layout)
     newer.commit(0, ids, data, step=1, sealed=True)
     store = Store.open(url)
     sealed = sealed_sets([store.state(0)])[0]
@@ -278,9 +279,9 @@ def test_a_snapshot_of_what_is_collected_already_is_late(url: str, layout: Layou
 def test_a_collector_whose_newest_record_is_collected(url: str, layout: Layout) -> None:
     """It finds the index that it was about to write, and not the record."""
     data, ids = Data(layout), np.arange(layout.partitions)
-    zombie = open_writer(url, layout)
+    zombie = open_at(url, layout)
     zombie.commit(0, ids, data, step=1)  # all of the members: there is an index now
-    newer = open_writer(url, layout)
+    newer = open_at(url, layout)
     path = record_path(0, zombie.states[0].seq)
     zombie.store.blobs = Overtaken(zombie.store.blobs, lambda: go_on(newer, data), "read", path)
     with pytest.raises(Fenced):

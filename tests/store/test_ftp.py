@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from scarctl.errors import MissingGuarantee, Unavailable
-from scarctl.store import Store
-from scarctl.store.address import Address
+from scarctl.store import Store, open_writer
+from scarctl.store.backends.address import Address
+from scarctl.store.backends.remote import FsspecBlobs
 from scarctl.store.doctor import diagnose
 from scarctl.store.format import dump_json
-from scarctl.store.remote import FsspecBlobs
 from tests.store.helpers import Data, read_all, small_layout
 from tests.support.ftp import ftp_server
 
@@ -42,7 +42,7 @@ def test_a_single_writer_may_use_it(server: tuple[str, subprocess.Popen[str]]) -
     store = Store.create(server[0], assume_single_writer=True)
     layout = small_layout()
     data, everything = Data(layout), np.arange(layout.partitions)
-    with store.writer(layout=layout, shard_of=np.zeros(layout.partitions, np.int32)) as writer:
+    with open_writer(store, layout=layout, shard_of=np.zeros(layout.partitions, np.int32)) as writer:
         writer.commit(0, everything, data, step=3)
     again = Store.open(server[0])
     assert read_all(again, again.state(0)) == (data.all(everything.tolist()), {})

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from scarctl.errors import Corruption, Unavailable, UsageError
-from scarctl.layout import Layout, TensorSpec, build_layout
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.state.version import pack, step_of
 from scarctl.store import (
     Collector,
     SealedSet,
@@ -20,13 +21,13 @@ from scarctl.store import (
     StoreWriter,
     create_snapshot,
     delete_snapshot,
+    open_writer,
     read_snapshot,
     sealed_sets,
     snapshots,
     verify,
 )
-from scarctl.store.state import Seal
-from scarctl.version import pack, step_of
+from scarctl.store.shard_state import Seal
 from tests.store.helpers import Data, memory_folder, read_all, small_layout, summary
 
 LAYOUT = small_layout()
@@ -63,7 +64,7 @@ class SpaceMachine(RuleBasedStateMachine):
         self.seal()
 
     def _open(self) -> None:
-        self.writer: StoreWriter = self.store.writer(layout=LAYOUT, shard_of=SHARD_OF)
+        self.writer: StoreWriter = open_writer(self.store, layout=LAYOUT, shard_of=SHARD_OF)
         self.collector = Collector(self.writer, ratio=1.2, floor=0, turn_bytes=20_000)
 
     @rule(shard=st.integers(0, SHARDS - 1), share=st.sampled_from([0.1, 0.3, 0.7]), ahead=st.integers(0, 3))
@@ -207,7 +208,7 @@ TestSpace = SpaceMachine.TestCase
 @pytest.fixture
 def grown(store: Store, layout: Layout, data: Data) -> Store:
     """One shard: sealed at steps 0 and 1, then partial commits that leave dead copies everywhere."""
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         for step in (0, 1):
             data.change(range(layout.partitions), step)
             writer.commit(0, np.arange(layout.partitions), data, step=step, sealed=True, extras={"n": step})
@@ -219,7 +220,7 @@ def grown(store: Store, layout: Layout, data: Data) -> Store:
 
 
 def _collector(store: Store, layout: Layout) -> Collector:
-    return Collector(store.writer(layout=layout, shard_of=layout.shards(1, 0)), ratio=1.2, floor=0)
+    return Collector(open_writer(store, layout=layout, shard_of=layout.shards(1, 0)), ratio=1.2, floor=0)
 
 
 def test_a_reader_with_an_old_state_finds_what_was_moved(grown: Store, layout: Layout, data: Data) -> None:
@@ -240,7 +241,7 @@ def test_a_reader_of_the_past_takes_no_newer_copy(grown: Store, layout: Layout, 
     past = grown.state(0, at=grown.log(0).numbers()[-4])
     now = grown.state(0)
     old = read_all(grown, now)[0]
-    with grown.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(grown, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         collector = Collector(writer, ratio=1.2, floor=0)
         data.change(range(layout.partitions), 99)
         writer.commit(0, np.arange(layout.partitions), data, step=99)
@@ -310,7 +311,7 @@ def test_space_stays_within_the_ratio_whatever_the_pattern(store: Store) -> None
     layout = build_layout([("w", "parameter", (TensorSpec("", "F32", (256, 1024)),))], rows={"w": 1})
     data = Data(layout)
     rng = np.random.default_rng(0)
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         collector = Collector(writer, floor=0)
         writer.commit(0, np.arange(256), data, step=0, sealed=True, extras={"n": 0})
         for step in range(1, 60):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scarctl.errors import Corruption
-from scarctl.store import Collector, Store, StoreWriter, sealed_sets
+from scarctl.store import Collector, Store, StoreWriter, open_writer, sealed_sets
 from scarctl.store.format import checksum, dump_json
 from scarctl.store.record import Record
 from tests.store.helpers import Data, small_layout
@@ -42,7 +42,7 @@ class Notes:
 
 
 def writing(path: Path) -> StoreWriter:
-    return Store.create(path, shards=2).writer(layout=LAYOUT, shard_of=SHARD_OF)
+    return open_writer(Store.create(path, shards=2), layout=LAYOUT, shard_of=SHARD_OF)
 
 
 def seal(writer: StoreWriter, step: int) -> None:

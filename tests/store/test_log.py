@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from scarctl.errors import Corruption, LayoutMismatch, UsageError
-from scarctl.layout import Layout, TensorSpec, build_layout
-from scarctl.store import Store, StoreWriter, verify
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.state.version import epoch_of, pack, step_of
+from scarctl.store import Store, StoreWriter, open_writer, verify
 from scarctl.store.format import index_path, record_path, segment_name, segment_path
+from scarctl.store.index import dump_index
 from scarctl.store.record import Record
-from scarctl.store.segment import write_segment
-from scarctl.store.state import Seal, dump_index
-from scarctl.version import epoch_of, pack, step_of
+from scarctl.store.segment_writer import write_segment
+from scarctl.store.shard_state import Seal
 from tests.store.helpers import Data, memory_folder, read_all, small_layout, summary
 
 LAYOUT = small_layout()
@@ -48,7 +49,7 @@ class LogMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.folder = memory_folder()
         self.store = Store.create(self.folder / "run", shards=SHARDS, seed=7)
-        self.writer: StoreWriter = self.store.writer(layout=LAYOUT, shard_of=SHARD_OF)
+        self.writer: StoreWriter = open_writer(self.store, layout=LAYOUT, shard_of=SHARD_OF)
         self.data = Data(LAYOUT)
         self.models = [Model() for _ in range(SHARDS)]
         self.history: list[dict[int, Model]] = [{0: Model()} for _ in range(SHARDS)]
@@ -117,7 +118,7 @@ class LogMachine(RuleBasedStateMachine):
             for s in range(SHARDS):
                 shutil.rmtree(self.store.root / f"shards/{s}/index")
         self.store = Store.open(self.store.url)
-        self.writer = self.store.writer(layout=LAYOUT, shard_of=SHARD_OF)
+        self.writer = open_writer(self.store, layout=LAYOUT, shard_of=SHARD_OF)
         self._epoch_begun()
 
     @rule(shard=st.integers(0, SHARDS - 1), byte=st.integers(0, 10**6))
@@ -175,9 +176,9 @@ TestLog = LogMachine.TestCase
 
 def test_a_new_epoch_orders_versions(store: Store, layout: Layout, data: Data) -> None:
     shard_of = layout.shards(1, 0)
-    with store.writer(layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
         writer.commit(0, np.arange(10), data, step=100)
-    with store.writer(layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
         assert writer.epoch == 2
         writer.commit(0, np.arange(5), data, step=3)
         version = writer.states[0].version
@@ -218,12 +219,12 @@ def test_extras_that_cannot_be_stored_write_nothing(store: Store, writer: StoreW
 
 
 def test_another_model_is_refused_and_nothing_is_written(store: Store, layout: Layout) -> None:
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)):
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)):
         pass
     other = build_layout([("emb", "parameter", (TensorSpec("", "F32", (38, 3)),))])
     before = sorted(store.root.rglob("*"))
     with pytest.raises(LayoutMismatch, match="emb"):
-        store.writer(layout=other, shard_of=other.shards(1, 0))
+        open_writer(store, layout=other, shard_of=other.shards(1, 0))
     assert sorted(store.root.rglob("*")) == before
     with pytest.raises(LayoutMismatch):
         store.state(0, other)
@@ -297,17 +298,17 @@ def test_older_does_not_see_what_was_rolled_back(store: Store, writer: StoreWrit
 
 def test_members_may_change_when_the_store_is_opened(store: Store, layout: Layout, data: Data) -> None:
     half = np.where(np.arange(layout.partitions) < 20, 0, -1).astype(np.int32)
-    with store.writer(layout=layout, shard_of=half) as writer:
+    with open_writer(store, layout=layout, shard_of=half) as writer:
         writer.commit(0, np.arange(20), data, step=0)
     moved = np.where(np.arange(layout.partitions) < 10, 0, 1).astype(np.int32)
-    with store.writer(layout=layout, shard_of=moved) as writer:
+    with open_writer(store, layout=layout, shard_of=moved) as writer:
         assert writer.states[0].ids.tolist() == list(range(10))
         assert not writer.states[1].saved.any()
         live = {s: summary(writer.states[s]) for s in (0, 1)}
     assert {s: summary(store.state(s)) for s in (0, 1)} == live
     assert read_all(store, store.state(0)) == (data.all(range(10)), {})
     # A shard that nobody owns any more keeps its members, and gets the new epoch.
-    with store.writer(layout=layout, shard_of=np.zeros(layout.partitions, np.int32)) as writer:
+    with open_writer(store, layout=layout, shard_of=np.zeros(layout.partitions, np.int32)) as writer:
         assert writer.states[1].epoch == 3
         assert len(writer.states[1].ids) == layout.partitions - 10
 
@@ -367,7 +368,7 @@ def test_a_log_whose_beginning_was_collected_opens_from_its_boundary(
     assert read_all(store, store.state(0)) == (data.all(range(layout.partitions)), {})
     assert verify(store, read_data=True).problems == []
     writer.close()
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         writer.commit(0, np.arange(3), data, step=1)
     assert [r.boundary for r in store.records(0)] == [1, 1, 1]
     assert store.state(0).seq == 3

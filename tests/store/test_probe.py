@@ -15,13 +15,14 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from scarctl.errors import MissingGuarantee
-from scarctl.store import Store, client, exclusive
-from scarctl.store.address import Address
-from scarctl.store.aside import Aside
+from scarctl.store import Store
+from scarctl.store.backends import client, exclusive
+from scarctl.store.backends.address import Address
+from scarctl.store.backends.aside import Aside
+from scarctl.store.backends.connect import blobs_at
+from scarctl.store.backends.local import LocalBlobs
+from scarctl.store.backends.probe import race
 from scarctl.store.doctor import diagnose
-from scarctl.store.local import LocalBlobs
-from scarctl.store.probe import race
-from scarctl.store.store import blobs_at
 from tests.support.places import KEY, SECRET, s3_client, s3_server
 
 

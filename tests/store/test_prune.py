@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from scarctl.errors import Fenced
-from scarctl.layout import Layout
-from scarctl.store import Store, verify
+from scarctl.state.layout import Layout
+from scarctl.store import Store, open_writer, verify
 from scarctl.store.prune import Retention, plan_prune, prune
 from tests.store.helpers import Data, read_all
 
@@ -21,7 +21,7 @@ def url(layout: Layout, data: Data) -> str:
     """A remote store with a history that nobody has collected."""
     url = f"memory:///{uuid.uuid4().hex}/run"
     store = Store.create(url, shards=1)
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         for step in range(STEPS):
             data.change(range(layout.partitions), step)
             writer.commit(0, np.arange(layout.partitions), data, step=step, sealed=step % 10 == 9)
@@ -46,7 +46,7 @@ def test_a_remote_store_is_collected_when_nobody_writes(url: str, layout: Layout
 
 
 def test_whoever_writes_all_the_same_is_fenced(url: str, layout: Layout, data: Data) -> None:
-    writer = Store.open(url).writer(layout=layout, shard_of=layout.shards(1, 0))
+    writer = open_writer(Store.open(url), layout=layout, shard_of=layout.shards(1, 0))
     store = Store.open(url)
     prune(store, plan_prune(store, Retention(no_writer=True)))
     with pytest.raises(Fenced):

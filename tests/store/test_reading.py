@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scarctl.layout import Layout, TensorSpec, build_layout
-from scarctl.store import Blobs, Store, spans
-from scarctl.store.atonce import AHEAD_BYTES, AT_ONCE, Helpers
-from scarctl.store.blob import BlobReader
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.store import Blobs, Store, open_writer
+from scarctl.store import ranges as ranges_module
+from scarctl.store.backends.base import BlobReader
+from scarctl.store.backends.parallel import AHEAD_BYTES, AT_ONCE, Helpers
 from tests.store.helpers import Data, read_all
 from tests.support.places import Place
 from tests.support.proxy import Proxy
@@ -99,7 +100,7 @@ def saved(place: Place) -> tuple[Layout, Data]:
     )
     data = Data(layout)
     store = Store.create(place.url, shards=SHARDS, storage_options=place.options)
-    with store.writer(layout=layout, shard_of=layout.shards(SHARDS, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(SHARDS, 0)) as writer:
         for shard in range(SHARDS):
             writer.commit(shard, writer.states[shard].ids, data, step=0, sealed=True)
             some = writer.states[shard].ids[::7]
@@ -160,7 +161,7 @@ def test_very_many_scattered_rows_are_not_as_many_ranges(place: Place, saved: tu
     pieces = 2 * len(ids)
     assert pieces > 900
     assert sum(counted.ranges.values()) < pieces
-    most = 2 * (spans.MANY + 2)  # of each tensor
+    most = 2 * (ranges_module.MANY + 2)  # of each tensor
     assert all(n <= most for n in counted.ranges.values())
 
 
@@ -173,7 +174,7 @@ def test_shards_and_segments_are_read_at_once(s3_place: Place, wire: Proxy) -> N
     data = Data(layout)
     options = {**s3_place.options, "endpoint_url": wire.url}
     store = Store.create(s3_place.url, shards=8, storage_options=options)
-    with store.writer(layout=layout, shard_of=layout.shards(8, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(8, 0)) as writer:
         for shard in range(8):
             writer.commit(shard, writer.states[shard].ids, data, step=0)
             writer.commit(shard, writer.states[shard].ids[::2], data, step=1)

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from scarctl.errors import AccessDenied, Fenced, MissingGuarantee, Unavailable
-from scarctl.store import Blobs, InDoubt, Store, faults, s3, verify
-from scarctl.store.address import Address
+from scarctl.store import Blobs, InDoubt, Store, open_writer, verify
+from scarctl.store.backends import remote_errors, s3
+from scarctl.store.backends.address import Address
+from scarctl.store.backends.connect import blobs_at
+from scarctl.store.backends.s3 import PART
 from scarctl.store.format import record_path
-from scarctl.store.s3 import PART
-from scarctl.store.store import blobs_at
 from tests.store.helpers import Data, read_all, small_layout
 from tests.support.places import Place
 from tests.support.proxy import Fault, Proxy, Request
@@ -33,7 +34,7 @@ TIMEOUT = 0.8
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(remote_errors, "FIRST_PAUSE", 0.02)
 
 
 @pytest.fixture
@@ -278,7 +279,7 @@ def test_a_commit_in_doubt_is_settled_by_the_next(place: Place, wire: Proxy) -> 
     layout, data = small_layout(), Data(small_layout())
     options = {**place.options, "scarctl_timeout": TIMEOUT}
     store = Store.create(place.url, storage_options=options)
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         writer.commit(0, writer.states[0].ids, data, step=1, sealed=True)
         name = record_path(0, writer.states[0].seq + 1)
         for step, done in ((2, True), (4, False)):
@@ -299,10 +300,10 @@ def test_a_commit_in_doubt_is_settled_by_the_next(place: Place, wire: Proxy) -> 
 def test_a_late_answer_does_not_hide_that_another_has_taken_over(place: Place, wire: Proxy) -> None:
     layout, data = small_layout(), Data(small_layout())
     store = Store.create(place.url, storage_options=place.options)
-    older = store.writer(layout=layout, shard_of=layout.shards(1, 0))
+    older = open_writer(store, layout=layout, shard_of=layout.shards(1, 0))
     older.commit(0, older.states[0].ids, data, step=1, sealed=True)
-    newer = Store.open(place.url, storage_options=place.options).writer(
-        layout=layout, shard_of=layout.shards(1, 0)
+    newer = open_writer(
+        Store.open(place.url, storage_options=place.options), layout=layout, shard_of=layout.shards(1, 0)
     )
     wire.rule = times(1, RESET, "PUT", ".json")
     with pytest.raises(Fenced):
@@ -320,7 +321,7 @@ def test_every_call_may_fail(s3_place: Place, wire: Proxy) -> None:
     layout, data = small_layout(), Data(small_layout())
     acknowledged: dict[int, bytes] = {}
     store = Store.create(s3_place.url, shards=2, storage_options=options)
-    with store.writer(layout=layout, shard_of=layout.shards(2, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(2, 0)) as writer:
         for step in range(4):
             for shard in (0, 1):
                 ids = writer.states[shard].ids if step == 0 else writer.states[shard].ids[step::3]
@@ -349,7 +350,7 @@ def test_a_server_that_ignores_the_condition_is_refused(place: Place, wire: Prox
     assert place.raw.names() == []
     store = Store.create(place.url, storage_options=place.options, assume_single_writer=True)
     layout, data = small_layout(), Data(small_layout())
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         writer.commit(0, writer.states[0].ids, data, step=1, sealed=True)
     store = Store.open(place.url, storage_options=place.options)
     assert not store.blobs.exclusive

@@ -15,15 +15,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from scarctl.errors import Overwritten, UsageError
-from scarctl.layout import DTYPES, Layout, TensorSpec, build_layout
-from scarctl.store import Store, StoreWriter, verify
-from scarctl.store.local import LocalBlobs, LocalReader
+from scarctl.state.layout import DTYPES, Layout, TensorSpec, build_layout
+from scarctl.store import Store, StoreWriter, open_writer, verify
+from scarctl.store.backends.local import LocalBlobs
+from scarctl.store.backends.local_files import LocalReader
 from tests.store.helpers import Data, read_all
 
 
 def _store(folder: Path, layout: Layout) -> tuple[Store, StoreWriter]:
     store = Store.create(folder)
-    return store, store.writer(layout=layout, shard_of=layout.shards(1, 0))
+    return store, open_writer(store, layout=layout, shard_of=layout.shards(1, 0))
 
 
 def _segment(store: Store) -> Path:
@@ -150,9 +151,9 @@ def test_any_choice_of_partitions_round_trips(
     data = Data(layout, seed)
     store, writer = _store(tmp_path_factory.mktemp("s"), layout)
     with pytest.MonkeyPatch.context() as patch, writer:
-        patch.setattr("scarctl.store.segment.BIG_RUN", big)
-        patch.setattr("scarctl.store.segment.CHUNK", chunk)
-        patch.setattr("scarctl.store.spans.SPAN", chunk)
+        patch.setattr("scarctl.store.segment_writer.BIG_RUN", big)
+        patch.setattr("scarctl.store.segment_writer.CHUNK", chunk)
+        patch.setattr("scarctl.store.ranges.SPAN", chunk)
         patch.setattr(LocalBlobs, "batch", chunk)
         patch.setattr(LocalBlobs, "gap", gap)
         writer.commit(0, np.array(ids, np.int64), data, step=0, extras={"x": 1})

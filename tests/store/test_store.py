@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from scarctl.errors import AccessDenied, Contention, Corruption, Fenced, NoStore, SettingsConflict, UsageError
-from scarctl.layout import Layout
-from scarctl.store import Store, StoreWriter, verify
+from scarctl.state.layout import Layout
+from scarctl.store import Store, StoreWriter, open_writer, verify
 from scarctl.store.lock import StoreLock
 from tests.store.helpers import Data, files, read_all, summary
 
@@ -102,11 +102,11 @@ def test_partitions_never_saved_are_reported(store: Store, writer: StoreWriter, 
 def test_a_second_writer_is_told_who_writes(store: Store, writer: StoreWriter, layout: Layout) -> None:
     before = files(store.root)
     with pytest.raises(Contention, match=f"process {os.getpid()} "):
-        Store.open(store.url).writer(layout=layout, shard_of=layout.shards(1, 0))
+        open_writer(Store.open(store.url), layout=layout, shard_of=layout.shards(1, 0))
     assert files(store.root) == before
     writer.close()
     writer.close()
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)):
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)):
         pass
     with pytest.raises(UsageError, match="closed"):
         writer.commit(0, np.array([0]), lambda *_: b"", step=0)
@@ -117,9 +117,9 @@ def test_a_store_may_be_locked_before_there_is_a_layout(store: Store, layout: La
     store.lock()
     with pytest.raises(Contention):
         other.lock()
-    writer = store.writer(layout=layout, shard_of=layout.shards(1, 0))
+    writer = open_writer(store, layout=layout, shard_of=layout.shards(1, 0))
     with pytest.raises(Contention):
-        store.writer(layout=layout, shard_of=layout.shards(1, 0))
+        open_writer(store, layout=layout, shard_of=layout.shards(1, 0))
     writer.close()
     with pytest.raises(Contention):
         other.lock()  # the store still holds it
@@ -136,7 +136,7 @@ def test_a_forked_child_neither_writes_nor_keeps_the_lock(
     ready, go = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
-        writer = store.writer(layout=layout, shard_of=layout.shards(1, 0))
+        writer = open_writer(store, layout=layout, shard_of=layout.shards(1, 0))
         grandchild = os.fork()
         if grandchild == 0:
             try:
@@ -166,7 +166,7 @@ def test_a_stale_writer_is_fenced(
 ) -> None:
     writer.commit(0, np.arange(6), data, step=5)
     monkeypatch.setattr("scarctl.store.lock.fcntl.flock", lambda *_: None)  # as on another host
-    with Store.open(store.url).writer(layout=layout, shard_of=layout.shards(1, 0)) as newer:
+    with open_writer(Store.open(store.url), layout=layout, shard_of=layout.shards(1, 0)) as newer:
         assert newer.epoch == writer.epoch + 1
         for _ in range(2):
             with pytest.raises(Fenced) as info:
@@ -185,7 +185,7 @@ def test_a_stale_writer_cannot_roll_back(
 ) -> None:
     writer.commit(0, np.arange(6), data, step=5)
     monkeypatch.setattr("scarctl.store.lock.fcntl.flock", lambda *_: None)
-    with Store.open(store.url).writer(layout=layout, shard_of=layout.shards(1, 0)):
+    with open_writer(Store.open(store.url), layout=layout, shard_of=layout.shards(1, 0)):
         with pytest.raises(Fenced):
             writer.roll_back({0: 0})
         with pytest.raises(Fenced):
@@ -198,17 +198,17 @@ def test_two_openings_at_one_time_get_different_epochs(
     """Another writer opens right before this one's first epoch record."""
     monkeypatch.setattr("scarctl.store.lock.fcntl.flock", lambda *_: None)
     shard_of = layout.shards(2, 0)
-    store.writer(layout=layout, shard_of=shard_of).close()
+    open_writer(store, layout=layout, shard_of=shard_of).close()
     original, others = StoreWriter._begin, []
 
     def begin(self: StoreWriter, *args: object) -> None:
         if not others:
             others.append(None)
-            others.append(Store.open(store.url).writer(layout=layout, shard_of=shard_of))
+            others.append(open_writer(Store.open(store.url), layout=layout, shard_of=shard_of))
         original(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(StoreWriter, "_begin", begin)
-    mine = store.writer(layout=layout, shard_of=shard_of)
+    mine = open_writer(store, layout=layout, shard_of=shard_of)
     other = others[1]
     assert other is not None
     assert (other.epoch, mine.epoch) == (2, 3)
@@ -228,7 +228,7 @@ def test_permissions(tmp_path: Path, layout: Layout) -> None:
     os.chmod(tmp_path / "run", 0o500)
     try:
         with pytest.raises(AccessDenied) as info:
-            store.writer(layout=layout, shard_of=layout.shards(1, 0))
+            open_writer(store, layout=layout, shard_of=layout.shards(1, 0))
         assert info.value.exit_code == 12
     finally:
         os.chmod(tmp_path / "run", 0o700)
@@ -255,7 +255,7 @@ def test_denied_calls_are_access_denied(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_is_not_a_regular_file_is_refused(
     store: Store, layout: Layout, data: Data, tmp_path: Path, which: str, kind: str
 ) -> None:
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         record = writer.commit(0, np.arange(layout.partitions), data, step=0)
     assert record.segment is not None
     path = (
@@ -281,7 +281,7 @@ def test_what_is_not_a_regular_file_is_refused(
 
     def use() -> None:
         opened = Store.open(store.url)
-        opened.writer(layout=layout, shard_of=layout.shards(1, 0)).close()
+        open_writer(opened, layout=layout, shard_of=layout.shards(1, 0)).close()
 
     if which == "index":
         use()  # only a shortcut

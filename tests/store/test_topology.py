@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from scarctl.errors import Contention, Corruption, UsageError
-from scarctl.parts import find_parts, topology_of
+from scarctl.recovery.reshard import find_parts, topology_of
 from scarctl.store import (
     Collector,
     Store,
@@ -18,12 +18,13 @@ from scarctl.store import (
     create_snapshot,
     create_topology,
     newest_topology,
+    open_writer,
     read_snapshot,
     topology_epochs,
     verify,
 )
 from scarctl.store.prune import Retention, plan_prune, prune
-from scarctl.store.state import Seal
+from scarctl.store.shard_state import Seal
 from scarctl.store.topology import read_topology
 from tests.support.ranks import RankStore, layout_of
 
@@ -94,13 +95,13 @@ def test_one_process_may_not_write_to_a_store_of_ranks(tmp_path: Path) -> None:
     layout = layout_of(0, 4)
     store = Store.open(tmp_path / "s")
     with pytest.raises(UsageError, match="written by 4 ranks") as error:
-        store.writer(layout=layout, shard_of=store.shard_of(layout))
+        open_writer(store, layout=layout, shard_of=store.shard_of(layout))
     assert error.value.kind == "store-of-ranks"
     store.take_lock().release()  # it is not held
 
 
 def test_a_rank_that_owns_nothing_has_a_log_all_the_same(tmp_path: Path) -> None:
-    from scarctl.layout import Layout
+    from scarctl.state.layout import Layout
 
     ranks = RankStore(tmp_path / "s", 2)
     ranks.save(3)
@@ -108,7 +109,7 @@ def test_a_rank_that_owns_nothing_has_a_log_all_the_same(tmp_path: Path) -> None
     store = ranks.store
     create_topology(store, Topology(9, (0, 1, 2), "ab" * 32))
     view, empty = store.of_shard(2, 9), Layout([], "Adam")
-    with view.writer(layout=empty, shard_of=view.shard_of(empty)) as writer:
+    with open_writer(view, layout=empty, shard_of=view.shard_of(empty)) as writer:
         writer.commit(2, np.empty(0, np.int64), ranks.source(0, 3), step=3, sealed=True, extras={"step": 3})
     state = store.state(2)
     assert (state.step, len(state.ids), state.sealed) == (3, 0, [Seal(1, 9, 3)])
@@ -210,7 +211,7 @@ def test_a_retirement_that_was_killed_goes_on(tmp_path: Path) -> None:
     three.close()
     # One of them has lost its members: the old state is not whole any more, and nobody takes it for that.
     view, layout = four.view(1), four.layouts[1]
-    view.writer(layout=layout, shard_of=np.full(layout.partitions, -1, np.int32)).close()
+    open_writer(view, layout=layout, shard_of=np.full(layout.partitions, -1, np.int32)).close()
     assert find_parts(four.store, but=three.topology.shards) is None
     plan = plan_prune(four.store, Retention())
     assert plan.retire == (0, 1, 2, 3)

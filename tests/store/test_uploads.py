@@ -7,11 +7,11 @@ import logging
 import numpy as np
 import pytest
 
-from scarctl.layout import TensorSpec, build_layout
-from scarctl.store import Collector, Store, verify
+from scarctl.state.layout import TensorSpec, build_layout
+from scarctl.store import Collector, Store, open_writer, verify
+from scarctl.store.backends.s3 import PART
 from scarctl.store.format import segment_name, segment_path
 from scarctl.store.prune import Retention, plan_prune, prune
-from scarctl.store.s3 import PART
 from tests.store.helpers import Data, small_layout
 from tests.support.places import Bucket, Place
 from tests.support.proxy import Fault, Proxy
@@ -42,11 +42,11 @@ def test_the_next_writer_aborts_those_of_earlier_epochs_and_no_others(
 ) -> None:
     layout, data = small_layout(), Data(small_layout())
     store = Store.create(s3_place.url, storage_options=s3_place.options, shards=2)
-    with store.writer(layout=layout, shard_of=layout.shards(2, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(2, 0)) as writer:
         writer.commit(0, writer.states[0].ids, data, step=1, sealed=True)
     dead = [begin(bucket, of(bucket, writer.epoch)), begin(bucket, of(bucket, writer.epoch, 1))]
     store = Store.open(s3_place.url, storage_options=s3_place.options)
-    with store.writer(layout=layout, shard_of=layout.shards(2, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(2, 0)) as writer:
         other = bucket.folder.rpartition("/")[0]
         stay = [
             begin(bucket, of(bucket, writer.epoch)),
@@ -71,7 +71,7 @@ def test_prune_aborts_those_of_fenced_writers(s3_place: Place, bucket: Bucket) -
     layout, data = small_layout(), Data(small_layout())
     store = Store.create(s3_place.url, storage_options=s3_place.options)
     for _ in range(2):
-        with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
             writer.commit(0, writer.states[0].ids, data, step=1, sealed=True)
     dead, stays = begin(bucket, of(bucket, 1)), begin(bucket, of(bucket, 2))
     plan = plan_prune(store, Retention())
@@ -89,7 +89,7 @@ def test_a_server_that_does_not_tell_stops_nothing(
     for fault in (Fault((501, "NotImplemented")), Fault((403, "AccessDenied")), Fault((503, "SlowDown"))):
         wire.rule = lambda request, fault=fault: fault if request.query.startswith("uploads") else None  # type: ignore[misc]
         store = Store.create(s3_place.url, storage_options=options)
-        with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
             writer.commit(0, writer.states[0].ids, data, step=1, sealed=True)
             Collector(writer).collect()
         assert any(request.query.startswith("uploads") for request in wire.seen)
@@ -100,7 +100,7 @@ def test_memory_of_a_large_upload_is_bounded(s3_place: Place, wire: Proxy) -> No
     """A segment of 30 parts: beside the state no more than the parts in flight, the one being filled, and copies."""
     import tracemalloc
 
-    from scarctl.store.s3 import IN_FLIGHT, S3Blobs
+    from scarctl.store.backends.s3 import IN_FLIGHT, S3Blobs
 
     store = Store.create(s3_place.url, storage_options=s3_place.options)
     assert isinstance(store.blobs, S3Blobs)
@@ -116,7 +116,7 @@ def test_memory_of_a_large_upload_is_bounded(s3_place: Place, wire: Proxy) -> No
     layout = build_layout([("w", "parameter", (TensorSpec("", "U8", (240, 1 << 20)),))], rows={"w": 1})
     block = memoryview(np.zeros(240 << 20, np.uint8))
     fs = store.blobs._fs
-    with store.writer(layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         original, fs._call_s3 = fs._call_s3, swallow
         tracemalloc.start()
         try:

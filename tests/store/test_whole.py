@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from scarctl.errors import Corruption, UsageError
-from scarctl.layout import Layout
-from scarctl.store import Collector, Store, StoreWriter, complete_sets, sealed_sets
+from scarctl.state.layout import Layout
+from scarctl.store import Collector, Store, StoreWriter, complete_sets, open_writer, sealed_sets
 from scarctl.store.format import canonical, checksum, index_path
 from scarctl.store.record import Record, alone
 from tests.store.helpers import Data
@@ -45,7 +45,7 @@ def test_a_commit_of_a_part_ends_it_and_a_seal_begins_it(
 def test_it_outlives_index_compaction_and_roll_back(tmp_path: Path, layout: Layout, data: Data) -> None:
     store, shard_of = Store.create(tmp_path / "s"), layout.shards(1, 0)
     ids = np.arange(layout.partitions)
-    with store.writer(layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
         first = writer.commit(0, ids, data, step=5, sealed=True, whole=A, extras={})
         for step in range(6, 12):
             writer.commit(0, ids[:: step % 3 + 1], data, step=step)
@@ -55,7 +55,7 @@ def test_it_outlives_index_compaction_and_roll_back(tmp_path: Path, layout: Layo
     state = Store.open(store.root).state(0)
     assert (state.whole, state.extras_whole) == (B, B)
     assert [seal.whole for seal in state.sealed] == [B]
-    with store.writer(layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
         assert (writer.states[0].whole, writer.states[0].extras_whole) == (B, B)
         seal = writer.states[0].sealed[-1]
         writer.commit(0, ids[:2], data, step=21)
@@ -70,7 +70,7 @@ def test_of_two_commits_of_one_version_only_the_one_that_all_have_is_a_set(
     tmp_path: Path, layout: Layout
 ) -> None:
     store, shard_of, data = Store.create(tmp_path / "s", shards=2), layout.shards(2, 0), Data(layout)
-    with store.writer(layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
         for shard in (0, 1):
             writer.commit(shard, np.flatnonzero(shard_of == shard), data, step=5, sealed=True, whole=A)
         data.change(range(layout.partitions), 1)

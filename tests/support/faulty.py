@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scarctl.store import Blobs, InDoubt
-from scarctl.store.blob import BlobReader, BlobWriter, Buffer
-from scarctl.store.local import os_error
+from scarctl.store.backends.base import BlobReader, BlobWriter, Buffer
+from scarctl.store.backends.local_files import os_error
 
 OPERATIONS = ("writer", "write", "commit", "create_exclusive")
 """What a commit does, in this order; `write` several times."""

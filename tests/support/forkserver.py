@@ -1,6 +1,6 @@
 """Python programs as processes of their own, forked from one that has imported what takes them longest.
 
-    done = run(["-m", "tests.ranks.job", "fsdp"], env=..., timeout=60)
+    done = run(["-m", "tests.distributed.job", "fsdp"], env=..., timeout=60)
 
 A program has its own arguments, environment, folder and standard streams, and can be killed like any other. What it
 shares with others is a past: the server has imported some modules, in a new interpreter, and has never had a thread.
@@ -33,11 +33,11 @@ from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
 TORCH = (
-    "scarctl.session",
+    "scarctl.session.session",
     "torch._dynamo",
     "torch.distributed.run",
-    "tests.ranks.jobs",
-    "tests.ranks.checks",
+    "tests.distributed.jobs",
+    "tests.distributed.checks",
 )
 """What training loops import, some of it at their first step."""
 

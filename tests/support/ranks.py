@@ -9,12 +9,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from scarctl.daemon.arena import Arena
-from scarctl.daemon.folder import arena_folder
-from scarctl.group import Place, TensorSpec
-from scarctl.layout import Layout, build_layout
-from scarctl.store import Store, StoreWriter, Topology, create_topology, newest_topology, topology_epochs
-from scarctl.version import pack
+from scarctl.arena.arena import Arena
+from scarctl.arena.folder import arena_folder
+from scarctl.state.group import Place, TensorSpec
+from scarctl.state.layout import Layout, build_layout
+from scarctl.state.version import pack
+from scarctl.store import (
+    Store,
+    StoreWriter,
+    Topology,
+    create_topology,
+    newest_topology,
+    open_writer,
+    topology_epochs,
+)
 
 TABLE = (48, 8)
 """Divided by rows, with two slots."""
@@ -75,7 +83,7 @@ class RankStore:
         self.writers: list[StoreWriter] = []
         for rank, layout in enumerate([] if topology_only else self.layouts):
             view = self.view(rank)
-            self.writers.append(view.writer(layout=layout, shard_of=view.shard_of(layout)))
+            self.writers.append(open_writer(view, layout=layout, shard_of=view.shard_of(layout)))
 
     def view(self, rank: int) -> Store:
         """The store as a rank sees it."""
@@ -140,9 +148,9 @@ class RankStore:
             for t in range(len(group.tensors)):
                 arena.rows(g, t)[:] = rows_of(whole, layout, g, t)
         arena.end(everything, pack(epoch, step))
-        arena.whole = self.whole(step)
+        arena.name_whole(self.whole(step))
         arena.distance[:] = 0.0
-        arena.head_step = step if head is None else head
+        arena.reach(step if head is None else head)
         return arena
 
 

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 import scarctl
-from scarctl.version import step_of
+from scarctl.config import grouped
+from scarctl.state.version import step_of
 
 
 class Stepper(torch.optim.Optimizer):
@@ -51,7 +52,7 @@ def attach(model: nn.Module, optimizer: Stepper, store: str, **options: Any) -> 
         "shards": 4,
         "rows": {"*": 1},
     }
-    return scarctl.attach(model, optimizer, store=store, **settings, **options)
+    return scarctl.attach(model, optimizer, store=store, **grouped(**settings, **options))
 
 
 def torn_rows(model: nn.Module, optimizer: Stepper) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import scarctl
+from scarctl.config import grouped
 
 
 class Net(nn.Module):
@@ -42,7 +43,7 @@ class Loop:
             store=store,
             schedulers=self.scheduler,
             extras={"position": self.position},
-            **settings,
+            **grouped(**settings),
         )
 
     def train(self, steps: int, *, settle: bool = False) -> None:
@@ -63,7 +64,7 @@ class Loop:
         """Private copies of parameters, buffers and moments, by full name."""
         return {
             f"{group.name}/{slot}" if slot else group.name: tensor.detach().clone()
-            for group in self.session._adapter.groups()
+            for group in self.session.adapter.groups()
             for slot, tensor in group.tensors.items()
         }
 
@@ -75,7 +76,12 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
 
 
 def drained(sessions: Iterable[scarctl.Session]) -> None:
-    """Wait until all that was handed over is durable."""
+    """Wait until all copies are durable. Sessions must have taken a step."""
     for session in sessions:
         assert session._engine is not None
-        assert session._engine.saver.drain(30)
+        assert drain(session)
+
+
+def drain(session: scarctl.Session, seconds: float = 30.0) -> bool:
+    """Wait until all copies are durable; return whether they are. True before the first step."""
+    return session._engine is None or session._engine.saver.drain(seconds)

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from scarctl.dtypes import plain
+from scarctl.config import grouped
+from scarctl.state.torch_dtypes import plain
 from scarctl_adapters.lightning import ScarCallback
 
 Point = tuple[str, int, int]
 """Where something happens: "train", "batch_end", "validation" or "epoch_end"; epoch; batch."""
 
-EXACT: dict[str, Any] = {"policy": "full", "fraction": 1.0, "interval": 1, "partition_bytes": 256}
+EXACT: dict[str, Any] = grouped(policy="full", fraction=1.0, interval=1, partition_bytes=256)
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 1,
@@ -155,7 +156,7 @@ def fit(
     """What a user's script does: make all things, and train beside `store`, if there is one."""
     pl.seed_everything(seed)
     net = kind(at, then)
-    own = [ScarCallback(store=store, **{**EXACT, **(callback or {})})] if store else []
+    own = [ScarCallback(store=store, **{**EXACT, **grouped(**(callback or {}))})] if store else []
     settings = {"max_epochs": 2, "accumulate_grad_batches": 2 if net.automatic_optimization else 1}
     made = pl.Trainer(**{**QUIET, **settings, **trainer}, callbacks=[*own, *callbacks])
     data = loader() if train is None else train

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from scarctl.errors import Contention, LayoutMismatch, UsageError
 from scarctl.store import Store, verify
-from scarctl_adapters.lightning import ScarCallback, _callback_classes, _check_strategy
+from scarctl_adapters.lightning.callback import ScarCallback, _callback_classes, _check_strategy
 from tests.adapters.lightning.fits import (
     EXACT,
     QUIET,
@@ -100,7 +100,7 @@ def test_a_checkpoint_of_the_users_wins_over_the_store(
     expected = {name: tensor.clone() for name, tensor in straight.state_dict().items()}
     with caplog.at_level(logging.WARNING, "scarctl"):
         net, trainer = fit(Net, tmp_path / "store", ckpt_path=checkpoint)
-    assert "epoch=0.ckpt, at step 3, not from what" in caplog.text
+    assert "epoch=0.ckpt, at step 3: the first step replaces" in caplog.text
     assert trainer.callbacks[0].resumed is None
     assert all(torch.equal(tensor, expected[name]) for name, tensor in net.state_dict().items())
     # And that is what the store has now.
@@ -139,7 +139,7 @@ def test_nothing_happens_outside_of_fit(tmp_path: Path) -> None:
     trainer.validate(net, data, verbose=False)
     trainer_with(callback, fast_dev_run=True).fit(net, loader())
     assert not (tmp_path / "store").exists()
-    with pytest.raises(UsageError, match="no fit is under way"):
+    with pytest.raises(UsageError, match="no fit is running"):
         _ = callback.session
 
 
@@ -192,9 +192,14 @@ def test_signals_and_hooks_are_put_back(tmp_path: Path) -> None:
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(UsageError, match="no option 'intervall'"):
         ScarCallback("x", intervall=3)
-    with pytest.raises(UsageError, match="no option 'schedulers'"):
+    ungrouped = {"policy": "full"}
+    with pytest.raises(UsageError, match="no option 'policy'"):
+        ScarCallback("x", **ungrouped)
+    with pytest.raises(UsageError, match="all ranks of a fit save together"):
+        ScarCallback("x", ranks=False)
+    with pytest.raises(UsageError, match="schedulers comes from the Trainer"):
         ScarCallback("x", schedulers=[])
-    with pytest.raises(UsageError, match="callback's own"):
+    with pytest.raises(UsageError, match="scarctl's own"):
         ScarCallback("x", extras={"lightning": {}})
     with pytest.raises(UsageError):
         ScarCallback("x", mode="sometimes")
@@ -281,7 +286,7 @@ def test_a_store_that_fails_does_not_end_the_fit(tmp_path: Path, caplog: pytest.
 
     with caplog.at_level(logging.ERROR, "scarctl"):
         _net, trainer = fit(
-            Net, store, callbacks=[Unmount()], accumulate_grad_batches=1, callback={"drain_timeout": 0.5}
+            Net, store, callbacks=[Unmount()], accumulate_grad_batches=1, callback={"timeout": 0.5}
         )
     assert trainer.global_step == 12
     assert "not everything is durable" in caplog.text

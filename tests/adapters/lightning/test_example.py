@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.ranks.launch import ROOT
+from tests.distributed.launch import ROOT
 
 pytestmark = pytest.mark.usefixtures("usual_saver")
 

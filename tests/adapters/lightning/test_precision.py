@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from scarctl.dtypes import plain
+from scarctl.state.torch_dtypes import plain
 from tests.adapters.lightning.fits import Interrupted, Net, differing, fit, outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -9,11 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.launch import of_agent, torchrun
+from tests.distributed.launch import of_agent, torchrun
 from tests.support import forkserver
 
 JOB = "tests.adapters.lightning.rank_job"
-LIGHTNING = ("torch._dynamo", "torch.distributed.run", "lightning.pytorch", "scarctl_adapters.lightning")
+LIGHTNING = (
+    "torch._dynamo",
+    "torch.distributed.run",
+    "lightning.pytorch",
+    "scarctl_adapters.lightning.callback",
+)
 """What the ranks have imported when they start; but for the one that Lightning starts."""
 
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from scarctl.errors import Contention, Corruption, Fenced, NoStore, ScarError, SettingsConflict
-from scarctl.layout import Layout
-from scarctl.store import Blobs, Store, StoreWriter, verify
-from scarctl.store.address import Address
+from scarctl.state.layout import Layout
+from scarctl.store import Blobs, Store, StoreWriter, open_writer, verify
+from scarctl.store.backends.address import Address
+from scarctl.store.backends.connect import blobs_at
+from scarctl.store.backends.probe import create_twice, probe_name, race
 from scarctl.store.format import SETTINGS, record_path, segment_path
 from scarctl.store.lock import NoLock
-from scarctl.store.probe import create_twice, probe_name, race
-from scarctl.store.store import blobs_at
 from tests.store.helpers import Data, read_all, small_layout
 from tests.support.places import Place
 
@@ -202,7 +202,7 @@ class StoreConformance:
         return Store.open(place.url, storage_options=place.options)
 
     def write(self, store: Store, layout: Layout, shards: int = 1) -> StoreWriter:
-        return store.writer(layout=layout, shard_of=layout.shards(shards, 0))
+        return open_writer(store, layout=layout, shard_of=layout.shards(shards, 0))
 
     def test_what_is_committed_is_read_back(self, place: Place, layout: Layout) -> None:
         data = Data(layout)

@@ -1,0 +1,37 @@
+"""Check the options of a framework's adapter: those of `scarctl.attach` that the adapter does not give itself."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import scarctl
+from scarctl.errors import UsageError
+
+
+def check_options(
+    options: Mapping[str, Any], *, given: Collection[str], owner: str, names: Collection[str]
+) -> None:
+    """Raise UsageError for options that a user of an adapter may not give.
+
+    given: arguments of `scarctl.attach` that the adapter takes from `owner`, as a message calls it.
+    names: extras of the adapter itself.
+    """
+    known = sorted(set(inspect.signature(scarctl.attach).parameters) - set(given))
+    for name in options:
+        if name in given:
+            raise UsageError(f"{name} comes from {owner}", hint=f"leave {name} out")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            raise UsageError(
+                f"no option {name!r}", hint=f"{close[0]}?" if close else f"options: {', '.join(known)}"
+            )
+    for name in sorted(set(names) & set(options.get("extras") or {})):
+        raise UsageError(f"the extra {name!r} is scarctl's own", hint="give yours another name")
+
+
+def with_extras(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `options` with the adapter's own extras added: objects by name, or `scarctl.Extra`."""
+    return {**options, "extras": {**(options.get("extras") or {}), **own}}

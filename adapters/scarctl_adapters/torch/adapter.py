@@ -1,0 +1,401 @@
+"""Adapt an `nn.Module` with any `torch.optim` optimizers, learning-rate schedulers and gradient scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.optim import Optimizer
+
+from scarctl.adapter import StateGroup, Watching
+from scarctl.checkpoint.randomness import capture_rng, restore_rng, undisturbed
+from scarctl.errors import UsageError
+from scarctl.state.caveats import Caveats
+from scarctl.state.layout import Layout
+from scarctl.stateful import check_names, check_stateful, restore_state, state_of
+from scarctl_adapters.torch.checking import check_trained
+from scarctl_adapters.torch.homes import Holder, homes_of
+from scarctl_adapters.torch.identity import Tensors, tensors_now
+from scarctl_adapters.torch.light import light_of, with_light
+from scarctl_adapters.torch.lost import restore_lost
+from scarctl_adapters.torch.mixing import mix_late
+from scarctl_adapters.torch.optimizer_state import OptimizerState
+from scarctl_adapters.torch.sharding import (
+    Wrapping,
+    distinct_part,
+    is_dtensor,
+    is_elsewhere,
+    is_gathered,
+    local_part,
+    params_of,
+    place_of,
+    scope_of_group,
+    with_state,
+    world,
+    zero_of,
+)
+from scarctl_adapters.torch.slots import Slots, create_slots
+from scarctl_adapters.torch.stepping import beginning, is_nested
+from scarctl_adapters.torch.watch import Watch
+
+
+class TorchAdapter:
+    """State of a module and its optimizers.
+
+    Groups are the module's parameters and persistent buffers, then parameters that only an optimizer has. Parameters
+    that share memory are one group, under the first name. Optimizer state of the parameter's shape is in its slots.
+    Other optimizer state (step counts, param_groups) is in the extras.
+
+    The step of the last optimizer ends an iteration.
+
+    On several ranks a group is this rank's part of a DTensor, and names omit DistributedDataParallel's prefix. A tensor
+    is this rank's own unless a DTensor, a wrapper or `replicated` makes it equal on all ranks.
+    """
+
+    automatic: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        late: Mapping[str, Any],
+        early: Mapping[str, Any],
+        replicated: Sequence[str] = (),
+    ) -> None:
+        self._model = model
+        self._optimizers = list(optimizers)
+        self._late = dict(late)
+        self._early = dict(early)
+        self._wrapping = Wrapping(model, replicated)
+        self._sharded: dict[str, Any] = {}
+        # Walking all modules takes longer than the rest of the work after every step.
+        self._places: list[tuple[str, nn.Module, str]] = []
+        self._trained: list[tuple[str, nn.Parameter, int]] = []
+        """Name, parameter, and number of the optimizer that changes it."""
+        self._tables: set[str] = set()
+        """Names of the weights of embedding modules."""
+        self._sparse: set[str] = set()
+        """Names of parameters that have had a sparse gradient."""
+        self._known: tuple[Tensors | None, list[StateGroup]] = None, []
+        """The tensors and the groups of the newest call of `groups`."""
+        states = [homes_of(optimizer, self._optimizers) for optimizer in self._optimizers]
+        self._homes = [home for homes in states for home in homes]
+        self._states = [OptimizerState(o, homes) for o, homes in zip(self._optimizers, states, strict=True)]
+        self._slots = [(home.prefix, Slots(home.optimizer)) for home in self._homes if not home.shares]
+        self._caveats = Caveats()
+        self._stepping: int | None = None
+        """Number of the optimizer whose step has begun."""
+
+    @classmethod
+    def build(
+        cls,
+        model: Any,
+        optimizers: Sequence[Any],
+        *,
+        schedulers: Sequence[Any] = (),
+        scaler: Any = None,
+        extras: Mapping[str, Any] | None = None,
+        after_step: Mapping[str, Any] | None = None,
+        replicated: Sequence[str] = (),
+    ) -> TorchAdapter:
+        """Make an adapter; see `scarctl.attach` for the arguments. Raises UsageError for unsuitable objects."""
+        check_trained(model, optimizers)
+        late = {f"scheduler{i}": scheduler for i, scheduler in enumerate(schedulers)}
+        if scaler is not None:
+            late["scaler"] = scaler
+        late |= after_step or {}
+        for name, item in {**late, **(extras or {})}.items():
+            check_stateful(name, item)
+        adapter = cls(model, optimizers, late, extras or {}, replicated)
+        adapter._wrapping.check_patterns([group.name for group in adapter.groups()])
+        return adapter
+
+    @property
+    def optimizer(self) -> str:
+        """Class names of the optimizers, such as "AdamW" or "Adam+SGD"."""
+        names = []
+        for optimizer in self._optimizers:
+            inner = with_state(optimizer)
+            name = type(optimizer).__name__
+            names.append(name if inner is optimizer else f"{name}({type(inner).__name__})")
+        return "+".join(names)
+
+    @property
+    def late_per_rank(self) -> bool:
+        """True with ZeRO, with parameters of this rank alone, or with modules that have extra state."""
+        if world() == 1:
+            return False
+        return (
+            any(zero_of(o) is not None for o in self._optimizers)
+            or any(group.role == "own" and group.kind == "parameter" for group in self.groups())
+            or any(True for _ in self._modules_with_extra_state())
+        )
+
+    @torch.no_grad()
+    def groups(self) -> list[StateGroup]:
+        """Return parameters with their slots, then buffers. A DTensor is represented by this rank's part."""
+        stepped = self._stepping is not None or any(home.optimizer.state for home in self._homes)
+        # Before the first step the model may still move to a GPU. Parameters gathered by FSDP2 look the same from one
+        # forward to the next, while the sharded ones may have changed.
+        keeps = stepped and not self._sharded
+        there = tensors_now(self._model, self._optimizers) if keeps else None
+        known, groups = self._known
+        if there is None or there != known:
+            groups = self._new_groups(predict=stepped)
+            # One assignment, after success: a signal handler may call this method in between.
+            self._known = (None, []) if there is None else (there, groups)
+        return list(groups)
+
+    def _new_groups(self, *, predict: bool) -> list[StateGroup]:
+        for _, slots in self._slots:
+            slots.learn(predict=predict)
+        zeros = self._zeros()
+        groups = []
+        numbers = {id(p): i for i, o in enumerate(self._optimizers) for p in params_of(o)}
+        trained = []
+        tables = {
+            id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
+        }
+        for name, wrapped, holders in self._holders():
+            parameter = holders[0][0]
+            for tied, _ in holders:
+                if id(tied) in numbers:
+                    trained.append((name, tied, numbers[id(tied)]))
+                if id(tied) in numbers and id(tied) in tables:
+                    self._tables.add(name)
+            if is_elsewhere(parameter):
+                continue
+            tensors, owned = {"": local_part(parameter)}, False
+            for prefix, slots in self._slots:
+                for tied, label in holders:
+                    if tied in slots:
+                        owned = True
+                        tensors |= {f"{prefix}{key}{label}": slot for key, slot in slots.of(tied).items()}
+            if id(parameter) in zeros:
+                # ZeRO broadcasts the parameters after every step, but not their slots.
+                role, scope = "shared" if owned else "replica", zeros[id(parameter)]
+            else:
+                role, scope = self._wrapping.role(name, wrapped, parameter)
+            place, frozen = place_of(parameter, name), not any(tied.requires_grad for tied, _ in holders)
+            groups.append(StateGroup(name, "parameter", tensors, place, role, scope, frozen))
+        buffers = list(_buffers(self._model))
+        places = [(self._wrapping.clean(name), module, key) for name, module, key in buffers]
+        for (wrapped, module, key), (name, _, _) in zip(buffers, places, strict=True):
+            buffer = module._buffers[key]
+            if buffer is not None and not is_elsewhere(buffer):
+                role, scope = self._wrapping.role(name, wrapped, buffer, buffer=True)
+                place = place_of(buffer, name)
+                tensors = {"": distinct_part(buffer).detach()}
+                groups.append(StateGroup(name, "buffer", tensors, place, role, scope))
+        self._trained, self._places = trained, places
+        return groups
+
+    def _zeros(self) -> dict[int, str]:
+        """Return the scopes, by id, of the parameters whose slots ZeRO divides among ranks."""
+        found: dict[int, str] = {}
+        for optimizer in self._optimizers:
+            zero = zero_of(optimizer)
+            if zero is not None and world() > 1:
+                found |= dict.fromkeys(map(id, params_of(zero)), scope_of_group(zero.process_group))
+        return found
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the persistent buffers of the modules as of the newest call of `groups`."""
+        found = ((name, module._buffers.get(key)) for name, module, key in self._places)
+        return {name: distinct_part(buffer) for name, buffer in found if buffer is not None}
+
+    @torch.no_grad()
+    def touched_rows(self, *, dense: bool) -> dict[str, torch.Tensor]:
+        """Return the rows with a gradient by table: indices if it is sparse, else a mask, bool of shape (rows,).
+
+        Tables are parameters that have had a sparse gradient. dense: also the weights of `nn.Embedding` and
+        `nn.EmbeddingBag`, whose gradients are read once.
+        """
+        found = {}
+        for name, parameter, number in self._trained:
+            grad = parameter.grad
+            if grad is None or self._stepping not in (None, number):
+                continue
+            if grad.layout == torch.sparse_coo:
+                self._sparse.add(name)
+                found[name] = grad._indices()[0]
+            elif name in self._sparse or (dense and name in self._tables):
+                part = local_part(grad)
+                if part.dim() and part.numel():
+                    largest = torch.linalg.vector_norm(part.reshape(part.shape[0], -1), torch.inf, dim=1)
+                    found[name] = largest != 0
+        return found
+
+    def capture_early(self) -> dict[str, Any]:
+        """Return the states of the random number generators and the user's extras."""
+        with undisturbed():
+            return {"rng": capture_rng(), "extras": {n: state_of(item) for n, item in self._early.items()}}
+
+    def modules(self) -> Iterator[nn.Module]:
+        """See `KnowsLoop`."""
+        return self._model.modules()
+
+    def early_extras(self) -> dict[str, Any]:
+        """See `KnowsLoop`."""
+        return self._early
+
+    def late_extras(self) -> dict[str, Any]:
+        """See `KnowsLoop`."""
+        return self._late
+
+    def capture_light(self) -> list[Any]:
+        """See `KnowsLoop`."""
+        return light_of(self._late, self._optimizers)
+
+    def with_light(self, late: Any, light: Any) -> Any:
+        """See `KnowsLoop`."""
+        return with_light(late, light)
+
+    def capture_late(self) -> dict[str, Any]:
+        """Return optimizers' extras, schedulers, gradient scaler and modules' extra state."""
+        return {
+            "optimizers": [
+                {**state.capture(self._unsavable), **self._names(optimizer)}
+                for optimizer, state in zip(self._optimizers, self._states, strict=True)
+            ],
+            "objects": {name: state_of(item) for name, item in self._late.items()},
+            "modules": {name: module.get_extra_state() for name, module in self._modules_with_extra_state()},
+        }
+
+    def _unsavable(self, what: str) -> None:
+        self._caveats.say("optimizer-attribute", what)
+
+    def _names(self, optimizer: Optimizer) -> dict[str, list[str]]:
+        """Return the names of the optimizer's parameters by number: numbers may differ by rank."""
+        if world() == 1:
+            return {}
+        names = {id(parameter): name for name, _, parameter in self._parameters()}
+        return {"names": [names.get(id(parameter), "") for parameter in params_of(optimizer)]}
+
+    def watch(self, caveats: Caveats) -> Watching:
+        """See `KnowsCaveats`."""
+        self._caveats = caveats
+        return Watch(self._model, self._optimizers, self._homes, caveats)
+
+    def mix_late(self, theirs: Any, own: Any) -> Any:
+        """See `Adapter`."""
+        if not self.late_per_rank:
+            return theirs
+        zeros = {id(p) for o in self._optimizers if zero_of(o) is not None for p in params_of(o)}
+        roles = {group.name: group.role for group in self.groups()}
+        shared = {
+            name
+            for name, _, parameter in self._parameters()
+            if roles.get(name) == "shared" and id(parameter) not in zeros
+        }
+        return mix_late(theirs, own, shared)
+
+    def restore(self, early: Any, late: Any) -> None:
+        """Restore everything, the random number generators last."""
+        if len(late["optimizers"]) != len(self._optimizers):
+            raise UsageError(
+                f"the store has {len(late['optimizers'])} optimizers, not {len(self._optimizers)}"
+            )
+        check_names("schedulers or scaler", late["objects"], self._late)
+        check_names("extras", early["extras"], self._early)
+        for state, saved in zip(self._states, late["optimizers"], strict=True):
+            state.restore(saved)
+        for name, item in self._late.items():
+            restore_state(item, late["objects"][name])
+        for name, module in self._modules_with_extra_state():
+            if name in late["modules"]:
+                module.set_extra_state(late["modules"][name])
+        for name, item in self._early.items():
+            restore_state(item, early["extras"][name])
+        restore_rng(early["rng"])
+
+    @torch.no_grad()
+    def restore_lost(self, lost: Mapping[str, NDArray[np.bool_]], saved: Callable[[], Any]) -> None:
+        """Restore optimizer state of lost parameters outside their slots; see `scarctl_adapters.torch.lost`."""
+        names = {id(parameter): name for name, _, parameter in self._parameters()}
+        restore_lost([state.homes for state in self._states], names, lost, saved)
+
+    def create_slots(self, layout: Layout) -> Callable[[], None]:
+        """Make every missing slot of `layout` in the optimizers' state. Return the function that removes them."""
+        return create_slots(layout, {name: holders for name, _, holders in self._holders()}, self._homes)
+
+    def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:
+        """Register step hooks, `before` on every optimizer and `after` on the last one. Return their removal.
+
+        Without `after` a step begins when its closure has returned. No torch optimizer changes a parameter before that,
+        and frameworks run forward and backward inside the closure.
+        """
+        if not self._optimizers:
+            raise UsageError(
+                "no optimizer to hook into", hint="pass the optimizer, or hooks='off' and session.step()"
+            )
+        handles = []
+        for number, optimizer in enumerate(self._optimizers):
+
+            def entering(*_: object, number: int = number) -> None:
+                if not is_nested(self._optimizers[number]):
+                    self._stepping = number
+                    before()
+
+            handles.append(optimizer.register_step_pre_hook(entering if after else beginning(entering)))
+        if after is not None:
+            last = self._optimizers[-1]
+            handles.append(last.register_step_post_hook(lambda *_: None if is_nested(last) else after()))
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return remove
+
+    def _parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """Yield name, name with wrappers, and first parameter of every group."""
+        return ((name, wrapped, holders[0][0]) for name, wrapped, holders in self._holders())
+
+    def _holders(self) -> list[tuple[str, str, list[Holder]]]:
+        """Return name, name with wrappers, and parameters of every group: several if they share memory."""
+        found: dict[tuple[Any, ...], tuple[str, str, list[Holder]]] = {}
+        seen: set[int] = set()
+        named = [
+            (self._wrapping.clean(name), name, p)
+            for name, p in self._model.named_parameters(remove_duplicate=False)
+        ]
+        for i, optimizer in enumerate(self._optimizers):
+            numbered = ((f"optimizer{i}.param{j}", p) for j, p in enumerate(params_of(optimizer)))
+            named += [(name, name, p) for name, p in numbered]
+        for name, wrapped, parameter in named:
+            # From a forward to the next backward pass FSDP2 replaces its sharded parameters by gathered ones.
+            known = self._sharded.get(name)
+            if known is not None and is_gathered(parameter, known):
+                parameter = known
+            elif is_dtensor(parameter):
+                self._sharded[name] = parameter
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            # Tied parameters may be two Parameter objects over one storage, so memory identifies them.
+            part = local_part(parameter)
+            where = (part.data_ptr(), part.shape, part.stride(), part.dtype)
+            key = where if part.numel() else (id(parameter),)
+            group = found.setdefault(key, (name, wrapped, []))
+            group[2].append((parameter, f"@{name}" if group[2] else ""))
+        return list(found.values())
+
+    def _modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in self._model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                yield self._wrapping.clean(name), module
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield persistent buffers as name, module, and name in the module. Modules rebuild the others themselves."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield (f"{prefix}.{name}" if prefix else name), module, name

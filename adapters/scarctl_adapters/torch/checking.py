@@ -1,0 +1,75 @@
+"""Refuse models and optimizers that cannot be checkpointed, when a session is attached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from scarctl.errors import UsageError
+from scarctl_adapters.torch.sharding import is_dtensor, local_part, params_of
+
+
+def check_trained(model: Any, optimizers: Sequence[Any]) -> None:
+    """Raise UsageError unless `model` is a module with its tensors in memory, trained by `optimizers`."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise UsageError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            raise UsageError(
+                f"{type(optimizer).__name__} has no step hooks: its constructor does not call that of Optimizer",
+                hint="attach the optimizer that it wraps, or pass hooks='off' and call session.step()",
+            )
+    for name, tensor in _tensors(model, optimizers):
+        _check_tensor(name, tensor)
+    _check_common(model, optimizers)
+
+
+def _tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+    for number, optimizer in enumerate(optimizers):
+        yield from ((f"optimizer{number}.param{j}", p) for j, p in enumerate(params_of(optimizer)))
+
+
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    if is_lazy(tensor):
+        raise UsageError(
+            f"{name} has no shape yet: a lazy module gets it from its first input",
+            hint="run one forward pass before attach",
+        )
+    if is_dtensor(tensor):
+        return
+    if is_traceable_wrapper_subclass(tensor) or tensor.is_nested:
+        raise UsageError(
+            f"{name} is a {type(tensor).__name__}, whose elements are not single values in memory",
+            hint="checkpoint the model before it is converted, or convert it back",
+        )
+    if tensor.layout is not torch.strided:
+        raise UsageError(
+            f"{name} has the layout {tensor.layout}",
+            hint="make it dense, or register a buffer with persistent=False and rebuild it",
+        )
+    if tensor.device.type == "meta":
+        raise UsageError(f"{name} is on the meta device and has no values", hint="call to_empty() first")
+
+
+def _check_common(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    mine = {id(p): local_part(p).data_ptr() for p in model.parameters() if p.requires_grad}
+    theirs = [p for optimizer in optimizers for p in params_of(optimizer)]
+    memory = set(mine.values()) - {0}
+    if mine and theirs and not any(id(p) in mine or local_part(p).data_ptr() in memory for p in theirs):
+        raise UsageError(
+            "no optimizer has a parameter of this model",
+            hint="make the optimizer from model.parameters(), after the model is wrapped or moved",
+        )

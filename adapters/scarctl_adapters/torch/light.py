@@ -1,0 +1,61 @@
+"""Read the late extras that are quick to read: schedules, the settings that they change, gradient scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from scarctl.state.torch_dtypes import plain
+from scarctl_adapters.torch.optimizer_state import is_savable
+
+
+def light_of(late: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> list[Any]:
+    """Return pairs of names and states: of the schedulers and scalers in `late`, then each optimizer's param_groups.
+
+    Does not wait for a GPU: tensors there are copied there.
+    """
+    found: list[Any] = [
+        [name, _scale_of(item) if isinstance(item, GradScaler) else plain(item.state_dict())]
+        for name, item in late.items()
+        if isinstance(item, LRScheduler | GradScaler)
+    ]
+    groups = [[_settings(group) for group in optimizer.param_groups] for optimizer in optimizers]
+    return [*found, *([number, each] for number, each in enumerate(groups))]
+
+
+def with_light(late: Mapping[str, Any], light: Sequence[Any]) -> dict[str, Any]:
+    """Return `late`, of `TorchAdapter.capture_late`, updated by the result of `light_of`."""
+    objects, optimizers = dict(late["objects"]), list(late["optimizers"])
+    for name, state in light:
+        if isinstance(name, int):
+            optimizers[name] = {**optimizers[name], "param_groups": state}
+        elif isinstance(state, list):
+            scale, growth = state
+            if objects[name]:
+                objects[name] = {**objects[name], "scale": float(scale), "_growth_tracker": int(growth)}
+        else:
+            objects[name] = state
+    return {**late, "objects": objects, "optimizers": optimizers}
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params" and is_savable(value)
+    }
+
+
+def _scale_of(scaler: GradScaler) -> Any:
+    """Return the list [scale, growth tracker], which no other state is; {} if the scaler is disabled."""
+    if not scaler.is_enabled():
+        return {}
+    scale, growth = scaler._scale, scaler._growth_tracker  # state_dict() would wait for the GPU
+    if scale is None or growth is None:
+        return [scaler.get_scale(), scaler._init_growth_tracker]
+    return [scale.clone(), growth.clone()]

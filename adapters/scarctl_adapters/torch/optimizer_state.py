@@ -1,0 +1,251 @@
+"""Save and restore an optimizer's state outside its slots, as extras: settings, counts, attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from scarctl.errors import UsageError
+from scarctl.state.torch_dtypes import in_order, order_of
+from scarctl_adapters.torch.attributes import Attributes
+from scarctl_adapters.torch.homes import Home, states_of
+from scarctl_adapters.torch.packing import (
+    LEAVES,
+    References,
+    Unsavable,
+    is_plain_tensor,
+    pack,
+    pack_key,
+    unpack,
+)
+from scarctl_adapters.torch.sharding import is_dtensor, params_of, zero_of
+from scarctl_adapters.torch.slots import is_slot
+
+Columns = dict[str, tuple[list[int], list[Any]]]
+
+
+class OptimizerState:
+    """Extras of one attached optimizer, and of those that it wraps."""
+
+    def __init__(self, given: Optimizer, homes: list[Home]) -> None:
+        self._given = given
+        self.homes = homes
+        self._attributes = [Attributes(home.optimizer) for home in homes]
+        self._settings = [[dict(group) for group in home.optimizer.param_groups] for home in homes]
+        """The param_groups at attach."""
+
+    def capture(self, unsavable: Callable[[str], None]) -> dict[str, Any]:
+        """Return the state by parameter number. unsavable: called with a text for every attribute that cannot be saved.
+
+        Raises UsageError for a value that cannot be saved and is needed to restore the optimizer.
+        """
+        first, *nested = [self._home(number, unsavable) for number in range(len(self.homes))]
+        prefixes = [home.prefix for home in self.homes[1:]]
+        return first | {"nested": dict(zip(prefixes, nested, strict=True))}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore the result of `capture`. Raises UsageError when it does not fit."""
+        nested = saved.get("nested", {})
+        if missing := [
+            home.prefix for home in self.homes[1:] if home.prefix not in nested and "nested" in saved
+        ]:
+            raise UsageError(f"the store lacks {self._name}'s {missing[0].rstrip('.')}")
+        for home, attributes, theirs in zip(
+            self.homes,
+            self._attributes,
+            [saved, *(nested.get(home.prefix) for home in self.homes[1:])],
+            strict=True,
+        ):
+            if theirs is not None:
+                given = self._given if not home.prefix else home.optimizer
+                _restore(given, home, attributes, theirs)
+
+    @property
+    def _name(self) -> str:
+        return type(self._given).__name__
+
+    def _home(self, at: int, unsavable: Callable[[str], None]) -> dict[str, Any]:
+        home = self.homes[at]
+        optimizer = home.optimizer
+        references = references_of(home)
+        numbers = home.numbers()
+        columns: Columns = {}
+        packed: Columns = {}
+        slots: dict[str, list[int]] = {}
+        stateful, others, orders = [], [], []
+        try:
+            for parameter, state in home.state.items():
+                if id(parameter) not in numbers:
+                    path = f"state[{parameter!r}]" if not isinstance(parameter, torch.Tensor) else "state"
+                    others.append([pack_key(parameter, references, path), pack(state, references, path)])
+                    continue
+                number = numbers[id(parameter)]
+                stateful.append(number)
+                for key, value in state.items():
+                    if is_slot(key, value, parameter):
+                        slots.setdefault(key, []).append(number)
+                        if not is_dtensor(value) and value.stride() != parameter.stride():
+                            orders.append((number, key, order_of(value)))
+                        continue
+                    if is_dtensor(value):
+                        raise UsageError(
+                            f"{self._name} keeps {key!r}, which is not sharded like its parameter",
+                            hint="use an optimizer whose state has the shape of the parameters, such as AdamW",
+                        )
+                    simple = type(value) in LEAVES or (
+                        isinstance(value, torch.Tensor)
+                        and is_plain_tensor(value)
+                        and references.place(value) == ("slot", number, key)
+                    )
+                    where, values = (columns if simple else packed).setdefault(key, ([], []))
+                    where.append(number)
+                    values.append(value if simple else pack(value, references, f"{key!r} of a parameter"))
+        except Unsavable as error:
+            raise UsageError(
+                f"the state of {self._name} cannot be saved: {error}",
+                hint="use an optimizer that keeps tensors and plain values, such as AdamW",
+            ) from error
+        given = self._given if not at else optimizer
+        result = {
+            "param_groups": [
+                self._plain_settings(group, first)
+                for group, first in zip(given.param_groups, self._first(at, given), strict=True)
+            ],
+            "stateful": np.array(stateful, dtype=np.int64),
+            "columns": {key: (np.array(where), _stack(values)) for key, (where, values) in columns.items()},
+            "slots": {key: np.array(where, dtype=np.int64) for key, where in slots.items()},
+            "packed": {key: (np.array(where), values) for key, (where, values) in packed.items()},
+            "others": others,
+            "orders": orders,
+            "attributes": [],
+        }
+        if zero_of(self._given) is None:
+            kept = f"an attribute of {self._name} is not saved: "
+            result["attributes"] = self._attributes[at].capture(
+                references, lambda text: unsavable(kept + text)
+            )
+        return result
+
+    def _first(self, at: int, given: Optimizer) -> list[dict[str, Any]]:
+        first = self._settings[at]
+        return first + [{}] * (len(given.param_groups) - len(first))
+
+    def _plain_settings(self, group: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of a param_group, except unsavable ones that have not changed since attach."""
+        found = {}
+        for name, value in group.items():
+            if name == "params":
+                continue
+            if is_savable(value):
+                found[name] = value
+            elif not (name in first and (first[name] is value or _equal(first[name], value))):
+                raise UsageError(
+                    f"param_groups of {self._name} have {name!r}, a {type(value).__qualname__} that has changed",
+                    hint="set it before attach: constants need not be saved",
+                )
+        return found
+
+
+def is_savable(value: Any) -> bool:
+    """Return whether extras can hold a setting."""
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(is_savable, value))
+    if type(value) is dict:
+        return all(is_savable(item) for pair in value.items() for item in pair)
+    if isinstance(value, torch.Tensor):
+        return is_plain_tensor(value) and not isinstance(value, torch.nn.Parameter)
+    return type(value) in LEAVES or isinstance(value, np.generic | np.ndarray)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and isinstance(result := a == b, bool) and result
+
+
+def references_of(home: Home) -> References:
+    """Return references to the parameters and the tensors of their state."""
+    references = References(params_of(home.optimizer))
+    numbers = home.numbers()
+    for parameter, state in home.state.items():
+        if id(parameter) in numbers and isinstance(state, Mapping):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and is_plain_tensor(value):
+                    references.add(("slot", numbers[id(parameter)], key), value)
+    return references
+
+
+def _stack(values: list[Any]) -> Any:
+    """Return 0-dim tensors of one dtype as one tensor, others as a list: a model has hundreds of step counts."""
+    if (
+        all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in values)
+        and len({v.dtype for v in values}) == 1
+    ):
+        # One wait for the GPU instead of one for each.
+        where = {v.device for v in values}
+        return torch.stack(values if len(where) == 1 else [v.cpu() for v in values]).detach().cpu()
+    return list(values)
+
+
+def _restore(given: Optimizer, home: Home, attributes: Attributes, saved: Mapping[str, Any]) -> None:
+    parameters, states = list(params_of(home.optimizer)), home.state
+    if len(saved["param_groups"]) != len(given.param_groups):
+        raise UsageError(f"{type(given).__name__} has {len(given.param_groups)} param_groups, the store has "
+                         f"{len(saved['param_groups'])}")  # fmt: skip
+    for group, values in zip(given.param_groups, saved["param_groups"], strict=True):
+        update_group(group, values)
+    groups = {id(p): g for g in given.param_groups for p in g["params"]}
+    stateful = set(saved["stateful"].tolist())
+    held = {} if home.shares else states_of(home.optimizer)
+    for number, parameter in enumerate(parameters):
+        if number not in stateful and id(parameter) in held:
+            del states[parameter]
+    _drop_slots(home, saved)
+    for number, key, order in saved.get("orders", ()):
+        state = states[parameters[number]]
+        if key in state:
+            state[key] = in_order(state[key], order)
+    for key, (where, values) in saved["columns"].items():
+        for number, value in zip(where.tolist(), values, strict=True):
+            parameter = parameters[number]
+            if isinstance(value, torch.Tensor):
+                group = groups[id(parameter)]
+                # The same rule as torch's own load_state_dict: counts stay on the host unless a kernel reads them.
+                moves = key != "step" or group.get("capturable") or group.get("fused")
+                value = value.clone().to(parameter.device) if moves else value.clone()
+            states[parameter][key] = value
+    references = references_of(home)
+    for key, (where, nodes) in saved.get("packed", {}).items():
+        for number, node in zip(where.tolist(), nodes, strict=True):
+            state = states[parameters[number]]
+            state[key] = unpack(node, references, state.get(key))
+    for packed_key, node in saved.get("others", ()):
+        other = unpack(packed_key, references)
+        states[other] = unpack(node, references, states.get(other))
+    attributes.restore(saved.get("attributes", ()), references)
+
+
+def _drop_slots(home: Home, saved: Mapping[str, Any]) -> None:
+    """Delete slots that the saved state lacks, and that were made for resuming or by the constructor."""
+    if "slots" not in saved:
+        return
+    had = {key: set(where.tolist()) for key, where in saved["slots"].items()}
+    held = {} if home.shares else states_of(home.optimizer)
+    for number, parameter in enumerate(params_of(home.optimizer)):
+        state = held.get(id(parameter))
+        if state is None:
+            continue
+        for key in [key for key, value in state.items() if is_slot(key, value, parameter)]:
+            if number not in had.get(key, ()):
+                del state[key]
+
+
+def update_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Set values in an optimizer's param_group. A tensor moves to the device of the old one."""
+    for name, value in values.items():
+        before = group.get(name)
+        if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
+            value = value.to(before.device)
+        group[name] = value

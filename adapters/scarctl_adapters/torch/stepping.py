@@ -1,0 +1,50 @@
+"""Detect running and nested optimizer steps, and the moment before a parameter changes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from torch.optim import Optimizer
+
+_WRAPPER = Optimizer.profile_hook_step(lambda *_: None).__code__
+"""Code of torch's wrapper around every optimizer's step."""
+
+
+def running() -> Iterator[Optimizer]:
+    """Yield the optimizers whose step is running in this thread, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _WRAPPER:
+            optimizer = frame.f_locals.get("self")
+            if isinstance(optimizer, Optimizer):
+                yield optimizer
+        frame = frame.f_back
+
+
+def is_nested(optimizer: Optimizer) -> bool:
+    """Return whether the running step is inside another one of the same optimizer, as of its parent class."""
+    return sum(other is optimizer for other in running()) > 1
+
+
+def beginning(before: Callable[[], None]) -> Callable[..., Any]:
+    """Return a pre hook that calls `before` at the last moment before a parameter changes."""
+
+    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None or not type(optimizer).__module__.startswith("torch.optim."):
+            before()
+            return None
+
+        def computed(*given: Any, **named: Any) -> Any:
+            result = closure(*given, **named)
+            before()
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": computed}
+        return (args[0], computed, *args[2:]), kwargs
+
+    return hook

@@ -1,0 +1,147 @@
+"""Warn when a model is trained by other means than the steps of the attached optimizers.
+
+torch's global hook shows the steps of other optimizers. Parameters that change without a step, by hand or within the
+backward pass, are found by comparing them between backward passes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from scarctl.state.caveats import Caveats
+from scarctl_adapters.torch.homes import Home
+from scarctl_adapters.torch.packing import is_plain_tensor
+from scarctl_adapters.torch.sharding import params_of
+from scarctl_adapters.torch.stepping import running
+
+SLACK = 20
+"""Parameters are compared after so many more backward passes than were usual between two steps. Five times as many
+steps of other optimizers, without one of the attached ones, give a warning."""
+_LOOKED_AT = 8
+"""Number of parameters that are compared, the smallest ones."""
+_LARGEST = 1 << 16
+"""Largest number of elements of such a parameter."""
+_HINT = "pass hooks='off' to attach, and call session.step() at the end of every iteration"
+
+
+class Watch:
+    """See `KnowsCaveats`."""
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], homes: Sequence[Home], caveats: Caveats
+    ) -> None:
+        self._model, self._caveats = model, caveats
+        self._ours = {id(o) for o in optimizers} | {id(home.optimizer) for home in homes}
+        self._given = {id(o) for o in optimizers}
+        self._trained = {id(p) for o in optimizers for p in params_of(o)}
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        """Other optimizers: whether they have parameters of the model."""
+        self._foreign = 0
+        """Steps of other optimizers since one of the attached ones."""
+        self._steps = 0
+        trainable = [
+            p
+            for p in {
+                id(p): p for p in [*model.parameters(), *(p for o in optimizers for p in params_of(o))]
+            }.values()
+            if p.requires_grad and p.is_leaf and is_plain_tensor(p) and 0 < p.numel() <= _LARGEST
+        ]
+        self._looked_at = sorted(trainable, key=lambda p: p.numel())[:_LOOKED_AT]
+        self._backwards = [0] * len(self._looked_at)
+        """Backward passes since the last step, by parameter."""
+        self._usual = 0
+        """Most backward passes between two steps so far."""
+        self._seen: list[torch.Tensor] = []
+        self._compared = 0
+        self._handles: list[Any] = [
+            register_optimizer_step_post_hook(self._after),
+        ]
+        for number, parameter in enumerate(self._looked_at):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(number)))  # type: ignore[no-untyped-call]
+
+    def stepped(self) -> None:
+        """See `Watching`."""
+        self._steps += 1
+        self._foreign = 0
+        if self._backwards:
+            self._usual = max(self._usual, *self._backwards)
+            self._backwards = [0] * len(self._backwards)
+        self._seen = []
+        self._caveats.withdraw("no-step")
+
+    def look(self) -> None:
+        """See `Watching`."""
+        if self._handles and self._seen and max(self._backwards, default=0) > self._usual + 1:
+            self._compare()
+
+    def end(self) -> None:
+        """See `Watching`."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+        self._seen, self._looked_at = [], []
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
+        if any(id(other) in self._given for other in running()):
+            return  # an attached optimizer, or one inside it
+        if id(optimizer) in self._ours:
+            self._say_no_step(f"{type(optimizer).__name__} steps, and the optimizer around it does not")
+            return
+        self._foreign += 1
+        if optimizer not in self._strangers:
+            # Ids are read now: the id of a freed parameter may belong to another by later.
+            known = self._trained | {id(p) for p in self._model.parameters()}
+            self._strangers[optimizer] = any(id(p) in known for p in params_of(optimizer))
+        name = type(optimizer).__name__
+        if self._strangers[optimizer]:
+            self._caveats.say(
+                "other-optimizer",
+                f"an optimizer {name} changes parameters of the model, and attach was not given it. Its state is not "
+                "saved, and no iteration ends with its steps. Close the session, and attach with every optimizer",
+            )
+        elif self._foreign >= 5 * SLACK and self._steps:
+            self._caveats.say(
+                "other-training",
+                f"optimizers that attach was not given have taken {5 * SLACK} steps, and those that it was given none. "
+                "If the model or its parameters were replaced, close the session and attach again",
+                inexact=False,
+            )
+
+    # -- backward passes -----------------------------------------------------------------------------------------
+
+    def _hook(self, number: int) -> Any:
+        def passed(_: torch.Tensor) -> None:
+            self._backwards[number] += 1
+            count = self._backwards[number]
+            if count <= self._usual or count <= max(self._backwards[:number], default=0):
+                return
+            over = count - self._usual
+            if over == 1 or over == SLACK // 2:
+                self._seen = [p.detach().clone() for p in self._looked_at]
+            elif over >= SLACK and over % SLACK == 0:
+                self._compare()
+
+        return passed
+
+    def _compare(self) -> None:
+        for parameter, seen in zip(self._looked_at, self._seen, strict=False):
+            now = parameter.detach()
+            if now.shape != seen.shape or not torch.equal(now, seen.to(now.device)):
+                return self._say_no_step("parameters change")
+        return None
+
+    def _say_no_step(self, what: str) -> None:
+        self._caveats.say(
+            "no-step",
+            f"{what}, without a step of an optimizer that attach was given: nothing of it is saved. {_HINT[0].upper()}"
+            f"{_HINT[1:]}",
+        )

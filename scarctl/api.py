@@ -1,0 +1,152 @@
+"""`attach`: starts checkpointing a training loop's model and optimizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from scarctl.adapter import find_adapter
+from scarctl.config import (
+    Extra,
+    Hooks,
+    Partitioning,
+    Ranks,
+    Selection,
+    SessionSettings,
+    Settings,
+    flatten,
+)
+from scarctl.distributed.collectives import Solo, Team, world_size
+from scarctl.distributed.coordinator import Crew
+from scarctl.errors import UsageError
+from scarctl.session.attached import take_over
+from scarctl.session.peers import WrittenByRanks
+from scarctl.session.session import Session
+
+
+def attach(
+    model: Any,
+    optimizer: Any = None,
+    *,
+    store: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    fraction: float | None = None,
+    interval: int | Literal["auto"] | None = None,
+    partitioning: Partitioning | None = None,
+    selection: Selection | None = None,
+    schedulers: Any = (),
+    scaler: Any = None,
+    extras: Mapping[str, Any] | None = None,
+    ranks: bool | Ranks | None = None,
+    hooks: Hooks = "auto",
+    settings: Settings | None = None,
+) -> Session:
+    """Checkpoint `model` and its optimizer from now on, and return the `Session`.
+
+    An option that is not given comes from the environment (`SCARCTL_INTERVAL`), then from `scarctl.toml` in the current
+    folder, then from its default.
+
+    model: An `nn.Module`, or a dict of numpy arrays.
+    optimizer: A `torch.optim.Optimizer`, or several in the order in which they step. The last one ends an iteration.
+    store: Folder of the store, or an address such as s3://bucket/folder. It is created if it does not exist.
+    storage_options: Options for a remote store's file system: endpoint_url, key, secret, and others that fsspec takes.
+        They stay in memory, and are never logged, shown or saved.
+    fraction: Largest share of the state's bytes that one partial checkpoint writes, above 0 and up to 1 (the paper's
+        r). Default: 1/8.
+    interval: Iterations between two partial checkpoints (the paper's rC), or "auto": as often as the store keeps up.
+        If that is rare, "auto" also makes checkpoints smaller, down to an eighth of the fraction. If several ranks
+        train together, the slowest sets the interval. Default: 10.
+    partitioning: How the state is divided; fixed when the store is created. See `scarctl.Partitioning`.
+    selection: Which partitions a checkpoint saves. See `scarctl.Selection`.
+    schedulers: Learning-rate schedulers, one or a list. They are read when the loop is done with a step.
+    scaler: Gradient scaler. It is read when the loop is done with a step.
+    extras: More objects with a state by name: with state_dict() and load_state_dict(), a dict, or a random number
+        generator. They are read right after a step, and are expected to be the same on all ranks; `scarctl.Extra`
+        marks exceptions.
+    ranks: Save together with all ranks of `torch.distributed`, which all have to attach. `scarctl.Ranks` names
+        parameters that they keep equal. False: this process saves alone, such as rank 0 of a data-parallel job.
+        Default: together, if there are several.
+    hooks: "auto" hooks into the optimizers' steps. "begin" hooks only into their beginnings; call `session.step()` when
+        the iteration that they belong to is over. "off": call `session.step()` at the end of every iteration.
+    settings: How saving behaves in this process and on this host. See `scarctl.Settings`.
+
+    Raises UsageError (arguments), NoStore (`kind` "foreign-store"), SettingsConflict, Contention, AccessDenied,
+    MissingGuarantee, Unavailable. From the first step on, saving raises nothing unless `on_error` is "raise".
+    """
+    if hooks not in get_args(Hooks):
+        raise UsageError(f"hooks is {hooks!r}", hint=f"use one of {', '.join(get_args(Hooks))}")
+    given = {
+        "store": _path("store", store),
+        "storage_options": storage_options,
+        "fraction": fraction,
+        "interval": interval,
+        **flatten(partitioning=partitioning, selection=selection, settings=settings),
+    }
+    given["arena_dir"] = _path("arena_dir", given.get("arena_dir"))
+    resolved = SessionSettings.resolve(given, environ=os.environ)
+    named = _by_name(extras)
+    late = {name: extra.value for name, extra in named.items() if extra.after_step}
+    adapter = find_adapter(
+        model,
+        _as_list(optimizer),
+        schedulers=_as_list(schedulers),
+        scaler=scaler,
+        extras={name: extra.value for name, extra in named.items() if not extra.after_step},
+        replicated=_replicated(ranks),
+        **({"after_step": late} if late else {}),
+    )
+    hooks = hooks if adapter.automatic else "off"
+    several = world_size() > 1 and ranks is not False
+    if ranks is False and any(group.place is not None for group in adapter.groups()):
+        raise UsageError(
+            "the model is sharded: one rank alone has only a part of it", hint="leave out ranks=False"
+        )
+    if not several:
+        take_over(resolved.store)
+        try:
+            return Session(adapter, resolved, hooks=hooks)
+        except WrittenByRanks:
+            if ranks is False:
+                raise
+    per_rank = frozenset(name for name, extra in named.items() if extra.per_rank)
+    team = Team() if several else Solo()
+    try:
+        crew = Crew.join(adapter, resolved, team, per_rank)
+    except BaseException:
+        team.close()
+        raise
+    return Session(crew.adapter, resolved, hooks=hooks, together=crew)
+
+
+def _by_name(extras: Mapping[str, Any] | None) -> dict[str, Extra]:
+    """Return all extras wrapped. Raises UsageError unless they are None or a dict with texts as keys."""
+    if extras is None:
+        return {}
+    if not (isinstance(extras, Mapping) and all(isinstance(name, str) for name in extras)):
+        raise UsageError(f"extras is no dict of objects by name: {extras!r:.80}")
+    return {name: item if isinstance(item, Extra) else Extra(item) for name, item in extras.items()}
+
+
+def _replicated(ranks: object) -> Sequence[str]:
+    """Return the patterns of `ranks`. Raises UsageError for another type."""
+    if ranks is None or isinstance(ranks, bool):
+        return []
+    if not isinstance(ranks, Ranks):
+        raise UsageError(f"ranks is {ranks!r:.80}", hint="give True, False or scarctl.Ranks(...)")
+    patterns = _as_list(ranks.replicated)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise UsageError(f"replicated is no list of patterns of names: {ranks.replicated!r:.80}")
+    return patterns
+
+
+def _path(name: str, value: object) -> str | None:
+    if value is not None and not isinstance(value, str | os.PathLike):
+        raise UsageError(f"{name} is {value!r:.80}, not a folder or an address")
+    return None if value is None else os.fspath(value)
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,388 @@
+"""Map the arena: one file that is staging buffer, last-saved cache and recovery tier in one.
+
+    header (4096 bytes) | layout as JSON | per-partition arrays | tensors
+
+It holds one copy of the state, with every partition as it was last saved. A process that dies leaves it behind, whole:
+the next one maps it again. Per partition there are
+
+    generation uint64   odd while a copy is under way, even after it: what a killed process spoiled is known
+    version    int64    (epoch, step) of the copy, see `scarctl.state.version`; -1 when there is none
+    durable    int64    version that the store has; a difference means that the copy still waits for the store
+    distance   float64  last known distance of the live values from the copy; NaN when unknown
+
+The owner locks the folder, not the file. Views of a map keep its file open, in forked children too, and a lock on the
+file would stay as long.
+
+One process writes copies, one thread acknowledges them. On x86-64 stores become visible in order, which the generations
+rely on; elsewhere the interpreter's own locks between the two calls do the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import mmap
+import os
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.arena.fields import Fields
+from scarctl.arena.folder import (
+    LOCK_SECONDS,
+    arena_folder,
+    check_both,
+    clear_queue,
+    folder_error,
+    lock_folder,
+    reserve,
+)
+from scarctl.arena.header import (
+    FIELDS,
+    FIELDS_AT,
+    FILE,
+    MOVEMENTS,
+    BeforeBoot,
+    Geometry,
+    read_header,
+    write_header,
+)
+from scarctl.arena.lines import FILE as LINES
+from scarctl.arena.lines import Lines, Noted, noted
+from scarctl.arena.mapping import create_file, map_file, open_file
+from scarctl.errors import UsageError
+from scarctl.state.layout import Layout
+from scarctl.state.version import NEVER, epoch_of, pack, step_of
+from scarctl.util.arrays import Ids
+
+__all__ = ["Arena", "arena_folder"]
+
+log = logging.getLogger("scarctl")
+
+_TEMPORARY = ".arena-new"
+_CHUNK = 1 << 16
+"""Partitions that are looked at together, so that temporaries stay in the cache."""
+
+
+class Arena(Fields):
+    """See the module. Made by `create`, `open_existing` or `anonymous`.
+
+    `generation`, `version`, `durable` and `distance` are views of the map, of shape (layout.partitions,).
+    """
+
+    def __init__(
+        self, memory: mmap.mmap, layout: Layout, geometry: Geometry, folder: Path | None, lock: int
+    ) -> None:
+        self.layout = layout
+        self._folder = folder
+        self._lock = lock
+        self._memory = memory
+        self._geometry = geometry
+        self._lines: Lines | None = None
+        """Set if this process has the store's writer."""
+        n, at = layout.partitions, geometry.arrays_at
+        self.generation: NDArray[np.uint64] = np.frombuffer(memory, np.uint64, n, at)
+        self.version: Ids = np.frombuffer(memory, np.int64, n, at + 8 * n)
+        self.durable: Ids = np.frombuffer(memory, np.int64, n, at + 16 * n)
+        self.distance: NDArray[np.float64] = np.frombuffer(memory, np.float64, n, at + 24 * n)
+        super().__init__(np.frombuffer(memory, np.int64, len(FIELDS), FIELDS_AT))
+        if lock >= 0:
+            _open_arenas.add(self)
+
+    # -- making and finding -------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, folder: Path, layout: Layout, *, run_id: str, epoch: int, place: str = "") -> Arena:
+        """Create an arena in `folder`, and the folder if it is missing. It appears there only when it is complete.
+
+        place: of the store, for people.
+
+        Hand-overs that lie there without an arena mean nothing any more: they are deleted.
+
+        Raises Unavailable (not enough memory: says how much), AccessDenied, Contention (there is one in use),
+        UsageError (there is one that nobody uses: open it).
+        """
+        layout_json = json.dumps(layout.to_json(), separators=(",", ":")).encode()
+        geometry = Geometry(layout, layout_json)
+        temporary = folder / _TEMPORARY
+        lock = lock_folder(folder)
+        try:
+            if os.path.lexists(folder / FILE):
+                raise UsageError(f"there is an arena in {folder} already", hint="open it, or remove it")
+            clear_queue(folder)
+            (folder / LINES).unlink(missing_ok=True)
+            fd = create_file(temporary)
+            try:
+                reserve(fd, geometry.size, folder)
+                memory = map_file(fd, geometry.size)
+            finally:
+                os.close(fd)
+            write_header(memory, layout, layout_json, geometry, run_id, place)
+            arena = cls(memory, layout, geometry, folder, lock)
+            arena.reset()
+            arena.begin_epoch(epoch, again=True)
+            os.rename(temporary, folder / FILE)
+        except BaseException as error:
+            os.close(lock)
+            temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise folder_error(error, temporary) from error
+            raise
+        return arena
+
+    @classmethod
+    def open_existing(cls, folder: Path, *, run_id: str, patience: float = LOCK_SECONDS) -> Arena | None:
+        """Open the arena that a run of this store left in `folder`; None if there is none.
+
+        patience: seconds to wait for a live process to let go of it.
+
+        One from before the machine's last start, which on a disk survives, is deleted: its pages were written back in
+        any order, so generations say nothing about them.
+
+        Raises Contention when a live process uses it, AccessDenied when it is not ours, Corruption when it is not an
+        arena of this store.
+        """
+        path = folder / FILE
+        if not os.path.isdir(folder):
+            return None
+        lock = lock_folder(folder, patience=patience)
+        try:
+            fd = open_file(path)
+            try:
+                layout, geometry = read_header(fd, path, run_id)
+                return cls(map_file(fd, geometry.size), layout, geometry, folder, lock)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            os.close(lock)
+            return None
+        except BeforeBoot as error:
+            log.warning("%s: what it had that the store has not is lost", error.message)
+            clear_queue(folder)
+            (folder / MOVEMENTS).unlink(missing_ok=True)
+            path.unlink()
+            (folder / LINES).unlink(missing_ok=True)
+            os.close(lock)
+            return None
+        except BaseException:
+            os.close(lock)
+            raise
+
+    @classmethod
+    def share(cls, folder: Path, *, run_id: str) -> Arena | None:
+        """Return the arena of a live process, mapped by another one that reads copies and acknowledges them. Takes no
+        lock.
+
+        None when there is none. Raises AccessDenied, Corruption as `open_existing`.
+        """
+        check_both(folder)
+        try:
+            fd = open_file(folder / FILE)
+        except FileNotFoundError:
+            return None
+        try:
+            layout, geometry = read_header(fd, folder / FILE, run_id)
+            return cls(map_file(fd, geometry.size, populate=False), layout, geometry, folder, -1)
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def anonymous(cls, layout: Layout, *, epoch: int = 1) -> Arena:
+        """Make an arena without a file, for one process's use."""
+        geometry = Geometry(layout, b"")
+        arena = cls(mmap.mmap(-1, geometry.size), layout, geometry, None, -1)
+        arena.reset()
+        arena.begin_epoch(epoch, again=True)
+        return arena
+
+    def reset(self) -> None:
+        """Forget all copies."""
+        self.version[:] = NEVER
+        self.durable[:] = NEVER
+        self.distance[:] = np.nan
+        self._clear()
+
+    @property
+    def folder(self) -> Path:
+        """The arena's folder, where hand-overs wait as well."""
+        assert self._folder is not None, "an anonymous arena has no folder"
+        return self._folder
+
+    # -- the store that it belongs to: see `scarctl.arena.kinship` ---------------------------------------------
+
+    @property
+    def lines(self) -> Noted:
+        """By shard, the last known line of its log, and the line once the record under way is there."""
+        return {} if self._folder is None else noted(self._folder)
+
+    def begin_lines(self, lines: Mapping[int, int]) -> None:
+        """See `scarctl.store.line.Companion`. Raises Unavailable when the folder is full."""
+        if self._folder is not None:
+            self._lines = Lines(self._folder, lines)
+
+    def expect(self, shard: int, line: int) -> None:
+        """See `scarctl.store.line.Companion`."""
+        if self._lines is not None:
+            self._lines.expect(shard, line)
+
+    def note(self, shard: int, line: int) -> None:
+        """See `scarctl.store.line.Companion`."""
+        if self._lines is not None:
+            self._lines.note(shard, line)
+
+    # -- copies -------------------------------------------------------------------------------------------------
+
+    def rows(self, g: int, t: int) -> NDArray[np.uint8]:
+        """Return the rows of tensor `t` of group `g`: a writable view, uint8 of shape (rows, bytes per row)."""
+        spec = self.layout.groups[g].tensors[t]
+        flat = np.frombuffer(self._memory, np.uint8, spec.nbytes, self._geometry.tensor_at[g][t])
+        return flat.reshape(spec.rows, spec.row_bytes)
+
+    def source(self, g: int, t: int, start: int, stop: int) -> memoryview:
+        """Return the bytes of rows [start, stop) of a tensor, without a copy, for writing a segment."""
+        spec = self.layout.groups[g].tensors[t]
+        at = self._geometry.tensor_at[g][t]
+        return memoryview(self._memory)[at + start * spec.row_bytes : at + stop * spec.row_bytes]
+
+    def memory(self) -> NDArray[np.uint8]:
+        """Return all tensors in one piece: a writable view, uint8 of shape (bytes,), which begins on a page."""
+        at = self._geometry.tensors_at
+        return np.frombuffer(self._memory, np.uint8, self._geometry.size - at, at)
+
+    def begin(self, ids: Ids) -> None:
+        """A copy into these partitions starts: until `end` they are not intact."""
+        if len(ids):
+            self.name_whole("")
+        self.generation[ids] |= np.uint64(1)
+
+    def end(self, ids: Ids, version: int) -> None:
+        """The copy into these partitions is complete, and is `version`.
+
+        Where the store has that version already, from before what was written now, the copy is pending again.
+        """
+        self.version[ids] = version
+        again = ids[self.durable[ids] == version]
+        self.durable[again] = NEVER
+        self.generation[ids] += self.generation[ids] & np.uint64(1)
+
+    def newest(self) -> Ids:
+        """Return the version that every copy is good for: its own, or the newest sealed one if that came later."""
+        return np.where(self.version >= 0, np.maximum(self.version, self.sealed), np.int64(NEVER))
+
+    def lifted(self, versions: Ids) -> Ids:
+        """Return the versions for comparing, int64 of any shape: what this arena's process has saved counts as of one
+        epoch.
+
+        A copy may be older, by its epoch, than the commit that made it durable: the daemon was replaced in between.
+        """
+        epochs = epoch_of(versions)
+        same = (epochs >= self.base_epoch) & (epochs <= self.epoch)
+        return np.where(same, pack(max(self.epoch, 1), 0) | step_of(versions), versions)
+
+    def unseal(self) -> None:
+        """Write the sealed version into the partitions, before one of them gets an older copy."""
+        newest = self.newest()
+        self.durable[:] = np.where(self.durable == self.version, newest, self.durable)
+        self.version[:] = newest
+        self.seal(NEVER)
+
+    def relabel(self, ids: Ids, version: int) -> None:
+        """The copies of these partitions count as `version`, and wait for the store."""
+        if len(ids):
+            self.name_whole("")
+        self.version[ids] = version
+        self.durable[ids] = NEVER
+
+    def spoil(self, ids: Ids) -> None:
+        """The copies of these partitions are no good: as if a process had died while it copied."""
+        self.begin(ids)
+        self.version[ids] = self.durable[ids]
+
+    def acknowledge(self, ids: Ids, version: int, generation: NDArray[np.uint64] | None = None) -> None:
+        """The store has `version` of these partitions, durably.
+
+        generation: of `ids` when they were read for the store. What was copied again since then stays pending, also
+        when it is of the same version.
+        """
+        self.durable[ids] = version
+        if generation is not None:
+            # Looked at only now: a copy that begins later finds `version` in durable, and `end` takes it back.
+            newer = ids[self.generation[ids] != generation]
+            self.durable[newer] = NEVER
+
+    def mark_all_durable(self, whole: str) -> None:
+        """Note that the store's newest state is the one that the arena has, the commit `whole`: it was rolled back."""
+        self.durable[:] = self.version
+        self.seal(NEVER)
+        self.name_whole(whole)
+
+    def relabel_all(self, current: NDArray[np.bool_], waiting: NDArray[np.bool_], epoch: int) -> None:
+        """Count the copies `current` as saved in `epoch`, at their steps, and forget the others.
+
+        current, waiting: bool of shape (layout.partitions,). The store has all but the copies `waiting`.
+        """
+        self.version[:] = np.where(current, pack(epoch, 0) | step_of(self.version), NEVER)
+        self.durable[:] = np.where(waiting, NEVER, self.version)
+
+    def note_distances(self, distance: float | NDArray[np.float64], ids: Ids | None = None) -> None:
+        """Note how far live values are from the copies of `ids`, or of all partitions; NaN when unknown."""
+        self.distance[slice(None) if ids is None else ids] = distance
+
+    def pending(self) -> NDArray[np.bool_]:
+        """Return the partitions whose copy still waits for the store: bool of shape (layout.partitions,)."""
+        waiting = np.empty(self.version.size, dtype=bool)
+        for first in range(0, waiting.size, _CHUNK):
+            part = slice(first, first + _CHUNK)
+            version = self.version[part]
+            np.logical_and(version != self.durable[part], version >= 0, out=waiting[part])
+        return waiting
+
+    def intact(self) -> NDArray[np.bool_]:
+        """Return the partitions that have a complete copy: bool of shape (layout.partitions,)."""
+        whole = np.empty(self.version.size, dtype=bool)
+        for first in range(0, whole.size, _CHUNK):
+            part = slice(first, first + _CHUNK)
+            even = (self.generation[part] & np.uint64(1)) == 0
+            np.logical_and(even, self.version[part] >= 0, out=whole[part])
+        return whole
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of the lock. The file stays; views stay valid."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+    def remove(self) -> None:
+        """Delete the file, and the folder when nothing else is in it, then close.
+
+        Does nothing when closed before, or in a forked child: the arena may be another process's by then.
+        """
+        if self._folder is not None and self._lock >= 0:
+            # Nobody looks for movements without an arena: a process may be killed in between.
+            (self._folder / MOVEMENTS).unlink(missing_ok=True)
+            (self._folder / FILE).unlink(missing_ok=True)
+            (self._folder / LINES).unlink(missing_ok=True)
+            try:
+                os.rmdir(self._folder)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                    raise folder_error(error, self._folder) from error
+        self.close()
+
+
+_open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # A child that outlives its parent must not keep the lock.
+    for arena in list(_open_arenas):
+        arena.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,98 @@
+"""Hold an arena's counters: eight numbers in its header that say whose copies it has, and how far they are."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.arena.header import FIELDS
+from scarctl.state.version import NEVER
+
+_EPOCH, _HEAD_STEP, _PID, _SEALED, _ERRORS, _BASE_EPOCH = range(6)
+_WHOLE = slice(6, 8)
+
+
+class Fields:
+    """The counters, int64 of shape (8,) in a mapped file. Another process may read each at any time."""
+
+    def __init__(self, words: NDArray[np.int64]) -> None:
+        assert words.size == len(FIELDS)
+        self._words = words
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the process that writes copies."""
+        return int(self._words[_EPOCH])
+
+    @property
+    def base_epoch(self) -> int:
+        """First epoch of the process that writes copies. A daemon that replaces another begins a later one."""
+        return int(self._words[_BASE_EPOCH]) or self.epoch
+
+    def begin_epoch(self, epoch: int, *, again: bool = False) -> None:
+        """Save copies in `epoch` from now on.
+
+        again: the process that writes copies has saved in earlier epochs since `base_epoch`, and continues.
+        """
+        # In this order, a process that dies in between leaves an empty range of epochs: `lifted` lifts nothing.
+        if not again:
+            self._words[_BASE_EPOCH] = epoch
+        self._words[_EPOCH] = epoch
+
+    @property
+    def head_step(self) -> int:
+        """Iterations that the training process has finished."""
+        return int(self._words[_HEAD_STEP])
+
+    def reach(self, step: int) -> None:
+        """Note that the training process has finished `step` iterations."""
+        self._words[_HEAD_STEP] = step
+
+    @property
+    def pid(self) -> int:
+        """Process that writes copies."""
+        return int(self._words[_PID])
+
+    def take_over(self, pid: int | None = None) -> None:
+        """Note that process `pid` writes copies from now on. The default is this process."""
+        self._words[_PID] = os.getpid() if pid is None else pid
+
+    @property
+    def errors(self) -> int:
+        """Faults while saving that the run has counted."""
+        return int(self._words[_ERRORS])
+
+    def note_errors(self, count: int) -> None:
+        """Note how many faults while saving the run has counted."""
+        self._words[_ERRORS] = count
+
+    @property
+    def sealed(self) -> int:
+        """Version of the newest sealed commit: what was saved before was equal to the live values then."""
+        return int(self._words[_SEALED])
+
+    def seal(self, version: int) -> None:
+        """Note that the newest sealed commit is of `version`."""
+        self._words[_SEALED] = version
+
+    @property
+    def whole(self) -> str:
+        """Name of the commit of the whole state that all copies are of: 32 hex digits, "" when they are of none.
+
+        Equal versions do not say as much: at one step the state may be saved, changed by no step, and saved again.
+        """
+        words = self._words[_WHOLE].astype(">i8").tobytes()
+        return words.hex() if any(words) else ""
+
+    def name_whole(self, whole: str) -> None:
+        """Note of which commit of the whole state all copies are; "" for none."""
+        # A process that is killed in between leaves words that no other commit has.
+        self._words[_WHOLE] = np.frombuffer(bytes.fromhex(whole or "0" * 32), ">i8")
+
+    def _clear(self) -> None:
+        """Forget what the copies were, for a process that begins with none."""
+        self.take_over()
+        self.seal(NEVER)
+        self.name_whole("")

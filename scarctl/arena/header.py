@@ -1,0 +1,161 @@
+"""Lay out the arena's file and check its header before anything in it is believed."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import stat
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scarctl.errors import AccessDenied, Corruption
+from scarctl.state.layout import Layout
+from scarctl.state.version import MAX_EPOCH, MAX_STEP, NEVER, pack
+from scarctl.util.text import printable
+
+FILE = "arena"
+MOVEMENTS = "movements"
+"""Beside it, if there is one: see `scarctl.arena.movements`."""
+_MAGIC = b"SCARaren"
+_FORMAT = 1
+_HEADER = 4096
+_FIXED = struct.Struct("<8sIIQQQQQQ32s16s16s")
+# magic, format, header, file, partitions, json at, json, arrays, tensors, layout digest, store, boot
+FIELDS_AT = 256
+FIELDS = ("epoch", "head_step", "pid", "sealed", "errors", "base_epoch", "whole", "whole_low")
+_PLACE_AT = 512
+_PAGE = 4096
+_ALIGNED = 64
+_MAX_LAYOUT_JSON = 64 << 20
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Geometry:
+    """Offsets of everything in the file, from the layout alone."""
+
+    def __init__(self, layout: Layout, layout_json: bytes) -> None:
+        self.json_at = _HEADER
+        self.arrays_at = _round_up(self.json_at + len(layout_json), _ALIGNED)
+        self.tensors_at = _round_up(self.arrays_at + 4 * 8 * layout.partitions, _PAGE)
+        self.tensor_at: list[list[int]] = []
+        at = self.tensors_at
+        for group in layout.groups:
+            offsets = []
+            for spec in group.tensors:
+                offsets.append(at)
+                at = _round_up(at + spec.nbytes, _ALIGNED)
+            self.tensor_at.append(offsets)
+        self.size = _round_up(at, _PAGE)
+
+
+def write_header(
+    memory: mmap.mmap, layout: Layout, layout_json: bytes, geometry: Geometry, run_id: str, place: str
+) -> None:
+    text = os.fsencode(place)
+    if _PLACE_AT + 2 + len(text) <= _HEADER:
+        memory[_PLACE_AT : _PLACE_AT + 2 + len(text)] = len(text).to_bytes(2, "little") + text
+    memory[geometry.json_at : geometry.json_at + len(layout_json)] = layout_json
+    fixed = _FIXED.pack(
+        _MAGIC,
+        _FORMAT,
+        _HEADER,
+        geometry.size,
+        layout.partitions,
+        geometry.json_at,
+        len(layout_json),
+        geometry.arrays_at,
+        geometry.tensors_at,
+        bytes.fromhex(layout.digest),
+        bytes.fromhex(run_id[:32]),
+        boot_id(),
+    )
+    memory[: len(fixed)] = fixed
+
+
+def read_header(fd: int, path: Path, run_id: str) -> tuple[Layout, Geometry]:
+    """Return the layout and offsets of an existing arena. Checks every number against the layout."""
+    status = os.fstat(fd)
+    if (
+        not stat.S_ISREG(status.st_mode)
+        or status.st_uid != os.getuid()
+        or stat.S_IMODE(status.st_mode) & 0o077
+        or status.st_nlink > 1  # somewhere else it has another name, and is another thing
+    ):
+        raise AccessDenied(
+            f"{path} is not a private file of yours", hint="another user may have made it: remove it"
+        )
+    head = os.pread(fd, _FIXED.size, 0)
+    if len(head) < _FIXED.size:
+        raise not_an_arena(path, "it is too short")
+    fields: tuple[Any, ...] = _FIXED.unpack(head)
+    magic, version, header, size, partitions, json_at, json_size, arrays_at, tensors_at, *ids = fields
+    digest, store, boot = ids
+    if magic != _MAGIC or header != _HEADER or json_at != _HEADER:
+        raise not_an_arena(path, "its header is not one")
+    if version != _FORMAT:
+        raise not_an_arena(path, f"it has format {version}, this scarctl knows {_FORMAT}")
+    if store.hex() != run_id[:32]:
+        raise not_an_arena(path, "it belongs to another store")
+    if size != status.st_size or json_size > _MAX_LAYOUT_JSON or json_at + json_size > size:
+        raise not_an_arena(path, "its size is not what the header says")
+    layout_json = os.pread(fd, json_size, json_at)
+    try:
+        layout = Layout.from_json(json.loads(layout_json))
+    except (ValueError, RecursionError, Corruption) as error:
+        raise not_an_arena(path, f"its layout cannot be read: {error}") from error
+    geometry = Geometry(layout, layout_json)
+    mine = (geometry.size, layout.partitions, geometry.arrays_at, geometry.tensors_at, layout.digest)
+    if mine != (size, partitions, arrays_at, tensors_at, digest.hex()):
+        raise not_an_arena(path, "its header does not fit its layout")
+    if not _possible(os.pread(fd, 8 * len(FIELDS), FIELDS_AT)):
+        raise not_an_arena(path, "its numbers are impossible")
+    if boot != boot_id():
+        raise BeforeBoot(f"{path} is from before this machine's last start", hint="it is of no use any more")
+    return layout, geometry
+
+
+def read_place(fd: int) -> str:
+    """Return where the store is that the arena belongs to, for people; "" where it does not say."""
+    raw = os.pread(fd, _HEADER - _PLACE_AT, _PLACE_AT)
+    return printable(os.fsdecode(raw[2 : 2 + int.from_bytes(raw[:2], "little")]))
+
+
+def _possible(fields: bytes) -> bool:
+    """Return whether the numbers after the header are such as a run writes."""
+    numbers: list[int] = np.frombuffer(fields, np.int64).tolist()
+    epoch, head_step, pid, sealed, errors, base_epoch, *_ = numbers
+    return (
+        0 <= epoch <= MAX_EPOCH
+        and 0 <= base_epoch <= MAX_EPOCH
+        and NEVER <= head_step <= MAX_STEP
+        and 0 <= pid < 1 << 31
+        and NEVER <= sealed <= pack(MAX_EPOCH, MAX_STEP)
+        and errors >= 0
+    )
+
+
+class BeforeBoot(Corruption):
+    """The arena is from before the machine's last start: its generations say nothing about its copies."""
+
+
+def boot_id() -> bytes:
+    """Return an identity of this start of the machine: 16 bytes; zeros if the system does not say."""
+    try:
+        return bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))
+    except (OSError, ValueError):
+        return bytes(16)
+
+
+def not_an_arena(path: Path, reason: str) -> Corruption:
+    return Corruption(
+        f"{path} is not an arena of this run: {reason}",
+        hint="the store is not affected; remove that file to continue without it",
+    )
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

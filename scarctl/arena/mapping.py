@@ -1,0 +1,41 @@
+"""Create, open and map the file of an arena: private, no symbolic link, and shared between processes."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+
+from scarctl.arena.folder import folder_error
+from scarctl.arena.header import not_an_arena
+
+
+def open_file(path: Path) -> int:
+    """Open an existing file. Raise FileNotFoundError, AccessDenied; Corruption unless it is a plain file."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise folder_error(error, path) from error
+        raise not_an_arena(path, error.strerror or "unreadable") from error
+
+
+def create_file(path: Path) -> int:
+    """Create a private file in place of one that a killed process may have left. Raise AccessDenied, Unavailable."""
+    try:
+        path.unlink(missing_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise folder_error(error, path) from error
+
+
+def map_file(fd: int, size: int, *, populate: bool = True) -> mmap.mmap:
+    """Map a file of `size` bytes, shared and writable.
+
+    populate: map all pages now. With page faults on first touch, the first checkpoint takes several times as long.
+    """
+    flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
+    return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)

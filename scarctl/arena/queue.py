@@ -1,0 +1,251 @@
+"""Queue hand-overs from the training process to the persister: small files in the arena's folder.
+
+A hand-over names partitions whose copies in the arena are complete, and brings the extras of their step. It is a
+safetensors file that appears at once, under a number of its own. So the queue outlives both processes, and what is
+found in it is whole. It is not synced: like the arena it means nothing any more when the machine was started
+anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scarctl.arena.folder import clear_queue, folder_error
+from scarctl.errors import Corruption
+from scarctl.state import codec
+from scarctl.state.version import MAX_EPOCH, pack
+from scarctl.store.backends.local_files import os_error
+from scarctl.store.format import (
+    canonical,
+    dump_header,
+    encode_header,
+    header_length,
+    is_hex,
+    parse_header,
+)
+from scarctl.util.arrays import Ids
+
+log = logging.getLogger("scarctl")
+
+_NAME = re.compile(r"handover-([0-9]{20})\.safetensors", re.ASCII)
+_TEMPORARY = ".handover-"
+_ABANDONED = 60.0
+"""Seconds after which a file that is not in the queue yet is of a process that was killed."""
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+_IDS = "scarctl/partitions"
+_EXTRAS = "scarctl/extras/"
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Copies in the arena that are to become durable."""
+
+    number: int
+    """Place in the queue."""
+    version: int
+    ids: Ids
+    """Ascending."""
+    whole: str
+    """The commit of the whole state that this is, 32 hex digits: whatever is not in `ids` equals its newest copy. ""
+    when it is of a part."""
+    extras: Any
+    """None if the process died before it handed them over."""
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the whole state is of this version."""
+        return bool(self.whole)
+
+
+class HandOverQueue:
+    """Hand-overs in an arena's folder, in the order in which they were put.
+
+    By one process, as a rule; when it has died its daemon and a rank that rescues its state may both put some.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._next = 1
+
+    def put(self, *, version: int, ids: Ids, whole: str = "", extras: Any) -> int:
+        """Queue a hand-over and return its number. Raises Unavailable when the folder is full."""
+        temporary = self._write(version, ids, whole, extras)
+        with self._lock:
+            try:
+                while True:
+                    # Looked up every time: others may have put into it, too.
+                    number = max(self._next, max(_numbers(self._folder), default=0) + 1)
+                    if _publish(temporary, self._path(number)):
+                        break
+            except OSError as error:
+                raise folder_error(error, temporary) from error
+            finally:
+                temporary.unlink(missing_ok=True)
+            self._next = number + 1
+        return number
+
+    def unseal(self) -> None:
+        """Have nothing that waits seal the state any more, while no thread saves. Raises what `put` raises."""
+        for one in self.pending():
+            if not one.sealed:
+                continue
+            temporary = self._write(one.version, one.ids, "", one.extras)
+            try:
+                os.replace(temporary, self._path(one.number))
+            except OSError as error:
+                temporary.unlink(missing_ok=True)
+                raise folder_error(error, temporary) from error
+
+    def _write(self, version: int, ids: Ids, whole: str, extras: Any) -> Path:
+        """Write a file that is not in the queue yet."""
+        text, tensors = codec.encode(extras) if extras is not None else ("", {})
+        parts = [np.ascontiguousarray(ids, dtype="<i8").tobytes(), *(bytes(t.data) for t in tensors.values())]
+        metadata = {"version": str(version), "whole": whole, "extras": text}
+        metadata["digest"] = _digest(metadata, b"".join(parts))
+        header = dump_header(
+            [(_IDS, "I64", (len(ids),)), *((_EXTRAS + n, t.dtype, t.shape) for n, t in tensors.items())],
+            metadata,
+        )
+        temporary = self._folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            with open(temporary, "xb", opener=_private) as file:
+                file.writelines([encode_header(header), *parts])
+        except BaseException as error:
+            temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise folder_error(error, temporary) from error
+            raise
+        return temporary
+
+    def sweep(self) -> None:
+        """Delete what processes that were killed had not put into the queue yet."""
+        for path in self._folder.glob(f"{_TEMPORARY}*"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _ABANDONED:
+                    path.unlink()
+
+    def numbers(self) -> list[int]:
+        """Numbers of all that waits, in order."""
+        return sorted(_numbers(self._folder))
+
+    def read(self, number: int) -> HandOver:
+        """Return one hand-over. Raises FileNotFoundError; Corruption when it is not what `put` wrote."""
+        path = self._path(number)
+        try:
+            with open(path, "rb", opener=_no_links) as file:
+                size = os.fstat(file.fileno()).st_size
+                prefix = file.read(8)
+                prefix += file.read(header_length(prefix, size, path) - 8)
+                header = parse_header(prefix, size, path)
+                data = file.read(size - len(prefix))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise os_error(error, path, "read") from error
+        except MemoryError:
+            raise Corruption(f"{path}: it claims {size} bytes") from None
+        try:
+            version = int(header.metadata["version"])
+            # One of an earlier version of scarctl has no identity, and seals nothing.
+            whole = header.metadata.get("whole", "")
+            text, digest = header.metadata["extras"], header.metadata.pop("digest")
+        except (KeyError, ValueError) as error:
+            raise Corruption(f"{path} is not a hand-over: {error}") from error
+        if _digest(header.metadata, data) != digest:
+            raise Corruption(f"{path}: its checksum does not match its content")
+        entry = header.entry(_IDS, "I64", (-1,), path)
+        first = header.length
+        ids = np.frombuffer(data[entry.start - first : entry.stop - first], "<i8").astype(np.int64)
+        tensors = {
+            name.removeprefix(_EXTRAS): codec.RawTensor(
+                e.dtype, e.shape, data[e.start - first : e.stop - first]
+            )
+            for name, e in header.tensors.items()
+            if name.startswith(_EXTRAS)
+        }
+        if not 0 < version < pack(MAX_EPOCH, 0) or (ids < 0).any() or (ids[1:] <= ids[:-1]).any():
+            raise Corruption(f"{path} is not a hand-over: its numbers are impossible")
+        if whole and not is_hex(whole, 32):
+            raise Corruption(f"{path} is not a hand-over: it names no whole state")
+        return HandOver(number, version, ids, whole, codec.decode(text, tensors) if text else None)
+
+    def pending(self) -> list[HandOver]:
+        """Return all that waits and can be read. What cannot is set aside as `*.bad`, and logged: its partitions are
+        still in the arena, marked as pending.
+        """
+        found = []
+        for number in self.numbers():
+            try:
+                found.append(self.read(number))
+            except FileNotFoundError:
+                continue  # the persister was faster
+            except Corruption as error:
+                log.error("a hand-over cannot be read and is set aside: %s", error)
+                self.set_aside(number)
+        return found
+
+    def set_aside(self, number: int) -> None:
+        """Take one that cannot be used out of the queue, for people to look at."""
+        path = self._path(number)
+        os.replace(path, path.removesuffix(".safetensors") + ".bad")
+
+    def remove(self, number: int) -> None:
+        """Take one out of the queue: it is durable."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path(number))
+
+    def clear(self) -> None:
+        """Forget all that waits, and what was set aside."""
+        clear_queue(self._folder)
+
+    def _path(self, number: int) -> str:
+        # No Path: each one adds its name to a table of the interpreter's.
+        return f"{self._folder}/handover-{number:020d}.safetensors"
+
+
+def _numbers(folder: Path) -> list[int]:
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise folder_error(error, folder) from error
+    return [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
+
+
+def _digest(metadata: Mapping[str, str], data: bytes) -> str:
+    return hashlib.sha256(canonical(dict(metadata)) + data).hexdigest()
+
+
+def _publish(temporary: Path, path: str) -> bool:
+    """Give a file its name, unless another one has it."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        os.rename(temporary, path)  # a folder without hard links
+    return True
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _no_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -1,0 +1,180 @@
+"""Find the arenas of dead runs, and remove those whose copies the store has."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from scarctl.arena.folder import check_private, lock_folder
+from scarctl.arena.header import FILE, MOVEMENTS
+from scarctl.arena.kinship import ASIDE
+from scarctl.arena.lines import FILE as LINES
+from scarctl.arena.lines import fit
+from scarctl.arena.view import ArenaView, peek
+from scarctl.errors import Contention, ScarError
+from scarctl.state.version import step_of
+from scarctl.store import Store
+
+log = logging.getLogger("scarctl")
+
+DAY = 86400.0
+_RUN_ID = re.compile(
+    rf"(?P<store>[0-9a-f]{{32}})(\.[0-9a-f]{{16}})?(-(?P<shard>[0-9]{{1,6}}))?({re.escape(ASIDE)})?", re.ASCII
+)
+_HANDOVER = "handover-*.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class StaleArena:
+    """An arena that no live process owns."""
+
+    id: str
+    """Place of the store that its run saved to."""
+    folder: Path
+    nbytes: int
+    seconds: float
+    """Time since its run handed over something, or since the store took the last of it."""
+    pid: int
+    head_step: int
+    durable_step: int
+    pending: int
+    """Partitions whose newest copy the store has not; -1 when the arena cannot be read."""
+    handovers: int
+    """Hand-overs in its queue."""
+    place: str = ""
+    """Where the store is, for people; "" where the arena does not say."""
+    foreign: bool = False
+    """Whether it does not belong to that store any more: see `scarctl.arena.kinship`."""
+
+    @property
+    def aside(self) -> bool:
+        """Whether it was set aside: no session will look at it again."""
+        return self.folder.name.endswith(ASIDE)
+
+    @property
+    def durable(self) -> bool:
+        """Whether the store has all that is in it."""
+        return self.pending == 0 and self.handovers == 0 and not self.foreign
+
+
+def survey(folder: Path, live: frozenset[str] = frozenset()) -> list[StaleArena]:
+    """Return the arenas in the host folder whose process is gone. Takes no lock: it disturbs nobody.
+
+    live: stores whose runs another process, the daemon, still looks after.
+
+    Raises AccessDenied when the folder is not ours.
+    """
+    return [
+        arena for path in _folders(folder) if path.name not in live and (arena := _look(path)) is not None
+    ]
+
+
+def reap(folder: Path, *, older_than: float = 0.0) -> list[StaleArena]:
+    """Remove arenas in the host folder whose run is dead, which the store has all of or which were set aside, and which
+    nothing happened to for `older_than` seconds. Returns what was removed. A fault is logged, never raised.
+    """
+    removed = []
+    try:
+        for path in _folders(folder):
+            if _age(path) >= older_than and (arena := _remove(path)) is not None:
+                log.info("removed the arena of a dead run: %s, %d bytes", path, arena.nbytes)
+                removed.append(arena)
+    except (ScarError, OSError) as error:
+        log.warning("arenas of dead runs cannot be looked for: %s", error)
+    return removed
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    """Yield the folders of arenas, in order of their names. Nothing when the host folder is not there."""
+    if os.path.lexists(folder):
+        check_private(folder)
+        yield from sorted(
+            path
+            for path in folder.iterdir()
+            if _RUN_ID.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+        )
+
+
+def _look(path: Path, *, dead: bool = False) -> StaleArena | None:
+    """Return the arena in `path`; None if there is none, or a process has its number that is not known to be dead."""
+    try:
+        nbytes = os.stat(path / FILE, follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return None
+    view = peek(str(path.parents[1]), path.name)
+    if view is not None and not dead and view.alive:
+        return None
+    return StaleArena(
+        id=path.name,
+        folder=path,
+        nbytes=nbytes,
+        seconds=_age(path),
+        pid=view.pid if view else 0,
+        head_step=view.head_step if view else -1,
+        durable_step=step_of(int(view.durable.max(initial=-1))) if view else -1,
+        pending=view.pending if view else -1,
+        handovers=sum(1 for _ in path.glob(_HANDOVER)),
+        place=view.place if view else "",
+        foreign=view is not None and _is_foreign(path, view),
+    )
+
+
+def _is_foreign(path: Path, view: ArenaView) -> bool:
+    """Return whether the store that an arena names says so. A store that is away, or is no folder, says nothing."""
+    run = _RUN_ID.fullmatch(path.name)
+    if path.name.endswith(ASIDE):
+        return True
+    if run is None or not os.path.isabs(view.place):
+        return False
+    try:
+        store = Store.open(view.place)
+        if store.id != run["store"]:
+            return True
+        own = store if run["shard"] is None else store.of_shard(int(run["shard"]))
+        return not fit(view.lines, own.lines())
+    except (ScarError, OSError):
+        return False
+
+
+def _remove(path: Path) -> StaleArena | None:
+    """Remove the arena if that loses nothing; None when it stays. Its lock proves that the run is dead."""
+    try:
+        lock = lock_folder(path, patience=0.0)
+    except Contention:
+        return None
+    except ScarError as error:
+        log.warning("%s", error)
+        return None
+    try:
+        arena = _look(path, dead=True)
+        if arena is None or not (arena.durable or arena.aside):
+            return None
+        if arena.aside:
+            shutil.rmtree(path)
+            return arena
+        (path / MOVEMENTS).unlink(missing_ok=True)
+        (path / FILE).unlink()
+        (path / LINES).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what is set aside there is for people to look at
+            path.rmdir()
+        return arena
+    finally:
+        os.close(lock)
+
+
+def _age(path: Path) -> float:
+    """Return the seconds since something was put into the folder, or taken out of it.
+
+    The arena's own time says nothing: writing through a map need not change it.
+    """
+    try:
+        return max(0.0, time.time() - path.stat(follow_symlinks=False).st_mtime)
+    except FileNotFoundError:
+        return 0.0

@@ -1,0 +1,113 @@
+"""Read an arena without its lock: what a run that may be alive knows about its partitions."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.arena.folder import arena_folder, check_both
+from scarctl.arena.header import FIELDS, FIELDS_AT, FILE, read_header, read_place
+from scarctl.arena.lines import Noted, noted
+from scarctl.errors import AccessDenied, Corruption, ScarError
+from scarctl.state.layout import Layout
+
+log = logging.getLogger("scarctl")
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaView:
+    """Copies of an arena's small arrays at one moment. The state itself is not read."""
+
+    layout: Layout
+    head_step: int
+    pid: int
+    errors: int
+    """Faults while saving that the run has counted."""
+    sealed: int
+    """Version of the newest sealed commit."""
+    lines: Noted
+    """See `Arena.lines`."""
+    place: str
+    """Where the store is, for people; "" where the arena does not say."""
+    version: NDArray[np.int64]
+    durable: NDArray[np.int64]
+    distance: NDArray[np.float64]
+
+    @property
+    def alive(self) -> bool:
+        """Whether a process with the run's number is there now."""
+        if self.pid <= 0:
+            return False  # to the system that is a group of processes
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+    @property
+    def pending(self) -> int:
+        """Partitions whose copy still waits for the store."""
+        return int(((self.version != self.durable) & (self.version >= 0)).sum())
+
+
+def peek(base: str | None, run_id: str) -> ArenaView | None:
+    """Read what the arena of a run on this host says; None if there is none to read.
+
+    Takes no lock: numbers of a run that is alive may be a moment apart. Whether it belongs to the store as that is now
+    says `kinship.view_of`. `base` as for `arena_folder`.
+    """
+    folder = arena_folder(base, run_id)
+    path = folder / FILE
+    try:
+        check_both(folder)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        log.warning("%s cannot be looked at: %s", path, error.strerror)
+        return None
+    except ScarError as error:
+        log.warning("%s", error)
+        return None
+    try:
+        layout, geometry = read_header(fd, path, run_id)
+        place = read_place(fd)
+        n = layout.partitions
+        fields = np.frombuffer(_read(fd, path, FIELDS_AT, 8 * len(FIELDS)), np.int64)
+        arrays = np.frombuffer(_read(fd, path, geometry.arrays_at, 32 * n), np.int64).reshape(4, n)
+    except (AccessDenied, Corruption) as error:
+        log.warning("%s", error)
+        return None
+    finally:
+        os.close(fd)
+    named = dict(zip(FIELDS, fields.tolist(), strict=True))
+    return ArenaView(
+        layout,
+        named["head_step"],
+        named["pid"],
+        named["errors"],
+        named["sealed"],
+        noted(folder),
+        place,
+        version=arrays[1],
+        durable=arrays[2],
+        distance=arrays[3].view(np.float64),
+    )
+
+
+def _read(fd: int, path: Path, at: int, size: int) -> bytes:
+    parts: list[bytes] = []
+    while size > 0:
+        part = os.pread(fd, min(size, 1 << 26), at)
+        if not part:
+            raise Corruption(f"{path} ends too early", hint="the store is not affected")
+        parts.append(part)
+        at, size = at + len(part), size - len(part)
+    return b"".join(parts)

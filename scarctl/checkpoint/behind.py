@@ -1,0 +1,138 @@
+"""Warn that the store is behind training: by how many iterations, why, and which setting to change."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.arena.arena import Arena
+from scarctl.config import SessionSettings
+from scarctl.persist.saver import Saver
+from scarctl.persist.speed import Speed
+from scarctl.policy.interval import Cadence
+from scarctl.state.caveats import Caveats
+from scarctl.state.version import step_of
+
+log = logging.getLogger("scarctl")
+
+KIND = "behind"
+"""Kind of the caveat."""
+TURNS = 2
+"""A longer lag is reported, in turns: a turn is the iterations in which the whole state is saved once."""
+_STUCK = 60
+"""Seconds after which copies that wait for the store are reported."""
+_LONG = 10
+"""Turns without a lag after which a new lag is reported again."""
+_HALF = 0.5
+_NEW = 0.2  # weight of a new measurement
+
+
+class Behind:
+    """Checks the lag of one session's store whenever a checkpoint is made. Not thread-safe."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        cadence: Cadence,
+        settings: SessionSettings,
+        shards: int,
+        budget: int,
+        caveats: Caveats,
+    ) -> None:
+        """shards: number of shards that this session saves. budget: bytes of state that a checkpoint may save."""
+        self._arena = arena
+        self._cadence = cadence
+        self._settings = settings
+        self._shards = shards
+        self._budget = budget
+        self._caveats = caveats
+        self._said = 0
+        """The newest reported lag, in iterations."""
+        self._behind_at = 0
+        """The newest step at which the lag was more than a turn."""
+        self._seen: tuple[int, float] | None = None
+        self._step_seconds: float | None = None
+        self._oldest, self._oldest_since = -1, math.inf
+        """Version of the oldest copy that waits for the store, and the time since when it has been the oldest."""
+
+    @property
+    def turn(self) -> int:
+        """Number of iterations in which the whole state is saved once."""
+        fraction = 1.0 if self._settings.policy == "full" else self._settings.fraction * self._cadence.share
+        return math.ceil(self._cadence.interval / min(1.0, fraction))
+
+    def look(self, pending: NDArray[np.bool_], step: int, saver: Saver) -> None:
+        """Report the lag if it has grown too large.
+
+        pending: partitions whose copies wait for the store, bool of shape (partitions,). step: iterations finished.
+        """
+        now = time.monotonic()
+        if self._seen is not None and step > self._seen[0]:
+            seconds = (now - self._seen[1]) / (step - self._seen[0])
+            before = seconds if self._step_seconds is None else self._step_seconds
+            self._step_seconds = before + _NEW * (seconds - before)
+        self._seen = step, now
+        versions = self._arena.version[pending]
+        oldest = int(versions.min()) if versions.size else -1
+        self._look_for_standstill(oldest, now)
+        lag = max(0, step - int(step_of(oldest))) if oldest >= 0 else 0
+        if lag <= self.turn:
+            self._caveats.withdraw(KIND)
+            if step > self._behind_at + _LONG * self.turn:
+                self._said = 0
+            return
+        self._behind_at = step
+        if lag > TURNS * self.turn and lag >= 2 * self._said:
+            self._said = lag
+            self._caveats.say(KIND, self._text(lag, step, saver.speed), inexact=False)
+
+    def _text(self, lag: int, step: int, speed: Speed | None) -> str:
+        turn, interval = self.turn, self._cadence.interval
+        text = (
+            f"step {step}: the store is {lag} iterations behind. All of the state is to be saved every {turn}. "
+            "What this host's memory holds is younger, and is lost with the host."
+        )
+        period = interval * self._step_seconds if self._step_seconds else None
+        if speed is None or period is None:
+            return f"{text} Nothing was measured yet: `scarctl daemon status` shows what waits."
+        text += (
+            f" Measured: {speed.handover_seconds:.3g} s for a checkpoint, one every {period:.3g} s; "
+            f"{speed.bytes_per_second / 1e6:.3g} MB/s and {speed.commits_per_second:.3g} commits/s."
+        )
+        needed = math.ceil(interval * 1.25 * speed.handover_seconds / period)
+        pace = f'Set interval={max(needed, interval + 1)} or more, or interval="auto"'
+        if speed.processor_share > _HALF:
+            share = round(100 * speed.processor_share)
+            reason = f"The saving threads wait for a processor {share} % of their time. Leave them one, or: {pace}."
+        elif speed.fixed_share is None:
+            reason = f"{pace}."
+        elif speed.fixed_share > _HALF:
+            fewer = f", or fewer than {self._shards} shards" if self._shards > 1 else ""
+            reason = (
+                "Most of that time goes into commits, whatever their size (fsync, requests). "
+                f"{pace} with a larger fraction{fewer}."
+            )
+        else:
+            reason = f"Most of that time goes into bytes. {pace}, or a smaller fraction."
+        largest = int(self._arena.layout.partition_bytes.max(initial=0))
+        if largest > self._budget:
+            reason += (
+                f" The largest partition has {largest:,} bytes, a checkpoint's budget is {self._budget:,}: "
+                "partition_bytes makes it smaller in a new store."
+            )
+        return f"{text} {reason}"
+
+    def _look_for_standstill(self, oldest: int, now: float) -> None:
+        if oldest < 0 or oldest != self._oldest:
+            self._oldest, self._oldest_since = oldest, now
+        elif now > self._oldest_since + _STUCK:
+            self._oldest_since = math.inf  # said once
+            log.warning(
+                "copies of step %d have waited for the store for more than %d s: `scarctl daemon status` may show why",
+                step_of(oldest),
+                _STUCK,
+            )

@@ -1,0 +1,181 @@
+"""The live model and the layout: which tensor is which group, and whether they still fit."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from scarctl.adapter import Adapter, StateGroup
+from scarctl.arena.arena import Arena
+from scarctl.arena.movements import MOVEMENT_BYTES
+from scarctl.checkpoint.live_state import LiveState, is_placeholder
+from scarctl.checkpoint.step_end import captured
+from scarctl.checkpoint.trend import extrapolates
+from scarctl.errors import LayoutMismatch, ScarError, UsageError
+from scarctl.state.caveats import Caveats
+from scarctl.state.codec import encode
+from scarctl.state.layout import DTYPES, Group, Layout, TensorSpec, build_layout
+from scarctl.state.torch_dtypes import name_of, torch_of
+from scarctl.store import Store
+from scarctl.store.settings import Settings
+
+
+class Binding:
+    """One model and its optimizers, seen through their adapter, beside one store's layout."""
+
+    def __init__(self, adapter: Adapter, store: Store, caveats: Caveats) -> None:
+        self._adapter = adapter
+        self._store = store
+        self._caveats = caveats
+        self._views: LiveState | None = None  # mapping the arena takes longer than the rest of a hook
+        self._savable = False
+        self._seen: list[StateGroup] = []
+        """What the adapter had when `_views` was made, and found to fit."""
+
+    def build_layout(self) -> Layout:
+        """The layout of the state as it is now, after the first step."""
+        return layout_of(self._adapter, self._store.settings)
+
+    def require_savable(self) -> None:
+        """After a first step, once: raise UsageError for what no store can hold, since nothing would ever be saved."""
+        if self._savable:
+            return
+        try:
+            layout_of(self._adapter, self._store.settings)
+            encode(captured(self._adapter).to_tree())
+        except ScarError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"the state cannot be saved: {type(error).__name__}: {error}",
+                hint="nothing of this run would be saved",
+            ) from error
+        self._savable = True
+
+    def least_bytes(self, *, movements: bool) -> int:
+        """Bytes of the state: of the stored layout if there is one, else without what the first step will add.
+
+        movements: and of what is kept of its parameters for extrapolating recovery.
+        """
+        layout = self._store.current_layout() or self.build_layout()
+        kept = layout.groups if movements else ()
+        return layout.nbytes + sum(
+            group.tensors[0].nbytes // DTYPES[group.tensors[0].dtype] * MOVEMENT_BYTES
+            for group in kept
+            if extrapolates(group)
+        )
+
+    def check(self, layout: Layout) -> None:
+        """Raise LayoutMismatch, naming every difference, unless the model and optimizer are those of `layout`.
+
+        Before the first step the optimizer has no slots: those of the layout are taken as given.
+        """
+        stored = {group.name: group for group in layout.groups}
+        groups = []
+        for state in self._adapter.groups():
+            known = stored.get(state.name)
+            specs = _specs(state)
+            if known is not None:
+                # What it is thought to get may be wrong.
+                slots = {spec.slot for spec in known.tensors}
+                specs = tuple(
+                    s for s in specs if s.slot in slots or not is_placeholder(state.tensors[s.slot])
+                )
+            if known is not None and known.tensors:
+                there = {spec.slot: spec for spec in specs}
+                specs = tuple(
+                    there.pop(slot.slot, replace(slot, shape=specs[0].shape)) for slot in known.tensors
+                ) + tuple(there.values())
+            rows = known.rows_per_partition if known else 1
+            groups.append(Group(state.name, state.kind, rows, specs, state.place))
+        differences = layout.differences(Layout(groups, self._adapter.optimizer))
+        if differences:
+            raise LayoutMismatch(
+                f"the model is not the one in {self._store.url}: " + "; ".join(differences[:10]),
+                hint="build the model and optimizer as in the run to resume, or use a new store; nothing was changed",
+            )
+
+    def live(self, arena: Arena) -> LiveState:
+        """The model's tensors as they are now. Raises LayoutMismatch when they are not those of the arena's layout."""
+        views = self._views if self._views is not None and self._views.arena is arena else None
+        there = self._adapter.groups()
+        if views is not None and len(there) == len(self._seen) and all(map(operator.is_, there, self._seen)):
+            return views
+        states = _states_of(there, arena.layout)
+        self._say_what_is_new(there, arena.layout)
+        tensors = [_tensors(state, group) for state, group in zip(states, arena.layout.groups, strict=True)]
+        frozen = frozenset(g for g, state in enumerate(states) if state.frozen)
+        if views is None:
+            views = LiveState(arena.layout, tensors, arena, frozen)
+        else:
+            views = views.with_tensors(dict(enumerate(tensors)), frozen)
+        self._views, self._seen = views, list(there)
+        return views
+
+    def _say_what_is_new(self, there: Sequence[StateGroup], layout: Layout) -> None:
+        known = {group.name for group in layout.groups}
+        if new := [state.name for state in there if state.name not in known]:
+            more = f" and {len(new) - 3} more" if len(new) > 3 else ""
+            self._caveats.say(
+                "new-state",
+                f"{', '.join(map(repr, new[:3]))}{more} came into the model after the first step, and is not saved. "
+                "Register it before the first step, or start a new store",
+            )
+
+
+def layout_of(adapter: Adapter, fixed: Settings) -> Layout:
+    """The layout of a state as it is now, cut the way that a store fixes."""
+    return build_layout(
+        [(group.name, group.kind, _specs(group), group.place) for group in adapter.groups()],
+        partition_bytes=fixed.partition_bytes,
+        rows=dict(fixed.rows),
+        by_layer=fixed.by_layer,
+        optimizer=adapter.optimizer,
+    )
+
+
+def tensors_of(adapter: Adapter, layout: Layout) -> list[list[torch.Tensor]]:
+    """The state's tensors as they are now, parallel to the layout's. Raises LayoutMismatch when they do not fit it."""
+    states = _states_of(adapter.groups(), layout)
+    return [_tensors(state, group) for state, group in zip(states, layout.groups, strict=True)]
+
+
+def _states_of(there: Sequence[StateGroup], layout: Layout) -> list[StateGroup]:
+    """An adapter's groups, parallel to the layout's. Raises LayoutMismatch when they do not fit it."""
+    by_name = {state.name: state for state in there}
+    for group in layout.groups:
+        state = by_name.get(group.name)
+        found = [state.tensors.get(spec.slot) for spec in group.tensors] if state else []
+        if not found or any(
+            t is None or tuple(t.shape) != spec.shape or t.dtype != torch_of(spec.dtype)
+            for t, spec in zip(found, group.tensors, strict=True)
+        ):
+            raise LayoutMismatch(
+                f"group {group.name!r} is no longer what it was when the layout was fixed",
+                hint="parameters and their optimizer state may not be added, removed, resized or given another dtype "
+                "while a session is open",
+            )
+        assert state is not None
+        known = {spec.slot for spec in group.tensors}
+        if new := [s for s, t in state.tensors.items() if s not in known and not is_placeholder(t)]:
+            # Without these a run that resumes could not go on.
+            raise LayoutMismatch(
+                f"group {group.name!r} has got optimizer state since the layout was fixed: {', '.join(new)}",
+                hint="what was frozen at first and is trained now needs a session with a new store from here on; "
+                "what was saved before is safe",
+            )
+    return [by_name[group.name] for group in layout.groups]
+
+
+def _tensors(state: StateGroup, group: Group) -> list[torch.Tensor]:
+    return [state.tensors[spec.slot] for spec in group.tensors]
+
+
+def _specs(group: StateGroup) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(slot, name_of(tensor.dtype, group.name), tuple(tensor.shape))
+        for slot, tensor in group.tensors.items()
+    )

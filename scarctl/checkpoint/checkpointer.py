@@ -1,0 +1,274 @@
+"""Make one checkpoint in two halves, and count what a session does.
+
+The first half starts the copy on a worker thread; the second waits for it, copies again what was written meanwhile,
+reads what the loop has changed since the step, and queues the result.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from scarctl.checkpoint.copied import Copied, Extent
+from scarctl.checkpoint.engine import Engine
+from scarctl.checkpoint.live_state import LiveState
+from scarctl.checkpoint.step_end import Moment
+from scarctl.checkpoint.streams import Streams
+from scarctl.errors import Corruption
+from scarctl.state.extras import Extras
+from scarctl.util.worker import Job, Worker
+
+log = logging.getLogger("scarctl")
+
+_ATTEMPTS = 8
+"""How often a group is copied before what another thread keeps writing to counts as torn."""
+
+
+@dataclass(slots=True)
+class Stats:
+    """What a session has done so far."""
+
+    checkpoints: int = 0
+    stall_seconds: float = 0.0
+    """Time of the training thread in hooks and waiting, all together."""
+    last_stall_seconds: float = 0.0
+    """The part of it that the newest checkpoint took."""
+    saved_bytes: int = 0
+    """Bytes copied into the arena."""
+    nonfinite_partitions: int = 0
+    """Partitions that some checkpoint left out because their values were not finite."""
+    torn_copies: int = 0
+    """Groups copied again because they changed while they were copied."""
+    errors: int = 0
+    last_error: str = ""
+
+    @contextmanager
+    def stalled(self, *, first: bool = False, part: bool = False) -> Iterator[None]:
+        """Count the block as training time lost. part: for the newest checkpoint too; first: it begins there."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self.stall_seconds += seconds
+            if part:
+                self.last_stall_seconds = seconds + (0.0 if first else self.last_stall_seconds)
+
+
+def _leave_threads(worker: Worker) -> None:
+    """Have the worker's torch calls take half of the threads that this one's take, at least one.
+
+    OpenMP gives every thread that calls it a team of its own, for good. As soon as all teams together are larger than
+    the machine, none of them waits for its own members actively any more: each operation of forward, backward and
+    optimizer then costs a sleep, whether a copy is under way or not.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return
+
+    def take_half() -> None:
+        torch.get_num_threads()  # takes the default first, or the first operation would
+        torch.set_num_threads(threads // 2)
+
+    worker.submit(take_half).wait()
+    # It has become the default of threads that are started later, too.
+    torch.set_num_threads(threads)
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    moment: Moment
+    job: Job[Copied]
+    live: LiveState
+    counters: list[list[int]]
+    snapshot: list[list[torch.Tensor]] | None
+
+
+class Checkpoints:
+    """A session's checkpoints, one under way at a time. Not for several threads at once."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        streams: Streams,
+        stats: Stats,
+        fault: Callable[[Exception], None],
+        extras: Callable[[Engine, Moment], Extras],
+        *,
+        validate: bool,
+    ) -> None:
+        """fault: called with what goes wrong; what it raises is passed on. extras: returns those of a step's end."""
+        self._worker = worker
+        self._streams = streams
+        self._stats = stats
+        self._fault = fault
+        self._extras = extras
+        self._validate = validate
+        self._under_way: _UnderWay | None = None
+        self._live: LiveState | None = None
+        """As the newest checkpoint has seen it."""
+        self._look: Job[None] | None = None
+        _leave_threads(worker)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a first half waits for its second."""
+        return self._under_way is not None
+
+    def begin(self, engine: Engine, live: LiveState, moment: Moment, extent: Extent) -> None:
+        """Start the first half: the copy of the state as it was at `moment`."""
+        if (trouble := engine.require_saving()) is not None:
+            self._fault(trouble)  # copies continue: they are good for a process that takes over
+        self._live = live
+        # A forward pass changes buffers (batch norm): the copy must not read them while it does.
+        live = live.with_tensors(
+            {
+                g: [moment.buffers[group.name]]
+                for g, group in enumerate(live.layout.groups)
+                if group.kind == "buffer"
+            }
+        )
+
+        marks = self._streams.complete(moment.marks, (t for group in live.tensors for t in group))
+        if marks:
+            engine.pin(next(iter(marks)))
+
+        def copy() -> Copied:
+            with self._streams.beside(marks):
+                return engine.copy(live, moment.step, extent)
+
+        counters = [live.counters(g) for g in range(len(live.tensors))]
+        snapshot = [[t.clone() for t in group] for group in live.tensors] if self._validate else None
+        engine.tracker.interrupt()
+        self._under_way = _UnderWay(moment, self._worker.submit(copy), live, counters, snapshot)
+
+    def look(self, engine: Engine) -> None:
+        """Have the worker find distances for the checkpoints to come, after a step and after its present work.
+
+        It is not waited for, and reads the tensors that the newest checkpoint has seen.
+        """
+        if self._live is None or not engine.tracker.overlaps:
+            return
+        if self._look is not None:
+            if not self._look.settle(0):
+                return  # it has not kept up: what is left has its turn later
+            look, self._look = self._look, None
+            try:
+                look.wait()
+            except Exception as error:
+                self._fault(error)
+        live, marks = self._live, self._streams.mark()
+
+        def look_at() -> None:
+            with self._streams.beside(marks):
+                engine.look_ahead(live)
+
+        self._look = self._worker.submit(look_at)
+
+    def rest(self, engine: Engine | None) -> None:
+        """Wait for the look that is under way, which reads arena and state, and let go of both for good.
+
+        Whatever comes of it: nobody asks for distances any more.
+        """
+        look, self._look, self._live = self._look, None, None
+        if look is not None and engine is not None:
+            engine.tracker.interrupt()
+            look.settle()
+
+    def ready(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for the copy that the second half needs. Return whether it is done."""
+        return self._under_way is None or self._under_way.job.settle(timeout)
+
+    def finish(self, engine: Engine) -> Copied | None:
+        """Do the second half, if one is under way. Return what was queued; None: nothing."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return None
+        try:
+            copied = self._copy_again(under_way, under_way.job.wait(), engine)
+            self._count(copied, engine)
+            if not copied.ids.size and not copied.sealed:
+                return None
+            extras, whole = self._extras(engine, under_way.moment), ""
+            if copied.sealed:
+                changed = bool(copied.ids.size)
+                whole = under_way.moment.identities.of(copied.step, engine.arena.whole, changed=changed)
+            engine.hand_over(copied, extras, whole)
+        except BaseException as error:
+            # Ctrl-C, or what a signal's handler raises in the main thread: the copy continues without it.
+            under_way.job.settle()
+            engine.adopt_orphans()
+            if not isinstance(error, Exception):
+                raise
+            self._fault(error)
+            return None
+        return copied
+
+    def _copy_again(self, under_way: _UnderWay, copied: Copied, engine: Engine) -> Copied:
+        """Repeat the copy of groups that were written to meanwhile.
+
+        Torch counts in-place writes to a tensor (`_version`); writes through `.data` escape it: `validate` finds those.
+        """
+        live, arena = under_way.live, engine.arena
+        everything = copied.ids
+        for g, part in live.parts(everything):
+            ids = everything[part]
+            if under_way.counters[g] != live.counters(g):
+                copied = self._repeat(live, copied, g, engine)
+            elif under_way.snapshot is not None:
+                twin = live.with_tensors({g: under_way.snapshot[g]})
+                torn = np.intersect1d(ids, np.flatnonzero(twin.changed()))
+                if torn.size:
+                    twin.save(torn, int(arena.version[torn[0]]))
+                    self._fault(
+                        Corruption(
+                            f"{engine.layout.name(int(torn[0]))} was written while it was copied, unseen by torch",
+                            hint="do not write through .data between optimizer steps; the copy was mended",
+                        )
+                    )
+        if copied.sealed and _misses(copied, under_way):
+            copied = replace(copied, sealed=False)
+        return copied
+
+    def _repeat(self, live: LiveState, copied: Copied, g: int, engine: Engine) -> Copied:
+        """Copy group `g` until no other thread writes to it meanwhile. Called in the training thread."""
+        self._stats.torn_copies += 1
+        for _ in range(_ATTEMPTS):
+            before = live.counters(g)
+            copied = engine.copy_again(live, copied, g)
+            if live.counters(g) == before:
+                return copied
+        first, last = engine.layout.base[g : g + 2]
+        mine = (copied.ids >= first) & (copied.ids < last)
+        engine.spoil(copied.ids[mine])
+        return replace(copied, ids=copied.ids[~mine], sealed=False)
+
+    def _count(self, copied: Copied, engine: Engine) -> None:
+        stats = self._stats
+        stats.checkpoints += 1
+        stats.saved_bytes += int(engine.layout.partition_bytes[copied.ids].sum())
+        if copied.nonfinite.size:
+            if not stats.nonfinite_partitions:
+                log.warning(
+                    "step %d: %d partitions are not finite (first: %s); their last good copies are kept",
+                    copied.step,
+                    copied.nonfinite.size,
+                    engine.layout.name(int(copied.nonfinite[0])),
+                )
+            stats.nonfinite_partitions += int(copied.nonfinite.size)
+
+
+def _misses(copied: Copied, under_way: _UnderWay) -> bool:
+    """Whether a partition that equalled its copy was written to since: then the copies are not of one moment."""
+    live = under_way.live
+    if copied.ids.size == live.layout.partitions:
+        return False
+    if all(before == live.counters(g) for g, before in enumerate(under_way.counters)):
+        return False
+    return bool(np.delete(live.changed(), copied.ids).any())

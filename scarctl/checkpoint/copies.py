@@ -1,0 +1,118 @@
+"""Find the saved copies of one session's state, and bring them into its arena, verified.
+
+Copies are in three places: in the arena itself, in the queue of hand-overs, and in the store. Live values are not
+touched here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.kinship import require_same_line
+from scarctl.arena.queue import HandOverQueue
+from scarctl.checkpoint.found_extras import Saved, all_extras, newest_extras, sealed_extras
+from scarctl.recovery.execute import ArenaSink, Report, execute
+from scarctl.recovery.plan import MEMORY, Plan, plan_partial, plan_rollback
+from scarctl.state.extras import Extras
+from scarctl.store import ShardState, Snapshot, Store
+from scarctl.util.arrays import Ids, distinct
+
+States = dict[int, ShardState]
+Sealed = tuple[int, int, str]
+"""See `Plan.sealed`."""
+
+
+class Copies:
+    """The copies of one session's state."""
+
+    def __init__(self, arena: Arena, queue: HandOverQueue, store: Store, shard_of: NDArray[np.int32]) -> None:
+        self._arena = arena
+        self._layout = arena.layout
+        self._queue = queue
+        self._store = store
+        self._shard_of = shard_of
+
+    def all_extras(self) -> Iterator[Saved]:
+        """Yield all extras that can be read, newest first. Raises Unavailable, AccessDenied."""
+        return all_extras(self._queue, self._store)
+
+    def newest(self) -> tuple[States, Saved | None] | None:
+        """Return the store's states and the newest extras, which are None when no extras were ever saved.
+
+        Return None when some partition has no copy anywhere: the run died before its first checkpoint was whole.
+        Raises NoIntactCopy when there are extras and none can be read.
+        """
+        states = self._store.states(self._store.shards())
+        there = self._arena.intact()
+        for state in states.values():
+            there[state.ids[state.version >= 0]] = True
+        return (states, newest_extras(self._queue, self._store, states)) if there.all() else None
+
+    def require_same_line(self) -> None:
+        """Raise an error when arena and store are not of the same run."""
+        require_same_line(self._arena, self._store)
+
+    def believe_newest_seal(self) -> None:
+        """Count what the newest hand-over seals as whole in memory, also while the store does not have it yet."""
+        arena, waiting = self._arena, self._queue.pending()
+        if not waiting or not waiting[-1].sealed or not arena.intact().all():
+            return
+        sealed = waiting[-1]
+        if arena.whole == sealed.whole and (arena.version <= sealed.version).all():
+            arena.seal(max(arena.sealed, sealed.version))
+
+    def fetch_all(self, states: States) -> Report:
+        """Bring the newest copy of every partition into the arena. Raises NoIntactCopy."""
+        everything = np.arange(self._layout.partitions)
+        report = self._fetch(plan_partial(everything, self._layout, self._shard_of, states, self._arena))
+        if everything.size and report.exact:
+            self._arena.name_whole(report.plan.whole)
+        return report
+
+    def fetch_lost(self, ids: Ids, survivors: str) -> Report:
+        """Bring the newest copies of partitions `ids` into the arena. Raises NoIntactCopy.
+
+        survivors: the commit of the whole state that all other live values are of; "" for none.
+        """
+        arena = self._arena
+        torn = ids[~arena.intact()[ids]]
+        # The arena has the newest copies of all: the store is read only for what is not intact there.
+        states = self._store.states(distinct(self._shard_of[torn]).tolist())
+        if torn.size:
+            self.require_same_line()
+        report = self._fetch(
+            plan_partial(ids, self._layout, self._shard_of, states, arena, survivors=survivors)
+        )
+        if report.exact:
+            arena.name_whole(report.plan.whole)
+        return report
+
+    def fetch_sealed(
+        self, *, lost: int | None, until: Sealed | None, snapshot: Snapshot | None
+    ) -> tuple[Report, Extras]:
+        """Bring the newest sealed state into the arena, and return its extras too. Raises NoIntactCopy.
+
+        lost: number of partitions that were lost, for the report; None: all. until: not newer than this one.
+        snapshot: this one instead of the newest.
+        """
+        plan = plan_rollback(
+            self._store,
+            self._layout,
+            self._shard_of,
+            self._arena,
+            lost=lost,
+            until=until,
+            snapshot=snapshot,
+        )
+        report = self._fetch(plan)
+        return report, sealed_extras(self._store, report.plan)
+
+    def _fetch(self, plan: Plan) -> Report:
+        # Before other copies come into the arena: what waits may seal the state with those that were there.
+        if (plan.tier != MEMORY).any():
+            self._queue.unseal()
+        return execute(plan, self._store, self._arena, ArenaSink(self._arena))

@@ -1,0 +1,96 @@
+"""Find the extras that were saved, in the queue of hand-overs and in the store, newest first."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from scarctl.arena.queue import HandOverQueue
+from scarctl.errors import Corruption, NoIntactCopy
+from scarctl.recovery.plan import Plan
+from scarctl.state.extras import Extras
+from scarctl.state.torch_dtypes import torched
+from scarctl.state.version import step_of
+from scarctl.store import ShardState, Store
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Extras that were saved."""
+
+    version: int
+    whole: str
+    """The commit of the whole state that they came with; "" when they came with a part."""
+    extras: Extras
+
+
+def all_extras(queue: HandOverQueue, store: Store) -> Iterator[Saved]:
+    """Yield all extras that can be read, newest first. Raises Unavailable, AccessDenied, Corruption."""
+    stored = [stored_extras(store, state, []) for state in store.states(store.shards()).values()]
+    return heapq.merge(_waiting(queue), *stored, key=lambda found: -found.version)
+
+
+def newest_extras(queue: HandOverQueue, store: Store, states: Mapping[int, ShardState]) -> Saved | None:
+    """Return the newest extras, of the queue and of `states`; None when none were ever saved.
+
+    Raises NoIntactCopy when there are some and none can be read.
+    """
+    candidates = list(islice(_waiting(queue), 1))
+    damaged: list[str] = []
+    for state in states.values():
+        found = next(stored_extras(store, state, damaged), None)
+        if found is not None:
+            candidates.append(found)
+    if not candidates and damaged:
+        raise NoIntactCopy(
+            f"{store.url}: the extras (optimizer's counts, random numbers) are damaged: {'; '.join(damaged)}",
+            hint="nothing was changed; `scarctl verify` lists what is damaged",
+        )
+    return max(candidates, key=lambda found: found.version, default=None)
+
+
+def _waiting(queue: HandOverQueue) -> Iterator[Saved]:
+    """Yield the extras of hand-overs that are not durable yet, newest first."""
+    # Of two of the same version the later one counts.
+    for handover in sorted(queue.pending(), key=lambda handover: handover.version)[::-1]:
+        if handover.extras is not None:
+            yield Saved(handover.version, handover.whole, Extras.from_tree(torched(handover.extras)))
+
+
+def stored_extras(store: Store, state: ShardState, damaged: list[str]) -> Iterator[Saved]:
+    """Yield a shard's extras up to `state`, newest first. Skip those that cannot be read, and add why to `damaged`."""
+    if state.extras is None:
+        return
+    older = (
+        store.state(state.shard, at=record.seq)
+        for record in reversed(list(store.records(state.shard)))
+        if record.extras and record.seq <= state.seq
+    )
+    for candidate in chain([state], older):
+        try:
+            found = store.read_extras(candidate)
+            extras = None if found is None else Extras.from_tree(torched(found[1]))
+        except Corruption as error:
+            damaged.append(error.message)
+        else:
+            if found is not None and extras is not None:
+                yield Saved(found[0], candidate.extras_whole, extras)
+
+
+def sealed_extras(store: Store, plan: Plan) -> Extras:
+    """Return the extras of the sealed state that `plan` goes back to. Raises NoIntactCopy."""
+    damaged: list[str] = []
+    own = plan.states.values()
+    # A rank that owns nothing has no part in what was sealed, and its own extras.
+    for state in own or store.states(store.shards()).values():
+        for found in stored_extras(store, state, damaged):
+            if step_of(found.version) == plan.step and found.whole == (plan.whole or found.whole):
+                return found.extras
+            if own:
+                break
+    raise NoIntactCopy(
+        f"{store.url}: the sealed state of step {plan.step} has no intact extras: {'; '.join(damaged) or 'none saved'}",
+        hint="nothing was changed; recover the lost partitions only (partial)",
+    )

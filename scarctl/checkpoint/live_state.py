@@ -1,0 +1,360 @@
+"""The live tensors of a training process beside their last saved copy in the arena.
+
+`LiveState` is the only place where bytes move between the two: distances compare them, `save` copies live rows into
+the arena under the generation protocol, `load` copies them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.movements import Movements
+from scarctl.checkpoint.batched import distances_of_groups
+from scarctl.checkpoint.distance import Norm, Scratch, changed, distances_of, finite
+from scarctl.checkpoint.sampled import sampled_squares
+from scarctl.state.layout import Layout
+from scarctl.state.rows import take_rows
+from scarctl.state.torch_dtypes import torch_of
+from scarctl.state.version import step_of
+from scarctl.util.arrays import Ids
+
+# A process killed while it copies spoils what lies between `begin` and `end`: keep that little.
+_ATTEMPTS = 3
+"""How often a piece is copied before it is left torn."""
+_BATCH_BYTES = 1 << 20
+# Below this mean length of a run of adjacent rows one gather beats one copy per run.
+_RUN_BYTES = 1 << 14
+_GATHER = 3
+"""To gather partitions and compare them takes about as long as to compare so many where they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Partitions that were loaded further along the way than they are saved. Arrays are parallel to `ids`."""
+
+    ids: Ids
+    """Ascending."""
+    movement: NDArray[np.float64]
+    """Squared norms of the movements, as they were noted."""
+    distance: NDArray[np.float64]
+    """Norms of the change in the live values of the parameter; NaN or Inf where those were not finite."""
+
+
+class LiveState:
+    """Tensors of a model and its optimizer, parallel to `layout.groups[g].tensors[t]`, and their arena.
+
+    A tensor may be on any device and have any strides; its shape and dtype are those of the layout.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        tensors: Sequence[Sequence[torch.Tensor]],
+        arena: Arena,
+        frozen: Set[int] = frozenset(),
+    ) -> None:
+        """frozen: numbers of groups that training does not change; see `StateGroup`."""
+        self.layout = layout
+        self.frozen = frozen
+        self.tensors = [list(group) for group in tensors]
+        self.arena = arena
+        self._saved = [
+            [
+                torch.from_numpy(arena.rows(g, t)).view(-1).view(torch_of(spec.dtype)).view(spec.shape)
+                for t, spec in enumerate(group.tensors)
+            ]
+            for g, group in enumerate(layout.groups)
+        ]
+
+    def with_tensors(
+        self, tensors: Mapping[int, Sequence[torch.Tensor]], frozen: Set[int] | None = None
+    ) -> LiveState:
+        """The same state with other tensors for some groups, by number: newer ones, or private copies."""
+        twin = object.__new__(LiveState)
+        twin.frozen = self.frozen if frozen is None else frozen
+        twin.layout, twin.arena, twin._saved = self.layout, self.arena, self._saved
+        twin.tensors = [list(tensors.get(g, group)) for g, group in enumerate(self.tensors)]
+        return twin
+
+    def distances(self, norm: Norm = "l2") -> NDArray[np.float64]:
+        """Distance of every partition from its copy in the arena: float64 of shape (layout.partitions,).
+
+        NaN or Inf where live values that are not finite differ from the saved ones.
+        """
+        return self.distances_at(np.arange(self.layout.partitions), norm)
+
+    def distances_at(
+        self, ids: Ids, norm: Norm = "l2", scratch: Scratch | None = None
+    ) -> NDArray[np.float64]:
+        """Distances of the partitions `ids` (ascending): float64 of the shape of `ids`. See `distances`."""
+        result, scratch = np.empty(ids.size), scratch or Scratch()
+        whole: dict[int, slice] = {}
+        for g, part in self.parts(ids):
+            group, mine = self.layout.groups[g], ids[part]
+            adjacent = mine[-1] - mine[0] == mine.size - 1
+            if mine.size == group.partitions or (not adjacent and mine.size * _GATHER >= group.partitions):
+                whole[g] = part
+            else:
+                result[part] = self.distances_of(g, mine, norm, scratch)
+        found = self.groups_distances(list(whole), norm, scratch)
+        for (g, part), every in zip(whole.items(), found, strict=True):
+            result[part] = every[ids[part] - self.layout.base[g]]
+        return result
+
+    def distances_of(
+        self, g: int, ids: Ids, norm: Norm = "l2", scratch: Scratch | None = None
+    ) -> NDArray[np.float64]:
+        """Distances of the partitions `ids` (ascending) of group `g` alone: float64 of the shape of `ids`."""
+        mine = ids - int(self.layout.base[g])
+        return distances_of(self.layout.groups[g], self.tensors[g], self._saved[g], mine, norm, scratch)
+
+    def not_finite(self, ids: Ids) -> Ids:
+        """Of partitions `ids` (ascending) those with live values that are not finite where the saved ones are."""
+        bad = []
+        for g, part in self.parts(ids):
+            group, mine = self.layout.groups[g], ids[part]
+            count = max(1, _BATCH_BYTES // max(1, group.rows_per_partition * group.row_bytes))
+            for first in range(0, mine.size, count):
+                some = mine[first : first + count]
+                if self._is_left(g, some):
+                    bad += [one for one in np.split(some, some.size) if self._is_left(g, one)]
+        return np.concatenate([ids[:0], *bad])
+
+    def _is_left(self, g: int, ids: Ids) -> bool:
+        rows = take_rows(*self.layout.row_ranges(ids))
+        return any(_left(*pair, rows) for pair in zip(self.tensors[g], self._saved[g], strict=True))
+
+    def finite(self, g: int, ids: Ids) -> NDArray[np.bool_]:
+        """Of which partitions `ids` (ascending) of group `g` the parameter is finite: `distance.finite`."""
+        return finite(self.layout.groups[g], self.tensors[g][0], ids - int(self.layout.base[g]))
+
+    def group_distances(self, g: int, norm: Norm, scratch: Scratch) -> NDArray[np.float64]:
+        """Distances of all partitions of group `g`: float64 of shape (partitions of it,)."""
+        return self.groups_distances([g], norm, scratch)[0]
+
+    def groups_distances(
+        self, groups: Sequence[int], norm: Norm, scratch: Scratch
+    ) -> list[NDArray[np.float64]]:
+        """Distances of all partitions of each of these groups: arrays parallel to `groups`."""
+        return distances_of_groups(
+            [self.layout.groups[g] for g in groups],
+            [self.tensors[g] for g in groups],
+            [self._saved[g] for g in groups],
+            norm,
+            scratch,
+        )
+
+    def sampled_squares(self, g: int, seed: int, turn: int) -> NDArray[np.float64]:
+        """Estimates of the squared distances of all partitions of group `g`; see `scarctl.checkpoint.sampled`."""
+        per_partition = self.layout.groups[g].rows_per_partition
+        return sampled_squares(self.tensors[g][0], self._saved[g][0], per_partition, seed, turn)
+
+    def saved_squares_of(self, g: int, ids: Ids) -> NDArray[np.float64]:
+        """Squared norms of the copies of some partitions (ascending) of group `g`: float64 of the shape of `ids`."""
+        saved = self._saved[g][:1]
+        zeros = [torch.zeros((), dtype=saved[0].dtype).expand(saved[0].shape)]
+        first = int(self.layout.base[g])
+        return np.square(distances_of(self.layout.groups[g], saved, zeros, ids - first))
+
+    def changed(self) -> NDArray[np.bool_]:
+        """Which partitions differ from their copy in the arena in any byte: bool of shape (layout.partitions,)."""
+        result = np.empty(self.layout.partitions, dtype=bool)
+        for g, group in enumerate(self.layout.groups):
+            result[self._span(g)] = changed(group, self.tensors[g], self._saved[g])
+        return result
+
+    def save(self, ids: Ids, version: int, movements: Movements | None = None) -> None:
+        """Copy the partitions `ids` (ascending) into the arena as `version`, and note by how much they have moved.
+
+        What somebody keeps writing to meanwhile, as far as torch counts it, is left as it is in the middle of a copy.
+        """
+        for g, batch, starts, stops in self._batches(ids):
+            note = None if movements is None else self._before(g, batch, starts, stops, movements)
+            self.arena.begin(batch)
+            for _ in range(_ATTEMPTS):
+                before = self.counters(g)
+                for saved, live in zip(self._saved[g], self.tensors[g], strict=True):
+                    _copy_rows(saved, live, starts, stops)
+                if self.counters(g) == before:
+                    self.arena.end(batch, version)
+                    if note is not None:
+                        note(version)
+                    break
+
+    def _before(
+        self, g: int, ids: Ids, starts: Ids, stops: Ids, movements: Movements
+    ) -> Callable[[int], None] | None:
+        """Keep the copies of `ids`, and return what notes how far newer ones are from them."""
+        if g not in movements:
+            return None
+        arena, saved = self.arena, self._saved[g][0]
+        whole = (arena.generation[ids] & np.uint64(1) == 0) & (arena.version[ids] >= 0)
+        since = step_of(np.maximum(arena.version[ids], arena.sealed))
+        row_bytes = self.layout.groups[g].tensors[0].row_bytes
+        pieces: list[slice | Ids] = [take_rows(starts, stops)]
+        if (
+            not isinstance(pieces[0], slice)
+            and int((stops - starts).sum()) * row_bytes >= len(ids) * _RUN_BYTES
+        ):
+            pieces = [slice(a, b) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+        before = [_rows(saved, rows).clone() for rows in pieces]
+
+        def note(version: int) -> None:
+            # In this order: a process may be killed in between.
+            movements.gap[ids] = 0
+            target = self._movements(g, movements)
+            for rows, then in zip(pieces, before, strict=True):
+                moved = torch.sub(_rows(saved, rows), then, out=then)
+                if isinstance(rows, slice):
+                    target[rows].copy_(moved)
+                else:
+                    target[torch.from_numpy(rows)] = moved.to(target.dtype)
+            movements.version[ids] = version
+            movements.gap[ids] = np.where(whole, np.maximum(step_of(version) - since, 0), 0)
+
+        return note
+
+    def counters(self, g: int) -> list[int]:
+        """How often each tensor of group `g` was written to in place, as far as torch counts it."""
+        return [t._version for t in self.tensors[g]]
+
+    def mark(self, g: int) -> list[tuple[int, int]]:
+        """The same again only if nobody has written to group `g` meanwhile, as far as torch counts it."""
+        return [(t.data_ptr(), t._version) for t in self.tensors[g]]
+
+    def load(self, ids: Ids) -> None:
+        """Copy the partitions `ids` (ascending) from the arena into the live tensors."""
+        with torch.no_grad():
+            # No generations here, so nothing calls for small pieces.
+            for g, _, starts, stops in self._batches(ids, limit=1 << 62):
+                for saved, live in zip(self._saved[g], self.tensors[g], strict=True):
+                    if not is_placeholder(live):
+                        _copy_rows(live, saved, starts, stops)
+
+    def load_extrapolated(
+        self, g: int, ids: Ids, movements: Movements, weights: NDArray[np.float64]
+    ) -> Moved:
+        """Copy the partitions `ids` (ascending) of group `g` from the arena into the live tensors, with the values
+        s + weight · movement of the parameter in place of the saved ones, s. weights: one per partition.
+
+        Those for which the result is not finite are left alone.
+        """
+        live = self.tensors[g][0].detach()
+        starts, stops = self.layout.row_ranges(ids)
+        lengths = stops - starts
+        firsts = np.cumsum(lengths) - lengths
+        s = _rows(self._saved[g][0], take_rows(starts, stops))
+        kind = torch.promote_types(s.dtype, torch.float32)
+        moved = self._movements(g, movements)
+        moved = moved[_index(take_rows(starts, stops), moved)].to(kind)
+        each = torch.from_numpy(np.repeat(weights, lengths)).to(kind)[:, None]
+        there = (s.to(kind) + each * moved).to(s.dtype)
+        finite = torch.isfinite(there).all(dim=1)
+        good = np.logical_and.reduceat(finite.numpy(), firsts)
+        was = _rows(live, take_rows(starts, stops)).to("cpu", kind)
+        result = Moved(
+            ids[good],
+            np.add.reduceat(_row_squares(moved), firsts)[good],
+            np.sqrt(np.add.reduceat(_row_squares(was - there.to(kind)), firsts)[good]),
+        )
+        if result.ids.size:
+            self.load(result.ids)
+            there = there[torch.from_numpy(np.repeat(good, lengths))].view(-1, *live.shape[1:])
+            with torch.no_grad():
+                if live.dim():
+                    live[_index(take_rows(starts[good], stops[good]), live)] = there.to(live.device)
+                else:
+                    live.copy_(there[0])
+        return result
+
+    def _movements(self, g: int, movements: Movements) -> torch.Tensor:
+        """Of all rows of group `g`, each as one vector."""
+        return torch.from_numpy(movements.of(g)).view(torch.bfloat16).view(self.layout.groups[g].rows, -1)
+
+    def parts(self, ids: Ids) -> Iterator[tuple[int, slice]]:
+        """Groups that have some of the partitions `ids` (ascending), and where in `ids` those are."""
+        if not ids.size:
+            return
+        first, last = np.searchsorted(self.layout.base, ids[[0, -1]], side="right") - 1
+        bounds = np.searchsorted(ids, self.layout.base[first : last + 2]).tolist()
+        for g, (start, stop) in enumerate(pairwise(bounds), int(first)):
+            if start < stop:
+                yield g, slice(start, stop)
+
+    def _span(self, g: int) -> slice:
+        return slice(int(self.layout.base[g]), int(self.layout.base[g + 1]))
+
+    def _batches(self, ids: Ids, limit: int = _BATCH_BYTES) -> Iterator[tuple[int, Ids, Ids, Ids]]:
+        """Pieces (group, ids, first rows, last rows + 1) of at most about `limit` bytes, or one partition."""
+        for g, part in self.parts(ids):
+            group, mine = self.layout.groups[g], ids[part]
+            step = max(1, limit // max(1, group.rows_per_partition * group.row_bytes))
+            for first in range(0, mine.size, step):
+                batch = mine[first : first + step]
+                starts, stops = self.layout.row_ranges(batch)
+                yield g, batch, starts, stops
+
+
+def _rows(tensor: torch.Tensor, rows: slice | Ids) -> torch.Tensor:
+    """Some rows of a tensor, each as one vector."""
+    picked = tensor[_index(rows, tensor)] if tensor.dim() else tensor.reshape(1)
+    return picked.reshape(picked.shape[0], -1)
+
+
+def _index(rows: slice | Ids, tensor: torch.Tensor) -> slice | torch.Tensor:
+    return rows if isinstance(rows, slice) else torch.from_numpy(rows).to(tensor.device)
+
+
+def _row_squares(rows: torch.Tensor) -> NDArray[np.float64]:
+    """Squared norm of every row."""
+    squares: NDArray[np.float64] = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square().numpy()
+    return squares
+
+
+def is_placeholder(tensor: torch.Tensor) -> bool:
+    """Whether it stands for a slot that the optimizer has not made yet (see `StateGroup`): nothing to restore."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _copy_rows(target: torch.Tensor, source: torch.Tensor, starts: Ids, stops: Ids) -> None:
+    """target[rows] = source[rows] for the rows of all ranges, which ascend and do not overlap."""
+    if not target.dim():
+        target.copy_(source)
+        return
+    if starts.size == 1:
+        start, count = int(starts[0]), int(stops[0] - starts[0])
+        target.narrow(0, start, count).copy_(source.narrow(0, start, count))
+        return
+    breaks = np.flatnonzero(starts[1:] != stops[:-1])
+    run_starts = starts[np.concatenate(([0], breaks + 1))].tolist()
+    run_stops = stops[np.append(breaks, starts.size - 1)].tolist()
+    row_bytes = target.element_size() * (target.numel() // target.shape[0])
+    if int((stops - starts).sum()) * row_bytes >= len(run_starts) * _RUN_BYTES or len(run_starts) == 1:
+        for start, stop in zip(run_starts, run_stops, strict=True):
+            target.narrow(0, start, stop - start).copy_(source.narrow(0, start, stop - start))
+        return
+    rows = take_rows(starts, stops)
+    assert not isinstance(rows, slice), "several runs"
+    index = torch.from_numpy(rows)
+    picked = source.index_select(0, index.to(source.device)).to(target.device)
+    target.index_copy_(0, index.to(target.device), picked)
+
+
+def _left(live: torch.Tensor, saved: torch.Tensor, rows: slice | Ids) -> bool:
+    """Whether some value of these rows is not finite where the saved one is."""
+    if not live.is_floating_point() or not live.numel():
+        return False
+    at = torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows
+    here = live.detach()[at if isinstance(at, slice) else at.to(live.device)] if live.dim() else live.detach()
+    wrong = ~torch.isfinite(here.float())
+    if not wrong.any():
+        return False
+    there = torch.isfinite((saved[at] if saved.dim() else saved).float())
+    return bool((wrong.cpu() & there).any())

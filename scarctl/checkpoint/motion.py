@@ -1,0 +1,88 @@
+"""Measure how far the live parameters move between checkpoints, from a sample of their values.
+
+This is part of every checkpoint, in its worker thread. It reads about `VALUES` values, whatever the state's size, and
+keeps them until the next checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from scarctl.checkpoint.sampled import values_at
+from scarctl.state.layout import Layout
+from scarctl.theory.history import History
+
+VALUES = 1 << 15
+"""Size of the sample, which covers smaller states completely. Torch handles so few values in one thread, without
+waiting for others that a busy machine may not run."""
+
+Sample = NDArray[np.float64]
+
+
+class Motion:
+    """Adds the movement found by each look to a `History`."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.history = History()
+        self._groups = [g for g, group in enumerate(layout.groups) if group.kind == "parameter"]
+        sizes = {g: math.prod(layout.groups[g].tensors[0].shape) for g in self._groups}
+        whole = max(1, sum(sizes.values()))
+        self._index: dict[int, torch.Tensor | None] = {}
+        """Positions in the flat tensor by group; None means all."""
+        self._weight: dict[int, float] = {}
+        """Number of values that a sampled value represents, by group."""
+        for g, size in sizes.items():
+            count = math.ceil(VALUES * size / whole)
+            if size <= count:
+                self._index[g], self._weight[g] = None, 1.0
+                continue
+            # The same layout gives the same positions. A repeated one does no harm.
+            drawn = np.random.default_rng(g).integers(0, size, count)
+            self._index[g] = torch.from_numpy(np.sort(drawn))
+            self._weight[g] = size / count
+        self._reference: tuple[int, dict[int, Sample]] | None = None
+
+    def look(self, tensors: Sequence[Sequence[torch.Tensor]], step: int) -> None:
+        """Note how far the parameters have moved since an earlier look.
+
+        tensors: live tensors, parallel to the layout's groups; the first of each is the parameter. step: iterations
+        finished.
+        """
+        if self._reference is not None and step - self._reference[0] < self.history.least_gap:
+            return
+        now = {g: self._sample(g, tensors[g][0]) for g in self._groups if _moves(tensors[g][0])}
+        before, self._reference = self._reference, (step, now)
+        if before is None or not now:
+            return
+        with np.errstate(invalid="ignore", over="ignore"):
+            changes = {g: now[g] - before[1][g] for g in now}
+            square = sum(self._weight[g] * float(change @ change) for g, change in changes.items())
+        if not math.isfinite(square):
+            self.forget()
+            return
+        self.history.add(before[0], step - before[0], math.sqrt(square))
+
+    def forget(self) -> None:
+        """Forget the last look, because the state has jumped."""
+        self._reference = None
+
+    def go_on(self, history: History) -> None:
+        """Continue from another state, with the history of that state."""
+        self.history = history
+        self.forget()
+
+    def _sample(self, g: int, tensor: torch.Tensor) -> Sample:
+        index = self._index[g]
+        if index is not None and index.device != tensor.device:
+            index = self._index[g] = index.to(tensor.device)
+        return values_at(tensor, index)
+
+
+def _moves(tensor: torch.Tensor) -> bool:
+    """Return whether distances between the tensor's values are meaningful."""
+    return tensor.is_floating_point() and tensor.element_size() > 1

@@ -1,0 +1,125 @@
+"""Capture, restore and compare the global random number generators, and find those of a data loader."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from scarctl.stateful import capture_host_rng, restore_host_rng
+
+_WORDS = 624
+"""Words of a Mersenne twister, the algorithm of all three global generators."""
+_MOST = 4096
+"""Most blocks of words that are generated to count draws."""
+
+Raw = tuple[Any, Any, torch.Tensor]
+"""States of the CPU generators of Python, numpy and torch, each in its own format."""
+
+
+def capture_rng() -> dict[str, Any]:
+    """Return the states of the global random number generators of Python, numpy, torch, and CUDA if it is in use."""
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return capture_host_rng() | {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if cuda else [],
+    }
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Restore the result of `capture_rng`; states of missing CUDA devices are ignored."""
+    restore_host_rng(state)
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+
+
+def raw() -> Raw:
+    """Return the CPU generators' states, faster than `capture_rng`."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Restore the CPU generators at exit, so that draws inside leave no trace."""
+    python, numpy, torched = raw()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(torched)
+
+
+def digests(state: Raw) -> dict[str, str]:
+    """Return a digest of each generator's state, by the generator's name: 24 hex digits."""
+    python, numpy, torched = state
+    texts = {
+        "python": repr(python).encode(),
+        "numpy": repr((numpy[0], numpy[2:])).encode() + numpy[1].tobytes(),
+        "torch": torched.numpy().tobytes(),
+    }
+    return {name: hashlib.blake2b(text, digest_size=12).hexdigest() for name, text in texts.items()}
+
+
+def draws(before: Raw, after: Raw) -> list[int] | None:
+    """Count the words that each generator drew in between; None if that is impossible."""
+    found = []
+    for first, last in zip(map(_twister, _parts(before)), map(_twister, _parts(after)), strict=True):
+        count = _count(*first, *last)
+        if count is None:
+            return None
+        found.append(count)
+    return found
+
+
+def _parts(state: Raw) -> list[Any]:
+    python, numpy, torched = state
+    return [("python", python), ("numpy", numpy), ("torch", torched)]
+
+
+def _twister(part: tuple[str, Any]) -> tuple[Any, int]:
+    """Return the words and the position of a generator."""
+    name, state = part
+    if name == "python":
+        return np.array(state[1][:-1], dtype=np.uint32), state[1][-1]
+    if name == "numpy":
+        return np.asarray(state[1], dtype=np.uint32), int(state[2])
+    # Torch's memory layout: seed, left, seeded, next, words.
+    data = state.numpy()
+    left = int(data[8:12].view(np.int32)[0])
+    words = data[24 : 24 + 8 * _WORDS].view(np.uint64).astype(np.uint32)
+    return words, _WORDS + 1 - left
+
+
+def _count(words: Any, position: int, last_words: Any, last_position: int) -> int | None:
+    if np.array_equal(words, last_words):
+        return last_position - position if last_position >= position else None
+    twister = np.random.RandomState()
+    state: Any = ("MT19937", words, _WORDS, 0, 0.0)
+    for block in range(1, _MOST + 1):
+        twister.set_state(state)
+        twister.bytes(4)
+        now: Any = twister.get_state()
+        if np.array_equal(now[1], last_words):
+            return block * _WORDS - position + last_position
+        state = ("MT19937", now[1], _WORDS, 0, 0.0)
+    return None
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the private generators of a loader and its samplers, in a stable order."""
+    owners, found = [loader], list[torch.Generator]()
+    for owner in owners:
+        for name in ("generator", "synchronized_generator"):
+            generator = getattr(owner, name, None)
+            if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
+                found.append(generator)
+        inner = (getattr(owner, name, None) for name in ("sampler", "batch_sampler", "base_dataloader"))
+        owners += [item for item in inner if item is not None and all(item is not other for other in owners)]
+    return found

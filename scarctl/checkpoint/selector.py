@@ -1,0 +1,84 @@
+"""Choose what a partial checkpoint saves: the protocol, and the choice of a session without other ranks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.policy.select import Selection, select
+from scarctl.util.arrays import Ids
+
+
+class Selector(Protocol):
+    """Choose what a partial checkpoint saves: for one session, or for all ranks together.
+
+    Other ranks may wait for the outcome of a regular checkpoint: it is expected, and settled when it has ended.
+    """
+
+    shared: bool
+    """Whether all ranks save at the same steps, and may save any share of the budget."""
+    wish: int
+    """What this process announces to all others; 0: nothing."""
+    proposed: int
+    """Iterations between regular checkpoints that this process proposes; the largest of all ranks wins."""
+    interval: int
+    """The interval that `agreed` has learnt; 0: nothing new."""
+
+    def agreed(self) -> int:
+        """Return the `wish` that won some rounds ago. To be asked once before each `expect`."""
+
+    def expect(self, step: int, budget: int) -> None:
+        """Announce that a regular checkpoint of `step` is due. budget: bytes."""
+
+    def hurry(self) -> None:
+        """Note that the training thread has begun to wait for the copy. Called in that thread."""
+
+    def settle(self) -> None:
+        """Note that the copy has ended, or that nothing was copied."""
+
+    def select(
+        self,
+        policy: str,
+        *,
+        distance_sq: NDArray[np.float64],
+        nbytes: Ids,
+        staleness: Ids,
+        eligible: NDArray[np.bool_],
+        budget: int,
+        credit: int = 0,
+        cursor: int = 0,
+        seed: int = 0,
+        step: int = 0,
+        max_staleness: int | None = None,
+    ) -> Selection:
+        """See `policy.select`. Called in the worker thread."""
+
+    def close(self) -> None:
+        """Leave. Called in the training thread, after the last copy has ended."""
+
+
+class OwnSelector:
+    """Choose for one session, which asks nobody: `policy.select`."""
+
+    shared = False
+    wish = proposed = interval = 0
+
+    def agreed(self) -> int:
+        """See `Selector`."""
+        return 0
+
+    def expect(self, step: int, budget: int) -> None:
+        """See `Selector`."""
+
+    def hurry(self) -> None:
+        """See `Selector`."""
+
+    def settle(self) -> None:
+        """See `Selector`."""
+
+    def close(self) -> None:
+        """See `Selector`."""
+
+    select = staticmethod(select)

@@ -1,0 +1,101 @@
+"""Keep the state that the next batch overwrites: random numbers, data position and buffers, as a step left them.
+
+A checkpoint that is decided on later, because a signal came, needs them as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from scarctl.adapter import Adapter
+from scarctl.checkpoint.streams import Marks, Streams
+from scarctl.errors import UsageError
+from scarctl.state.extras import Extras
+from scarctl.state.identity import Identities, Lockstep
+from scarctl.state.torch_dtypes import plain
+from scarctl.state.version import MAX_STEP
+
+# Batch norm's kernels write to running statistics without counting the write in `_version`. Those are small; larger
+# buffers (masks, tables) are seldom written, and always counted.
+_UNCOUNTED_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class Moment:
+    """The end of a step."""
+
+    step: int
+    early: Any
+    """Extras that the next batch changes. None: they are read when the loop is done with the step."""
+    buffers: Mapping[str, torch.Tensor]
+    """Private copies, by name. Good until the next moment is taken."""
+    marks: Marks
+    """Where on a GPU it is."""
+    identities: Identities
+    """They name it."""
+    settled: bool = True
+    """The loop has done all that belongs to the step."""
+    position: Mapping[str, Any] | None = None
+    """Where the loop is then, if it says so. See `scarctl.session.loop`."""
+    light: Any = None
+    """The part of the late extras that the loop changes after a step, as it was then. See `KnowsLoop`."""
+    late: Any = None
+    """All late extras, as they were then."""
+
+
+def captured(adapter: Adapter) -> Extras:
+    """Return the adapter's extras as they are now: a private copy, which can be stored."""
+    return Extras(plain(adapter.capture_early()), plain(adapter.capture_late()))
+
+
+class Moments:
+    """Takes moments, and keeps the memory for the copies."""
+
+    def __init__(self, adapter: Adapter, streams: Streams, lockstep: Lockstep) -> None:
+        self.identities = Identities(lockstep)
+        """Names for the states of these moments."""
+        self._adapter = adapter
+        self._streams = streams
+        self._copies: dict[str, torch.Tensor] = {}
+        self._copied: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def take(self, step: int, *, early: bool = True) -> Moment:
+        """Take the state as it is now, right after `step`. early: with the extras that the next batch changes."""
+        self.identities.stepped(step)
+        targets, sources = [], []
+        with torch.no_grad():
+            for name, buffer in self._adapter.buffers().items():
+                copy = self._copies.get(name)
+                if copy is None or not _alike(copy, buffer):
+                    self._copies[name] = buffer.detach().clone()
+                elif buffer.nbytes <= _UNCOUNTED_BYTES or self._changed(name, buffer):
+                    targets.append(copy)
+                    sources.append(buffer.detach())
+                self._copied[name] = buffer, buffer._version
+            if targets:
+                torch._foreach_copy_(targets, sources)
+        extras, marks = plain(self._adapter.capture_early()) if early else None, self._streams.mark()
+        return Moment(step, extras, dict(self._copies), marks, self.identities)
+
+    def _changed(self, name: str, buffer: torch.Tensor) -> bool:
+        source, version = self._copied[name]
+        return source is not buffer or version != buffer._version
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+
+
+def check_step(step: int, head: int) -> None:
+    """Raise UsageError unless `step` can be the number of an iteration that comes after iteration `head`."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
+        raise UsageError(f"step is {step!r}, not a whole number from 0 to {MAX_STEP}")
+    if step <= head:
+        raise UsageError(
+            f"step {step} does not come after step {head}",
+            hint='steps only grow; to go back, use session.recover("all", mode="rollback")',
+        )

@@ -1,0 +1,63 @@
+"""Copy concurrently with training on a GPU, on separate streams that wait only for the optimizer's step.
+
+The next forward and backward pass, queued later by the training thread, is independent of the copy. The next change of
+parameters is queued only when the copy has ended: the session holds the training thread until then. Without separate
+streams a copy would use the worker thread's current stream. If training uses the same stream, the copy would wait for
+the whole next forward and backward pass. If not, their order would be undefined.
+
+The host has no streams, so nothing happens there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+Marks = Mapping[torch.device, torch.cuda.Event]
+"""An event for each GPU, which completes when the work queued before it is done."""
+
+
+class Streams:
+    """One stream for each GPU that holds part of the state."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._trains: dict[torch.device, torch.cuda.Stream] = {}
+        self._thread = threading.get_ident()
+
+    def follow(self) -> None:
+        """Note that a step has ended in this thread, which becomes the training thread, on its current streams."""
+        self._thread = threading.get_ident()
+        self._trains = {device: torch.cuda.current_stream(device) for device in self._streams}
+
+    def mark(self) -> Marks:
+        """Mark the work that the training thread has queued so far on all known GPUs. Call it in any thread."""
+        here = threading.get_ident() == self._thread
+        return {device: _mark(device, None if here else self._trains.get(device)) for device in self._streams}
+
+    def complete(self, marks: Marks, tensors: Iterable[torch.Tensor]) -> Marks:
+        """Return marks for the GPUs of all these tensors, which become known; missing marks are made."""
+        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+        for device in devices - self._streams.keys():
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return {device: marks.get(device) or _mark(device) for device in devices}
+
+    @contextlib.contextmanager
+    def beside(self, marks: Marks) -> Iterator[None]:
+        """Run the work inside after the marks, and wait for it at exit. Call it in any thread."""
+        with contextlib.ExitStack() as stack:
+            for device, mark in marks.items():
+                stream = self._streams[device]
+                stream.wait_event(mark)
+                stack.enter_context(torch.cuda.stream(stream))
+                stack.callback(stream.synchronize)
+            yield
+
+
+def _mark(device: torch.device, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream or torch.cuda.current_stream(device))
+    return event

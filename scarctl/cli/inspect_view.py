@@ -1,0 +1,303 @@
+"""Show a survey of a store to people: as plain text, as a page on a terminal, as one line."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.cli.output import human_bytes
+from scarctl.ops.surveyed import RankLine, ShardLine, Survey
+from scarctl.store.saved import describe
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.text import Text
+
+TOP = 8
+"""Partitions and snapshots that are listed."""
+
+SHARD = ("shard", "partitions", "bytes", "saved steps", "age", "change if lost", "rework")
+PARTITION = ("partition", "shard", "saved", "staleness", "distance")
+
+# A level has a colour and a shape of its own: readable without colours too.
+LEVELS = (("·", "green"), ("░", "cyan"), ("▒", "yellow"), ("▓", "dark_orange"), ("█", "red"))
+NEVER = ("!", "bold magenta")
+MAX_LINES = 12
+"""Of the heatmap, without its legend."""
+
+
+class Table(NamedTuple):
+    """Cells of text. The first column is aligned left if `names_first`."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    names_first: bool = False
+
+
+def plain(view: Survey) -> str:
+    """Return summary and tables as ASCII text."""
+    lines = summary(view)
+    for table in tables(view):
+        if table.rows:
+            lines += ["", table.title, *_aligned([table.columns, *table.rows])]
+    return "\n".join(lines)
+
+
+def draw(view: Survey, console: Console) -> None:
+    """Write `page` to `console`."""
+    for part in page(view, console.width):
+        console.print(part)
+
+
+def page(view: Survey, width: int) -> list[RenderableType]:
+    """Return summary, heatmap and tables, top to bottom, for a terminal of `width` columns."""
+    from rich.text import Text
+
+    parts: list[RenderableType] = [Text(line) for line in summary(view)]
+    if view.layout is not None:
+        parts += ["", *heatmap(view.staleness, width - 2)]
+    for table in tables(view):
+        if table.rows:
+            parts += ["", _drawn(table)]
+    return parts
+
+
+def line(view: Survey) -> str:
+    """Return the state of a run in one line."""
+    if view.layout is None:
+        return "nothing is saved yet"
+    parts = [_step(view)]
+    if view.run is not None:
+        parts.append(
+            f"{view.run.pending_partitions} of {view.layout.partitions} partitions not durable yet, "
+            f"the oldest copied {view.run.lag_steps} steps ago"
+            if view.run.pending_partitions
+            else "all that was copied is durable"
+        )
+    never = int((view.saved_step < 0).sum())
+    oldest = f"oldest saved {_at_least(view, int(view.staleness.max(initial=0)))} steps ago"
+    parts += [
+        f"{never} never saved" if never else oldest,
+        describe(view.age.saved_at),
+        f"{human_bytes(view.usage['bytes'])} on disk",
+    ]
+    if view.run is not None:
+        parts.append(f"{view.run.errors} errors")
+    return ", ".join(parts)
+
+
+# -- the summary -------------------------------------------------------------------------------------------------
+
+
+def summary(view: Survey) -> list[str]:
+    """Return the lines above the tables."""
+    if view.layout is None:
+        return [f"{view.url}: nothing is saved yet"]
+    usage = view.usage
+    bound = "; no running process says how far the run is, so ages are lower bounds"
+    lines = [
+        f"store {view.url}: {_step(view)}, {view.layout.partitions} partitions, {human_bytes(view.layout.nbytes)}",
+        f"{describe(view.age.saved_at)}{bound if view.age.is_lower_bound else ''}",
+        f"on disk {human_bytes(usage['bytes'])}, of which live {human_bytes(usage['live_bytes'])}; "
+        f"{usage['segments']} segments, {usage['records']} records",
+    ]
+    if view.snapshots:
+        named = [f"{snapshot.name} (step {snapshot.step})" for snapshot in view.snapshots[:TOP]]
+        more = f" and {len(view.snapshots) - TOP} more" if len(view.snapshots) > TOP else ""
+        lines.append(f"snapshots: {', '.join(named)}{more}")
+    lines += _processes(view)
+    if view.note is not None:
+        lines.append(view.note)
+    lines += [f"caution: {caveat.message}" for caveat in view.caveats]
+    lines.append(_convergence(view))
+    expected = [line.expected_perturbation for line in view.shards]
+    known = [change for change in expected if change is not None]
+    if 1 < len(expected) == len(known):
+        mean = math.sqrt(sum(change * change for change in known) / len(known))
+        lines.append(f"expected change if one of {len(known)} shards is lost at random: {mean:.4g}")
+    return lines
+
+
+def _processes(view: Survey) -> list[str]:
+    """Return what saves to the store: ranks and their shards, or one process."""
+    run, topology = view.run, view.topology
+    if topology is None:
+        if run is None:
+            return []
+        return [
+            f"run on this host: process {run.pid} ({_alive(run.alive)}), step {run.head_step}, "
+            f"{run.pending_partitions} partitions not durable yet, {run.errors} errors"
+        ]
+    lines = [f"{topology.world} ranks, since epoch {topology.epoch}; one shard each"]
+    if run is not None:
+        here = [rank for rank in view.ranks if rank.alive is not None]
+        dead = [str(rank.rank) for rank in here if not rank.alive]
+        stopped = f"; stopped: rank {', '.join(dead)}" if dead and run.alive else ""
+        lines.append(
+            f"ranks on this host: {len(here) - len(dead)} of {len(here)} alive{stopped}, "
+            f"{run.pending_partitions} partitions not durable yet, {run.errors} errors"
+        )
+    held = [other for other in view.others if not other.retired]
+    if held:
+        names = ", ".join(str(other.shard) for other in held)
+        size = human_bytes(sum(other.bytes for other in held))
+        lines.append(f"shards of other ranks: {names}, {size} (`scarctl prune` retires those not needed)")
+    retired = [str(other.shard) for other in view.others if other.retired]
+    if retired:
+        lines.append(f"retired shards: {', '.join(retired)}")
+    return lines
+
+
+def _convergence(view: Survey) -> str:
+    """Return how fast the run converges, and from how many points that is estimated."""
+    fit = view.outlook.to_json()
+    if fit["c"] is None:
+        return f"no rework estimate yet: {fit['reason']}"
+    low, high = fit["c_interval"]
+    return f"convergence: c = {fit['c']:.4g} ({low:.4g} to {high:.4g}) per iteration, from {fit['points']} points"
+
+
+# -- the tables --------------------------------------------------------------------------------------------------
+
+
+def tables(view: Survey) -> list[Table]:
+    """Return the tables of what fails together (shards or ranks), and of the partitions at risk."""
+    if view.layout is None:
+        return []
+    stalest, changed = (
+        [_partition(view, one) for one in of(TOP)] for of in (view.stalest, view.most_changed)
+    )
+    return [
+        _shards(view) if view.topology is None else _ranks(view),
+        Table("stalest", PARTITION, stalest, names_first=True),
+        Table("most changed", PARTITION, changed, names_first=True),
+    ]
+
+
+def _shards(view: Survey) -> Table:
+    return Table("shards", SHARD, [(*_saved(view, line), *_cost(line)) for line in view.shards])
+
+
+def _ranks(view: Survey) -> Table:
+    columns = ("rank", *SHARD[:-2], "durable", "head", "process", *SHARD[-2:])
+    rows = [
+        (str(rank.rank), *_saved(view, line), *_process(rank), *_cost(line))
+        for rank, line in view.shards_of_ranks
+    ]
+    return Table("ranks", columns, rows)
+
+
+def _saved(view: Survey, line: ShardLine) -> tuple[str, ...]:
+    """Return the cells from "shard" to "age"."""
+    if line.oldest_step is None or line.never_saved:
+        age = "never saved"
+    else:
+        age = _at_least(view, max(0, (view.step or 0) - line.oldest_step))
+    steps = "-" if line.oldest_step is None else f"{line.oldest_step}..{line.newest_step}"
+    return str(line.shard), str(line.partitions), human_bytes(line.bytes), steps, age
+
+
+def _process(rank: RankLine) -> tuple[str, ...]:
+    """Return the cells from "durable" to "process"."""
+    steps = ["-" if step is None else str(step) for step in (rank.durable_step, rank.head_step)]
+    process = "not on this host" if rank.alive is None else f"{rank.pid} ({_alive(rank.alive)})"
+    return *steps, process
+
+
+def _cost(line: ShardLine) -> tuple[str, ...]:
+    """Return the cells "change if lost" and "rework"."""
+    change, rework = line.perturbation, line.rework
+    return (
+        "unknown" if change is None else f"{change:.4g}",
+        "unknown" if rework.iterations is None else str(rework),
+    )
+
+
+def _partition(view: Survey, one: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        one["name"],
+        str(one["shard"]),
+        "never" if one["saved_step"] is None else str(one["saved_step"]),
+        "-" if one["staleness"] is None else _at_least(view, one["staleness"]),
+        "unknown" if one["distance"] is None else f"{one['distance']:.4g}",
+    )
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _drawn(table: Table) -> RenderableType:
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    drawn = RichTable(title=table.title, title_justify="left", box=None, pad_edge=False)
+    for k, name in enumerate(table.columns):
+        drawn.add_column(name, justify="left" if k == 0 and table.names_first else "right")
+    for row in table.rows:
+        drawn.add_row(*map(Text, row))
+    return drawn
+
+
+# -- the map -----------------------------------------------------------------------------------------------------
+
+
+def heatmap(staleness: NDArray[np.int64], width: int) -> list[Text]:
+    """Return lines of a map of all partitions in order, one cell per bucket of them, and a legend.
+
+    staleness: int64 of shape (partitions,), in iterations, -1 never saved. A cell shows the stalest of its bucket.
+    """
+    from rich.text import Text
+
+    width = max(width, 10)
+    count = len(staleness)
+    per_cell = max(1, -(-count // (width * MAX_LINES)))
+    # A partition that was never saved is worse than any other.
+    worst = np.iinfo(np.int64).max
+    stale = np.where(staleness < 0, worst, staleness)
+    cells = np.maximum.reduceat(stale, np.arange(0, count, per_cell)) if count else stale
+    known = cells[cells != worst]
+    top = int(known.max(initial=0))
+    level = np.where(cells == worst, 0, cells) * len(LEVELS) // (top + 1)
+    lines = []
+    for first in range(0, len(cells), width):
+        row = Text()
+        for value, at in zip(
+            cells[first : first + width].tolist(), level[first : first + width].tolist(), strict=True
+        ):
+            character, style = NEVER if value == worst else LEVELS[at]
+            row.append(character, style=style)
+        lines.append(row)
+    legend = Text(f"staleness, {per_cell} partition{'s' if per_cell > 1 else ''} per cell: ")
+    for k, (character, style) in enumerate(LEVELS):
+        low, high = -(-k * (top + 1) // len(LEVELS)), -(-(k + 1) * (top + 1) // len(LEVELS)) - 1
+        if low <= high:
+            legend.append(character, style=style).append(
+                f" {low}" if low == high else f" {low}-{high}"
+            ).append("  ")
+    if len(known) < len(cells):
+        legend.append(NEVER[0], style=NEVER[1]).append(" never saved")
+    return [*lines, legend]
+
+
+# -- words -------------------------------------------------------------------------------------------------------
+
+
+def _step(view: Survey) -> str:
+    return f"step {view.step}{' or later' if view.age.is_lower_bound else ''}"
+
+
+def _at_least(view: Survey, age: int) -> str:
+    return f"at least {age}" if view.age.is_lower_bound else str(age)
+
+
+def _alive(alive: bool) -> str:
+    return "alive" if alive else "stopped"

@@ -1,0 +1,69 @@
+"""Checks of single values, with errors that name the setting and suggest a valid value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from scarctl.config.options import POLICIES
+from scarctl.errors import UsageError
+
+
+def check_store(store: object) -> None:
+    """Raise UsageError unless `store` is a non-empty text."""
+    if not isinstance(store, str) or not store:
+        raise UsageError(
+            "the store is not a text"
+            if store
+            else "the store is empty",  # not repeated: it may hold a secret
+            hint="give the path of a folder, or an address such as s3://bucket/folder",
+        )
+
+
+def check_storage_options(options: object) -> None:
+    """Raise UsageError unless `options` is None or a dict with texts as keys. The error does not repeat the values."""
+    if options is None or (isinstance(options, Mapping) and all(isinstance(name, str) for name in options)):
+        return
+    raise UsageError("storage_options is not a dict with names as keys")
+
+
+def check_fraction(fraction: object) -> None:
+    """Raise UsageError unless `fraction` is a number in (0, 1]."""
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+        raise UsageError(
+            f"the fraction is {fraction!r}, not a number above 0 and up to 1",
+            hint="it is the share of the state that one checkpoint writes, such as 1/8 or 0.125",
+        )
+
+
+def check_policy(policy: object) -> None:
+    """Raise UsageError unless `policy` is one of `POLICIES`."""
+    if policy not in POLICIES:
+        raise UsageError(f"unknown policy {policy!r}", hint=f"use one of {', '.join(POLICIES)}")
+
+
+def check_fixed(shards: int | None, partition_bytes: int | None) -> None:
+    """Raise UsageError unless both numbers are None or positive."""
+    at_least("shards", shards, 1)
+    at_least("partition_bytes", partition_bytes, 1)
+
+
+def parse_fraction(text: str) -> float:
+    """Return the fraction written as `0.125` or `1/8`. Raises UsageError if it is neither, or not in (0, 1]."""
+    above, slash, below = text.partition("/")
+    try:
+        value = float(above) / float(below if slash else 1)
+    except (ValueError, ZeroDivisionError):
+        value = math.nan
+    if not 0 < value <= 1:
+        raise UsageError(
+            f"the fraction is {text!r}, not a number above 0 and up to 1",
+            hint="it is the share of the state that one checkpoint writes, such as 1/8 or 0.125",
+        )
+    return value
+
+
+def at_least(name: str, value: object, least: int) -> None:
+    """Raise UsageError naming the setting unless `value` is None or an integer, `least` or more."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise UsageError(f"{name} is {value!r}", hint=f"give a whole number, {least} or more")

@@ -1,0 +1,140 @@
+"""Groups of options that `scarctl.attach` takes. The class docstrings here document every option in them.
+
+None always means: take the environment's value, else that of `scarctl.toml`, else the default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from scarctl.errors import UsageError
+
+Policy: TypeAlias = Literal["priority", "round", "random", "full"]
+NormName: TypeAlias = Literal["l2", "rms", "relative"]
+Norm: TypeAlias = NormName | Callable[..., Any]
+Tracker: TypeAlias = Literal["exact", "overlapped", "sampled", "touched", "auto"]
+OnError: TypeAlias = Literal["warn", "raise"]
+Hooks: TypeAlias = Literal["auto", "begin", "off"]
+
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+NORMS: tuple[NormName, ...] = get_args(NormName)
+TRACKERS: tuple[Tracker, ...] = get_args(Tracker)
+DEFAULT_FRACTION = 1 / 8
+DEFAULT_POLICY: Policy = "priority"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partitioning:
+    """How the state is divided. Fixed when the store is created; a contradiction later raises SettingsConflict.
+
+    shards: Number of parts that fail together. The state is split among them at random. If several ranks train
+        together, each of them is one shard, and this stays unset. Default: 1.
+    seed: Seed of the random split into shards, and of the policy "random". Default: 0.
+    partition_bytes: Size of a partition in bytes. Default: 1/1024 of the state, from 4 KiB to 1 MiB.
+    by_layer: Make every tensor one partition. Excludes partition_bytes and rows. Default: False.
+    rows: Rows per partition by pattern of tensor names, such as {"embeddings.*": 1}. The first match counts.
+        Default: as many as partition_bytes holds.
+    """
+
+    shards: int | None = None
+    seed: int | None = None
+    partition_bytes: int | None = None
+    by_layer: bool | None = None
+    rows: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Options for choosing the partitions that a checkpoint saves, and for restoring them.
+
+    policy: Order in which partitions are saved: "priority" (largest change per byte first), "round" (in turn),
+        "random", or "full" (everything, every time). Default: "priority".
+    norm: Distance between live values and their saved copy: "l2", "rms", "relative", or a function of (live, saved)
+        that returns one distance per partition (see `scarctl.checkpoint.distance`). Default: "l2".
+    tracker: How distances are measured. "overlapped" compares all values, a part after every iteration, while training
+        continues. "exact" compares them at the checkpoint; "overlapped" does so too with less than 16 MiB of
+        parameters. "sampled" compares a few values, other ones each time, of every partition of 4,096 values or more
+        (1,024 on a GPU). "touched" compares those rows of embedding tables that got a gradient. "auto" takes "touched"
+        for sparse gradients, "sampled" for large partitions on a GPU, and "overlapped" for the rest. None of them
+        saves values that are not finite. Default: "overlapped".
+    max_staleness: Age in iterations at which a changed partition is saved before all others. Default: no limit.
+    extrapolate: In a partial recovery, continue each parameter's recent movement beyond its saved value. It continues
+        as far as would have helped at earlier checkpoints (see `scarctl.theory.extrapolation`). Takes 2 bytes of memory
+        per parameter value. Default: False.
+    """
+
+    policy: Policy | None = None
+    norm: Norm | None = None
+    tracker: Tracker | None = None
+    max_staleness: int | None = None
+    extrapolate: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How saving behaves in this process and on this host.
+
+    max_bandwidth: Bytes per second that checkpoints may write on average. Requires interval="auto". If several ranks
+        train together, it holds for each of them. Default: no limit.
+    flush_on_signal: On SIGTERM and SIGINT, copy the newest step to shared memory before the signal takes effect (see
+        `Session.flush`). For this, extras are read and small buffers are copied after every step. Works only if attach
+        is called in the main thread. Default: True.
+    on_error: "warn" logs and counts a fault while saving; "raise" raises it in the training loop. Default: "warn".
+    daemon: True saves from the host's daemon, which outlives this process; False saves from a thread of this process.
+        Default: the daemon, or the thread with a warning if the daemon cannot be started.
+    arena_dir: Folder for the arena. Default: shared memory, or the temporary folder on hosts without it.
+    pin_memory: Pin the arena if the state is on a GPU. Copies are faster, and the arena cannot be swapped out.
+        Default: True.
+    validate: Compare every copy with the live values before it is kept. This clones the state. Default: False.
+    assume_single_writer: Create the store even where a file cannot be created exclusively. Nothing then keeps two
+        writers apart. Default: False.
+    timeout: Seconds that closing the session waits for the store. Default: 60.
+    """
+
+    max_bandwidth: float | None = None
+    flush_on_signal: bool | None = None
+    on_error: OnError | None = None
+    daemon: bool | None = None
+    arena_dir: str | os.PathLike[str] | None = None
+    pin_memory: bool | None = None
+    validate: bool | None = None
+    assume_single_writer: bool | None = None
+    timeout: float | None = None
+
+
+@dataclass(frozen=True)
+class Extra:
+    """An object in `extras` that is not the same on all ranks, or that the loop changes after the optimizer's step.
+
+    value: Object with a state: state_dict() and load_state_dict(), a dict, or a random number generator.
+    per_rank: Save each rank's own state. Otherwise all ranks are expected to have the same. Default: False.
+    after_step: Read the state when the loop is done with a step, as for an average of the model, and not right after
+        the optimizer's step. A loop over `Session.batches` does not need it. Default: False.
+
+    Raises UsageError if both are True: such a state cannot be saved yet.
+    """
+
+    value: Any
+    per_rank: bool = False
+    after_step: bool = False
+
+    def __post_init__(self) -> None:
+        if self.per_rank and self.after_step:
+            raise UsageError(
+                "an extra with after_step=True is the same on all ranks", hint="leave out per_rank"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """How this process saves together with the other ranks of `torch.distributed`.
+
+    replicated: Patterns of names, such as "router.*", of parameters that all ranks keep equal by other means than
+        DistributedDataParallel or DTensor. Each byte of them is saved once. All others count as each rank's own.
+        Default: none.
+    """
+
+    replicated: Sequence[str] = ()

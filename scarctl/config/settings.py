@@ -1,0 +1,276 @@
+"""One session's settings with all values resolved and checked, and the texts that document them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from scarctl.config.checks import (
+    at_least,
+    check_fixed,
+    check_fraction,
+    check_policy,
+    check_storage_options,
+    check_store,
+    parse_fraction,
+)
+from scarctl.config.file import read_file
+from scarctl.config.options import (
+    DEFAULT_FRACTION,
+    DEFAULT_POLICY,
+    NORMS,
+    TRACKERS,
+    Norm,
+    OnError,
+    Partitioning,
+    Policy,
+    Selection,
+    Settings,
+    Tracker,
+)
+from scarctl.errors import UsageError
+
+VERBS = frozenset({"full", "into", "keep", "lost", "no_writer", "output", "reap", "snapshot", "yes"})
+"""Options that say what to do, not how: the command line only gives them, never the environment or a file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionSettings:
+    """How a training process saves its state: all options of `attach` in one level, with their values resolved.
+
+    Bad values and combinations raise UsageError at construction. `Partitioning`, `Selection` and `Settings` document
+    the options that are not listed here.
+
+    store: Folder of the store, or an address such as s3://bucket/folder.
+    storage_options: Options for a remote store's file system: endpoint_url, key, secret, and others that fsspec takes.
+        They stay in memory, and are never logged, shown or saved.
+    fraction: Largest share of the state's bytes that one partial checkpoint writes, above 0 and up to 1 (the paper's
+        r). Default: 1/8.
+    interval: Iterations between two partial checkpoints (the paper's rC), or "auto": as often as the store keeps up.
+        If that is rare, "auto" also makes checkpoints smaller, down to an eighth of the fraction. If several ranks
+        train together, the slowest sets the interval. Default: 10.
+    """
+
+    store: str = dataclasses.field(repr=False)
+    storage_options: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False)
+    assume_single_writer: bool = False
+    fraction: float = DEFAULT_FRACTION
+    interval: int | Literal["auto"] = 10
+    max_bandwidth: float | None = None
+    policy: Policy = DEFAULT_POLICY
+    norm: Norm = "l2"
+    tracker: Tracker = "overlapped"
+    max_staleness: int | None = None
+    extrapolate: bool = False
+    shards: int | None = None
+    seed: int | None = None
+    partition_bytes: int | None = None
+    by_layer: bool | None = None
+    rows: Mapping[str, int] | None = None
+    flush_on_signal: bool = True
+    on_error: OnError = "warn"
+    daemon: bool | None = None
+    arena_dir: str | None = None
+    pin_memory: bool = True
+    validate: bool = False
+    timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_store(self.store)
+        check_storage_options(self.storage_options)
+        check_fraction(self.fraction)
+        check_policy(self.policy)
+        if self.interval != "auto":
+            at_least("interval", self.interval, 1)
+        self._check_bandwidth()
+        at_least("max_staleness", self.max_staleness, 1)
+        check_fixed(self.shards, self.partition_bytes)
+        at_least("seed", self.seed, 0)
+        for name, read in _FROM_TEXT.items():
+            value = getattr(self, name)
+            if read is _flag and value is not None and not isinstance(value, bool):
+                raise UsageError(f"{name} is {value!r}", hint="give true or false")
+        if self.arena_dir is not None and not isinstance(self.arena_dir, str | os.PathLike):
+            raise UsageError(f"arena_dir is {self.arena_dir!r}", hint="give the path of a folder")
+        if self.rows is not None and not isinstance(self.rows, Mapping):
+            raise UsageError("rows is not a dict of patterns and numbers of rows")
+        for pattern, rows in (self.rows or {}).items():
+            at_least(f"rows of {pattern!r}", rows, 1)
+        if self.by_layer and (self.partition_bytes is not None or self.rows):
+            raise UsageError(
+                "by_layer makes every group one partition: partition_bytes and rows contradict it",
+                hint="give by_layer alone, or leave it out",
+            )
+        if not callable(self.norm) and self.norm not in NORMS:
+            raise UsageError(
+                f"unknown norm {self.norm!r}", hint=f"use one of {', '.join(NORMS)}, or a function"
+            )
+        if self.tracker not in TRACKERS:
+            raise UsageError(f"unknown tracker {self.tracker!r}", hint=f"use one of {', '.join(TRACKERS)}")
+        if self.tracker == "sampled" and callable(self.norm):
+            raise UsageError(
+                "a norm function has to see all values, and tracker='sampled' looks at a few",
+                hint='use tracker="exact", "touched" or "auto", or one of the norms ' + ", ".join(NORMS),
+            )
+        if self.on_error not in ("warn", "raise"):
+            raise UsageError(f"on_error is {self.on_error!r}", hint='use "warn" or "raise"')
+        if not (isinstance(self.timeout, int | float) and self.timeout >= 0):
+            raise UsageError(f"timeout is {self.timeout!r}", hint="give seconds, 0 or more")
+
+    def _check_bandwidth(self) -> None:
+        limit = self.max_bandwidth
+        if limit is None:
+            return
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:
+            raise UsageError(f"max_bandwidth is {limit!r}", hint="give bytes per second, more than 0")
+        if self.interval != "auto":
+            raise UsageError(
+                f"max_bandwidth sets the pace, and so does an interval of {self.interval}",
+                hint='give interval="auto" with it, or leave one of them out',
+            )
+
+    def fixed(self) -> dict[str, Any]:
+        """Return the settings that a store fixes when it is created; None where the store decides."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(Partitioning)}
+
+    def place(self) -> dict[str, Any]:
+        """Return the options for opening the store, other than its address."""
+        return {"storage_options": self.storage_options, "assume_single_writer": self.assume_single_writer}
+
+    @classmethod
+    def resolve(
+        cls, given: Mapping[str, object], *, environ: Mapping[str, str], folder: Path | None = None
+    ) -> SessionSettings:
+        """Return the settings of `given` (None: not given), `environ`, and `scarctl.toml` in `folder`, in that order.
+
+        Raises UsageError for an unknown name, a value that cannot be parsed, or a missing store.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in given:
+            if name not in names:
+                raise UsageError(f"unknown setting {name!r}", hint=f"known settings: {', '.join(names)}")
+        in_file = read_file(folder or Path())
+        values: dict[str, Any] = {}
+        for name in names:
+            if given.get(name) is not None:
+                values[name] = given[name]
+            elif (text := environ.get(f"SCARCTL_{name.upper()}")) and name in _FROM_TEXT:
+                values[name] = _parse(f"SCARCTL_{name.upper()}", text, _FROM_TEXT[name])
+            elif name in in_file:
+                values[name] = in_file[name]
+        if isinstance(values.get("fraction"), str):
+            values["fraction"] = parse_fraction(values["fraction"])
+        if "store" not in values:
+            raise UsageError("no store given", hint='pass store="a/folder", or set SCARCTL_STORE')
+        return cls(**values)
+
+
+KNOWN_NAMES = frozenset(field.name for field in dataclasses.fields(SessionSettings))
+_GROUPS: Mapping[str, type[Any]] = {
+    "partitioning": Partitioning,
+    "selection": Selection,
+    "settings": Settings,
+}
+"""The groups of options that `attach` takes, by its argument."""
+
+
+def flatten(
+    *, partitioning: Partitioning | None, selection: Selection | None, settings: Settings | None
+) -> dict[str, Any]:
+    """Return the options of `attach`'s three groups by their names. Raises UsageError for another type."""
+    given = {"partitioning": partitioning, "selection": selection, "settings": settings}
+    found: dict[str, Any] = {}
+    for name, group in given.items():
+        kind = _GROUPS[name]
+        if group is None:
+            continue
+        if not isinstance(group, kind):
+            raise UsageError(f"{name} is {group!r:.80}", hint=f"give a scarctl.{kind.__name__}(...)")
+        found |= {field.name: getattr(group, field.name) for field in dataclasses.fields(kind)}
+    return found
+
+
+def grouped(**options: Any) -> dict[str, Any]:
+    """Return arguments of `attach` for options given by their own names; other arguments stay as they are."""
+    found = dict(options)
+    for argument, kind in _GROUPS.items():
+        own = {f.name: found.pop(f.name) for f in dataclasses.fields(kind) if f.name in found}
+        if own:
+            found[argument] = kind(**own)
+    return found
+
+
+def describe(name: str) -> str:
+    """Return the documentation of an option: what it means, its unit and its default. Raises KeyError."""
+    return _texts()[name]
+
+
+@functools.cache
+def _texts() -> dict[str, str]:
+    """Documentation by option, from the docstrings of the classes that have it."""
+    found = dict.fromkeys(KNOWN_NAMES, "")  # with `python -OO` there are no docstrings
+    for kind in (SessionSettings, *_GROUPS.values()):
+        text = inspect.cleandoc(kind.__doc__ or "")
+        for name, lines in re.findall(r"^(\w+): (.*(?:\n    .*)*)", text, re.MULTILINE):
+            if name in KNOWN_NAMES:
+                found[name] = " ".join(lines.split())
+    return found
+
+
+def _interval(text: str) -> int | str:
+    return "auto" if text.strip() == "auto" else int(text)
+
+
+def _flag(text: str) -> bool:
+    words = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+    }
+    return words[text.strip().lower()]
+
+
+def _parse(name: str, text: str, read: Callable[[str], object]) -> object:
+    try:
+        return read(text)
+    except (ValueError, KeyError):
+        raise UsageError(f"{name} is {text!r}, which cannot be read") from None
+
+
+# A norm function and row patterns have no form as text.
+_FROM_TEXT: dict[str, Callable[[str], object]] = {
+    "store": str,
+    "assume_single_writer": _flag,
+    "fraction": parse_fraction,
+    "interval": _interval,
+    "max_bandwidth": float,
+    "policy": str,
+    "norm": str,
+    "tracker": str,
+    "max_staleness": int,
+    "extrapolate": _flag,
+    "shards": int,
+    "seed": int,
+    "partition_bytes": int,
+    "by_layer": _flag,
+    "flush_on_signal": _flag,
+    "on_error": str,
+    "daemon": _flag,
+    "arena_dir": str,
+    "pin_memory": _flag,
+    "validate": _flag,
+    "timeout": float,
+}

@@ -1,0 +1,133 @@
+"""Save one run in the daemon: share its arena, serve its training process, and finish what a dead one left."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.queue import HandOverQueue
+from scarctl.errors import Corruption, ScarError, UsageError
+from scarctl.persist.persister import adopt_orphans
+from scarctl.persist.saver import LocalSaver
+from scarctl.persist.speed import Speed
+from scarctl.store import Store
+
+log = logging.getLogger("scarctl")
+
+
+class HostSaver(LocalSaver):
+    """Saves what another process copies into its arena; reads copies there and acknowledges them.
+
+    Requests come from the training process's connection, `finish` and `release` from the daemon: one at a time.
+    """
+
+    def __init__(self, store: Store, folder: Path, on_saved: Callable[[Speed | None], None]) -> None:
+        """folder: of the arena. on_saved: see `LocalSaver`."""
+        super().__init__(store, on_saved)
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._released = self._adopted = self._looked = self._gives_way = False
+
+    def open_shared(self, *, again: bool) -> int:
+        """Map the arena and start saving; return the epoch. Flags as for `LocalSaver.open`.
+
+        Raises Corruption if there is no arena, UsageError if the run is open or released, and what `open` raises.
+        """
+        with self._lock:
+            if self._released or self.arena is not None:
+                raise UsageError("this run is open already, or let go", kind="not-claimed")
+            arena = self._share()
+            if arena is None:
+                raise Corruption(
+                    f"there is no arena in {self._folder}", hint="the session makes it before it opens a run"
+                )
+            self.open(arena, again=again)
+            return self.epoch
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the run, once it is open."""
+        assert self.arena is not None
+        return self.arena.epoch
+
+    def notify(self) -> None:
+        """Wake the thread, if it runs."""
+        if self.thread is not None and not self.stopped:
+            super().notify()
+
+    def stop(self) -> None:
+        """See `Saver`."""
+        with self._lock:
+            super().stop()
+
+    def resume(self) -> None:
+        """See `Saver`."""
+        with self._lock:
+            super().resume()
+
+    def roll_back(self, seqs: Mapping[int, int]) -> None:
+        """See `Saver`. Raises UsageError unless saving is stopped."""
+        with self._lock:
+            if self.arena is None or not self.stopped:
+                raise UsageError("pause before you roll back")
+            super().roll_back(seqs)
+
+    def adopt(self) -> None:
+        """Note that the training process has gone. If it has not opened its run, open what an earlier one has left.
+
+        Raises what `open` raises.
+        """
+        with self._lock:
+            try:
+                if self.arena is None and not self._released:
+                    arena = self._share()
+                    if arena is not None:
+                        self.open(arena)
+            finally:
+                self._adopted = True
+
+    def finish(self) -> bool:
+        """Continue after `adopt`, also if the training process has gone in the middle of a pause. Never waits.
+
+        Returns whether nothing waits for the store any more, or saving has stopped for good.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False  # the training process's last request is still being served
+        try:
+            if self.arena is None:
+                return self._adopted
+            super().resume()
+            thread = self.thread
+            if thread is not None and not self._looked:
+                # The training process may have died before it queued or announced its last copies.
+                self._looked = True
+                try:
+                    adopt_orphans(self.arena, HandOverQueue(self.arena.folder))
+                except ScarError as error:
+                    log.error("%s: what was copied last stays in memory: %s", self.store.url, error)
+                thread.notify()
+                return False
+            return thread is None or thread.failure is not None or thread.settled
+        finally:
+            self._lock.release()
+
+    def give_way(self) -> None:
+        """Have `release` leave what is being written in the queue: a new training process waits for the store."""
+        self._gives_way = True
+
+    def release(self) -> None:
+        """Finish what is being written; free the store. The arena stays for the next session."""
+        with self._lock:
+            self._released = True
+            try:
+                self.close(put_off=self._gives_way)
+            finally:
+                self.store.close()
+                if self.arena is not None:
+                    self.arena.close()
+
+    def _share(self) -> Arena | None:
+        return Arena.share(self._folder, run_id=self.store.run_id)

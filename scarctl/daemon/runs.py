@@ -1,0 +1,204 @@
+"""Keep the runs of a host: who has claimed which store, and when each run and the daemon itself end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from scarctl.daemon.crowd import full, most_sessions
+from scarctl.daemon.lifecycle import (
+    Attached,
+    Detached,
+    Event,
+    Exit,
+    Held,
+    Lifecycle,
+    Phase,
+    Release,
+    Released,
+    Settled,
+    StopAsked,
+    Terminated,
+    Tick,
+    TrainerGone,
+)
+from scarctl.daemon.run import Run
+from scarctl.daemon.status import RunStatus
+from scarctl.errors import Contention, UsageError
+from scarctl.store import Store
+
+log = logging.getLogger("scarctl")
+
+_LOOK_SECONDS = 1.0
+"""A hand-over whose announcement was lost is found after this time."""
+_PATIENCE = 10.0
+"""Seconds that a peer waits for a run to be released."""
+
+
+class Runs:
+    """The runs by the name of what they save to. Drives `Lifecycle`; `ended` is set when the daemon has to end."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: of the daemon; each run's arena has a folder in it."""
+        self.ended = threading.Event()
+        self.changed = threading.Condition(threading.RLock())
+        """Held for moments only: opening and releasing a run take long, and happen outside."""
+        self.life = Lifecycle()
+        self._folder = folder
+        self._runs: dict[str, Run] = {}
+        self._look_at = 0.0
+        self._claiming = 0
+        """Claims under way: a remote store takes longer to open than a daemon without runs lives."""
+
+    def look_after(self, *, terminated: bool) -> None:
+        """Find runs whose training process has died or which are finished, wake them, and pass time on."""
+        now = time.monotonic()
+        with self.changed:
+            if terminated:
+                self._apply(Terminated(now))
+            for run in list(self._runs.values()):
+                phase = self.life.runs[run.id]
+                if phase is Phase.ATTACHED and not run.trainer_lives():
+                    self._apply(TrainerGone(run.id))
+                elif phase is Phase.ORPHANED and _finished(run):
+                    self._apply(Settled(run.id))
+                if now >= self._look_at:
+                    run.saver.notify()
+            if now >= self._look_at:
+                self._look_at = now + _LOOK_SECONDS
+            if not self._claiming:
+                self._apply(Tick(now))
+
+    def _apply(self, event: Event) -> None:
+        """Report to the state machine, and do what it says. The caller holds the lock."""
+        if isinstance(event, TrainerGone):
+            log.info("%s: its training process is gone", self._runs[event.run].store.url)
+        for instruction in self.life.handle(event):
+            if isinstance(instruction, Release):
+                run = self._runs[instruction.run]
+                threading.Thread(target=self._release, args=(run,), name="scarctl-release").start()
+            elif isinstance(instruction, Exit):
+                self.ended.set()
+
+    def _release(self, run: Run) -> None:
+        try:
+            run.saver.release()
+            log.info("%s: released", run.store.url)
+        except Exception:
+            log.exception("%s: could not be released properly", run.store.url)
+        with self.changed:
+            del self._runs[run.id]
+            self._apply(Released(run.id))
+            self.changed.notify_all()
+
+    def claim(self, store: Store, pid: int, owner: object) -> Run:
+        """Begin a run of the training process `pid`, at the connection `owner`. Takes the store's lock.
+
+        Raises Contention if a live process has the store, or the daemon is not yet done with a dead one's run or is
+        ending; Unavailable if there are too many sessions.
+        """
+        deadline = time.monotonic() + _PATIENCE
+        with self.changed:
+            while (known := self._runs.get(store.run_id)) is not None:
+                if self.life.runs[store.run_id] is Phase.ATTACHED and known.trainer_lives():
+                    raise Contention(
+                        f"{store.url}: process {known.pid} is saving to this store",
+                        hint="wait until it ends, or stop it; reading needs no lock",
+                    )
+                # Its training process has died: the new one continues with what it left.
+                known.saver.give_way()
+                self._apply(Detached(store.run_id))
+                if not self.changed.wait(deadline - time.monotonic()):
+                    raise Contention(
+                        f"{store.url}: the daemon still writes what an earlier process left",
+                        hint="try again in a while",
+                        kind="run-busy",
+                    )
+            self._require_staying()
+            if len(self._runs) >= most_sessions():
+                raise full(most_sessions())
+            store.lock()
+            run = self._runs[store.run_id] = Run(store, self._folder / store.run_id, pid, owner)
+            self._apply(Attached(store.run_id))
+        log.info("%s: process %d saves to it", store.url, pid)
+        return run
+
+    def owned(self, name: str | None, owner: object) -> Run | None:
+        """Return the run of this name, if the connection `owner` has claimed it."""
+        with self.changed:
+            run = self._runs.get(name) if name else None
+            return run if run is not None and run.owner is owner else None
+
+    def known(self, name: str) -> Run | None:
+        """Return the run of this name."""
+        with self.changed:
+            return self._runs.get(name)
+
+    def attached(self, name: str) -> Run:
+        """Return the run of this name whose training process lives. Raises UsageError if there is none."""
+        with self.changed:
+            run = self._runs.get(name)
+            if run is None or self.life.runs[name] is not Phase.ATTACHED:
+                raise UsageError("no running session saves to this store on this host", kind="no-session")
+            return run
+
+    def lose(self, run: Run) -> None:
+        """Note that a run's training process has ended its connection, and save what it left."""
+        try:
+            run.saver.adopt()
+        except Exception as error:
+            log.error("%s: what is in memory cannot be saved: %s", run.store.url, error)
+        with self.changed:
+            if self._runs.get(run.id) is run:
+                self._apply(TrainerGone(run.id))
+
+    def detach(self, run: Run) -> None:
+        """End a run whose training process has finished. Waits some time until the store is free."""
+        with self.changed:
+            self._apply(Detached(run.id))
+            self.changed.wait_for(lambda: self._runs.get(run.id) is not run, _PATIENCE)
+
+    def hold(self, seconds: float) -> None:
+        """Stay that many seconds without a run: a training process is about to start."""
+        with self.changed:
+            self._require_staying()
+            self._apply(Held(time.monotonic() + seconds))
+
+    def stop(self) -> None:
+        """Release all runs once their current hand-overs are written, then end."""
+        with self.changed:
+            self._apply(StopAsked())
+
+    @contextlib.contextmanager
+    def staying(self) -> Iterator[None]:
+        """Inside, a claim is under way: the daemon does not end for want of runs."""
+        with self.changed:
+            self._require_staying()
+            self._claiming += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._claiming -= 1
+
+    def status(self) -> list[RunStatus]:
+        """Return the figures of every run."""
+        with self.changed:
+            runs = [(run, self.life.runs[run.id]) for run in self._runs.values()]
+        return [run.status(phase) for run, phase in runs]
+
+    def _require_staying(self) -> None:
+        if self.life.stopping:
+            raise Contention("the daemon is ending", hint="try again", kind="daemon-ending")
+
+
+def _finished(run: Run) -> bool:
+    try:
+        return run.saver.finish()
+    except Exception as error:
+        log.error("%s: saving cannot continue: %s", run.store.url, error)
+        return True

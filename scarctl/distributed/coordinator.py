@@ -1,0 +1,409 @@
+"""One rank's session among the others: who owns what, who saves to which shard, and where all go on.
+
+A rank's session is an ordinary one. It sees only what its rank owns of the state, and only its own shard of the store.
+`Crew` makes these two, and answers what a session asks of the others (`scarctl.session.peers`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import platform
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from scarctl.adapter import Adapter
+from scarctl.checkpoint.selector import OwnSelector, Selector
+from scarctl.config import SessionSettings
+from scarctl.daemon.request import Wish
+from scarctl.distributed.collectives import Team
+from scarctl.distributed.leftover_arenas import fence, save_leftovers
+from scarctl.distributed.own_extras import Early, completed, with_own
+from scarctl.distributed.owned_adapter import OwnedAdapter, broadcast_over, holdings_of, slots_of, spread
+from scarctl.distributed.ownership import Division, Holding, divide
+from scarctl.distributed.rescue import Rescue
+from scarctl.distributed.reshard import Moved
+from scarctl.distributed.resume_step import (
+    Agreement,
+    Standing,
+    agree_on_step,
+    perturbation_of,
+    rework_of_ranks,
+)
+from scarctl.distributed.rounds import Exchange
+from scarctl.distributed.selector import GlobalSelector
+from scarctl.errors import Unavailable, UsageError
+from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
+from scarctl.recovery.reshard import find_parts
+from scarctl.session.peers import Found, GoOn
+from scarctl.state.extras import Extras
+from scarctl.state.layout import Layout
+from scarctl.state.torch_dtypes import plain, torched
+from scarctl.store import (
+    Store,
+    Topology,
+    complete_sets,
+    create_topology,
+    newest_topology,
+    read_snapshot,
+    topology_epochs,
+)
+from scarctl.store.format import canonical
+from scarctl.theory.history import History
+from scarctl.theory.rework import Outlook
+
+T = TypeVar("T")
+log = logging.getLogger("scarctl")
+
+_ALIKE = ("store", "fraction", "interval", "max_bandwidth", "policy", "tracker", "max_staleness", "extrapolate",
+          "seed", "partition_bytes", "by_layer", "rows", "on_error")  # fmt: skip
+"""Settings that all ranks have to share."""
+
+
+class Crew:
+    """See the module. Made by `join`, on all ranks."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        division: Division,
+        team: Team,
+        settings: SessionSettings,
+        rank_extras: frozenset[str],
+    ) -> None:
+        self._rank_extras = rank_extras
+        self._settings = settings
+        self.team = team
+        self.division = division
+        self.adapter = OwnedAdapter(adapter, division, team.rank)
+        """What this rank owns of the state."""
+        self.shards: tuple[int, ...] = ()
+        """Shard of every rank, once the store is open."""
+        self._digest = _digest_of(division)
+        self.start = ""
+        """See `Together`."""
+        self._parameters: list[torch.Tensor] | None = None
+        self._epoch = 0
+        self._exchange_group = team.subgroup() if team.world > 1 else None
+        self._earlier = self._begun = False
+        self._whole = adapter
+        self.moved = False
+        """The store has this state in other parts."""
+
+    @classmethod
+    def join(
+        cls,
+        adapter: Adapter,
+        settings: SessionSettings,
+        team: Team,
+        rank_extras: frozenset[str] = frozenset(),
+    ) -> Crew:
+        """Find out together who owns what. rank_extras: names of extras that are each rank's own.
+
+        Raises UsageError on every rank when settings, versions or models of the ranks do not fit together.
+        """
+        _check_alike(team.gather(_settings_of(settings)))
+        if settings.shards not in (None, 1):
+            raise UsageError(
+                f"shards={settings.shards}: with several ranks each of them is one shard",
+                hint="leave shards out",
+            )
+        mine = team.agree(lambda: [holding.to_json() for holding in holdings_of(adapter.groups())])
+        everyone = team.gather(mine)
+        division = team.agree(lambda: divide([[Holding.from_json(h) for h in held] for held in everyone]))
+        return cls(adapter, division, team, settings, rank_extras)
+
+    # -- the store ----------------------------------------------------------------------------------------------
+
+    def open_store(self, settings: SessionSettings) -> Store:
+        """See `Together`. Rank 0 makes the store, and decides which shards the ranks have."""
+
+        def make() -> Store:
+            return Store.create(settings.store, **settings.fixed(), **settings.place())
+
+        made = self.agree(lambda: make() if self.team.rank == 0 else None, _close)
+        store = self.agree(lambda: made or make(), _close)
+        with contextlib.ExitStack() as undo:
+            undo.callback(store.close)
+            view = self._view(store, settings)
+            undo.pop_all()
+        return view
+
+    def _view(self, store: Store, settings: SessionSettings) -> Store:
+        """The store as this rank sees it, once all know which shards they have."""
+        ids = self.team.gather(store.id)
+        if len(set(ids)) > 1:
+            raise UsageError(
+                f"{store.url} is not the same store on all ranks", hint="put it where every host can reach it"
+            )
+        otherwise = self.agree(lambda: self._is_divided_otherwise(store))
+        if any(self.team.gather(otherwise)):
+            self.moved = True
+            save_leftovers(store, settings, self.team)
+            self.agree(lambda: fence(store) if self.team.rank == 0 else None)
+        decided = self.agree(lambda: self._decide(store) if self.team.rank == 0 else None)
+        self._epoch, shards, self._earlier, self.start = self.team.from_rank(0, decided)
+        self.shards = tuple(shards)
+        if self._earlier and not self.moved:
+            self.adapter.learn_slots(self.agree(lambda: slots_of(self._layouts(store))))
+        return store.of_shard(self.shards[self.team.rank], self._epoch)
+
+    def _is_divided_otherwise(self, store: Store) -> bool:
+        newest = newest_topology(store)
+        return bool(store.shards()) if newest is None else newest.division != self._digest
+
+    def _decide(self, store: Store) -> tuple[int, list[int], bool, str]:
+        """Epoch, shards by rank, whether there is an earlier run, and a name for this start."""
+        newest, epochs, used = newest_topology(store), topology_epochs(store), store.shards()
+        records = [store.log(shard).newest() for shard in used]
+        epoch = 1 + max([*epochs, *(record.epoch for record in records if record)], default=0)
+        # A topology alone says that a job was about to begin.
+        earlier = any(records)
+        if newest is not None and newest.division == self._digest:
+            return epoch, list(newest.shards), earlier, uuid.uuid4().hex
+        first = 1 + max([*used, *(newest.shards if newest else ())], default=-1)
+        return epoch, list(range(first, first + self.team.world)), earlier, uuid.uuid4().hex
+
+    def _layouts(self, store: Store) -> list[Layout]:
+        newest = [store.log(shard).newest() for shard in self.shards]
+        return [store.layout(record.layout) for record in newest if record is not None]
+
+    def writes(self) -> int:
+        """See `Together`. Of all parameters, not only of what this rank owns: ranks that do the same count the same."""
+        if self._parameters is None:
+            groups = self._whole.groups()
+            self._parameters = [group.tensors[""] for group in groups if group.kind == "parameter"]
+        return sum(parameter._version for parameter in self._parameters)
+
+    def selector(self) -> Selector:
+        """See `Together`."""
+        rank, world = self.team.rank, self.team.world
+        if self._exchange_group is None:
+            return OwnSelector()
+        return GlobalSelector(Exchange(self._exchange_group, rank, world), self.shards[rank])
+
+    def begin(self, store: Store) -> None:
+        """See `Together`. The topology is written before the first record of the new epoch."""
+        if self._begun:
+            return
+        topology = Topology(self._epoch, self.shards, self._digest)
+        self.agree(lambda: create_topology(store, topology) if self.team.rank == 0 else None)
+        self._begun = True
+
+    def holds_earlier_run(self, store: Store) -> bool:
+        """See `Together`."""
+        return self._earlier
+
+    # -- going on -----------------------------------------------------------------------------------------------
+
+    def agree(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
+        """See `Together`."""
+        return self.team.agree(call, undo)
+
+    @property
+    def several(self) -> bool:
+        """See `Together`."""
+        return self.team.world > 1
+
+    @property
+    def rank(self) -> int:
+        """See `Together`."""
+        return self.team.rank
+
+    @property
+    def leads(self) -> bool:
+        """See `Together`."""
+        return self.team.rank == 0
+
+    def gather(self, value: object) -> list[Any]:
+        """See `Together`."""
+        return self.team.gather(value)
+
+    def go_on(self, found: Found | None, store: Store) -> GoOn | None:
+        """See `Together`."""
+        mine = None
+        if found is not None:
+            whole = found.whole if found.exact else ""
+            standing = Standing(found.step, found.exact, found.survived, found.distance, found.owns, whole)
+            mine = standing.to_list()
+        gathered = self.team.gather(mine)
+        if found is None or any(other is None for other in gathered):
+            return None
+        everyone = [Standing(*other) for other in gathered]
+        agreement = agree_on_step(everyone)
+        leads = self.team.rank == agreement.reference
+        tree = None if found.extras is None else found.extras.to_tree()
+        theirs = self.team.from_rank(agreement.reference, plain(tree) if leads else None)
+        extras = found.extras
+        if extras is None or found.step != agreement.step:
+            own = extras or Extras(self.adapter.capture_early(), self.adapter.capture_late())
+            extras = self._mixed(Extras.from_tree(torched(theirs)), own)
+        extras = self._completed(extras)
+        stored = History() if found.extras is None else History.from_array(found.extras.notes.points)
+        points = stored.until(agreement.step).points
+        measures = any(group.kind == "parameter" for group in self.adapter.groups())
+        moved = self.team.gather([list(point) for point in points] if measures else None)
+        outlook = _outlook(agreement.step, [points for points in moved if points is not None])
+        summary = self._summary(agreement, everyone, store, outlook)
+        return GoOn(agreement.step, extras, agreement.exact, summary)
+
+    def _completed(self, extras: Extras) -> Extras:
+        """Return the extras; what is this rank's own and was never saved, or by another rank, stays as it is now."""
+        early = Early.of(extras.early)
+        if early.rng is not None and not self._rank_extras - early.objects.keys():
+            return extras
+        return completed(extras, Early.of(self.adapter.capture_early()), self._rank_extras)
+
+    def _mixed(self, theirs: Extras, own: Extras) -> Extras:
+        """Return another rank's extras, of the step from which all continue, with what is this rank's own."""
+        late = self.adapter.mix_late(theirs.late, own.late)
+        mixed = with_own(theirs, Early.of(own.early), self._rank_extras)
+        return replace(mixed, late=late, notes=theirs.notes.of_part(own.notes))
+
+    def _summary(
+        self, agreement: Agreement, everyone: list[Standing], store: Store, outlook: Outlook
+    ) -> dict[str, Any]:
+        summary = None
+        if self.team.rank == 0:
+            sealed = next(iter(complete_sets(store.again())), None)
+            back = None if sealed is None else max(0, agreement.step - sealed.step)
+            rework = rework_of_ranks(everyone, agreement, outlook, comparable=self._settings.norm == "l2")
+            summary = {
+                "world": self.team.world,
+                "lost": list(agreement.lost),
+                "steps": [standing.step for standing in everyone],
+                "step": agreement.step,
+                "exact": agreement.exact,
+                "perturbation": perturbation_of(everyone, agreement).to_json(),
+                "rework": rework.to_json(),
+                "rollback_steps": back,
+            }
+            if agreement.lost:
+                log.warning(
+                    "lost %d of %d ranks (%s): theirs comes from what was saved last; all go on after step %d. "
+                    "Predicted rework in iterations: %s; a rollback would cost %s",
+                    len(agreement.lost),
+                    self.team.world,
+                    ", ".join(map(str, agreement.lost)),
+                    agreement.step,
+                    rework,
+                    "an unknown number" if back is None else back,
+                )
+        found: dict[str, Any] = self.team.from_rank(0, summary)
+        return found
+
+    def elsewhere(self, store: Store, mode: str, snapshot: str | None) -> Moved | None:
+        """See `Together`."""
+
+        def find() -> Moved | None:
+            whole = store.again()
+            name = None if snapshot is None else read_snapshot(whole, snapshot)
+            parts = find_parts(whole, but=self.shards, sealed=mode == "rollback", snapshot=name)
+            if parts is None:
+                return None
+            return Moved(parts, self.adapter, self.division, self.team, self._rank_extras)
+
+        found = self.agree(find)
+        everyone = self.team.gather(None if found is None else found.seen)
+        if any(seen != everyone[0] for seen in everyone):
+            raise Unavailable(
+                f"{store.url}: somebody still saves what an earlier run left in memory, and ranks have seen different "
+                "states of it",
+                hint="start again in a while; nothing was changed",
+                kind="store-changes",
+            )
+        return found
+
+    def lost_ids(self, lost: Lost, layout: Layout, store: Store) -> NDArray[np.int64]:
+        """See `Together`. A name may be of another rank's part: it is wrong if no rank has it."""
+        names = dict.fromkeys(part.name for owned in self.division.owned for part in owned)
+        items = self.agree(lambda: parse_lost(lost, names, self.shards, self.team.world))
+        ids, unmatched = find_lost(items, layout, store.shard_of(layout), self.team.rank)
+        refuse_unmatched(self.team.gather(unmatched), names)
+        return ids
+
+    def spread(self) -> None:
+        """See `Together`."""
+        if self.division.copies:
+            groups, broadcast = self._whole.groups(), broadcast_over(self.team.group)
+            self.team.told(lambda: spread(self.division, self.team.rank, groups, broadcast))
+
+    def grant(self, wishes: deque[Wish], selector: Selector, *, regular: bool) -> Wish | None:
+        """See `Together`. Ranks hear of a wish with the rounds of their regular checkpoints."""
+        selector.wish = self.team.rank + 1 if wishes else 0
+        agreed = selector.agreed() if regular else 0
+        if not agreed:
+            return None
+        # The same wish may have been told more than once.
+        mine = wishes.popleft().to_json() if wishes and self.team.rank == agreed - 1 else None
+        wish = self.team.from_rank(agreed - 1, mine)
+        if wish is None:
+            return None
+        # Whose wish it was answers it.
+        return Wish.from_json(wish if mine else {**wish, "number": 0})
+
+    def rescue(self, store: Store, step: int, extras: Callable[[], Extras], whole: str) -> None:
+        """See `Together`."""
+        rescue = Rescue(self.division, self.team.rank, self.shards, self._rank_extras)
+        if rescue.possible:
+            rescue.run(store, self._settings, self._whole.groups(), step, extras(), whole)
+
+    def close(self) -> None:
+        """See `Together`."""
+        self.team.close()
+
+
+def _outlook(step: int, parts: list[list[list[Any]]]) -> Outlook:
+    """What the histories of all ranks that own something say together, as the points of each."""
+    histories = [History(tuple(point) for point in points) for points in parts]
+    return Outlook.of(step, histories)
+
+
+def _close(store: Store | None) -> None:
+    if store is not None:
+        store.close()
+
+
+def _digest_of(division: Division) -> str:
+    """SHA-256 of who owns what."""
+    owned = [
+        [
+            [
+                part.name,
+                part.stop - part.start,
+                part.place and [list(part.place.shape), list(part.place.offset)],
+            ]
+            for part in rank
+        ]
+        for rank in division.owned
+    ]
+    return hashlib.sha256(canonical(owned)).hexdigest()
+
+
+def _settings_of(settings: SessionSettings) -> dict[str, str]:
+    """What has to be the same on all ranks, as text."""
+    found = {name: repr(getattr(settings, name)) for name in _ALIKE}
+    norm = settings.norm
+    found["norm"] = norm if isinstance(norm, str) else getattr(norm, "__qualname__", "a function")
+    return found | {"version of scarctl": version("scarctl"), "byte order": platform.machine()}
+
+
+def _check_alike(everyone: list[dict[str, str]]) -> None:
+    """Raises UsageError, naming the setting and the ranks, when ranks have different settings."""
+    for name, first in everyone[0].items():
+        others = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != first]
+        if others:
+            shown = "" if name == "store" else f": {everyone[others[0]].get(name)}, not {first}"
+            raise UsageError(
+                f"rank {others[0]} has another {name} than rank 0{shown}",
+                hint="give all ranks the same settings; nothing was changed",
+            )

@@ -1,0 +1,238 @@
+"""An adapter cut down to the rows that this rank owns, and the way of restored rows to the ranks that hold copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import distributed as dist
+
+from scarctl.adapter import Adapter, StateGroup, touched_rows_of, watch_of
+from scarctl.distributed.ownership import Division, Holding
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.state.torch_dtypes import name_of
+
+BUCKET_BYTES = 32 << 20
+"""Most bytes that are sent at once."""
+
+Slots: TypeAlias = Mapping[str, Sequence[TensorSpec]]
+Broadcast: TypeAlias = Callable[[torch.Tensor, int, tuple[int, ...]], None]
+
+
+def holdings_of(groups: Iterable[StateGroup]) -> list[Holding]:
+    """What a rank with these groups holds. Raises UsageError for a dtype that cannot be stored."""
+    return [
+        Holding(
+            group.name,
+            group.kind,
+            group.role,
+            name_of(group.tensors[""].dtype, group.name),
+            tuple(group.tensors[""].shape),
+            group.place,
+            group.scope,
+        )
+        for group in groups
+    ]
+
+
+def slots_of(layouts: Iterable[Layout]) -> dict[str, tuple[TensorSpec, ...]]:
+    """Slots of every stored tensor in the layouts of all ranks' shards, by stored name; only their dtypes are exact."""
+    found: dict[str, tuple[TensorSpec, ...]] = {}
+    for layout in layouts:
+        for group in layout.groups:
+            if len(group.tensors) >= len(found.get(group.name, ())):
+                found[group.name] = group.tensors[1:]
+    return found
+
+
+class OwnedAdapter:
+    """The rows of another adapter's groups that this rank owns, under their stored names.
+
+    The tensors are views: to write into them changes the model.
+    """
+
+    def __init__(self, adapter: Adapter, division: Division, rank: int) -> None:
+        """`division` was made from the adapter's groups as they are now; they may gain slots later."""
+        self._adapter = adapter
+        self._owned = division.owned[rank]
+        groups = adapter.groups()
+        self._stored = dict(zip((group.name for group in groups), division.names[rank], strict=True))
+        self._original = [groups[owned.group].name for owned in self._owned]
+        self._buffers = {
+            name: owned.name
+            for name, owned in zip(self._original, self._owned, strict=True)
+            if groups[owned.group].kind == "buffer"
+        }
+        self._slots: Slots = {}
+        self.whole = adapter
+        touched = touched_rows_of(adapter)
+        if touched is not None:
+            self.touched_rows = lambda *, dense: self._cut(touched(dense=dense))
+        self.watch = partial(watch_of, adapter)
+
+    @property
+    def automatic(self) -> bool:
+        return self._adapter.automatic
+
+    @property
+    def late_per_rank(self) -> bool:
+        return self._adapter.late_per_rank
+
+    def mix_late(self, theirs: Any, own: Any) -> Any:
+        return self._adapter.mix_late(theirs, own)
+
+    @property
+    def optimizer(self) -> str:
+        return self._adapter.optimizer
+
+    def groups(self) -> list[StateGroup]:
+        """The owned rows of every group that has some."""
+        found = {group.name: group for group in self._adapter.groups()}
+        groups = []
+        for name, owned in zip(self._original, self._owned, strict=True):
+            group = found.get(name)
+            # One that has lost rows is left out: whoever compares this with the layout says so.
+            if group is not None and owned.stop <= _rows(group.tensors[""]):
+                tensors = {slot: _narrowed(t, owned.start, owned.stop) for slot, t in group.tensors.items()}
+                groups.append(StateGroup(owned.name, group.kind, tensors, owned.place, frozen=group.frozen))
+        return groups
+
+    def _cut(self, touched: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of the rows that the whole adapter names, those that this rank owns."""
+        found = {}
+        for name, owned in zip(self._original, self._owned, strict=True):
+            rows = touched.get(name)
+            if rows is None:
+                continue
+            if rows.dtype == torch.bool:
+                found[owned.name] = rows[owned.start : owned.stop]
+            else:
+                found[owned.name] = rows[(rows >= owned.start) & (rows < owned.stop)] - owned.start
+        return found
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that this rank owns. They are never divided."""
+        found = self._adapter.buffers()
+        return {stored: found[name] for name, stored in self._buffers.items() if name in found}
+
+    def capture_early(self) -> Any:
+        return self._adapter.capture_early()
+
+    def capture_late(self) -> Any:
+        return self._adapter.capture_late()
+
+    def restore(self, early: Any, late: Any) -> None:
+        self._adapter.restore(early, late)
+
+    def learn_slots(self, slots: Slots) -> None:
+        """Say which slots tensors have that other ranks own, as `slots_of` gives them: for `create_slots`."""
+        self._slots = dict(slots)
+
+    def create_slots(self, layout: Layout) -> Callable[[], None]:
+        """Make the slots of all that this rank holds, also of rows that others own; see `learn_slots`."""
+        slots = {**self._slots, **slots_of([layout])}
+        wanted = []
+        for group in self._adapter.groups():
+            # A replica has none: another rank's optimizer updates it.
+            if group.role != "replica" and group.kind == "parameter":
+                shape = tuple(group.tensors[""].shape)
+                own = TensorSpec("", name_of(group.tensors[""].dtype, group.name), shape)
+                more = (TensorSpec(s.slot, s.dtype, shape) for s in slots.get(self._stored[group.name], ()))
+                wanted.append((group.name, group.kind, (own, *more), group.place))
+        return self._adapter.create_slots(build_layout(wanted, by_layer=True))
+
+    def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:
+        return self._adapter.install(before, after)
+
+
+def spread(division: Division, rank: int, groups: Sequence[StateGroup], broadcast: Broadcast) -> int:
+    """Send the rows that this rank owns to all that hold copies, and take theirs. Every rank has to call it.
+
+    groups: of the whole adapter, parallel to the rank's holdings, with the slots that ranks share in place.
+    broadcast: called as (buffer, owner, ranks) on just these `ranks`, in the same order on all of them. The buffer is
+        uint8 of shape (at most `BUCKET_BYTES`,), on the CPU, full on the owner, and to be filled on the others.
+
+    Returns the bytes that were sent or taken.
+    """
+    streams: dict[tuple[int, tuple[int, ...]], list[torch.Tensor]] = {}
+    for copy in division.copies:
+        if rank not in copy.holders.groups:
+            continue
+        tensors = groups[copy.holders.groups[rank]].tensors
+        ranks = tuple(copy.holders.groups)
+        streams.setdefault((copy.owner, ranks), []).append(_narrowed(tensors[""], copy.start, copy.stop))
+        sharing = copy.holders.sharing
+        if rank in sharing and len(sharing) > 1:
+            slots = [_narrowed(t, copy.start, copy.stop) for slot, t in sorted(tensors.items()) if slot]
+            streams.setdefault((copy.owner, sharing), []).extend(slots)
+    total = 0
+    for (owner, ranks), parts in sorted(streams.items(), key=lambda stream: stream[0]):
+        for bucket in _buckets(parts):
+            total += _send(bucket, owner, ranks, rank, broadcast)
+    return total
+
+
+def broadcast_over(group: dist.ProcessGroup) -> Broadcast:
+    """A `broadcast` for `spread` over a gloo group, whose ranks are those of the division."""
+    size = dist.get_world_size(group)
+
+    def broadcast(buffer: torch.Tensor, owner: int, ranks: tuple[int, ...]) -> None:
+        if len(ranks) == size:
+            dist.broadcast(buffer, dist.get_global_rank(group, owner), group=group)
+        elif dist.get_rank(group) == owner:
+            for other in ranks:
+                if other != owner:
+                    dist.send(buffer, dist.get_global_rank(group, other), group=group)
+        else:
+            dist.recv(buffer, dist.get_global_rank(group, owner), group=group)
+
+    return broadcast
+
+
+def _rows(tensor: torch.Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 1
+
+
+def _narrowed(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    return tensor.narrow(0, start, stop - start) if tensor.dim() else tensor
+
+
+def _buckets(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The parts, cut at rows, in lists of at most BUCKET_BYTES or one row. The same for all ranks."""
+    bucket: list[torch.Tensor] = []
+    room = BUCKET_BYTES
+    for part in parts:
+        rows, row = _rows(part), part.nbytes // max(1, _rows(part))
+        start = 0
+        while start < rows and row:
+            if bucket and row > room:
+                yield bucket
+                bucket, room = [], BUCKET_BYTES
+            count = min(rows - start, max(1, room // row))
+            bucket.append(_narrowed(part, start, start + count))
+            room -= count * row
+            start += count
+    if bucket:
+        yield bucket
+
+
+def _send(
+    bucket: list[torch.Tensor], owner: int, ranks: tuple[int, ...], rank: int, broadcast: Broadcast
+) -> int:
+    """One broadcast."""
+    sizes = [part.nbytes for part in bucket]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+    pieces = list(zip(bucket, torch.split(buffer, sizes), strict=True))
+    if rank == owner:
+        for part, piece in pieces:
+            piece.copy_(part.contiguous().reshape(-1).view(torch.uint8))
+    broadcast(buffer, owner, ranks)
+    if rank != owner:
+        with torch.no_grad():
+            for part, piece in pieces:
+                # A slot that the optimizer has not made yet has one value in memory for all.
+                if 0 not in part.stride() or part.numel() == 1:
+                    part.copy_(piece.clone().view(part.dtype).view(part.shape))
+    return buffer.numel()

@@ -1,0 +1,195 @@
+"""A rank has died, and others hold copies of what it owned: they put its newest values into its arena.
+
+Under `DistributedDataParallel` every rank has all parameters, and each saves a part. What a dead rank has left in this
+host's memory is as old as its last checkpoint; what the survivors have is as new as theirs. So nothing is lost as long
+as one of them lives.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from scarctl.adapter import StateGroup
+from scarctl.arena.arena import Arena
+from scarctl.arena.folder import arena_folder
+from scarctl.arena.header import FILE
+from scarctl.arena.kinship import belongs
+from scarctl.arena.queue import HandOverQueue
+from scarctl.checkpoint.live_state import LiveState
+from scarctl.config import SessionSettings
+from scarctl.distributed.own_extras import NOTHING, Early, with_own
+from scarctl.distributed.ownership import Division
+from scarctl.errors import Contention, Unavailable
+from scarctl.state.extras import Extras, Notes
+from scarctl.state.torch_dtypes import torch_of
+from scarctl.state.version import pack, step_of
+from scarctl.store import Store
+
+log = logging.getLogger("scarctl")
+
+SECONDS = 0.5
+"""How long to look for dead ranks: their end and its consequences come at about the same time."""
+_PAUSE = 0.02
+
+
+class Rescue:
+    """What one rank can do for the others. It reads live tensors: nothing may write to them meanwhile."""
+
+    def __init__(
+        self, division: Division, rank: int, shards: Sequence[int], rank_extras: Collection[str] = ()
+    ) -> None:
+        """rank_extras: names of extras that are each rank's own."""
+        self._rank_extras = rank_extras
+        self._shards = shards
+        self._rank = rank
+        self._held = _held_for_others(division, rank)
+
+    @property
+    def possible(self) -> bool:
+        """Whether this rank holds something that another one owns."""
+        return bool(self._held)
+
+    def run(
+        self,
+        store: Store,
+        settings: SessionSettings,
+        groups: Sequence[StateGroup],
+        step: int,
+        extras: Extras,
+        whole: str = "",
+    ) -> list[int]:
+        """Bring what dead ranks of this host owned up to `step` in their arenas; returns these ranks.
+
+        groups: all that this rank holds. extras: of the step. whole: the name of the whole state then, "" for none.
+        Never raises: it is done when things go wrong already, and what fails is logged.
+        """
+        waiting, rescued = dict(self._held), []
+        deadline = time.monotonic() + SECONDS
+        while waiting:
+            for rank, held in list(waiting.items()):
+                shard = self._shards[rank]
+                try:
+                    view = store.of_shard(shard)
+                    done = _bring_up(view, settings, held, groups, step, extras, whole, self._rank_extras)
+                except Contention:
+                    continue  # it lives, or another survivor is at it
+                except Exception as error:
+                    log.warning("what rank %d owned cannot be brought up to step %d: %s", rank, step, error)
+                    done = False
+                del waiting[rank]
+                if done:
+                    rescued.append(rank)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_PAUSE)
+        if rescued:
+            log.warning("rank %d has kept what ranks %s owned, at step %d", self._rank, rescued, step)
+        return rescued
+
+
+_Held: TypeAlias = dict[str, tuple[int, int, int]]
+"""By stored name: my group, and the rows of it that the owner owns."""
+
+
+def _held_for_others(division: Division, rank: int) -> dict[int, _Held]:
+    """By owner. It may own more, which nobody else has."""
+    held: dict[int, _Held] = {}
+    for copy in division.copies:
+        if rank in copy.holders.sharing and copy.owner != rank:
+            mine = (copy.holders.groups[rank], copy.start, copy.stop)
+            held.setdefault(copy.owner, {})[copy.holders.name] = mine
+    for owner, parts in held.items():
+        whole = {
+            part.name
+            for part in division.owned[owner]
+            if parts.get(part.name, ())[1:] == (part.start, part.stop)
+        }
+        held[owner] = {name: mine for name, mine in parts.items() if name in whole}
+    return held
+
+
+def _bring_up(
+    store: Store,
+    settings: SessionSettings,
+    held: _Held,
+    groups: Sequence[StateGroup],
+    step: int,
+    extras: Extras,
+    whole: str,
+    names: Collection[str],
+) -> bool:
+    """False when there is nothing to do. Raises Contention while the owner lives."""
+    folder = arena_folder(settings.arena_dir, store.run_id)
+    if not (folder / FILE).exists():
+        return False
+    arena = Arena.open_existing(folder, run_id=store.run_id, patience=0.0)
+    if arena is None:
+        return False
+    try:
+        if not _is_of(arena, store):
+            log.warning("%s: what an earlier run has left in %s is not of this one", store.url, folder)
+            return False
+        queue = HandOverQueue(arena.folder)
+        waiting = queue.pending()
+        last = waiting[-1:]
+        # It has done so itself, or one more iteration.
+        if step_of(arena.sealed) >= step or any(h.sealed and step_of(h.version) >= step for h in last):
+            return False
+        mine = np.zeros(arena.layout.partitions, dtype=bool)
+        for g, group in enumerate(arena.layout.groups):
+            mine[arena.layout.base[g] : arena.layout.base[g + 1]] = group.name in held
+        live = LiveState(arena.layout, _tensors(arena, held, groups), arena)
+        changed = mine & (live.changed() | ~arena.intact())
+        finite = np.isfinite(live.distances())
+        version = pack(arena.epoch, step)
+        ids = np.flatnonzero(changed & finite)
+        live.save(ids, version)
+        if whole and mine.all() and finite[changed].all():
+            queued = next((h.extras for h in reversed(waiting) if h.extras is not None), None)
+            known = None if queued is None else Extras.from_tree(queued)
+            arena.name_whole(whole)
+            tree = _for_owner(extras, known, names).to_tree()
+            queue.put(version=version, ids=ids, whole=whole, extras=tree)
+            arena.reach(step)
+        elif ids.size:  # the rest is as old as it was, and so are the extras
+            queue.put(version=version, ids=ids, extras=None)
+    finally:
+        arena.close()
+    return True
+
+
+def _is_of(arena: Arena, store: Store) -> bool:
+    try:
+        return belongs(lambda: arena.lines, store)
+    except Unavailable:
+        return True  # whoever opens the arena asks again
+
+
+def _for_owner(extras: Extras, known: Extras | None, names: Collection[str]) -> Extras:
+    """Return the survivor's extras. What is each rank's own comes from what the owner queued last, or is left out."""
+    early, notes = (NOTHING, Notes()) if known is None else (Early.of(known.early), known.notes)
+    return replace(with_own(extras, early, names), notes=extras.notes.of_part(notes))
+
+
+def _tensors(arena: Arena, held: _Held, groups: Sequence[StateGroup]) -> list[list[torch.Tensor]]:
+    """My tensors, parallel to the owner's layout. Where I have none, its copies stand for themselves."""
+    found = []
+    for g, group in enumerate(arena.layout.groups):
+        if group.name not in held:
+            copies = [torch.from_numpy(arena.rows(g, t)).view(-1) for t in range(len(group.tensors))]
+            found.append(
+                [c.view(torch_of(s.dtype)).view(s.shape) for c, s in zip(copies, group.tensors, strict=True)]
+            )
+            continue
+        number, start, stop = held[group.name]
+        tensors = groups[number].tensors
+        row = [tensors[spec.slot] for spec in group.tensors]
+        found.append([t.narrow(0, start, stop - start) if t.dim() else t for t in row])
+    return found

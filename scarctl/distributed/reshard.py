@@ -1,0 +1,132 @@
+"""A state that other ranks have saved, or one process alone: taken over by these, each its own part."""
+
+from __future__ import annotations
+
+from scarctl.adapter import StateGroup
+from scarctl.arena.arena import Arena
+from scarctl.distributed.collectives import Team
+from scarctl.distributed.own_extras import Early, with_own
+from scarctl.distributed.owned_adapter import OwnedAdapter
+from scarctl.distributed.ownership import Division
+from scarctl.distributed.resume_step import MAX_APART, Standing, agree_on_step, perturbation_of
+from scarctl.errors import NoIntactCopy, UsageError
+from scarctl.recovery.reshard import Parts, check_fits, with_slots
+from scarctl.session.peers import GoOn
+from scarctl.state.extras import Extras
+from scarctl.state.group import Group, TensorSpec
+from scarctl.state.layout import Layout, build_layout
+from scarctl.state.torch_dtypes import name_of, torched
+from scarctl.state.version import step_of
+from scarctl.store import ShardState
+from scarctl.theory.rework import Rework
+
+
+class Moved:
+    """See the module, and `scarctl.session.peers.Elsewhere`."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        adapter: OwnedAdapter,
+        division: Division,
+        team: Team,
+        rank_extras: frozenset[str] = frozenset(),
+    ) -> None:
+        """rank_extras: names of extras that are each rank's own.
+
+        Raises LayoutMismatch when the model is another one.
+        """
+        self._parts = parts
+        self._rank_extras = rank_extras
+        self._adapter = adapter
+        self._team = team
+        if adapter.late_per_rank:
+            raise UsageError(
+                "the optimizer keeps different things on every rank: its state cannot be divided in another way",
+                hint="start as many ranks as before, or use an optimizer whose state is sharded by FSDP",
+            )
+        groups = adapter.groups()
+        names = {part.name for rank in division.owned for part in rank}
+        check_fits(parts, [_group(group) for group in groups], names, adapter.optimizer)
+        adapter.learn_slots({name: group.tensors[1:] for name, group in parts.groups().items()})
+        fixed = parts.store.settings
+        self.layout: Layout = build_layout(
+            [(g.name, g.kind, with_slots(parts, _group(g)), g.place) for g in groups],
+            partition_bytes=fixed.partition_bytes,
+            rows=dict(fixed.rows) or None,
+            by_layer=fixed.by_layer,
+            optimizer=adapter.optimizer,
+        )
+
+    @property
+    def seen(self) -> list[list[int]]:
+        """Shards, and the record of each that its state is of. All ranks have to see the same."""
+        return [[shard, state.seq] for shard, state in self._parts.states.items()]
+
+    def fill(self, arena: Arena) -> GoOn:
+        """See `Elsewhere`."""
+        self._parts.copy_into(arena.layout, arena.rows)
+        standings, shards = self._standings()
+        agreement = agree_on_step(standings)
+        extras = self._extras(shards[agreement.reference])
+        rank = self._team.rank
+        # Random numbers and extras with `per_rank` are each rank's own: a new rank keeps its current ones.
+        mine = extras if rank == agreement.reference else None
+        if mine is None and rank < len(shards):
+            mine = self._extras(shards[rank])
+        own = None if mine is None else Early.of(mine.early)
+        if own is None or own.rng is None:  # in the store by another rank's hand
+            own = Early.of(self._adapter.capture_early())
+        mixed = with_own(extras, own, self._rank_extras & own.objects.keys())
+        exact = agreement.exact and bool(self._parts.whole)
+        summary = {
+            "world": self._team.world,
+            "lost": list(agreement.lost),
+            "steps": [standing.step for standing in standings],
+            "step": agreement.step,
+            "exact": exact,
+            "perturbation": perturbation_of(standings, agreement).to_json(),
+            "rework": Rework(None, reason="the state was saved in other parts").to_json(),
+            "rollback_steps": None,
+        }
+        return GoOn(agreement.step, mixed, exact, summary)
+
+    def _standings(self) -> tuple[list[Standing], list[int]]:
+        """Where every shard that has extras stands; and these shards. A process alone has them in one of its shards."""
+        states = {s: state for s, state in self._parts.states.items() if state.extras is not None}
+        if not self._parts.of_ranks and states:
+            newest = max(states, key=lambda shard: states[shard].extras or (0, 0))
+            states = {newest: states[newest]}
+        if not states:
+            raise NoIntactCopy(
+                f"{self._parts.store.url} has no extras: optimizer's counts and random numbers were never saved"
+            )
+        steps = {shard: step_of(state.extras[0]) for shard, state in states.items() if state.extras}
+        exact = {shard: self._is_exact(states[shard], step) for shard, step in steps.items()}
+        owns = {shard: bool(len(state.ids)) for shard, state in states.items()}
+        head = max((steps[shard] for shard in states if exact[shard] and owns[shard]), default=-1)
+        # What survived was in memory, and has come to the store since: of ranks that were in the same iteration.
+        survived = {shard: exact[shard] and steps[shard] >= head - MAX_APART for shard in states}
+        wholes = {s: states[s].whole if exact[s] else "" for s in states}
+        found = [Standing(steps[s], exact[s], survived[s], owns=owns[s], whole=wholes[s]) for s in states]
+        return found, list(states)
+
+    def _is_exact(self, state: ShardState, step: int) -> bool:
+        """Whether extras and copies of a shard are of one commit; of one process's, those of all its shards."""
+        whole = state.whole if self._parts.of_ranks else self._parts.whole
+        same = not len(state.ids) or (bool(whole) and state.extras_whole == whole)
+        return same and bool((step_of(state.version) == step).all())
+
+    def _extras(self, shard: int) -> Extras:
+        found = self._parts.store.read_extras(self._parts.states[shard])
+        assert found is not None, "asked for shards that have some"
+        return Extras.from_tree(torched(found[1]))
+
+
+def _spec(group: StateGroup) -> TensorSpec:
+    parameter = group.tensors[""]
+    return TensorSpec("", name_of(parameter.dtype, group.name), tuple(parameter.shape))
+
+
+def _group(group: StateGroup) -> Group:
+    return Group(group.name, group.kind, 1, (_spec(group),), group.place)

@@ -1,0 +1,54 @@
+"""Compute how old saved copies are: by the clock, and in iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from scarctl.arena.view import ArenaView
+from scarctl.state.version import step_of
+from scarctl.store import Store
+from scarctl.store.saved import last_saved, seconds_since
+
+
+@dataclass(frozen=True, slots=True)
+class Age:
+    """When a state was saved, and whether ages in iterations are exact."""
+
+    saved_at: str | None
+    """UTC time of the newest commit in ISO 8601; None when no record gives it."""
+    is_lower_bound: bool
+    """The run may be further than the newest known step, so every age may be larger."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of a document."""
+        seconds = seconds_since(self.saved_at)
+        return {
+            "saved_at": self.saved_at,
+            "saved_seconds_ago": None if seconds is None else round(seconds, 3),
+            "age_is_lower_bound": self.is_lower_bound,
+        }
+
+
+def age_of(store: Store, shards: Iterable[int], arenas: Iterable[ArenaView | None]) -> Age:
+    """Return the age of what `shards` hold.
+
+    arenas: one for every process that saves to them; None where its arena is not on this host.
+
+    Raises Unavailable, AccessDenied.
+    """
+    alive = [arena is not None and arena.alive for arena in arenas]
+    return Age(last_saved(store, shards), not alive or not all(alive))
+
+
+def lag_of(arena: ArenaView) -> int:
+    """Return the iterations since the oldest copy that is not durable yet was made; 0 when all are durable."""
+    waiting = arena.version[(arena.version != arena.durable) & (arena.version >= 0)]
+    return max(arena.head_step - int(step_of(waiting).min()), 0) if len(waiting) else 0
+
+
+def since_of(arena: ArenaView, step: int) -> int:
+    """Return the iterations from the arena's newest checkpoint, which measured its distances, to `step`."""
+    newest = max(int(arena.version.max(initial=-1)), arena.sealed)
+    return max(0, step - int(step_of(newest))) if newest >= 0 else 0

@@ -1,0 +1,242 @@
+"""Assemble whole tensors for a file from the boxes that each share has of them.
+
+A rank has a box of a whole tensor (`scarctl.state.group.Place`), one process has all of it. Partitions are rows of that
+box. A file has the whole tensor. If only some of it is restored, the file has pieces: `name[start:stop]` with rows of
+the whole tensor, or `name[0:4,8:16]` for a box that is narrower than the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from scarctl.errors import Corruption, NoIntactCopy
+from scarctl.formats.state_writer import Rows
+from scarctl.state.group import DTYPES, Group, TensorSpec
+from scarctl.state.layout import Layout
+from scarctl.util.arrays import Ids
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A tensor of a file: a box of a whole tensor."""
+
+    name: str
+    suffix: str
+    """Which box it is, in the tensor's name; "" for all of it."""
+    offset: Shape
+    """Of the parameter's first value."""
+    shape: Shape
+    """Of the parameter."""
+
+    def key(self, group: Group, t: int) -> str:
+        """Name of the group's tensor `t` in the file."""
+        return group.key(t) + self.suffix
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Where rows of one rank's group go: the rows from `starts[i]` to `stops[i]` to `targets[i]`; ascending."""
+
+    starts: Ids
+    stops: Ids
+    targets: Sequence[Target]
+
+
+Plan: TypeAlias = Mapping[int, Runs]
+"""By group of a layout."""
+
+
+def whole_groups(layouts: Iterable[Layout]) -> dict[str, Group]:
+    """Return the whole tensors that layouts have boxes of, by stored name. Raises Corruption when two disagree."""
+    found: dict[str, Group] = {}
+    for layout in layouts:
+        for group in layout.groups:
+            tensors = tuple(
+                replace(spec, shape=_whole_shape(group, t)) for t, spec in enumerate(group.tensors)
+            )
+            whole = Group(group.name, group.kind, max(1, tensors[0].rows), tensors)
+            if found.setdefault(group.name, whole) != whole:
+                raise Corruption(
+                    f"two shards disagree about what tensor {group.name!r} is", hint="the store is not sound"
+                )
+    return found
+
+
+def content(layouts: Sequence[Layout], ids: Sequence[Ids]) -> tuple[dict[str, TensorSpec], list[Plan]]:
+    """Return the tensors of a new file with the partitions `ids` (ascending) of each layout, and where their rows go.
+
+    A tensor is whole if all of it is there, else in pieces. Tensors without values belong to a file with everything.
+    """
+    wholes = whole_groups(layouts)
+    pieces: dict[str, list[tuple[int, int, int, int]]] = {}  # name: (layout, group, start, stop)
+    for n, (layout, mine) in enumerate(zip(layouts, ids, strict=True)):
+        for g, start, stop in _runs(layout, mine):
+            pieces.setdefault(layout.groups[g].name, []).append((n, g, start, stop))
+    everything = all(len(mine) == layout.partitions for layout, mine in zip(layouts, ids, strict=True))
+    specs: dict[str, TensorSpec] = {}
+    plans: list[dict[int, list[tuple[int, int, Target]]]] = [{} for _ in layouts]
+    for name, whole in wholes.items():
+        there = pieces.get(name, [])
+        boxes = [_box(layouts[n].groups[g], start, stop) for n, g, start, stop in there]
+        targets = _targets(whole, boxes) if there else []
+        if not there and not (everything and not whole.nbytes):
+            continue
+        for target in targets or [_all_of(whole)]:
+            for t, spec in enumerate(whole.tensors):
+                shape = target.shape if spec.shape == whole.tensors[0].shape else _rows_of(spec, target)
+                specs[target.key(whole, t)] = TensorSpec("", spec.dtype, shape)
+        for (n, g, start, stop), target in zip(there, targets, strict=True):
+            plans[n].setdefault(g, []).append((start, stop, target))
+    return specs, [_as_runs(plan) for plan in plans]
+
+
+def onto(layouts: Sequence[Layout]) -> list[Plan]:
+    """Return where the rows of all partitions go in a file that has the whole tensors."""
+    wholes = whole_groups(layouts)
+    return [
+        {
+            g: Runs(np.array([0]), np.array([group.rows]), [_all_of(wholes[group.name])])
+            for g, group in enumerate(layout.groups)
+        }
+        for layout in layouts
+    ]
+
+
+def check_complete(layouts: Sequence[Layout]) -> None:
+    """Raise NoIntactCopy unless the boxes of layouts are all of each tensor, and no value is in two of them."""
+    boxes: dict[str, list[tuple[Shape, Shape]]] = {}
+    for layout in layouts:
+        for group in layout.groups:
+            if group.nbytes:
+                boxes.setdefault(group.name, []).append(_box(group, 0, group.rows))
+    for name, whole in whole_groups(layouts).items():
+        mine = sorted(boxes.get(name, []))
+        size = sum(_extent(shape) for _, shape in mine)
+        if whole.nbytes and (size != _extent(whole.tensors[0].shape) or _any_overlap(mine)):
+            raise NoIntactCopy(
+                f"tensor {name!r} is not whole in this store: its parts are {size} of its values",
+                hint="nothing was written; `scarctl inspect` shows which ranks have saved",
+            )
+
+
+def units(group: Group, t: int, rows: Rows, target: Target) -> tuple[Rows, int]:
+    """Return where rows of a group's tensor `t` lie in the target, an array of units, and the bytes of a unit.
+
+    A unit is a row where the group is as wide as the target, else as much as both have side by side.
+    """
+    spec, offset = group.tensors[t], group.box.offset
+    if not spec.shape:
+        return slice(0, 1), spec.nbytes
+    shift = offset[0] - target.offset[0]
+    if spec.shape != group.tensors[0].shape or spec.shape[1:] == target.shape[1:]:
+        at = slice(rows.start + shift, rows.stop + shift) if isinstance(rows, slice) else rows + shift
+        return at, spec.row_bytes
+    numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+    narrow = max(d for d in range(1, len(spec.shape)) if spec.shape[d] != target.shape[d])
+    ours, theirs = spec.shape[narrow], target.shape[narrow]
+    skip = offset[narrow] - target.offset[narrow]
+    unit = math.gcd(ours, theirs, skip)
+    found = numbers + shift
+    for d in range(1, narrow):
+        within = np.arange(spec.shape[d]) + (offset[d] - target.offset[d])
+        found = (found[:, None] * target.shape[d] + within).reshape(-1)
+    within = np.arange(ours // unit) + skip // unit
+    found = (found[:, None] * (theirs // unit) + within).reshape(-1)
+    return found, unit * math.prod(spec.shape[narrow + 1 :]) * DTYPES[spec.dtype]
+
+
+# -- boxes -------------------------------------------------------------------------------------------------------
+
+
+def _whole_shape(group: Group, t: int) -> Shape:
+    """Of tensor `t`: a slot of another shape than the parameter's is divided by rows only."""
+    spec, place = group.tensors[t], group.box
+    if spec.shape == group.tensors[0].shape:
+        return place.shape
+    return (place.shape[0], *spec.shape[1:]) if place.shape else spec.shape
+
+
+def _all_of(whole: Group) -> Target:
+    shape = whole.tensors[0].shape
+    return Target(whole.name, "", (0,) * len(shape), shape)
+
+
+def _rows_of(spec: TensorSpec, target: Target) -> Shape:
+    return (target.shape[0], *spec.shape[1:]) if spec.shape else ()
+
+
+def _box(group: Group, start: int, stop: int) -> tuple[Shape, Shape]:
+    """Offset and shape of some rows of a group in the whole tensor."""
+    place, shape = group.box, group.tensors[0].shape
+    if not shape:
+        return (), ()
+    return (place.offset[0] + start, *place.offset[1:]), (stop - start, *shape[1:])
+
+
+def _extent(shape: Shape) -> int:
+    """Number of values. Rows without values count as one each, because a slot may have some in them."""
+    return math.prod(shape[:1]) * math.prod(max(1, n) for n in shape[1:])
+
+
+def _runs(layout: Layout, ids: Ids) -> Iterable[tuple[int, int, int]]:
+    """Adjacent rows of partitions (ascending), as group, first row, last row + 1."""
+    bounds = np.searchsorted(ids, layout.base)
+    for g in range(len(layout.groups)):
+        starts, stops = layout.row_ranges(ids[bounds[g] : bounds[g + 1]])
+        if len(starts):
+            breaks = np.flatnonzero(starts[1:] != stops[:-1])
+            begins = starts[np.concatenate(([0], breaks + 1))].tolist()
+            ends = stops[np.append(breaks, len(stops) - 1)].tolist()
+            for begin, end in zip(begins, ends, strict=True):
+                yield g, begin, end
+
+
+def _targets(whole: Group, boxes: Sequence[tuple[Shape, Shape]]) -> list[Target]:
+    """The tensor of a file that each box goes to: all of it, or pieces that are as large as can be."""
+    shape = whole.tensors[0].shape
+    if not shape or sum(_extent(size) for _, size in boxes) == _extent(shape):
+        return [_all_of(whole)] * len(boxes)
+    if any(size[1:] != shape[1:] for _, size in boxes):
+        return [_piece(whole, offset, size) for offset, size in boxes]
+    order = sorted(range(len(boxes)), key=lambda i: boxes[i][0][0])
+    found: dict[int, Target] = {}
+    first = 0
+    for k, i in enumerate(order):
+        end = boxes[i][0][0] + boxes[i][1][0]
+        if k + 1 == len(order) or boxes[order[k + 1]][0][0] != end:
+            begin = boxes[order[first]][0][0]
+            target = _piece(whole, (begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]))
+            found |= dict.fromkeys(order[first : k + 1], target)
+            first = k + 1
+    return [found[i] for i in range(len(boxes))]
+
+
+def _piece(whole: Group, offset: Shape, shape: Shape) -> Target:
+    dims = 1 if shape[1:] == whole.tensors[0].shape[1:] else len(shape)
+    spans = ",".join(f"{a}:{a + n}" for a, n in zip(offset[:dims], shape[:dims], strict=True))
+    return Target(whole.name, f"[{spans}]", offset, shape)
+
+
+def _as_runs(plan: Mapping[int, list[tuple[int, int, Target]]]) -> Plan:
+    return {
+        g: Runs(np.array([a for a, _, _ in runs]), np.array([b for _, b, _ in runs]), [t for _, _, t in runs])
+        for g, runs in plan.items()
+    }
+
+
+def _any_overlap(boxes: Sequence[tuple[Shape, Shape]]) -> bool:
+    """Whether two of the boxes (in order) have a value in common."""
+    for i, (offset, shape) in enumerate(boxes):
+        for other, size in boxes[i + 1 :]:
+            if not offset or other[0] >= offset[0] + shape[0]:
+                break
+            if all(a < b + m and b < a + n for a, n, b, m in zip(offset, shape, other, size, strict=True)):
+                return True
+    return len(boxes) > 1 and not boxes[0][0]

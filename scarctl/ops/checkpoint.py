@@ -1,0 +1,389 @@
+"""One partial checkpoint of a state file, for training loops in any language: no session, no daemon.
+
+What the state is compared with, the last saved values, comes from the memory of a stopped run where that has them,
+else from the store, which is then read whole. What the policy carries from one call to the next (unused budget, the
+round's position) lies in the extras of the newest commit.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.kinship import open_stopped
+from scarctl.config import check_fixed, check_fraction, check_policy
+from scarctl.errors import Corruption, NoStore, ScarError, SettingsConflict, UsageError
+from scarctl.formats.state_file import StateFile
+from scarctl.policy.select import select, squared
+from scarctl.state.extras import FILE_POLICY, PolicyMemory
+from scarctl.state.layout import Layout, build_layout
+from scarctl.state.rows import take_rows
+from scarctl.state.version import MAX_STEP, pack, step_of
+from scarctl.store import Collector, ShardState, Store, StoreWriter, create_snapshot, open_writer, sealed_sets
+from scarctl.store.snapshot import check_new_snapshot, check_snapshot_name
+from scarctl.store.topology import refuse_ranks
+from scarctl.util.arrays import Ids
+
+if TYPE_CHECKING:
+    from scarctl.checkpoint.live_state import LiveState
+
+log = logging.getLogger("scarctl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSettings:
+    """How one state file is saved."""
+
+    store: str = field(repr=False)
+    """Folder of the store, or an address such as `s3://bucket/folder`. The first checkpoint creates it."""
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    """For the file system of a remote store. They may be secret."""
+    assume_single_writer: bool = False
+    """Create it also where nothing can be created exclusively."""
+    step: int
+    """Iterations of the loop when the state was written. May not decrease from call to call."""
+    fraction: float = 1 / 8
+    """Share of the state's bytes that this checkpoint may write, in (0, 1]."""
+    policy: str = "priority"
+    """priority, round, random or full."""
+    shards: int | None = None
+    """Parts that fail together. Fixed by the first checkpoint (None: 1, or the store's)."""
+    partition_bytes: int | None = None
+    """Size of a partition in bytes. Fixed by the first checkpoint (None: from the state's size, or the store's)."""
+    arena_dir: str | None = None
+    """Folder of arenas, if not the default."""
+    snapshot: str | None = None
+    """Keep the whole state under this name: everything that has changed is saved."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.step <= MAX_STEP:
+            raise UsageError(f"the step is {self.step}, not in 0..{MAX_STEP}", hint="count iterations from 0")
+        if self.snapshot is not None:
+            check_snapshot_name(self.snapshot)
+        check_fraction(self.fraction)
+        check_policy(self.policy)
+        check_fixed(self.shards, self.partition_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a checkpoint saved, or with a dry run would save."""
+
+    step: int
+    total_partitions: int
+    saved_partitions: int
+    total_bytes: int
+    saved_bytes: int
+    """Bytes of the saved partitions' tensors."""
+    seq: dict[int, int]
+    """Per shard the number of its newest record. Empty for a dry run."""
+    durable: bool
+    exact: bool
+    """The whole running checkpoint is of this step now."""
+    nonfinite_partitions: int
+    """Partitions with values that are not finite."""
+    left_out: tuple[str, ...] = ()
+    """Names of those among them whose last good copy was kept, the first few."""
+    left_out_partitions: int = 0
+    damaged: tuple[str, ...] = ()
+    """Why copies in the store could not be compared with: those partitions were saved again."""
+    snapshot: str | None = None
+    """The snapshot that was made of it."""
+    credit: int = 0
+    """Bytes of budget that the next checkpoint may use on top of its own."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "total_partitions": self.total_partitions,
+            "saved_partitions": self.saved_partitions,
+            "total_bytes": self.total_bytes,
+            "saved_bytes": self.saved_bytes,
+            "seq": {str(shard): seq for shard, seq in self.seq.items()},
+            "durable": self.durable,
+            "exact": self.exact,
+            "nonfinite_partitions": self.nonfinite_partitions,
+            "left_out_partitions": self.left_out_partitions,
+            "credit": self.credit,
+            "snapshot": self.snapshot,
+        }
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What to save, and what the policy remembers."""
+
+    ids: Ids
+    unchanged: NDArray[np.bool_]
+    """Partitions equal to their newest copy in every byte."""
+    nonfinite: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    left_out: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    memory: PolicyMemory = field(default_factory=lambda: PolicyMemory(seed=0))
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """What a session stored in the newest extras; it stays there."""
+
+
+def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool = False) -> Checkpoint:
+    """Save the part of `state` that changed most; the first checkpoint of a store saves all of it.
+
+    Raises LayoutMismatch, SettingsConflict, UsageError (a step that goes back), NoStore (kind "foreign-store"),
+    Contention, AccessDenied, Unavailable. The store is then readable at its last acknowledged commit.
+    """
+    store, layout = _open(state, settings, dry_run=dry_run)
+    if store is None:
+        return _result(layout, settings, _everything(layout), {}, durable=False)
+    shard_of = store.shard_of(layout)
+    states = store.states(store.shards(), layout)
+    _check_step(settings.step, states)
+    if settings.snapshot is not None:
+        check_new_snapshot(store, settings.snapshot)
+        settings = replace(settings, policy="full")
+    if dry_run:
+        live, damaged = _load(state, store, layout, states, settings)
+        choice = _choose(live, states, settings, store, damaged)
+        return _result(layout, settings, choice, {}, durable=False, damaged=damaged)
+    with _writing(store, layout, shard_of) as writer:
+        _check_step(settings.step, writer.states)
+        live, damaged = _load(state, store, layout, writer.states, settings)
+        choice = _choose(live, writer.states, settings, store, damaged)
+        live.save(choice.ids, pack(writer.epoch, settings.step))
+        collector = Collector(writer)
+        seq = _commit(writer, live.arena, shard_of, choice, settings)
+        snapshot = None
+        if settings.snapshot is not None and not choice.left_out.size:
+            newest = sealed_sets(writer.states.values())[0]
+            snapshot = create_snapshot(store, settings.snapshot, newest).name
+        _collect(collector)
+    return _result(layout, settings, choice, seq, durable=True, damaged=damaged, snapshot=snapshot)
+
+
+def _collect(collector: Collector) -> None:
+    """What was saved is durable: a failure here costs space, and nothing else."""
+    try:
+        collector.settle()
+    except ScarError as error:
+        log.warning("old copies cannot be collected now: %s", error)
+
+
+def _open(state: StateFile, settings: CheckpointSettings, *, dry_run: bool) -> tuple[Store | None, Layout]:
+    """The store, created when there is none (not for a dry run: then None), and the state's layout in it."""
+    try:
+        store = Store.open(settings.store, storage_options=settings.storage_options)
+    except NoStore as error:
+        if error.kind != NoStore.kind:
+            raise
+        # Checked before anything is created.
+        layout = build_layout(state.groups(), partition_bytes=settings.partition_bytes)
+        if dry_run:
+            return None, layout
+        store = Store.create(
+            settings.store,
+            shards=settings.shards,
+            partition_bytes=settings.partition_bytes,
+            storage_options=settings.storage_options,
+            assume_single_writer=settings.assume_single_writer,
+        )
+    refuse_ranks(store)
+    fixed = store.settings
+    for name in ("shards", "partition_bytes"):
+        given, own = getattr(settings, name), getattr(fixed, name)
+        if given is not None and given != own:
+            raise SettingsConflict(
+                f"{store.where}: {name} is {'automatic' if own is None else own} in this store, not {given}",
+                hint="leave the option out, or use another folder for another store",
+            )
+    layout = build_layout(
+        state.groups(), partition_bytes=fixed.partition_bytes, rows=dict(fixed.rows), by_layer=fixed.by_layer
+    )
+    current = store.current_layout()
+    if current is not None and current != layout:
+        raise store.mismatch(current, layout)
+    return store, layout
+
+
+def _check_step(step: int, states: Mapping[int, ShardState]) -> None:
+    newest = max((state.step for state in states.values()), default=-1)
+    if step < newest:
+        raise UsageError(
+            f"step {step} is before step {newest}, the newest in this store",
+            hint="steps may not go back; after going back to an older state run `scarctl recover --mode rollback`",
+            kind="step-goes-back",
+        )
+
+
+@contextmanager
+def _writing(store: Store, layout: Layout, shard_of: NDArray[np.int32]) -> Iterator[StoreWriter]:
+    writer = open_writer(store, layout=layout, shard_of=shard_of)
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+def _load(
+    state: StateFile,
+    store: Store,
+    layout: Layout,
+    states: Mapping[int, ShardState],
+    settings: CheckpointSettings,
+) -> tuple[LiveState, tuple[str, ...]]:
+    """The state beside its last saved values; what of these is unreadable has version -1, with the reasons."""
+    from scarctl.checkpoint.live_state import LiveState
+
+    saved = Arena.anonymous(layout)
+    newest = np.full(layout.partitions, -1, dtype=np.int64)
+    for shard_state in states.values():
+        known = shard_state.saved & ~shard_state.doubt
+        newest[shard_state.ids[known]] = shard_state.version[known]
+    run = open_stopped(settings.arena_dir, store)
+    if run is not None:
+        try:
+            if run.layout == layout:
+                # What waits for the store may have its version, and other values.
+                same = (run.version == newest) & (run.durable == newest)
+                _copy(run, saved, np.flatnonzero(run.intact() & same & (newest >= 0)))
+        finally:
+            run.close()
+    corrupt: list[tuple[Ids, str]] = []
+    for shard_state in states.values():
+        ids = shard_state.ids[(newest[shard_state.ids] >= 0) & (saved.version[shard_state.ids] < 0)]
+        for batch in store.read(shard_state, ids, corrupt=corrupt) if ids.size else ():
+            rows = take_rows(*layout.row_ranges(batch.ids))
+            for t, data in enumerate(batch.tensors):
+                saved.rows(batch.group, t)[rows] = data
+            saved.version[batch.ids] = newest[batch.ids]
+    tensors = [[state.tensor(group.name)] for group in layout.groups]
+    return LiveState(layout, tensors, saved), tuple(dict.fromkeys(reason for _, reason in corrupt))
+
+
+def _copy(source: Arena, target: Arena, ids: Ids) -> None:
+    layout = target.layout
+    bounds = np.searchsorted(ids, layout.base)
+    for g, group in enumerate(layout.groups):
+        mine = ids[bounds[g] : bounds[g + 1]]
+        if mine.size:
+            rows = take_rows(*layout.row_ranges(mine))
+            for t in range(len(group.tensors)):
+                target.rows(g, t)[rows] = source.rows(g, t)[rows]
+    target.version[ids] = source.version[ids]
+
+
+def _choose(
+    live: LiveState,
+    states: Mapping[int, ShardState],
+    settings: CheckpointSettings,
+    store: Store,
+    damaged: tuple[str, ...],
+) -> _Choice:
+    """What this checkpoint saves. A partition without a readable copy is saved in any case, beyond the budget."""
+    layout, version = live.layout, live.arena.version
+    missing = version < 0
+    distance = live.distances()
+    finite = np.isfinite(distance)
+    if missing.all():
+        choice = _everything(layout)
+        choice.nonfinite = np.flatnonzero(~finite)
+        return choice
+    extras = _extras(store, states)
+    memory = PolicyMemory.from_tree(extras.get(FILE_POLICY))
+    picked = select(
+        settings.policy,
+        distance_sq=squared(distance),
+        nbytes=layout.partition_bytes,
+        staleness=np.maximum(settings.step - step_of(version), 0),
+        eligible=~missing,
+        budget=int(settings.fraction * layout.nbytes),
+        credit=memory.credit,
+        cursor=memory.cursor,
+        seed=store.settings.seed if memory.seed is None else memory.seed,
+        step=settings.step,
+    )
+    ids = np.union1d(picked.ids, np.flatnonzero(missing))
+    left_out = np.flatnonzero(~finite & ~missing)
+    memory = PolicyMemory(picked.credit, picked.cursor, store.settings.seed)
+    return _Choice(ids, ~live.changed() & ~missing, np.flatnonzero(~finite), left_out, memory, extras)
+
+
+def _everything(layout: Layout) -> _Choice:
+    return _Choice(np.arange(layout.partitions, dtype=np.int64), np.zeros(layout.partitions, dtype=bool))
+
+
+def _extras(store: Store, states: Mapping[int, ShardState]) -> dict[str, Any]:
+    """The newest extras, {} when there are none, or none to read."""
+    found: list[tuple[int, dict[str, Any]]] = []
+    for state in states.values():
+        try:
+            newest = store.read_extras(state)
+        except Corruption:
+            continue  # they only shape the next choice here: `verify` names the damage
+        if newest is not None and isinstance(newest[1], dict):
+            found.append((newest[0], newest[1]))
+    return max(found, key=lambda item: item[0])[1] if found else {}
+
+
+def _commit(
+    writer: StoreWriter,
+    arena: Arena,
+    shard_of: NDArray[np.int32],
+    choice: _Choice,
+    settings: CheckpointSettings,
+) -> dict[int, int]:
+    """Commit every shard's share. A shard in which nothing else has changed is sealed: all of it is of this step."""
+    done = choice.unchanged.copy()
+    done[choice.ids] = True
+    chosen, shards = shard_of[choice.ids], np.unique(shard_of).tolist()
+    sealed = {shard: bool(done[shard_of == shard].all()) for shard in shards}
+    # Also where another call saves the same step: its values may be others.
+    whole = uuid.uuid4().hex if all(sealed.values()) else ""
+    due = [shard for shard in shards if sealed[shard] or (chosen == shard).any()]
+    # Also when nothing fits into the budget: what is left of it counts for the next call.
+    for shard in due or shards[:1]:
+        ids = choice.ids[chosen == shard]
+        writer.commit(
+            shard,
+            ids,
+            arena.source,
+            step=settings.step,
+            sealed=sealed[shard],
+            whole=whole,
+            extras={**choice.extras, FILE_POLICY: choice.memory.to_tree()},
+        )
+    return {shard: writer.states[shard].seq for shard in shards}
+
+
+def _result(
+    layout: Layout,
+    settings: CheckpointSettings,
+    choice: _Choice,
+    seq: dict[int, int],
+    *,
+    durable: bool,
+    damaged: tuple[str, ...] = (),
+    snapshot: str | None = None,
+) -> Checkpoint:
+    done = choice.unchanged.copy()
+    done[choice.ids] = True
+    return Checkpoint(
+        step=settings.step,
+        total_partitions=layout.partitions,
+        saved_partitions=len(choice.ids),
+        total_bytes=layout.nbytes,
+        saved_bytes=int(layout.partition_bytes[choice.ids].sum()),
+        seq=seq,
+        durable=durable,
+        exact=bool(done.all()),
+        nonfinite_partitions=len(choice.nonfinite),
+        left_out=tuple(layout.name(int(i)) for i in choice.left_out[:5]),
+        left_out_partitions=len(choice.left_out),
+        damaged=damaged,
+        credit=choice.memory.credit,
+        snapshot=snapshot,
+    )

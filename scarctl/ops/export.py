@@ -1,0 +1,267 @@
+"""Export the running checkpoint, or a snapshot, in a format of others: safetensors, torch's `.pt`, or a DCP folder.
+
+Tensors go out file by file, a few MiB of partitions at a time. What appears under the target's name is whole: a file or
+a folder is made under a temporary name next to it, synced, and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scarctl.errors import UsageError
+from scarctl.formats.state_file import os_errors
+from scarctl.formats.state_writer import Rows, StateWriter, new_state, torch_save
+from scarctl.ops.assemble import check_complete, content
+from scarctl.ops.sinks import FileSink
+from scarctl.recovery.shared_plan import execute_shared, plan_lost, plans_back
+from scarctl.recovery.shares import named_snapshot, open_shares
+from scarctl.state.layout import TensorSpec
+from scarctl.state.version import MAX_STEP, step_of
+from scarctl.store import Store
+from scarctl.store.format import header_length, parse_header
+from scarctl.util.arrays import Bytes
+
+FORMATS = ("safetensors", "pt", "dcp")
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportSettings:
+    """What to write, and where to."""
+
+    store: str
+    """Folder of the store, or its address."""
+    output: Path
+    """The file or folder to be made. It must not be there yet."""
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    """For the file system of a remote store. They may be secret."""
+    snapshot: str | None = None
+    """The snapshot to write; None: the newest copy of every partition."""
+    format: str = "safetensors"
+    """safetensors, pt or dcp."""
+    max_shard_bytes: int = 5 * 10**9
+    """safetensors and dcp: bytes of tensors per file. A tensor is never split."""
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise UsageError(f"unknown format {self.format!r}", hint=f"use one of {', '.join(FORMATS)}")
+        if self.max_shard_bytes < 1:
+            raise UsageError(f"a file cannot have at most {self.max_shard_bytes} bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written."""
+
+    output: str
+    files: tuple[str, ...]
+    tensors: int
+    bytes: int
+    exact: bool
+    """Everything is of `step`. Otherwise steps are mixed."""
+    step: int | None
+    oldest_step: int
+    newest_step: int
+    degraded: bool
+    problems: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "output": self.output,
+            "files": list(self.files),
+            "tensors": self.tensors,
+            "bytes": self.bytes,
+            "exact": self.exact,
+            "step": self.step,
+            "oldest_step": self.oldest_step,
+            "newest_step": self.newest_step,
+            "degraded": self.degraded,
+            "problems": list(self.problems),
+        }
+
+
+def export(settings: ExportSettings) -> Exported:
+    """Write a state for other tools. Every copy is verified; takes no lock and changes nothing in the store.
+
+    Raises UsageError (the target is there, no such snapshot), NoStore, NoIntactCopy, Corruption, AccessDenied,
+    Unavailable; then there is nothing under the target's name.
+    """
+    store = Store.open(settings.store, storage_options=settings.storage_options)
+    target = Path(os.path.abspath(settings.output))
+    snapshot = named_snapshot(store, settings.snapshot)
+    state = open_shares(store, snapshot)
+    check_complete(state.layouts)
+    nothing = [None] * len(state.shares)
+    if snapshot is None:
+        plan = plan_lost(state, state.everything(), nothing)
+    else:
+        plan = next(plans_back(state, nothing, 0, snapshot))
+    specs, targets = content(state.layouts, state.everything())
+    if os.path.lexists(target):
+        raise UsageError(f"{settings.output} is there already", hint="give another name, or delete it")
+    with _made_whole(target, "state.pt" if settings.format == "pt" else None) as folder:
+        parts = _split(specs, settings.max_shard_bytes)
+        with _files(folder, specs, parts) as writers:
+            pairs, switch = zip(state.layouts, targets, strict=True), _Switch(writers)
+            report = execute_shared(plan, nothing, [FileSink(of, target, switch) for of, target in pairs])
+        files = _formatted(folder, parts, state.nbytes, settings)
+    done = report.plan
+    steps = step_of(done.version)
+    return Exported(
+        output=str(settings.output),
+        files=tuple(files),
+        tensors=len(specs),
+        bytes=state.nbytes,
+        exact=done.exact and not done.degraded,
+        step=done.step,
+        oldest_step=int(steps.min(initial=MAX_STEP)),
+        newest_step=int(steps.max(initial=0)),
+        degraded=done.degraded,
+        problems=report.problems,
+    )
+
+
+class _Switch:
+    """Write each tensor to its own file."""
+
+    def __init__(self, writers: Mapping[str, StateWriter]) -> None:
+        self._writers = writers
+
+    def write(self, name: str, rows: Rows, data: Bytes) -> None:
+        """See `StateWriter`."""
+        self._writers[name].write(name, rows, data)
+
+
+def _names(parts: Sequence[object]) -> list[str]:
+    """Names of the safetensors files."""
+    if len(parts) == 1:
+        return [WHOLE]
+    return [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
+
+
+@contextmanager
+def _files(
+    folder: Path, specs: Mapping[str, TensorSpec], parts: Sequence[Sequence[str]]
+) -> Iterator[dict[str, StateWriter]]:
+    """The writer of every tensor's file. The files appear when the block ends well."""
+    with contextlib.ExitStack() as stack:
+        files = [
+            stack.enter_context(new_state(folder / name, {key: specs[key] for key in part}))
+            for name, part in zip(_names(parts), parts, strict=True)
+        ]
+        yield {key: file for file, part in zip(files, parts, strict=True) for key in part}
+        for file in files:
+            file.commit()
+
+
+def _formatted(
+    folder: Path, parts: Sequence[Sequence[str]], nbytes: int, settings: ExportSettings
+) -> list[str]:
+    """Bring safetensors files into the format wanted. Return the names of the files."""
+    names = _names(parts)
+    if settings.format == "dcp":
+        _to_dcp(folder, names)
+        return sorted(path.name for path in folder.iterdir())
+    if settings.format == "pt":
+        _to_torch(folder, names)
+        return [settings.output.name]
+    if len(parts) > 1:
+        weights = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+        index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(weights.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        names.append(INDEX)
+    return names
+
+
+def _split(specs: Mapping[str, TensorSpec], limit: int) -> list[list[str]]:
+    """Names of tensors by file, in order; each file has at most `limit` bytes, or one tensor."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, spec in specs.items():
+        if parts[-1] and size + spec.nbytes > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += spec.nbytes
+    return parts
+
+
+def _mapped(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """The tensors of safetensors files, mapped: memory holds only what is being used. Each has a storage of its own."""
+    import torch
+
+    from scarctl.state.torch_dtypes import torch_of
+
+    found: dict[str, Any] = {}
+    for name in names:
+        path = folder / name
+        raw = np.memmap(path, np.uint8, mode="c")
+        length = header_length(raw[:8].tobytes(), raw.size, path)
+        for key, entry in parse_header(raw[:length].tobytes(), raw.size, path).tensors.items():
+            data = torch.from_numpy(np.asarray(raw[entry.start : entry.stop]))
+            found[key] = data.view(torch_of(entry.dtype)).view(entry.shape)
+    return found
+
+
+def _to_torch(folder: Path, names: Sequence[str]) -> None:
+    """Makes `state.pt` of the safetensors files in a folder."""
+    with (folder / "state.pt").open("xb") as file:
+        torch_save(_mapped(folder, names), file)
+
+
+def _to_dcp(folder: Path, names: Sequence[str]) -> None:
+    """Makes a DCP checkpoint of the safetensors files in a folder, and removes them."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    made = folder / "dcp"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch tells that this is one process
+        save(_mapped(folder, names), storage_writer=FileSystemWriter(made, sync_files=True), no_dist=True)
+    for name in names:
+        os.unlink(folder / name)
+    for path in made.iterdir():
+        os.rename(path, folder / path.name)
+    made.rmdir()
+
+
+@contextmanager
+def _made_whole(target: Path, inner: str | None) -> Iterator[Path]:
+    """A temporary folder beside `target`. It gets that name when the block ends well, or its file `inner` does."""
+    with os_errors(target):
+        temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}.tmp")
+        os.mkdir(temporary)
+    try:
+        with os_errors(target):
+            yield temporary
+            made = temporary if inner is None else temporary / inner
+            for path in [*temporary.iterdir(), temporary]:
+                _sync(path)
+            if os.path.lexists(target):
+                raise UsageError(f"{target} has appeared meanwhile", hint="give another name, or delete it")
+            os.rename(made, target)
+            _sync(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

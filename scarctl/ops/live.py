@@ -1,0 +1,338 @@
+"""Ask a running session to save now, to take a snapshot, or to restore a part of its state in place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.arena.folder import host_folder
+from scarctl.arena.view import peek
+from scarctl.daemon.client import ask, ask_status
+from scarctl.daemon.request import Wish
+from scarctl.errors import Unavailable, UsageError, error_from
+from scarctl.state.layout import Layout
+from scarctl.state.version import NEVER, epoch_of, pack, step_of
+from scarctl.store import Store, Topology, complete_sets, create_snapshot, newest_topology
+from scarctl.store.snapshot import check_new_snapshot
+
+_POLL = 0.05
+_ANSWER_POLL = 0.1
+_ATTEMPTS = 3
+_TOGETHER = 10
+"""Attempts until all ranks get the request in the same step."""
+_ANSWER_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class LiveCheckpoint:
+    """A running session's checkpoint that is durable."""
+
+    pid: int
+    version: int
+    layout: Layout
+    durable: NDArray[np.int64]
+    """Version of every partition in the store."""
+    exact: bool
+    """Whether the whole state in the store is of this version."""
+
+    def to_json(self) -> dict[str, Any]:
+        saved = self.durable == self.version
+        return {
+            "step": step_of(self.version),
+            "total_partitions": self.layout.partitions,
+            "saved_partitions": int(saved.sum()),
+            "total_bytes": self.layout.nbytes,
+            "saved_bytes": int(self.layout.partition_bytes[saved].sum()),
+            "durable": True,
+            "exact": self.exact,
+            "pid": self.pid,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRanks:
+    """Durable checkpoints of several ranks."""
+
+    world: int
+    ranks: dict[int, LiveCheckpoint]
+    """Checkpoints by rank, of those that have a session on this host."""
+
+    @property
+    def step(self) -> int:
+        """The oldest of their steps. Ranks are asked at one moment, and may be a step apart."""
+        return min(step_of(made.version) for made in self.ranks.values())
+
+    @property
+    def apart(self) -> bool:
+        """Whether each rank has saved its whole state, but not all of the same step."""
+        steps = {step_of(made.version) for made in self.ranks.values()}
+        return len(steps) > 1 and all(made.exact for made in self.ranks.values())
+
+    @property
+    def exact(self) -> bool:
+        """Whether the whole state in the store, of all ranks, is of one step."""
+        whole = len(self.ranks) == self.world and all(made.exact for made in self.ranks.values())
+        return whole and not self.apart
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of one process summed over all ranks, and those of each rank."""
+        lines = {rank: made.to_json() for rank, made in self.ranks.items()}
+        names = ("total_partitions", "saved_partitions", "total_bytes", "saved_bytes")
+        return {
+            "step": self.step,
+            **{name: sum(line[name] for line in lines.values()) for name in names},
+            "durable": True,
+            "exact": self.exact,
+            "pid": next(iter(self.ranks.values())).pid,
+            "world": self.world,
+            "ranks": [{"rank": rank, **line} for rank, line in lines.items()],
+        }
+
+
+def checkpoint_live(
+    store: Store, *, full: bool, timeout: float, arena_dir: str | None, every: bool = False
+) -> LiveCheckpoint | LiveRanks:
+    """Ask the session that saves to `store` on this host for a checkpoint, and wait until it is durable.
+
+    If several ranks save to the store, those on this host are asked.
+
+    full: Save the whole state. If values are not finite, the result is not exact.
+    every: Raise unless all ranks have a session on this host.
+
+    Raises UsageError (`kind` "no-session"), and Unavailable if nothing new is durable after `timeout` seconds.
+    """
+    topology = newest_topology(store)
+    deadline = time.monotonic() + timeout
+    if topology is None:
+        asked_at = _under_way(store, arena_dir)
+        pid = _ask(store, full=full, arena_dir=arena_dir)
+        return _wait(store, pid, asked_at, full=full, timeout=timeout, deadline=deadline, arena_dir=arena_dir)
+    for left in reversed(range(_TOGETHER)):
+        if every:
+            _require_all(store, topology, arena_dir)
+        made = _ask_ranks(store, topology, full=full, timeout=timeout, deadline=deadline, arena_dir=arena_dir)
+        # Some got the request a step later than others: ask all again.
+        if not (full and made.apart and left and time.monotonic() < deadline):
+            return made
+    raise AssertionError("unreachable")
+
+
+def _require_all(store: Store, topology: Topology, arena_dir: str | None) -> None:
+    """Raise UsageError unless all ranks have a session on this host."""
+    answer = ask_status(host_folder(arena_dir), patience=_ANSWER_SECONDS)
+    here = {run["id"] for run in (answer["runs"] if answer else []) if run["phase"] == "attached"}
+    missing = [
+        str(rank) for rank, shard in enumerate(topology.shards) if store.of_shard(shard).run_id not in here
+    ]
+    if missing:
+        raise UsageError(
+            f"no running session of rank {', '.join(missing)} saves through this host's daemon",
+            hint="let the job itself take the snapshot: session.snapshot(name)",
+            kind="no-session",
+        )
+
+
+def _ask_ranks(
+    store: Store, topology: Topology, *, full: bool, timeout: float, deadline: float, arena_dir: str | None
+) -> LiveRanks:
+    asked: dict[int, tuple[Store, int, int]] = {}
+    views = [store.of_shard(shard) for shard in topology.shards]
+    # Before any is asked: all have to get the request at one moment.
+    before = [_under_way(view, arena_dir) for view in views]
+    for rank, (view, asked_at) in enumerate(zip(views, before, strict=True)):
+        if full and asked:
+            # The asked rank passes the request on: all save after the same step.
+            there = peek(arena_dir, view.run_id)
+            if there is not None and there.alive:
+                asked[rank] = (view, there.pid, asked_at)
+            continue
+        try:
+            asked[rank] = (view, _ask(view, full=full, arena_dir=arena_dir), asked_at)
+        except UsageError as error:
+            if error.kind != "no-session" or (not asked and rank + 1 == topology.world):
+                raise
+    made: dict[int, LiveCheckpoint] = {}
+    problem: Unavailable | None = None
+    for rank, (view, pid, asked_at) in asked.items():
+        try:
+            made[rank] = _wait(
+                view, pid, asked_at, full=full, timeout=timeout, deadline=deadline, arena_dir=arena_dir
+            )
+        except Unavailable as error:
+            problem = error  # perhaps nothing of what it owns has changed
+    if problem is not None and (full or not made):
+        raise problem
+    return LiveRanks(topology.world, made)
+
+
+def _under_way(store: Store, arena_dir: str | None) -> int:
+    """Return the version of the checkpoint under way. The session saves after its next step, so its answer is newer."""
+    before = peek(arena_dir, store.run_id)
+    newest = int(before.version.max(initial=NEVER)) if before is not None else NEVER
+    return pack(epoch_of(newest), before.head_step) if before is not None and newest >= 0 else NEVER
+
+
+def _ask(store: Store, *, full: bool, arena_dir: str | None) -> int:
+    """Ask a session to save; return its process."""
+    try:
+        wish = Wish("full" if full else "partial")
+        return int(ask(host_folder(arena_dir), "ask", store=store.run_id, wish=wish.to_json())["pid"])
+    except Unavailable as error:
+        if error.kind != "no-daemon":
+            raise
+        raise UsageError(
+            "no running session saves to this store through this host's daemon",
+            hint="a session does so with Settings(daemon=True), or SCARCTL_DAEMON=1",
+            kind="no-session",
+        ) from None
+
+
+def _wait(
+    store: Store,
+    pid: int,
+    asked_at: int,
+    *,
+    full: bool,
+    timeout: float,
+    deadline: float,
+    arena_dir: str | None,
+) -> LiveCheckpoint:
+    """Wait until something newer than version `asked_at` is durable."""
+    while True:
+        started = time.monotonic()
+        found = _look(store, arena_dir, asked_at, pid)
+        if found is not None and (found.exact or not full):
+            return found
+        now = time.monotonic()
+        if now > deadline:
+            break
+        time.sleep(max(_POLL, now - started))  # a large arena takes longer to read
+    if found is not None:
+        return found
+    raise Unavailable(
+        f"process {pid} was asked, but nothing newer is durable after {timeout:g} s",
+        hint="it saves after its next step, if something has changed; `scarctl daemon status` shows its step",
+    )
+
+
+def snapshot_live(
+    store: Store, name: str, *, timeout: float, arena_dir: str | None
+) -> LiveCheckpoint | LiveRanks:
+    """Ask the session to seal the whole state, and make it the snapshot `name`.
+
+    If values are not finite, the result is not exact and there is no snapshot. Raises the errors of `checkpoint_live`
+    and `create_snapshot`.
+    """
+    check_new_snapshot(store, name)
+    for left in reversed(range(_ATTEMPTS)):
+        made = checkpoint_live(store, full=True, timeout=timeout, arena_dir=arena_dir, every=True)
+        try:
+            if made.exact:
+                _name(store, made, name)
+            return made
+        except Unavailable as error:
+            # The session may collect a sealed state before it has a name: ask again.
+            if not left or error.kind != "snapshot-late":
+                raise
+    raise AssertionError("unreachable")
+
+
+def _name(store: Store, made: LiveCheckpoint | LiveRanks, name: str) -> None:
+    if isinstance(made, LiveRanks):
+        step, epoch = made.step, max(epoch_of(one.version) for one in made.ranks.values())
+    else:
+        step, epoch = step_of(made.version), epoch_of(made.version)
+    for sealed in complete_sets(store):
+        if (sealed.epoch, sealed.step) == (epoch, step):
+            create_snapshot(store, name, sealed)
+            return
+    raise Unavailable(
+        f"the state of step {step} was collected before it became snapshot {name!r}",
+        hint="ask again",
+        kind="snapshot-late",
+    )
+
+
+def _look(store: Store, arena_dir: str | None, asked_at: int, pid: int) -> LiveCheckpoint | None:
+    """Return the durable checkpoint that is newer than version `asked_at`, None while there is none."""
+    view = peek(arena_dir, store.run_id)
+    if view is None:
+        return _closed(store, asked_at, pid)
+    if view.sealed > asked_at:
+        return LiveCheckpoint(pid, view.sealed, view.layout, view.durable, exact=True)
+    newer = view.durable[view.durable > asked_at]
+    if not newer.size:
+        return None
+    version = int(newer.min())
+    waiting = (view.version != view.durable) & (view.version >= 0) & (view.version <= version)
+    return None if waiting.any() else LiveCheckpoint(pid, version, view.layout, view.durable, exact=False)
+
+
+def _closed(store: Store, asked_at: int, pid: int) -> LiveCheckpoint | None:
+    """Return the checkpoint of a session that has ended since: it leaves no arena if everything is durable.
+
+    If it took no further step, its newest version at the request is the one that it ended with.
+    """
+    layout = store.current_layout()
+    if layout is None:
+        return None
+    durable = np.full(layout.partitions, NEVER, dtype=np.int64)
+    for shard in store.shards():
+        state = store.state(shard, layout)
+        durable[state.ids] = state.version
+    version = int(durable.max(initial=NEVER))
+    if version < max(asked_at, 0):
+        return None
+    return LiveCheckpoint(pid, version, layout, durable, exact=bool((durable == version).all()))
+
+
+def recover_live(
+    store: Store,
+    lost: Sequence[str],
+    *,
+    max_rework: float | None = None,
+    timeout: float,
+    arena_dir: str | None,
+) -> dict[str, Any]:
+    """Ask a session on this host to restore lost parts in place; return its step, its report and its process.
+
+    If several ranks save to the store, one of them is asked. All recover after the same step, and the report is that of
+    the asked rank.
+
+    Raises UsageError (`kind` "no-session"), Unavailable if there is no answer after `timeout` seconds, and the error
+    that the session raised.
+    """
+    topology, folder = newest_topology(store), host_folder(arena_dir)
+    runs = [store.run_id] if topology is None else [store.of_shard(s).run_id for s in topology.shards]
+    wish, deadline = Wish("recover", lost=tuple(lost), max_rework=max_rework), time.monotonic() + timeout
+    for run in runs:
+        try:
+            asked = ask(folder, "ask", store=run, wish=wish.to_json())
+        except UsageError as error:
+            if error.kind != "no-session" or run == runs[-1]:
+                raise
+            continue
+        except Unavailable as error:
+            if error.kind != "no-daemon":
+                raise
+            raise UsageError(
+                "no running session saves to this store through this host's daemon",
+                hint="`scarctl recover` restores into a stopped run's arena, or into a file",
+                kind="no-session",
+            ) from None
+        while (answer := ask(folder, "answered", store=run, number=asked["number"])["answer"]) is None:
+            if time.monotonic() > deadline:
+                raise Unavailable(
+                    f"process {asked['pid']} was asked, but has not answered after {timeout:g} s",
+                    hint="it answers after its next step, or with several ranks after one of the next checkpoints",
+                )
+            time.sleep(_ANSWER_POLL)
+        if "error" in answer:
+            raise error_from(answer["error"])
+        return {**answer, "pid": asked["pid"]}
+    raise AssertionError("unreachable")

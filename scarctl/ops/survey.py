@@ -1,0 +1,177 @@
+"""Survey a store and the arenas of its run: steps, ages, sizes, distances, and what losing a shard would cost.
+
+A process that saves alone is surveyed as the only rank: its share is the whole state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.arena.kinship import view_of
+from scarctl.arena.view import ArenaView
+from scarctl.ops.ages import age_of, lag_of, since_of
+from scarctl.ops.surveyed import OtherShard, RankLine, RunStatus, Survey
+from scarctl.recovery.forecast import stored_outlook
+from scarctl.state.layout import Layout
+from scarctl.state.layouts import Layouts
+from scarctl.state.version import NEVER, step_of
+from scarctl.store import (
+    ShardState,
+    Store,
+    Topology,
+    check_backed,
+    newest_topology,
+    snapshots,
+    topology_epochs,
+)
+from scarctl.store.format import shard_folder
+from scarctl.store.topology import read_topology
+from scarctl.util.arrays import Ids
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one rank saves: its copies in the store, and its arena on this host. Arrays are over its partitions."""
+
+    states: Mapping[int, ShardState]
+    layout: Layout
+    version: Ids
+    shard_of: NDArray[np.int32]
+    arena: ArenaView | None
+    """None also when it has another layout than the store."""
+
+
+def survey(store: Store, arena_dir: str | None) -> Survey:
+    """Survey a store and, when they are on this host, the arenas of its run. Take no lock; change nothing.
+
+    Raises Corruption, AccessDenied, Unavailable.
+    """
+    topology, states, note = _newest_states(store)
+    check_backed(store, states.values())
+    if topology is None:
+        shares = [_share(store, states, arena_dir)]
+    else:
+        shares = [_share(store.of_shard(s), {s: states[s]}, arena_dir) for s in topology.shards]
+    layout = Layouts([share.layout for share in shares])
+    arenas = [share.arena for share in shares if share.arena is not None]
+    step = max((state.step for state in states.values()), default=-1)
+    step = max([step, *(arena.head_step for arena in arenas)])
+    with_parameters = [share for share in shares if _has_parameters(share.layout)] or shares
+    outlook, norm, caveats = stored_outlook(
+        [(store, share.states) for share in with_parameters], max(step, 0)
+    )
+    return Survey(
+        store.url,
+        step if step >= 0 else None,
+        layout if layout.partitions else None,
+        np.concatenate([share.shard_of for share in shares]),
+        step_of(np.concatenate([share.version for share in shares])),
+        np.concatenate([_distance(share) for share in shares]),
+        store.usage(states),
+        age_of(store, states, [share.arena for share in shares if share.layout.partitions]),
+        outlook,
+        snapshots=tuple(snapshots(store)),
+        run=_run(arenas),
+        topology=topology,
+        ranks=() if topology is None else tuple(map(_rank, range(topology.world), topology.shards, shares)),
+        others=() if topology is None else tuple(_others(store, topology)),
+        note=note,
+        comparable=norm == "l2",
+        since=max((since_of(arena, step) for arena in arenas), default=0),
+        caveats=caveats,
+    )
+
+
+def _newest_states(store: Store) -> tuple[Topology | None, dict[int, ShardState], str | None]:
+    """Return the ranks of the newest whole state, the states of its shards, and why it is not the newest begun.
+
+    No topology: one process saved it. Before ranks have a whole state, theirs is returned as far as it goes.
+    """
+    if not topology_epochs(store):
+        return None, store.states(store.shards()), None
+    # Imported here: most stores are of one process, and a command is to start fast.
+    from scarctl.recovery.reshard import find_parts
+    from scarctl.recovery.shares import fallback_note
+
+    parts = find_parts(store)
+    if parts is not None:
+        return parts.topology, dict(parts.states), fallback_note(parts) if parts.passed_over else None
+    topology = newest_topology(store)
+    assert topology is not None, "the store has topologies"
+    note = f"{store.url}: no ranks have saved a whole state in this store yet"
+    return topology, store.states(topology.shards), note
+
+
+def _share(store: Store, states: Mapping[int, ShardState], arena_dir: str | None) -> _Share:
+    """Return one rank's share. store: as its writer sees it."""
+    arena = view_of(arena_dir, store)
+    written = [state for state in states.values() if state.layout is not None]
+    newest = max(written, key=lambda state: state.epoch, default=None)
+    layout = newest.layout if newest is not None else arena.layout if arena is not None else None
+    if layout is None:
+        layout = Layout([])
+    version = np.full(layout.partitions, NEVER, dtype=np.int64)
+    shard_of = np.full(layout.partitions, -1, dtype=np.int32)
+    for shard, state in states.items():
+        if state.layout == layout:
+            version[state.ids] = state.version
+            shard_of[state.ids] = shard
+    if (shard_of < 0).any():  # some shard has no record yet, or has given up its partitions
+        shard_of = store.shard_of(layout)
+    same = arena is not None and arena.layout == layout
+    return _Share(states, layout, version, shard_of, arena if same else None)
+
+
+def _has_parameters(layout: Layout) -> bool:
+    return any(group.kind == "parameter" and group.partitions for group in layout.groups)
+
+
+def _distance(share: _Share) -> NDArray[np.float64]:
+    return np.full(share.layout.partitions, np.nan) if share.arena is None else share.arena.distance
+
+
+def _run(arenas: Sequence[ArenaView]) -> RunStatus | None:
+    """Return the status of all ranks on this host together; None when there are none."""
+    if not arenas:
+        return None
+    alive = [arena for arena in arenas if arena.alive]
+    return RunStatus(
+        pid=(alive or arenas)[0].pid,
+        alive=bool(alive),
+        head_step=max(arena.head_step for arena in arenas),
+        pending_partitions=sum(arena.pending for arena in arenas),
+        lag_steps=max(lag_of(arena) for arena in arenas),
+        errors=sum(arena.errors for arena in arenas),
+    )
+
+
+def _rank(rank: int, shard: int, share: _Share) -> RankLine:
+    step, arena = share.states[shard].step, share.arena
+    durable = step if step >= 0 else None
+    if arena is None:
+        return RankLine(rank, shard, durable, None, None, None, None, None)
+    return RankLine(
+        rank, shard, durable, arena.head_step, arena.pid, arena.alive, arena.pending, arena.errors
+    )
+
+
+def _others(store: Store, topology: Topology) -> list[OtherShard]:
+    """Return the shards that do not belong to these ranks."""
+    epochs: dict[int, int] = {}
+    for epoch in topology_epochs(store):
+        if epoch != topology.epoch:
+            epochs |= dict.fromkeys(read_topology(store, epoch).shards, epoch)
+    lines = []
+    for shard in store.shards():
+        if shard in topology.shards:
+            continue
+        folders = [f"{shard_folder(shard)}/{name}" for name in ("seg", "log", "index")]
+        nbytes = sum(size for folder in folders for _, size in store.blobs.files(folder))
+        state = store.state(shard)
+        retired = state.layout is not None and state.layout.partitions > 0 and not len(state.ids)
+        lines.append(OtherShard(shard, epochs.get(shard), nbytes, retired))
+    return lines

@@ -1,0 +1,302 @@
+"""Hold what a survey of a store found, and compute its lines: per shard, per rank and per partition."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.ops.ages import Age
+from scarctl.recovery.forecast import parameters_of, rework_of
+from scarctl.state.caveats import Caveat
+from scarctl.state.layouts import Layouts
+from scarctl.store import Snapshot, Topology
+from scarctl.theory.rework import Outlook, Rework
+from scarctl.util.arrays import Ids
+
+_NO_REWORK = Rework(0.0, 0.0, 0.0, "ages")
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """The processes on this host that save to a store, as their arenas describe them."""
+
+    pid: int
+    """Of one that is alive, if any is."""
+    alive: bool
+    head_step: int
+    """The newest step of any of them."""
+    pending_partitions: int
+    """Partitions whose copy is not durable yet."""
+    lag_steps: int
+    """Iterations since the oldest copy that is not durable yet was made."""
+    errors: int
+    """Failed attempts to save."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLine:
+    """What one shard holds, and what losing it now would cost."""
+
+    shard: int
+    partitions: int = 0
+    bytes: int = 0
+    oldest_step: int | None = None
+    """None: no partition was ever saved."""
+    newest_step: int | None = None
+    never_saved: int = 0
+    """Partitions without any copy."""
+    perturbation: float | None = None
+    """Norm of what restoring it would change; None when a distance is unknown."""
+    share: float = 0.0
+    """Its part of all parameter partitions, from 0 to 1."""
+    expected_perturbation: float | None = 0.0
+    """The same norm for a shard of this size chosen at random; None when a distance is unknown."""
+    rework: Rework = _NO_REWORK
+    """Iterations that a partial recovery of it would cost."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of a document."""
+        return {
+            "shard": self.shard,
+            "partitions": self.partitions,
+            "bytes": self.bytes,
+            "oldest_step": self.oldest_step,
+            "newest_step": self.newest_step,
+            "never_saved": self.never_saved,
+            "perturbation": {
+                "value": self.perturbation,
+                "kind": "unknown" if self.perturbation is None else "estimated",
+            },
+            "share": self.share,
+            "expected_perturbation": self.expected_perturbation,
+            "rework": self.rework.to_json(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RankLine:
+    """One rank: its shard, and its process. Fields of the process are None when its arena is not on this host."""
+
+    rank: int
+    shard: int
+    durable_step: int | None
+    """The newest step that it has saved; None when it has saved nothing."""
+    head_step: int | None
+    pid: int | None
+    alive: bool | None
+    pending_partitions: int | None
+    errors: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class OtherShard:
+    """A shard of ranks that are no longer part of the job."""
+
+    shard: int
+    epoch: int | None
+    """Of the newest topology that has it; None when none has."""
+    bytes: int
+    """Size of its files."""
+    retired: bool
+    """Its partitions were given up: nothing in it is needed."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A store at one moment. Arrays are over all partitions of the layout, in order."""
+
+    url: str
+    step: int | None
+    """The newest known step of the run; None when there is none."""
+    layout: Layouts | None
+    """None when nothing is saved and no arena on this host says what will be."""
+    shard_of: NDArray[np.int32]
+    saved_step: NDArray[np.int64]
+    """-1: never saved."""
+    distance: NDArray[np.float64]
+    """Norm of current minus saved values; NaN: unknown."""
+    usage: Mapping[str, int]
+    """Numbers of files and bytes: see `Store.usage`."""
+    age: Age
+    outlook: Outlook
+    """How fast the run converges."""
+    snapshots: tuple[Snapshot, ...] = ()
+    run: RunStatus | None = None
+    """None when no arena of the run is on this host."""
+    topology: Topology | None = None
+    """Of the ranks that save to the store; None for a process that saves alone."""
+    ranks: tuple[RankLine, ...] = ()
+    """By rank; empty for a process that saves alone."""
+    others: tuple[OtherShard, ...] = ()
+    note: str | None = None
+    """Why this is not the newest state that was begun; None when it is."""
+    comparable: bool = False
+    """Distances are in the norm that the outlook uses."""
+    since: int = 0
+    """Iterations since the distances were measured."""
+    caveats: tuple[Caveat, ...] = ()
+    """What the run that saved this does not protect, or cannot restore exactly."""
+
+    @cached_property
+    def staleness(self) -> NDArray[np.int64]:
+        """Iterations since each partition was saved; -1: never saved."""
+        return np.where(self.saved_step < 0, -1, np.maximum((self.step or 0) - self.saved_step, 0))
+
+    @cached_property
+    def shards(self) -> list[ShardLine]:
+        """A line for each shard that has partitions, in ascending order."""
+        if self.layout is None:
+            return []
+        parameters = parameters_of(self.layout)
+        total = max(1, int(np.count_nonzero(parameters)))
+        moved = self.distance[parameters]
+        whole = _norm(moved) if np.isfinite(moved).all() else math.nan
+        # Numbers of up to 16 bits are sorted by their digits, ten times as fast. (And np.unique would load numpy.ma.)
+        width = np.min_scalar_type(self.shard_of.max(initial=0))
+        order = np.argsort(self.shard_of.astype(width), kind="stable")
+        numbers = self.shard_of[order]
+        first = np.flatnonzero(np.diff(numbers, prepend=-1))
+        # All columns in this order at once: a shard's partitions are scattered.
+        columns = (self.saved_step, self.staleness, self.distance, self.layout.partition_bytes, parameters)
+        parts = zip(*(np.split(column[order], first[1:]) for column in columns), strict=True)
+        lines = []
+        for shard, (steps, stale, distance, nbytes, of_parameters) in zip(
+            numbers[first].tolist(), parts, strict=False
+        ):
+            saved = steps[steps >= 0]
+            norm = _norm(distance)
+            share = int(np.count_nonzero(of_parameters)) / total
+            rework = rework_of(
+                self.outlook,
+                share,
+                ages=np.maximum(stale[of_parameters], 0),
+                distance=distance[of_parameters] if self.comparable else None,
+                since=self.since,
+            )
+            lines.append(
+                ShardLine(
+                    shard,
+                    partitions=len(steps),
+                    bytes=int(nbytes.sum()),
+                    oldest_step=int(saved.min()) if len(saved) else None,
+                    newest_step=int(saved.max()) if len(saved) else None,
+                    never_saved=len(steps) - len(saved),
+                    perturbation=norm if math.isfinite(norm) else None,
+                    share=share,
+                    expected_perturbation=math.sqrt(share) * whole if math.isfinite(whole) else None,
+                    rework=rework,
+                )
+            )
+        return lines
+
+    @property
+    def shards_of_ranks(self) -> list[tuple[RankLine, ShardLine]]:
+        """Every rank with the line of its shard."""
+        by_shard = {line.shard: line for line in self.shards}
+        return [(rank, by_shard.get(rank.shard) or ShardLine(rank.shard)) for rank in self.ranks]
+
+    def partitions(self, ids: Ids) -> list[dict[str, Any]]:
+        """Return the fields of a document for each of `ids`."""
+        if self.layout is None or not len(ids):
+            return []
+        groups = [group.name for group in self.layout.groups]
+        starts, stops = self.layout.row_ranges(ids)
+        columns = zip(
+            self.layout.group_of(ids).tolist(),
+            starts.tolist(),
+            stops.tolist(),
+            self.shard_of[ids].tolist(),
+            self.layout.partition_bytes[ids].tolist(),
+            self.saved_step[ids].tolist(),
+            self.staleness[ids].tolist(),
+            self.distance[ids].tolist(),
+            np.isfinite(self.distance[ids]).tolist(),
+            strict=True,
+        )
+        return [
+            {
+                "name": f"{groups[g]}[{start}:{stop}]",
+                "group": groups[g],
+                "start": start,
+                "stop": stop,
+                "shard": shard,
+                "bytes": nbytes,
+                "saved_step": saved if saved >= 0 else None,
+                "staleness": stale if stale >= 0 else None,
+                "distance": distance if known else None,
+            }
+            for g, start, stop, shard, nbytes, saved, stale, distance, known in columns
+        ]
+
+    def stalest(self, count: int) -> list[dict[str, Any]]:
+        """Return the `count` partitions saved longest ago, as `partitions` does; never saved first."""
+        return self.partitions(_least(self.saved_step, count))
+
+    def most_changed(self, count: int) -> list[dict[str, Any]]:
+        """Return the `count` partitions farthest from their saved copy, of those whose distance is known and not 0."""
+        known = np.flatnonzero(np.isfinite(self.distance) & (self.distance > 0))
+        return self.partitions(known[_least(-self.distance[known], count)])
+
+    def to_json(self, limit: int | None) -> dict[str, Any]:
+        """Return the fields of the document, with the first `limit` partitions of the layout; None: with all."""
+        total = len(self.saved_step)
+        return {
+            "step": self.step,
+            **self.age.to_json(),
+            "total_partitions": total,
+            "total_bytes": 0 if self.layout is None else self.layout.nbytes,
+            "shards": [line.to_json() for line in self.shards],
+            "partitions": self.partitions(np.arange(total if limit is None else min(limit, total))),
+            "store": dict(self.usage),
+            "snapshots": [snapshot.to_json() for snapshot in self.snapshots],
+            "run": None if self.run is None else asdict(self.run),
+            "caveats": [caveat.to_json() for caveat in self.caveats],
+            "convergence": None if self.layout is None else self.outlook.to_json(),
+            **self._ranks_json(),
+        }
+
+    def _ranks_json(self) -> dict[str, Any]:
+        if self.topology is None:
+            return {}
+        step = self.step or 0
+        return {
+            "topology": {
+                "world": self.topology.world,
+                "epoch": self.topology.epoch,
+                "shards": list(self.topology.shards),
+                "created": self.topology.created,
+                "note": self.note,
+            },
+            "ranks": [
+                {
+                    "rank": rank.rank,
+                    **line.to_json(),
+                    "staleness": None if line.oldest_step is None else max(0, step - line.oldest_step),
+                    **asdict(rank),
+                }
+                for rank, line in self.shards_of_ranks
+            ],
+            "other_shards": [asdict(shard) for shard in self.others],
+        }
+
+
+def _least(values: NDArray[Any], count: int) -> Ids:
+    """Return where the `count` least of `values` are, the least first; of equal ones the first. No value is NaN."""
+    among = np.arange(len(values))
+    if count < len(values):
+        # Finding the largest of them sorts nothing.
+        among = np.flatnonzero(values <= np.partition(values, count - 1)[count - 1])
+    found: Ids = among[np.argsort(values[among], kind="stable")[:count]]
+    return found
+
+
+def _norm(distances: NDArray[np.float64]) -> float:
+    """Return the norm over all these partitions. BLAS would wake threads for each shard."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return math.sqrt(np.square(distances).sum())

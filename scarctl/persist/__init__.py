@@ -1,0 +1,1 @@
+"""Move hand-overs from the arena to the store: what to write next, and when to try again."""

@@ -1,0 +1,180 @@
+"""Decide what the persister does next: a pure state machine of events and instructions, without files or clock.
+
+Hand-overs are persisted one at a time in their order. A failure that may pass is tried again after a growing pause; one
+that will not pass (another writer has taken over) halts, and what waits stays in the queue.
+
+All times are seconds on one monotonic clock, and come in with the events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+FIRST_PAUSE = 0.1
+LONGEST_PAUSE = 30.0
+"""Seconds before the first try again, and at most."""
+
+
+class Phase(Enum):
+    """Where the machine is."""
+
+    IDLE = "idle"
+    BUSY = "busy"
+    """One hand-over is being persisted."""
+    PAUSED = "paused"
+    """The store failed; waiting before the next try."""
+    HALTED = "halted"
+    """The store failed for good: nothing more is persisted."""
+    STOPPED = "stopped"
+
+
+# -- events ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """These hand-overs wait (all of them, in order)."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Persisted:
+    """The hand-over being persisted is durable."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Persisting it failed. `jitter` in [0, 1) spreads the pauses of many hosts."""
+
+    number: int
+    retryable: bool
+    now: float
+    jitter: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hurry:
+    """A caller waits: do not sit out the pause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Finish what is being persisted, and stop."""
+
+
+Event = Queued | Persisted | Failed | Tick | Hurry | Stop
+
+# -- instructions ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Persist this hand-over, then report `Persisted` or `Failed`."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Take this hand-over out of the queue: it is durable."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Send a `Tick` at this time."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """Log for people that nothing more is persisted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The machine has stopped."""
+
+
+Instruction = Persist | Forget | Wake | Halt | Stopped
+
+
+@dataclass(slots=True)
+class Machine:
+    """The persister's state. `handle` is the only way to change it."""
+
+    phase: Phase = Phase.IDLE
+    waiting: list[int] = field(default_factory=list)
+    """Numbers of hand-overs that are not durable, in order; the first is the one being persisted."""
+    failures: int = 0
+    """Failures in a row."""
+    stopping: bool = False
+    resume_at: float = 0.0
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take one event; returns what to do, in order."""
+        if self.phase is Phase.STOPPED:
+            return []
+        match event:
+            case Queued(numbers):
+                self._merge(numbers)
+                return self._next()
+            case Persisted(number):
+                self.waiting = [n for n in self.waiting if n != number]
+                self.failures = 0
+                self.phase = Phase.IDLE
+                return [Forget(number), *self._next()]
+            case Failed(_, retryable, now, jitter):
+                return self._failed(retryable, now, jitter)
+            case Tick(now):
+                if self.phase is Phase.PAUSED and now >= self.resume_at:
+                    self.phase = Phase.IDLE
+                return self._next()
+            case Hurry():
+                if self.phase is Phase.PAUSED:
+                    self.phase = Phase.IDLE
+                return self._next()
+            case Stop():
+                self.stopping = True
+                return self._next()
+
+    def _merge(self, numbers: Iterable[int]) -> None:
+        busy = self.waiting[:1] if self.phase is Phase.BUSY else []
+        self.waiting = busy + [n for n in numbers if n not in busy]
+
+    def _next(self) -> list[Instruction]:
+        if self.phase is Phase.BUSY:
+            return []
+        if self.stopping:
+            self.phase = Phase.STOPPED
+            return [Stopped()]
+        if self.phase is Phase.PAUSED:
+            return [Wake(self.resume_at)]
+        if self.phase is Phase.IDLE and self.waiting:
+            self.phase = Phase.BUSY
+            return [Persist(self.waiting[0])]
+        return []
+
+    def _failed(self, retryable: bool, now: float, jitter: float) -> list[Instruction]:
+        self.failures += 1
+        if not retryable:
+            self.phase = Phase.HALTED
+            return [Halt(), *self._next()]
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self.failures - 1, 16))
+        self.resume_at = now + pause * (1 + jitter) / 2
+        self.phase = Phase.PAUSED
+        return self._next()

@@ -1,0 +1,118 @@
+"""Measure how fast a store takes hand-overs, and what the saving threads wait for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+_NEW = 0.2
+"""Weight of a new measurement."""
+_LARGE = 0.5
+"""Share of the bytes of the largest hand-over from which on one counts as large."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Figures of the newest hand-overs."""
+
+    bytes_per_second: float
+    """While something is being saved."""
+    commits_per_second: float
+    handover_seconds: float
+    """To make one durable that is not large."""
+    fixed_share: float | None
+    """Share of that time that does not depend on its bytes; None without one of another size to compare with."""
+    processor_share: float
+    """Share of their time that the saving threads waited for a processor; 0 if the system does not say."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(obj: Any) -> Speed | None:
+        """Read what `to_json` gave; None for anything else."""
+        names = [field.name for field in fields(Speed)]
+        if not isinstance(obj, Mapping) or not all(name in obj for name in names):
+            return None
+        values = {name: obj[name] for name in names}
+        numbers = [value for name, value in values.items() if name != "fixed_share" or value is not None]
+        if not all(isinstance(value, int | float) and value >= 0 for value in numbers):
+            return None
+        return Speed(**values)
+
+
+class _Mean:
+    """Exponentially weighted means of some numbers together."""
+
+    def __init__(self) -> None:
+        self.values: tuple[float, ...] | None = None
+
+    def add(self, *values: float) -> None:
+        before = self.values or values
+        self.values = tuple(b + _NEW * (v - b) for b, v in zip(before, values, strict=True))
+
+
+class Meter:
+    """Measures one persister. `commit` may be used by several threads at once."""
+
+    def __init__(self) -> None:
+        self._small, self._large = _Mean(), _Mean()  # bytes, seconds, commits, share
+        self._most = 0
+        self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._commits, self._seconds, self._delay = 0, 0.0, 0.0
+
+    @contextmanager
+    def commit(self) -> Iterator[None]:
+        """Measure the commit of one shard, in the thread that makes it."""
+        started, before = time.perf_counter(), _run_delay()
+        try:
+            yield
+        finally:
+            seconds, delay = time.perf_counter() - started, _run_delay() - before
+            with self._lock:
+                self._commits += 1
+                self._seconds += seconds
+                self._delay += delay
+
+    def handed_over(self, nbytes: int, seconds: float) -> None:
+        """All commits of a hand-over are durable."""
+        share = min(1.0, self._delay / self._seconds) if self._seconds > 0 else 0.0
+        if nbytes > 0:
+            if nbytes > self._most / _LARGE:
+                self._small = _Mean()  # what was large until now is not
+            self._most = max(self._most, nbytes)
+            kind = self._large if nbytes >= self._most * _LARGE else self._small
+            kind.add(nbytes, seconds, self._commits, share)
+        self._begin()
+
+    def speed(self) -> Speed | None:
+        """Return the figures; None before the first hand-over."""
+        found = self._small.values or self._large.values
+        if found is None:
+            return None
+        nbytes, seconds, commits, share = found
+        fixed = None
+        if self._small.values is not None and self._large.values is not None:
+            # The line through both: what is left where there are no bytes.
+            most, longest = self._large.values[:2]
+            slope = max(0.0, (longest - seconds) / (most - nbytes)) if most > nbytes else 0.0
+            fixed = min(1.0, max(0.0, 1 - slope * nbytes / seconds)) if seconds > 0 else None
+        seconds = max(seconds, 1e-9)
+        return Speed(nbytes / seconds, commits / seconds, seconds, fixed, share)
+
+
+def _run_delay() -> float:
+    """Return the seconds that this thread has waited for a processor; 0 where the system does not say."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
+            return int(file.read(64).split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0

@@ -1,0 +1,295 @@
+"""Drive the persister's state machine with the real queue, store and clock, in a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from scarctl.arena.queue import HandOverQueue
+from scarctl.errors import AccessDenied, Corruption, ScarError, Unavailable
+from scarctl.persist.persister import Persister, PutOff
+from scarctl.persist.retry import (
+    Event,
+    Failed,
+    Forget,
+    Halt,
+    Hurry,
+    Instruction,
+    Machine,
+    Persist,
+    Persisted,
+    Phase,
+    Queued,
+    Stop,
+    Stopped,
+    Tick,
+    Wake,
+)
+from scarctl.persist.speed import Speed
+from scarctl.store.record import now
+
+log = logging.getLogger("scarctl")
+
+_NICENESS = 10
+_REFUSALS = 3
+# A generator of its own: the global one is training's, and this thread may live in the same process.
+_random = random.Random()
+
+
+@dataclass(slots=True)
+class PersisterStats:
+    """Count what the thread has done."""
+
+    handovers: int = 0
+    """Hand-overs made durable."""
+    nbytes: int = 0
+    """Bytes of state written."""
+    busy_seconds: float = 0.0
+    saved_at: str | None = None
+    """UTC time at which the newest of them was durable, in ISO 8601."""
+    errors: int = 0
+
+
+class _Look:
+    """Not an event yet: the thread has to look at the queue."""
+
+
+class PersisterThread:
+    """Makes hand-overs durable in the background until `close`. A failing store never raises here: see `failure`."""
+
+    def __init__(
+        self,
+        persister: Persister,
+        queue: HandOverQueue,
+        on_saved: Callable[[Speed | None], None] = lambda _: None,
+    ) -> None:
+        """on_saved: called in the thread after every hand-over, with `speed`."""
+        self.stats = PersisterStats()
+        self.last_error: ScarError | None = None
+        """The newest failure since the last success."""
+        self.failure: ScarError | None = None
+        """The failure that halted the thread for good; None while it works."""
+        self._persister = persister
+        self._queue = queue
+        self._on_saved = on_saved
+        self._machine = Machine()
+        self._changed = threading.Condition()
+        self._refusals = 0
+        self._obeying = self._ended = False
+        self._events: list[Event | _Look] = [_Look()]
+        self._thread = threading.Thread(target=self._run, name="scarctl-persister", daemon=True)
+        self._thread.start()
+
+    def notify(self) -> None:
+        """Look at the queue: something was put into it."""
+        self._send(_Look())
+
+    def drain(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds until nothing waits any more; returns whether that is so.
+
+        When the store refuses access a few times meanwhile, waiting longer would not help.
+        """
+        self._send(_Look(), Hurry())
+        with self._changed:
+            most = self._refusals + _REFUSALS
+            self._changed.wait_for(
+                lambda: self._settled() or self._ended or self.failure is not None or self._refusals >= most,
+                timeout,
+            )
+            return self._settled()
+
+    def close(self, *, put_off: bool = False) -> None:
+        """Finish the hand-over that is being written, and end the thread. What waits stays in the queue.
+
+        put_off: do not finish it, it stays in the queue as well. What of it is committed already counts.
+        """
+        if put_off:
+            self._persister.put_off.set()
+        with self._changed:
+            self._events.insert(0, Stop())  # before what else is to be done
+            self._changed.notify_all()
+        self._thread.join()
+
+    def fault(self) -> ScarError:
+        """Return why something is not durable yet."""
+        return (
+            self.failure
+            or self.last_error
+            or Unavailable("the store is slower than the time given", hint="wait longer, or save less often")
+        )
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing waits, as far as the thread has looked."""
+        return self._settled()
+
+    def _settled(self) -> bool:
+        machine = self._machine
+        return not (self._events or self._obeying or machine.waiting or machine.phase is Phase.BUSY)
+
+    def _send(self, *events: Event | _Look) -> None:
+        with self._changed:
+            self._events += events
+            self._changed.notify_all()
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            # Nobody would see the thread's death otherwise.
+            log.exception("saving has stopped unexpectedly")
+            self._note(error if isinstance(error, ScarError) else _defect(error))
+            self.failure = self.last_error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _work(self) -> None:
+        _be_polite()
+        wake_at: float | None = None
+        while True:
+            # Not before something was saved: a run that has just started has more urgent work.
+            while self.stats.handovers and self._idle() and self._tidy(0):
+                pass
+            event = self._wait(wake_at)
+            wake_at = None
+            if isinstance(event, _Look):
+                event = self._look()
+            with self._changed:
+                instructions = self._machine.handle(event)
+            for instruction in instructions:
+                if isinstance(instruction, Stopped):
+                    return
+                if isinstance(instruction, Wake):
+                    wake_at = instruction.at
+                else:
+                    self._obey(instruction)
+            with self._changed:
+                self._obeying = False
+                self._changed.notify_all()
+
+    def _idle(self) -> bool:
+        with self._changed:
+            return not self._events and self._machine.phase is Phase.IDLE
+
+    @property
+    def speed(self) -> Speed | None:
+        """How fast the store takes hand-overs; None before the first."""
+        return self._persister.meter.speed()
+
+    @property
+    def space(self) -> dict[str, Any]:
+        """See `Persister.space`."""
+        return self._persister.space
+
+    def _look(self) -> Event:
+        """List what waits now. Only this thread looks: a list made elsewhere may be older than what it knows."""
+        try:
+            return Queued(tuple(self._queue.numbers()))
+        except ScarError as error:
+            self._note(error)
+            return Tick(time.monotonic())
+
+    def _wait(self, wake_at: float | None) -> Event | _Look:
+        """Return the next event, or a tick at `wake_at`."""
+        with self._changed:
+            timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
+            if self._changed.wait_for(lambda: self._events, timeout):
+                self._obeying = True  # from here on: what it is about to see may be waiting
+                return self._events.pop(0)
+            return Tick(time.monotonic())
+
+    def _obey(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Persist):
+            event = self._persist(instruction.number)
+            with self._changed:
+                # The answer to an instruction goes before all else but the wish to stop.
+                self._events.insert(int(self._events[:1] == [Stop()]), event)
+        elif isinstance(instruction, Forget):
+            self._queue.remove(instruction.number)
+        elif isinstance(instruction, Halt):
+            with self._changed:
+                self.failure = self.last_error
+                self._changed.notify_all()
+            log.error("saving has stopped: %s", self.failure)
+
+    def _persist(self, number: int) -> Event:
+        started = time.monotonic()
+        try:
+            try:
+                handover = self._queue.read(number)
+                self._persister.check(handover)
+            except FileNotFoundError:
+                return Persisted(number)
+            except Corruption as error:
+                # Its partitions are still in the arena, marked as pending.
+                log.error("a hand-over cannot be used and is set aside: %s", error)
+                self._note(error)
+                self._queue.set_aside(number)
+                return Persisted(number)
+            written = self._persister.persist(handover)
+            self.stats.nbytes += written
+        except ScarError as error:
+            self._note(error)
+            return Failed(number, _may_pass(error), time.monotonic(), _random.random())
+        except PutOff:
+            return Failed(number, True, time.monotonic())
+        except (OSError, MemoryError) as error:
+            self._note(Unavailable(f"hand-over {number} cannot be handled: {error}"))
+            return Failed(number, True, time.monotonic(), _random.random())
+        except Exception as error:
+            # A defect of ours: never silent, never the end of training.
+            log.exception("saving failed unexpectedly")
+            self._note(_defect(error))
+            return Failed(number, False, time.monotonic())
+        finally:
+            self.stats.busy_seconds += time.monotonic() - started
+        self._persister.meter.handed_over(written, time.monotonic() - started)
+        self.stats.handovers += 1
+        self.stats.saved_at = now()
+        self.last_error = None
+        self._on_saved(self.speed)
+        # Others may wait: what is saved makes room for itself, and no more.
+        self._tidy(written // 2)
+        return Persisted(number)
+
+    def _tidy(self, limit: int) -> bool:
+        try:
+            return self._persister.tidy(limit)
+        except Exception:
+            log.exception("collecting old copies failed unexpectedly")
+            return False
+
+    def _note(self, error: ScarError) -> None:
+        if self.last_error is None or self.last_error.message != error.message:
+            log.warning("saving failed, %s: %s", "trying again" if _may_pass(error) else "giving up", error)
+        self.last_error = error
+        self.stats.errors += 1
+        self._refusals += isinstance(error, AccessDenied)
+
+
+def _may_pass(error: ScarError) -> bool:
+    """Return whether to try again: a disk may be mounted again, or credentials renewed."""
+    return error.retryable or isinstance(error, AccessDenied)
+
+
+def _defect(error: BaseException) -> ScarError:
+    return ScarError(f"saving failed unexpectedly: {error!r}", kind="defect")
+
+
+def _be_polite() -> None:
+    """Lower this thread's priority: training goes first."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # politeness is not worth an error
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,0 +1,1 @@
+"""Choose which partitions a checkpoint saves, and when the next checkpoint is due."""

@@ -1,0 +1,366 @@
+"""Carry out a recovery plan: verify every copy, and replace damaged ones by the next best.
+
+The result is a `Report`: the plan as it was carried out, and the changes that it made.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.arena.arena import Arena
+from scarctl.errors import NoIntactCopy
+from scarctl.recovery.plan import (
+    MEMORY,
+    STORE,
+    Perturbation,
+    Plan,
+    count_tiers,
+    nearer,
+    no_copy,
+    only_step,
+    plan_rollback,
+    versions_of,
+)
+from scarctl.state.rows import rows_of
+from scarctl.state.version import NEVER
+from scarctl.store import ShardState, Store
+from scarctl.store.saved import last_saved
+from scarctl.theory.extrapolation import Extrapolation
+from scarctl.theory.rework import Cost
+from scarctl.util.arrays import Bytes, Ids, distinct, places
+
+_BATCH_BYTES = 64 << 20
+
+
+class Sink(Protocol):
+    """The destination of restored partitions."""
+
+    arena: Arena | None
+    """The arena, if it is the destination: its own copies need no writing."""
+
+    def overwrites(self, ids: Ids, versions: Ids) -> bool:
+        """Return whether writing these would destroy newer copies: then all are verified before any is written."""
+
+    def put(
+        self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Bytes]
+    ) -> NDArray[np.float64] | None:
+        """Write partitions `ids` (ascending, of one group): per tensor uint8 of shape (rows, bytes per row).
+
+        Returns the squared norm of each partition's change, of its parameter: float64 of the shape of `ids`, NaN where
+        unknown. Returns None if all are unknown.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result of a plan that was carried out."""
+
+    plan: Plan = field(repr=False)
+    """The plan with the tiers and versions that the copies actually came from."""
+    perturbation: Perturbation
+    seconds: float
+    problems: tuple[str, ...] = ()
+    """Descriptions of damaged copies, for people."""
+    output: str | None = None
+    """Path of the written file."""
+    cost: Cost | None = None
+    """Predicted cost of the recovery; None if no prediction was requested."""
+    saved_at: str | None = None
+    """UTC time of the store's newest commit; None if no copy came from the store, or its records lack the time."""
+    extrapolation: Extrapolation | None = None
+    """Values extrapolated beyond their copies; None if not requested, or if all copies are of one step."""
+
+    @property
+    def mode(self) -> str:
+        return self.plan.mode
+
+    @property
+    def exact(self) -> bool:
+        return self.plan.exact
+
+    @property
+    def degraded(self) -> bool:
+        return self.plan.degraded
+
+    @property
+    def step(self) -> int | None:
+        return self.plan.step
+
+    @property
+    def lost_partitions(self) -> int:
+        return self.plan.lost
+
+    @property
+    def restored_partitions(self) -> int:
+        return len(self.plan.ids)
+
+    @property
+    def bytes(self) -> int:
+        return self.plan.nbytes
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        return count_tiers(self.plan.tier)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.plan.to_json(),
+            "perturbation": self.perturbation.to_json(),
+            "output": self.output,
+            "seconds": round(self.seconds, 6),
+            "problems": list(self.problems),
+            "saved_at": self.saved_at,
+            **(self.cost.to_json() if self.cost is not None else {}),
+            **({"extrapolation": self.extrapolation.to_json()} if self.extrapolation is not None else {}),
+        }
+
+
+def execute(plan: Plan, store: Store | None, arena: Arena | None, sink: Sink) -> Report:
+    """Write the plan's partitions to `sink`, each one verified.
+
+    A damaged copy is replaced by the next best: the newer of the copy in memory and an older version in the store. A
+    rollback takes the next older sealed state instead. The report is then `degraded`.
+
+    arena: source of the memory tier and of the last known distances. store: required if the plan reads from it.
+
+    Raises NoIntactCopy when a partition has no intact copy at all; AccessDenied, Unavailable. Then nothing was
+    destroyed: if the sink would overwrite newer copies, everything is read and verified before it is written to.
+    """
+    started = time.perf_counter()
+    problems: tuple[str, ...] = ()
+    while True:
+        try:
+            report = execute_once(plan, store, arena, sink)
+        except SealedStateDamaged as damage:
+            assert store is not None
+            if plan.snapshot is not None:
+                raise NoIntactCopy(
+                    f"snapshot {plan.snapshot!r} is damaged: {damage.message}",
+                    hint="no copy was changed; list the damage with `scarctl verify`",
+                    kind="no-sealed-state",
+                ) from None
+            older = plan_rollback(
+                store, plan.layout, plan.shard_of, arena, lost=plan.lost, before=plan.sealed
+            )
+            plan = replace(older, degraded=True)
+            problems += (damage.message,)
+            continue
+        seconds = time.perf_counter() - started
+        return replace(report, seconds=seconds, problems=tuple(dict.fromkeys(problems + report.problems)))
+
+
+def execute_once(plan: Plan, store: Store | None, arena: Arena | None, sink: Sink) -> Report:
+    """Like `execute`, but do not continue with an older sealed state if a copy of this one is damaged.
+
+    Raises SealedStateDamaged then.
+    """
+    started = time.perf_counter()
+    # The sink may be the arena itself, and forgets the distances of what it takes in.
+    distance = None if arena is None else np.array(arena.distance)
+    run = _Run(plan, store, arena)
+    if sink.overwrites(plan.ids, plan.version):
+        for _ in run.pieces():
+            pass
+        run = _Run(run.outcome(), store, arena, run.problems)
+    squared = run.deliver(sink)
+    done = run.outcome()
+    return Report(
+        done,
+        _perturbation(done.ids, squared, distance),
+        time.perf_counter() - started,
+        tuple(dict.fromkeys(run.problems)),
+        saved_at=last_saved(store, plan.states) if store is not None and (plan.tier == STORE).any() else None,
+    )
+
+
+class SealedStateDamaged(NoIntactCopy):
+    """A copy of the sealed state that a rollback goes back to is damaged. The message names the copy."""
+
+    kind = "no-sealed-state"
+
+
+@dataclass(slots=True)
+class _Piece:
+    tier: int
+    group: int
+    ids: Ids
+    versions: Ids
+    tensors: Sequence[Bytes]
+
+
+class _Run:
+    """One pass over a plan: yields verified pieces, and records their actual sources."""
+
+    def __init__(
+        self, plan: Plan, store: Store | None, arena: Arena | None, problems: Sequence[str] = ()
+    ) -> None:
+        self.plan = plan
+        self.store = store
+        self.arena = arena
+        self.tier = plan.tier.copy()
+        self.version = plan.version.copy()
+        self.problems = list(problems)
+        self.fell_back = False
+        self.moved_on = False
+        self.same = True
+        """Whether every substituted copy has the bytes of the planned one, or belongs to the same whole state."""
+        self.skip_memory = False
+
+    def deliver(self, sink: Sink) -> NDArray[np.float64]:
+        """Write every piece; return the squared changes, float64 parallel to the plan's ids, NaN where unknown."""
+        squared = np.full(len(self.plan.ids), np.nan)
+        # If the arena is the destination, its own copies need no writing.
+        self.skip_memory = sink.arena is not None and sink.arena is self.arena
+        for piece in self.pieces():
+            changes = sink.put(piece.group, piece.ids, piece.versions, piece.tensors)
+            if changes is not None:
+                squared[places(self.plan.ids, piece.ids)] = changes
+        return squared
+
+    def outcome(self) -> Plan:
+        """Return the plan as it was carried out."""
+        if not self.fell_back and not self.moved_on:
+            return self.plan
+        step = only_step(self.version)
+        return replace(
+            self.plan,
+            tier=self.tier,
+            version=self.version,
+            degraded=self.plan.degraded or self.fell_back,
+            step=step,
+            exact=self.plan.exact and self.same and step is not None,
+            whole=self.plan.whole if self.same else "",
+        )
+
+    def pieces(self) -> Iterator[_Piece]:
+        """Yield every partition of the plan once; with `skip_memory` only those from the store."""
+        plan = self.plan
+        near = plan.tier == MEMORY
+        yield from self._from_memory(plan.ids[near], plan.version[near])
+        far = plan.ids[plan.tier == STORE]
+        shard_of = plan.shard_of[far]
+        for shard in distinct(shard_of).tolist():
+            yield from self._from_store(shard, far[shard_of == shard])
+
+    def _from_memory(self, ids: Ids, versions: Ids) -> Iterator[_Piece]:
+        arena, layout = self.arena, self.plan.layout
+        if not ids.size or self.skip_memory:
+            return
+        assert arena is not None
+        bounds = np.searchsorted(ids, layout.base)
+        for g, group in enumerate(layout.groups):
+            step = max(1, _BATCH_BYTES // max(1, group.rows_per_partition * group.row_bytes))
+            for first in range(int(bounds[g]), int(bounds[g + 1]), step):
+                part = slice(first, min(first + step, int(bounds[g + 1])))
+                rows = rows_of(layout, ids[part])
+                tensors = [arena.rows(g, t)[rows] for t in range(len(group.tensors))]
+                yield _Piece(MEMORY, g, ids[part], versions[part], tensors)
+
+    def _from_store(self, shard: int, ids: Ids) -> Iterator[_Piece]:
+        assert self.store is not None
+        state: ShardState | None = self.plan.states[shard]
+        while ids.size:
+            if state is None:
+                raise no_copy(self.plan.layout, ids, "has no intact copy", self.problems)
+            corrupt: list[tuple[Ids, str]] = []
+            versions = versions_of(state, ids)
+            found = versions >= 0
+            for batch in self.store.read(state, ids[found], corrupt=corrupt) if found.any() else ():
+                # If a writer collects garbage concurrently, a newer copy may have replaced the planned one.
+                self._note(batch.ids, batch.versions)
+                yield _Piece(STORE, batch.group, batch.ids, batch.versions, batch.tensors)
+            left = [ids[~found], *(bad for bad, _ in corrupt)]
+            self.problems += [reason for _, reason in corrupt]
+            ids = np.unique(np.concatenate(left))
+            if not ids.size:
+                return
+            if self.plan.mode == "rollback":
+                raise SealedStateDamaged(self.problems[-1])
+            self.fell_back = True
+            sums = _checksums(state, ids)
+            state = self.store.older(shard, ids, state)
+            far = yield from self._nearer(ids, state)
+            if state is not None:
+                self._settle(far, STORE, versions_of(state, far))
+                kept = np.isin(ids, far, assume_unique=True)
+                self.same &= bool((_checksums(state, far) == sums[kept]).all())
+            ids = far
+
+    def _nearer(self, ids: Ids, older: ShardState | None) -> Generator[_Piece, None, Ids]:
+        """Yield those of `ids` whose copy in memory is at least as new as in `older`; return the rest."""
+        if self.arena is None:
+            return ids
+        stored = versions_of(older, ids) if older is not None else np.full(len(ids), NEVER)
+        near, memory = nearer(self.arena, ids, stored)
+        self._settle(ids[near], MEMORY, memory[near])
+        self.same &= not near.any() or self.arena.whole == self.plan.whole
+        yield from self._from_memory(ids[near], memory[near])
+        return ids[~near]
+
+    def _note(self, ids: Ids, versions: Ids) -> None:
+        at = places(self.plan.ids, ids)
+        if (self.version[at] != versions).any():
+            self.version[at] = versions
+            self.moved_on = True
+            self.same = False
+
+    def _settle(self, ids: Ids, tier: int, versions: Ids) -> None:
+        at = places(self.plan.ids, ids)
+        self.tier[at] = tier
+        self.version[at] = versions
+
+
+def _checksums(state: ShardState, ids: Ids) -> NDArray[np.uint64]:
+    """Return the checksums of a state's copies of `ids`, which are its members: uint64 of the shape of `ids`."""
+    found: NDArray[np.uint64] = state.checksum[state.find(ids)]
+    return found
+
+
+def _perturbation(
+    ids: Ids, squared: NDArray[np.float64], distance: NDArray[np.float64] | None
+) -> Perturbation:
+    unknown = np.isnan(squared)
+    if unknown.any():
+        if distance is None or not np.isfinite(distance[ids[unknown]]).all():
+            return Perturbation(None, "unknown")
+        squared = squared.copy()
+        squared[unknown] = distance[ids[unknown]] ** 2
+    norm = math.sqrt(float(squared.sum()))
+    if not math.isfinite(norm):
+        return Perturbation(None, "unknown")
+    return Perturbation(norm, "estimated" if unknown.any() else "measured")
+
+
+class ArenaSink:
+    """Writes into an arena under the generation protocol, and marks the copies as durable, as the store has them."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena: Arena | None = arena
+        self._arena = arena
+
+    def overwrites(self, ids: Ids, versions: Ids) -> bool:
+        """Return whether the arena has a newer intact copy of any of them."""
+        return bool((self._arena.intact()[ids] & (self._arena.newest()[ids] > versions)).any())
+
+    def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Bytes]) -> None:
+        """Write partitions and their versions. Their distances from the live values become unknown (NaN)."""
+        arena = self._arena
+        rows = rows_of(arena.layout, ids)
+        if (versions < arena.sealed).any():
+            arena.unseal()
+        arena.begin(ids)
+        for t, data in enumerate(tensors):
+            arena.rows(group, t)[rows] = data
+        found = distinct(versions).tolist()
+        for version in found:
+            of_version = ids[versions == version] if len(found) > 1 else ids
+            arena.end(of_version, version)
+            arena.acknowledge(of_version, version)
+        arena.note_distances(np.nan, ids)

@@ -1,0 +1,147 @@
+"""Estimate from the extras of a store's checkpoints how fast its run converges, and what a recovery will cost.
+
+It works without a running session, and without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.arena.arena import Arena
+from scarctl.errors import Corruption
+from scarctl.recovery.plan import in_memory
+from scarctl.state.caveats import Caveat
+from scarctl.state.extras import Notes
+from scarctl.state.layout import Layout
+from scarctl.state.version import NEVER, step_of
+from scarctl.store import ShardState, Store
+from scarctl.theory.convergence import NoEstimate
+from scarctl.theory.history import History
+from scarctl.theory.rework import Choice, Cost, Outlook, Rework, choose, grouped, rework_of_loss
+
+
+def stored_outlook(
+    writers: Sequence[tuple[Store, Mapping[int, ShardState]]], step: int
+) -> tuple[Outlook, str, tuple[Caveat, ...]]:
+    """Return the convergence outlook at `step`, the norm of the run's distances, and its caveats, from newest extras.
+
+    writers: each writer's view of the store, with the states of its shards. One writer, or one for each rank that holds
+    part of the state. Damaged extras raise no error: the outlook gives the reason.
+    """
+    parts, norm, caveats = [], "", dict[Caveat, None]()
+    for store, states in writers:
+        newest = max(
+            (state for state in states.values() if state.extras is not None),
+            key=lambda state: state.extras or (0, 0),
+            default=None,
+        )
+        try:
+            found = None if newest is None else store.read_extras(newest)
+        except Corruption as error:
+            return Outlook(step, NoEstimate(f"the run's extras are damaged: {error.message}")), "", ()
+        notes = Notes.from_tree(None if found is None else found[1])
+        norm = notes.norm
+        parts.append(History.from_array(notes.points).until(step))
+        caveats |= dict.fromkeys(notes.caveats)
+    return Outlook.of(step, parts), norm, tuple(caveats)
+
+
+def parameters_of(layout: Any) -> NDArray[np.bool_]:
+    """Mark the partitions of parameters: bool of shape (layout.partitions,)."""
+    kinds = np.array([group.kind == "parameter" for group in layout.groups], dtype=bool)
+    found: NDArray[np.bool_] = kinds[layout.group_of(np.arange(layout.partitions))]
+    return found
+
+
+def rework_of(
+    outlook: Outlook,
+    share: float,
+    *,
+    ages: NDArray[np.int64],
+    distance: NDArray[np.float64] | None,
+    since: int = 0,
+) -> Rework:
+    """Predict the rework after a `share` of the parameters' partitions is restored from copies; see `rework_of_loss`.
+
+    ages: iterations since each of those partitions was saved: int64 (partitions,). distance: their distances in the l2
+    norm, `since` iterations ago: float64 (partitions,), or None if unknown.
+    """
+    if not ages.size:
+        return Rework(0.0, 0.0, 0.0, "distances")
+    norm = None
+    if distance is not None and np.isfinite(distance).all():
+        norm = float(np.linalg.norm(distance))
+    old, counts = grouped(ages)
+    return rework_of_loss(outlook, norm, old, share, counts=counts, since=since)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The lost partitions of one writer's part of the state: of a whole store, or of one rank."""
+
+    store: Store
+    states: Mapping[int, ShardState]
+    layout: Layout
+    ids: NDArray[np.int64]
+    arena: Arena | None
+    """Arena of the stopped run, for its last known distances of the lost values."""
+    from_arena: bool
+    """Whether the arena's copies can be restored."""
+
+
+def weigh(
+    losses: Sequence[Loss], sealed_step: int | None, mode: str, max_rework: float | None
+) -> tuple[Choice, Cost]:
+    """Choose between partial recovery and rollback, and predict the cost.
+
+    sealed_step: step of the state that a rollback restores; None if no such state exists.
+
+    Raises ScarError (kind "too-much-rework").
+    """
+    step = max(max((state.step for state in loss.states.values()), default=0) for loss in losses)
+    step = max([step, *(loss.arena.head_step for loss in losses if loss.arena is not None)])
+    outlook, norm, _ = stored_outlook(
+        [(loss.store, loss.states) for loss in losses if parameters_of(loss.layout).any()], step
+    )
+    ages, distance, whole, since = [], [], 0, 0
+    for loss in losses:
+        newest, known = _copies(loss)
+        parameters = parameters_of(loss.layout)
+        whole += int(np.count_nonzero(parameters))
+        lost = loss.ids[parameters[loss.ids]]
+        ages.append(np.where(newest < 0, 0, np.maximum(step - newest, 0))[lost])
+        distance.append(known[lost])
+        if loss.arena is not None:
+            last = int(loss.arena.newest().max(initial=NEVER))
+            since = max(since, step - int(step_of(last)) if last >= 0 else 0)
+    old = np.concatenate(ages)
+    rework = rework_of(
+        outlook,
+        old.size / max(1, whole),
+        ages=old,
+        distance=np.concatenate(distance) if norm == "l2" else None,
+        since=since,
+    )
+    back = None if sealed_step is None else max(0, step - sealed_step)
+    choice = choose(mode, rework, back, max_rework)
+    return choice, choice.cost(rework, back)
+
+
+def _copies(loss: Loss) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return the step of every partition's best copy, and its distance from the live value (NaN where unknown)."""
+    count = loss.layout.partitions
+    newest = np.full(count, NEVER, dtype=np.int64)
+    for state in loss.states.values():
+        newest[state.ids] = step_of(state.version)
+    distance = np.full(count, np.nan)
+    if loss.arena is not None:
+        if loss.from_arena:
+            newest = np.maximum(newest, step_of(in_memory(loss.arena)))
+        same = newest == step_of(loss.arena.newest())
+        distance[same] = loss.arena.distance[same]
+    return newest, distance

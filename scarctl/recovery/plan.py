@@ -1,0 +1,372 @@
+"""Plan a recovery: find the freshest intact copy of every lost partition.
+
+A `Plan` gives tier and version for every lost partition. The dry run prints it, and `scarctl.recovery.execute` carries
+it out. Only lost partitions are restored; survivors keep their values (partial recovery: Qiao et al., ICML 2019,
+section 4.1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.arena.arena import Arena
+from scarctl.errors import Corruption, LayoutMismatch, NoIntactCopy
+from scarctl.state.layout import Layout
+from scarctl.state.version import NEVER, step_of
+from scarctl.store import SealedSet, ShardState, Snapshot, Store, complete_sets, sealed_sets
+from scarctl.util.arrays import Ids, distinct
+
+TIERS = ("live", "memory", "peer", "store")
+"""Places of copies, freshest first: a surviving process, this host's memory, another host's memory, the store."""
+MEMORY = 1
+STORE = 3
+
+_NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The partitions to restore, and the source of each. Arrays are parallel to `ids`."""
+
+    mode: str
+    """"partial", or "rollback": restore everything to the newest state that all shards sealed at one step."""
+    layout: Layout
+    shard_of: NDArray[np.int32]
+    """Shard of every partition of the layout."""
+    lost: int
+    """Number of partitions that were named as lost."""
+    ids: Ids
+    """Partitions to restore, ascending."""
+    tier: NDArray[np.int8]
+    """Index into `TIERS`."""
+    version: Ids
+    states: Mapping[int, ShardState]
+    """State by shard, from which copies in the store are read."""
+    exact: bool
+    """Whether the recovered whole state will equal one commit of the whole state."""
+    step: int | None
+    """Step of all copies; None when steps are mixed."""
+    whole: str = ""
+    """Identity of the commit of the whole state that contains all copies (`Record.whole`); "" if no single one does."""
+    seqs: Mapping[int, int] = field(default_factory=dict)
+    """Rollback: the sealed record to restore, by shard."""
+    sealed: tuple[int, int, str] | None = None
+    """Rollback: epoch, step and identity of the sealed state, the same on all ranks."""
+    degraded: bool = False
+    """Whether a newer acknowledged version exists without an intact copy."""
+    snapshot: str | None = None
+    """Rollback: name of the snapshot to restore, if it is one."""
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.layout.partition_bytes[self.ids].sum())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of a report that are known before the recovery."""
+        return {
+            "mode": self.mode,
+            "exact": self.exact,
+            "degraded": self.degraded,
+            "step": self.step,
+            "snapshot": self.snapshot,
+            "lost_partitions": self.lost,
+            "restored_partitions": len(self.ids),
+            "bytes": self.nbytes,
+            "tiers": count_tiers(self.tier),
+            "shards": _shard_lines(self.layout, self.shard_of, self.ids, self.tier, self.version),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Perturbation:
+    """Norm of the change that a recovery makes to the parameters."""
+
+    value: float | None
+    """None when unknown."""
+    kind: str
+    """"measured" against the current values, "estimated" from the last known distances, or "unknown"."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return `value` and `kind` as JSON values."""
+        return {"value": self.value, "kind": self.kind}
+
+
+def plan_partial(
+    ids: Ids,
+    layout: Layout,
+    shard_of: NDArray[np.int32],
+    states: Mapping[int, ShardState],
+    arena: Arena | None = None,
+    *,
+    survivors: str = "",
+) -> Plan:
+    """Plan to restore every partition of `ids` (ascending) from the freshest intact tier.
+
+    arena: arena of the same layout; None if its copies are lost too.
+    survivors: identity of the commit of the whole state that contains all surviving values; "" if unknown. It decides
+    whether the result is exact.
+
+    Raises NoIntactCopy, naming the partitions, if any has no copy.
+    """
+    stored = _stored(layout, states)[ids]
+    tier = np.full(len(ids), STORE, dtype=np.int8)
+    version = stored
+    if arena is not None:
+        near, memory = nearer(arena, ids, stored)
+        tier[near] = MEMORY
+        version = np.where(near, memory, stored)
+    missing = ids[version < 0]
+    if missing.size:
+        damage = [d.reason for state in states.values() for d in state.damaged]
+        raise no_copy(layout, missing, "has no intact copy" if damage else "was never saved", damage)
+    step = only_step(version)
+    whole = _whole_of(shard_of[ids], tier, states, arena)
+    exact = bool(whole) and step is not None and (len(ids) == layout.partitions or whole == survivors)
+    degraded = bool((_in_doubt(layout, states)[ids] & (tier == STORE)).any())
+    return Plan(
+        "partial",
+        layout,
+        shard_of,
+        len(ids),
+        ids,
+        tier,
+        version,
+        dict(states),
+        exact and not degraded,
+        step,
+        whole,
+        degraded=degraded,
+    )
+
+
+def _whole_of(
+    shards: NDArray[np.int32], tier: NDArray[np.int8], states: Mapping[int, ShardState], arena: Arena | None
+) -> str:
+    """Return the commit of the whole state that contains these shards' copies in these tiers; "" if none does."""
+    found = {states[shard].whole for shard in distinct(shards[tier == STORE]).tolist()}
+    if arena is not None and (tier == MEMORY).any():
+        found.add(arena.whole)
+    return found.pop() if len(found) == 1 else ""
+
+
+def plan_rollback(
+    store: Store,
+    layout: Layout,
+    shard_of: NDArray[np.int32],
+    arena: Arena | None = None,
+    *,
+    lost: int | None = None,
+    before: tuple[int, int, str] | None = None,
+    until: tuple[int, int, str] | None = None,
+    snapshot: Snapshot | None = None,
+) -> Plan:
+    """Plan to restore everything to the newest whole state that every shard has sealed (by epoch, then step).
+
+    lost: number of lost partitions, for the report; default all. before: consider only states older than this one
+    (`Plan.sealed`). until: newest state to consider, because newer ones are damaged on other ranks. snapshot: restore
+    this state and no other.
+
+    Raises NoIntactCopy (kind "no-sealed-state") if no intact sealed state exists; LayoutMismatch.
+    """
+    shards = distinct(shard_of).tolist()
+    damage: list[str] = []
+    passed_over = until is not None
+    for one in _before(before, _sealed_states(store, layout, shards, snapshot)):
+        if until is not None and (one.epoch, one.step, one.whole) > until:
+            continue
+        try:
+            plan = plan_sealed(store, layout, shard_of, one, arena, lost=lost)
+        except NoIntactCopy as error:
+            damage.append(error.message)
+            passed_over = True
+            continue
+        # The newest complete sealed state is never collected: if it cannot be read, it is damaged.
+        return replace(plan, degraded=passed_over, snapshot=None if snapshot is None else snapshot.name)
+    if snapshot is not None:
+        raise NoIntactCopy(
+            f"snapshot {snapshot.name!r} is damaged{': ' + damage[0] if damage else ''}",
+            hint="nothing was changed; list the damage with `scarctl verify`",
+            kind="no-sealed-state",
+        )
+    raise NoIntactCopy(
+        f"the store has no {'older ' if before is not None else ''}state that every shard sealed at the same step",
+        hint="nothing was changed; recover only the lost partitions (--mode partial)",
+        kind="no-sealed-state",
+    )
+
+
+def plan_sealed(
+    store: Store,
+    layout: Layout,
+    shard_of: NDArray[np.int32],
+    sealed: SealedSet,
+    arena: Arena | None = None,
+    *,
+    lost: int | None = None,
+) -> Plan:
+    """Plan to restore everything to one sealed state. lost: see `plan_rollback`.
+
+    Raises NoIntactCopy (kind "no-sealed-state") if the store no longer has all of that state.
+    """
+    seqs = {shard: sealed.seqs[shard] for shard in distinct(shard_of).tolist()}
+    try:
+        states = store.states(seqs, layout, at=seqs)
+    except Corruption as error:  # collected or damaged
+        raise NoIntactCopy(error.message, hint=error.hint, kind="no-sealed-state") from error
+    ids = np.arange(layout.partitions, dtype=np.int64)
+    version = _stored(layout, states)
+    top = int(version.max(initial=NEVER))
+    # If versions differ, a record's segment was damaged and its partitions fell back to older copies. If no copy
+    # exists, the record has other members.
+    if (version != top).any() or (top == NEVER and len(ids)):
+        reasons = [damage.reason for state in states.values() for damage in state.damaged]
+        raise NoIntactCopy(
+            reasons[0] if reasons else f"{store.where}: the state of step {sealed.step} is not complete",
+            kind="no-sealed-state",
+        )
+    tier = np.full(len(ids), STORE, dtype=np.int8)
+    whole = _whole_of(shard_of, tier, states, None) if len(ids) else sealed.whole
+    # Copies of the same version may be of another state.
+    if arena is not None and whole and arena.whole == whole:
+        tier[arena.intact()] = MEMORY
+    return Plan(
+        "rollback",
+        layout,
+        shard_of,
+        len(ids) if lost is None else lost,
+        ids,
+        tier,
+        version,
+        states,
+        bool(whole),
+        sealed.step,
+        whole,
+        seqs=seqs,
+        sealed=(sealed.epoch, sealed.step, sealed.whole),
+    )
+
+
+def _sealed_states(
+    store: Store, layout: Layout, shards: Sequence[int], snapshot: Snapshot | None
+) -> Sequence[SealedSet]:
+    """Return the states that a rollback may restore, best first."""
+    if snapshot is None and store.part is not None:
+        return [sealed for sealed in complete_sets(store.again()) if set(shards) <= sealed.seqs.keys()]
+    if snapshot is None:
+        return sealed_sets(store.states(shards, layout).values())
+    return [sealed_in(snapshot, shards, layout if store.part is None else None)]
+
+
+def sealed_in(snapshot: Snapshot, shards: Sequence[int], layout: Layout | None) -> SealedSet:
+    """Return the sealed state that a snapshot names.
+
+    layout: layout of all shards; None if each rank has its own. Raises LayoutMismatch if the snapshot has another
+    layout, or lacks one of the shards.
+    """
+    if (layout is not None and snapshot.layout != layout.digest) or not set(shards) <= snapshot.seqs.keys():
+        raise LayoutMismatch(
+            f"snapshot {snapshot.name!r} has another layout than the model",
+            hint="nothing was changed; use the model of which the snapshot was taken",
+        )
+    return SealedSet(snapshot.epoch, snapshot.step, snapshot.seqs, snapshot.whole)
+
+
+def _before(newer: tuple[int, int, str] | None, found: Sequence[SealedSet]) -> Sequence[SealedSet]:
+    """Return the sealed sets after `newer`, of which two may share epoch and step."""
+    keys = [(one.epoch, one.step, one.whole) for one in found]
+    if newer is None:
+        return found
+    if newer in keys:
+        return found[keys.index(newer) + 1 :]
+    return [one for one in found if (one.epoch, one.step) < newer[:2]]
+
+
+def estimate(distance: NDArray[np.float64]) -> Perturbation:
+    """Estimate the perturbation if partitions with these last known distances, of shape (n,), were lost now."""
+    with np.errstate(over="ignore"):
+        norm = float(np.linalg.norm(distance))
+    if not math.isfinite(norm):  # also if a square overflows
+        return Perturbation(None, "unknown")
+    return Perturbation(norm, "estimated")
+
+
+def _stored(layout: Layout, states: Mapping[int, ShardState]) -> Ids:
+    """Return every partition's newest version in the store: int64 (partitions,), `NEVER` for those never saved."""
+    result = np.full(layout.partitions, NEVER, dtype=np.int64)
+    for state in states.values():
+        result[state.ids] = state.version
+    return result
+
+
+def _in_doubt(layout: Layout, states: Mapping[int, ShardState]) -> NDArray[np.bool_]:
+    """Mark the partitions that may have a newer copy in a segment whose list of partitions is damaged."""
+    result = np.zeros(layout.partitions, dtype=bool)
+    for state in states.values():
+        result[state.ids] = state.doubt
+    return result
+
+
+def in_memory(arena: Arena) -> Ids:
+    """Return the version of every intact copy in the arena: int64 (partitions,), `NEVER` for the others."""
+    return np.where(arena.intact(), arena.newest(), np.int64(NEVER))
+
+
+def nearer(arena: Arena, ids: Ids, stored: Ids) -> tuple[NDArray[np.bool_], Ids]:
+    """Mark the `ids` whose copy in the arena is at least as new as `stored`; return the arena's versions as well."""
+    memory = in_memory(arena)[ids]
+    # If both are equally new, the copy in memory is faster to reach.
+    return (arena.lifted(memory) >= arena.lifted(stored)) & (memory >= 0), memory
+
+
+def versions_of(state: ShardState, ids: Ids) -> Ids:
+    at = state.find(ids)
+    known = at >= 0
+    result = np.full(len(ids), NEVER, dtype=np.int64)
+    result[known] = state.version[at[known]]
+    return result
+
+
+def only_step(version: Ids) -> int | None:
+    steps = distinct(step_of(version))
+    return int(steps[0]) if len(steps) == 1 else None
+
+
+def no_copy(layout: Layout, ids: Ids, what: str, problems: Sequence[str] = ()) -> NoIntactCopy:
+    names = ", ".join(layout.name(int(i)) for i in ids[:_NAMES_SHOWN])
+    more = f" and {len(ids) - _NAMES_SHOWN} more" if len(ids) > _NAMES_SHOWN else ""
+    reason = f": {problems[-1]}" if problems else ""
+    return NoIntactCopy(
+        f"{names}{more} {what}{reason}",
+        hint="nothing was changed; list the damage with `scarctl verify`, or roll back to an older state",
+    )
+
+
+def count_tiers(tier: NDArray[np.int8]) -> dict[str, int]:
+    counts = np.bincount(tier, minlength=len(TIERS))
+    return {name: int(count) for name, count in zip(TIERS, counts, strict=True) if count}
+
+
+def _shard_lines(
+    layout: Layout, shard_of: NDArray[np.int32], ids: Ids, tier: NDArray[np.int8], version: Ids
+) -> list[dict[str, Any]]:
+    lines = []
+    for shard in distinct(shard_of[ids]).tolist():
+        mine = shard_of[ids] == shard
+        steps = step_of(version[mine])
+        lines.append(
+            {
+                "shard": shard,
+                "partitions": int(mine.sum()),
+                "bytes": int(layout.partition_bytes[ids[mine]].sum()),
+                "tiers": count_tiers(tier[mine]),
+                "oldest_step": int(steps.min()),
+                "newest_step": int(steps.max()),
+            }
+        )
+    return lines

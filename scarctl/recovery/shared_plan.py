@@ -1,0 +1,274 @@
+"""Plan and carry out a recovery of all shares of a state: one plan, one sealed state, one report.
+
+Each share is planned and carried out separately (`scarctl.recovery.plan`, `scarctl.recovery.execute`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from scarctl.arena.arena import Arena
+from scarctl.errors import NoIntactCopy
+from scarctl.recovery.execute import Report, SealedStateDamaged, Sink, execute_once
+from scarctl.recovery.plan import (
+    Perturbation,
+    Plan,
+    count_tiers,
+    estimate,
+    only_step,
+    plan_partial,
+    plan_sealed,
+)
+from scarctl.recovery.shares import Share, SharedState, damaged_snapshot
+from scarctl.store import SealedSet, Snapshot, topology_epochs
+from scarctl.store.topology import alike
+from scarctl.util.arrays import Ids
+
+Arenas: TypeAlias = Sequence[Arena | None]
+"""Arenas by share; None if a share has no arena, or if its copies are lost too."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPlan:
+    """The plans of all shares; None for shares of which nothing is restored."""
+
+    state: SharedState
+    plans: tuple[Plan | None, ...]
+    mode: str
+    lost: int
+    """Number of partitions that were named as lost."""
+    exact: bool
+    step: int | None
+    """Step of all copies; None when steps are mixed."""
+    degraded: bool
+    snapshot: str | None = None
+    whole: str = ""
+    """Identity of the commit of the whole state that contains all copies; see `recovery.plan.Plan`."""
+
+    @property
+    def restored(self) -> int:
+        """Number of partitions to restore."""
+        return sum(len(plan.ids) for _, plan in self.each())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to restore."""
+        return sum(plan.nbytes for _, plan in self.each())
+
+    @property
+    def version(self) -> Ids:
+        """Versions of all copies to restore: int64."""
+        return np.concatenate([plan.version for _, plan in self.each()] or [np.empty(0, np.int64)])
+
+    @property
+    def seqs(self) -> dict[int, int]:
+        """Rollback: the sealed record to restore, by shard, including shards of ranks that own nothing."""
+        seqs = {shard: seq for _, plan in self.each() for shard, seq in plan.seqs.items()}
+        otherwise = alike(topology_epochs(self.state.store))
+        seals = [(shard, seal) for shard, state in self.state.states.items() for seal in state.sealed]
+        wanted = {seal.whole or otherwise(seal) for shard, seal in seals if seqs.get(shard) == seal.seq}
+        others = {
+            shard: seal.seq
+            for shard, seal in seals
+            if shard not in seqs and (seal.whole or otherwise(seal)) in wanted
+        }
+        return seqs | others
+
+    def each(self) -> Iterator[tuple[Share, Plan]]:
+        """Yield the shares of which something is restored, and their plans."""
+        for share, plan in zip(self.state.shares, self.plans, strict=True):
+            if plan is not None and len(plan.ids):
+                yield share, plan
+
+    def settled(self, survivors: str = "") -> SharedPlan:
+        """Return the plan with `exact`, `step`, `degraded` and `whole` derived from all its parts.
+
+        survivors: identity of the commit of the whole state that contains all surviving values; "" if unknown.
+        """
+        parts = [plan for _, plan in self.each()]
+        if not parts:
+            return self
+        step = only_step(self.version)
+        degraded = self.degraded or any(plan.degraded for plan in parts)
+        names = {plan.whole for plan in parts}
+        whole = names.pop() if len(names) == 1 else ""
+        exact = bool(whole) and step is not None
+        if self.mode != "rollback":
+            everything = self.restored == sum(layout.partitions for layout in self.state.layouts)
+            exact = exact and not degraded and (everything or whole == survivors)
+        return replace(self, exact=exact, step=step, degraded=degraded, whole=whole)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of a report: those of `recovery.plan.Plan`, and with several ranks those by rank."""
+        topology = self.state.topology
+        tiers = [plan.tier for _, plan in self.each()]
+        lines = [(share, line) for share, plan in self.each() for line in plan.to_json()["shards"]]
+        fields = {
+            "mode": self.mode,
+            "exact": self.exact,
+            "degraded": self.degraded,
+            "step": self.step,
+            "snapshot": self.snapshot,
+            "lost_partitions": self.lost,
+            "restored_partitions": self.restored,
+            "bytes": self.nbytes,
+            "tiers": count_tiers(np.concatenate(tiers)) if tiers else {},
+        }
+        if topology is None:
+            return {**fields, "shards": [line for _, line in lines]}
+        head = self.state.head
+        return {
+            **fields,
+            "shards": [
+                {"rank": share.rank, **line, "age": max(0, head - line["oldest_step"])}
+                for share, line in lines
+            ],
+            "ranks": {
+                "world": topology.world,
+                "lost": [
+                    share.rank for share, plan in self.each() if len(plan.ids) == share.layout.partitions
+                ],
+            },
+        }
+
+
+def plan_lost(state: SharedState, ids: Sequence[Ids], arenas: Arenas, *, survivors: str = "") -> SharedPlan:
+    """Plan to restore every partition of `ids` (by share, ascending) from the freshest intact tier.
+
+    survivors: see `SharedPlan.settled`. Raises NoIntactCopy, Corruption.
+    """
+    plans: list[Plan | None] = []
+    for share, mine, arena in zip(state.shares, ids, arenas, strict=True):
+        share.require(mine)
+        if mine.size:
+            plans.append(plan_partial(mine, share.layout, share.shard_of, share.states, arena))
+        else:
+            plans.append(None)
+    lost = sum(len(mine) for mine in ids)
+    return SharedPlan(state, tuple(plans), "partial", lost, False, None, False).settled(survivors)
+
+
+def plans_back(
+    state: SharedState, arenas: Arenas, lost: int, snapshot: Snapshot | None
+) -> Iterator[SharedPlan]:
+    """Yield plans that restore everything to a state that all shares sealed, newest first, or to the snapshot.
+
+    lost: number of lost partitions. Raises Corruption.
+    """
+    passed_over = False
+    of = [] if snapshot is None else [SealedSet(snapshot.epoch, snapshot.step, snapshot.seqs, snapshot.whole)]
+    for one in of or state.sealed():
+        try:
+            plans = [
+                plan_sealed(share.store, share.layout, share.shard_of, one, arena)
+                for share, arena in zip(state.shares, arenas, strict=True)
+            ]
+        except NoIntactCopy as error:
+            if snapshot is not None:
+                raise damaged_snapshot(snapshot.name, error.message) from error
+            passed_over = True  # collected or damaged
+            continue
+        name, exact = None if snapshot is None else snapshot.name, bool(one.whole)
+        plan = SharedPlan(
+            state, tuple(plans), "rollback", lost, exact, one.step, passed_over, name, one.whole
+        )
+        yield plan.settled()
+        passed_over = True
+
+
+def no_way_back(state: SharedState) -> NoIntactCopy:
+    """Return the error for a rollback for which no plan of `plans_back` succeeded."""
+    return NoIntactCopy(
+        f"the store has no intact state that every {'rank' if state.topology else 'shard'} sealed at the same step",
+        hint="nothing was changed; recover only the lost partitions (--mode partial)",
+        kind="no-sealed-state",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SharedReport:
+    """The result of a plan that was carried out."""
+
+    plan: SharedPlan
+    perturbation: Perturbation
+    seconds: float
+    problems: tuple[str, ...]
+    """Descriptions of damaged copies, for people."""
+
+
+def execute_shared(plan: SharedPlan, arenas: Arenas, sinks: Sequence[Sink]) -> SharedReport:
+    """Write every share's partitions to its sink, verified, as `scarctl.recovery.execute.execute_once` does.
+
+    sinks: one for every share. Raises NoIntactCopy before anything is overwritten in any of them: SealedStateDamaged if
+    the caller should try an older sealed state.
+    """
+    work = [
+        (k, share, one, arena, sink)
+        for k, (share, one, arena, sink) in enumerate(
+            zip(plan.state.shares, plan.plans, arenas, sinks, strict=True)
+        )
+        if one is not None and len(one.ids)
+    ]
+    reports: dict[int, Report] = {}
+    try:
+        if len(work) > 1 and any(sink.overwrites(one.ids, one.version) for _, _, one, _, sink in work):
+            for _, share, one, arena, _ in work:
+                execute_once(one, share.store, arena, Nowhere())
+        for k, share, one, arena, sink in work:
+            reports[k] = execute_once(one, share.store, arena, sink)
+    except SealedStateDamaged as damage:
+        if plan.snapshot is None:
+            raise
+        raise damaged_snapshot(plan.snapshot, damage.message) from damage
+    plans = tuple(reports[k].plan if k in reports else None for k in range(len(plan.plans)))
+    done = replace(plan, plans=plans).settled()
+    if plan.mode != "rollback":
+        # An older copy with the same bytes serves as well.
+        same = done.whole == plan.whole and done.step is not None
+        done = replace(done, exact=plan.exact and same)
+    return SharedReport(
+        done,
+        _together([report.perturbation for report in reports.values()]),
+        sum(report.seconds for report in reports.values()),
+        tuple(dict.fromkeys(text for report in reports.values() for text in report.problems)),
+    )
+
+
+def estimated(plan: SharedPlan, arenas: Arenas) -> Perturbation:
+    """Estimate the perturbation before the plan is carried out."""
+    known = [
+        np.full(len(one.ids), np.nan) if arena is None else arena.distance[one.ids]
+        for one, arena in zip(plan.plans, arenas, strict=True)
+        if one is not None
+    ]
+    return estimate(np.concatenate(known or [np.empty(0)]))
+
+
+class Nowhere:
+    """A sink that discards everything, to check that all copies are intact."""
+
+    arena: Arena | None = None
+
+    def overwrites(self, ids: Ids, versions: Ids) -> bool:
+        """Return False."""
+        return False
+
+    def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Any]) -> None:
+        """Discard the partitions."""
+
+
+def _together(each: Sequence[Perturbation]) -> Perturbation:
+    if len(each) == 1:
+        return each[0]
+    values = [one.value for one in each if one.value is not None]
+    if len(values) < len(each):
+        return Perturbation(None, "unknown")
+    norm = math.sqrt(math.fsum(value * value for value in values))
+    if not math.isfinite(norm):
+        return Perturbation(None, "unknown")
+    return Perturbation(norm, "measured" if all(one.kind == "measured" for one in each) else "estimated")

@@ -1,0 +1,229 @@
+"""Open the state in a store as shares: one for each rank that owns part of it, or one for a single process.
+
+Recovery and export plan each share separately (`scarctl.recovery.plan`), and combine the shares
+(`scarctl.recovery.shared_plan`). So a single process is handled like one rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.errors import Corruption, NoIntactCopy, UsageError
+from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
+from scarctl.recovery.plan import sealed_in
+from scarctl.recovery.reshard import Parts, find_parts
+from scarctl.state.layout import Layout
+from scarctl.store import (
+    SealedSet,
+    ShardState,
+    Snapshot,
+    Store,
+    backed_shards,
+    read_snapshot,
+    sealed_sets,
+    topology_epochs,
+)
+from scarctl.store.topology import Topology, read_topology, sealed_by_all
+from scarctl.util.arrays import Ids, distinct
+
+log = logging.getLogger("scarctl")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's part of a saved state; all of it if a single process saves."""
+
+    rank: int | None
+    """Rank; None for a single process."""
+    store: Store
+    """The writer's view of the store."""
+    layout: Layout
+    shard_of: NDArray[np.int32]
+    """Shard of every partition: shape (layout.partitions,)."""
+    states: Mapping[int, ShardState]
+    """Readable states, by shard."""
+    unreadable: Mapping[int, Corruption] = field(default_factory=dict)
+    """Errors of unreadable states, by shard. Partitions of other shards can still be restored."""
+
+    def require(self, ids: Ids) -> None:
+        """Raise Corruption if a shard of the partitions `ids` cannot be read."""
+        for shard in distinct(self.shard_of[ids]).tolist() if self.unreadable else ():
+            if shard in self.unreadable:
+                raise self.unreadable[shard]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """A whole state in shares. Ranks that own nothing have no share."""
+
+    store: Store
+    shares: tuple[Share, ...]
+    states: Mapping[int, ShardState]
+    """States by shard, including those of ranks that own nothing."""
+    topology: Topology | None = None
+    """Topology of the ranks that saved the state; None for a single process."""
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Layouts of all shares."""
+        return [share.layout for share in self.shares]
+
+    @property
+    def names(self) -> dict[str, None]:
+        """Names of all groups, in order."""
+        return {group.name: None for layout in self.layouts for group in layout.groups}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole state."""
+        return sum(layout.nbytes for layout in self.layouts)
+
+    @property
+    def head(self) -> int:
+        """Newest saved step; -1 if nothing was saved."""
+        return max((state.step for state in self.states.values()), default=-1)
+
+    def everything(self) -> list[Ids]:
+        """Return the ids of all partitions of every share."""
+        return [np.arange(layout.partitions, dtype=np.int64) for layout in self.layouts]
+
+    def again(self) -> SharedState:
+        """Read the states from the store again. Raises LayoutMismatch, Corruption, Unavailable."""
+        shares = tuple(_share(of.rank, of.store, of.layout, of.shard_of) for of in self.shares)
+        states = {shard: state for share in shares for shard, state in share.states.items()}
+        others = self.store.states(shard for shard in self.states if shard not in states)
+        return replace(self, shares=shares, states=others | states)
+
+    def lost(self, lost: Lost) -> list[Ids]:
+        """Return the ids (int64, ascending) of every share's partitions that `lost` names (`scarctl.recovery.lost`).
+
+        Raises UsageError with the unknown name and the known ones.
+        """
+        names, topology = self.names, self.topology
+        if topology is None:
+            items = parse_lost(lost, names, range(self.store.settings.shards))
+        else:
+            items = parse_lost(lost, names, topology.shards, topology.world)
+        found = [find_lost(items, share.layout, share.shard_of, share.rank or 0) for share in self.shares]
+        refuse_unmatched([unmatched for _, unmatched in found], names)
+        ids = [mine for mine, _ in found]
+        if topology is not None and not any(mine.size for mine in ids):
+            raise UsageError(
+                "the lost ranks or names have no partitions",
+                hint="nothing is lost: other ranks own the partitions that these hold",
+            )
+        return ids
+
+    def sealed(self) -> list[SealedSet]:
+        """Return the states that all shares have sealed, newest first. Raises Corruption if one cannot be read."""
+        for share in self.shares:
+            for error in share.unreadable.values():
+                raise error
+        if self.topology is None:
+            return sealed_sets(self.states.values())
+        return sealed_by_all(self.states, topology_epochs(self.store))
+
+
+def open_shares(store: Store, snapshot: Snapshot | None = None) -> SharedState:
+    """Open the newest state of a store, or a snapshot of it.
+
+    If ranks save to the store, this is the newest whole state. Logs a warning if the newest ranks did not save it.
+
+    Raises NoIntactCopy (kind "nothing-saved") if the store has no whole state; LayoutMismatch if a single process's
+    snapshot has another layout; Corruption, Unavailable.
+    """
+    if not topology_epochs(store):
+        return _of_one_process(store, snapshot)
+    try:
+        parts = find_parts(store, snapshot=snapshot)
+    except Corruption as error:
+        if snapshot is None:
+            raise
+        raise damaged_snapshot(snapshot.name, error.message) from error
+    if parts is None:
+        raise NoIntactCopy(
+            f"{store.where}: no ranks have saved a whole state in this store yet",
+            hint="list the saved parts with `scarctl inspect`",
+            kind="nothing-saved",
+        )
+    if parts.passed_over:
+        log.warning("%s", fallback_note(parts))
+    return SharedState(store, tuple(_shares(parts)), parts.states, parts.topology)
+
+
+def named_snapshot(store: Store, name: str | None) -> Snapshot | None:
+    """Return a snapshot by its name; None for None. Raises UsageError, Corruption."""
+    return None if name is None else read_snapshot(store, name)
+
+
+def damaged_snapshot(name: str, reason: str) -> NoIntactCopy:
+    """Return the error for a snapshot that cannot be restored."""
+    return NoIntactCopy(
+        f"snapshot {name!r} is damaged: {reason}",
+        hint="nothing was changed; list the damage with `scarctl verify`",
+        kind="no-sealed-state",
+    )
+
+
+def fallback_note(parts: Parts) -> str:
+    """Return a sentence that names the newer topologies without a whole state."""
+    newest = read_topology(parts.store, parts.passed_over[0])
+    older = (
+        "one process"
+        if parts.topology is None
+        else f"the {parts.topology.world} ranks of epoch {parts.topology.epoch}"
+    )
+    return (
+        f"{parts.store.url}: the {newest.world} ranks of epoch {newest.epoch} have not saved a whole state yet: "
+        f"this is the state of {older}"
+    )
+
+
+def _of_one_process(store: Store, snapshot: Snapshot | None) -> SharedState:
+    layout = store.current_layout()
+    if layout is None:
+        raise NoIntactCopy(
+            f"{store.where}: the store is still empty",
+            hint="save a checkpoint first",
+            kind="nothing-saved",
+        )
+    shard_of = backed_shards(store, layout)
+    if snapshot is not None:
+        sealed_in(snapshot, distinct(shard_of).tolist(), layout)
+    share = _share(None, store, layout, shard_of)
+    return SharedState(store, (share,), share.states)
+
+
+def _shares(parts: Parts) -> Iterator[Share]:
+    store = parts.store
+    if parts.topology is None:
+        layout = next(state.layout for state in parts.states.values() if state.layout is not None)
+        yield Share(None, store, layout, store.shard_of(layout), parts.states)
+        return
+    epoch = 1 + max(state.epoch for state in parts.states.values())
+    for rank, shard in enumerate(parts.topology.shards):
+        state = parts.states.get(shard)
+        if state is not None and state.layout is not None and state.layout.partitions:
+            view = store.of_shard(shard, epoch)
+            yield Share(rank, view, state.layout, view.shard_of(state.layout), {shard: state})
+
+
+def _share(rank: int | None, store: Store, layout: Layout, shard_of: NDArray[np.int32]) -> Share:
+    """Make a share from the current states of a store."""
+    shards = distinct(shard_of).tolist()
+    try:
+        return Share(rank, store, layout, shard_of, store.states(shards, layout))
+    except Corruption:
+        pass
+    states, unreadable = dict[int, ShardState](), dict[int, Corruption]()
+    for shard in shards:
+        try:
+            states[shard] = store.state(shard, layout)
+        except Corruption as error:
+            unreadable[shard] = error
+    return Share(rank, store, layout, shard_of, states, unreadable)

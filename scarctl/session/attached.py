@@ -1,0 +1,79 @@
+"""Keep the open sessions of this process, so that a notebook's cell that is run again may attach anew.
+
+An interrupted cell leaves its session open, and a traceback or a variable may hold its model. The session that
+attaches last replaces it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+from scarctl.errors import Contention
+from scarctl.session.saving import Ending
+from scarctl.store.backends.address import Address
+
+if TYPE_CHECKING:
+    from scarctl.session.gate import Gate
+    from scarctl.store import Store
+
+log = logging.getLogger("scarctl")
+
+
+class Open(Protocol):
+    """A session that is not closed."""
+
+    @property
+    def head_step(self) -> int: ...
+
+    store: Store
+    _gate: Gate
+    _lasts: bool
+
+    def _close(self, ending: Ending, *, seal: bool = True) -> None: ...
+
+
+_open: dict[int, Open] = {}
+
+
+def opened(session: Open) -> None:
+    """Remember it until `closed`."""
+    _open[id(session)] = session
+
+
+def closed(session: Open) -> None:
+    """Forget it."""
+    _open.pop(id(session), None)
+
+
+def take_over(store: str) -> None:
+    """Close the session that this process has on the store, if there is one, so that another one may attach.
+
+    Raises Contention when another thread trains with it, or a `with` statement or a framework will end it.
+    """
+    url = Address.parse(store).url
+    for earlier in [session for session in _open.values() if session.store.address.url == url]:
+        mine = earlier._gate.trainer == threading.get_ident()
+        alive = any(thread.ident == earlier._gate.trainer for thread in threading.enumerate())
+        if earlier._lasts or (alive and not mine):
+            raise Contention(
+                f"{url}: another session of this process ({os.getpid()}) is saving to this store",
+                hint="close() it first, or leave its with statement",
+            )
+        log.warning(
+            "closed the session that this process had on %s, after step %d: a loop that still uses it is not saved "
+            "any more",
+            url,
+            earlier.head_step,
+        )
+        # As an exception would: its newest step is flushed, and the store is not waited for.
+        earlier._close(Ending.FAILED)
+
+
+def _after_fork() -> None:
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

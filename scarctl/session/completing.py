@@ -1,0 +1,156 @@
+"""Complete a recovery in a running process: restore what extras keep of lost partitions, and report what is left.
+
+A partial recovery restores tensors of groups. An optimizer may keep more of a parameter, in another shape. That is in
+the late extras, and only the adapter knows what belongs to which parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from scarctl.adapter import Adapter, restore_lost_of
+from scarctl.checkpoint.engine import Engine
+from scarctl.checkpoint.live_state import LiveState
+from scarctl.errors import ScarError
+from scarctl.state.layout import Layout
+from scarctl.state.torch_dtypes import plain, torched
+from scarctl.state.version import step_of
+from scarctl.util.arrays import Ids
+
+_LOOKED_AT = 32
+"""Extras that are read at most, to find some that are finite."""
+Path = tuple[Any, ...]
+
+
+def complete(engine: Engine, live: LiveState, adapter: Adapter, ids: Ids) -> list[str]:
+    """Restore, from the newest extras, what belongs to partitions `ids` (ascending) and is in no group.
+
+    A value that is not finite there comes from the newest extras in which it is finite. Returns problems, for people:
+    live values that are not finite although some copy is, and what could not be read.
+    """
+    if not ids.size:
+        return []
+    left = _values_left(live, ids)
+    found = _Found(engine)
+    restore = restore_lost_of(adapter)
+    try:
+        if restore is not None:
+            restore(lost_rows(engine.layout, ids), found.newest)
+        wrong = dict(_not_finite(_late(adapter)))
+        known: dict[Path, str] = {}
+        for version, late in found if wrong else ():
+            known |= {path: text for path, text in _named(wrong, late, version).items() if path not in known}
+            if restore is not None and known:
+                restore({}, lambda late=late: late)
+                wrong = dict(_not_finite(_late(adapter)))
+            if not wrong.keys() - known.keys():
+                break
+        left += [text for path, text in known.items() if path in wrong]
+    except ScarError as error:
+        left.append(f"optimizer state without the shape of its parameter is not restored: {error.message}")
+    return left
+
+
+def left_behind(engine: Engine, live: LiveState, adapter: Adapter, ids: Ids, late: Any) -> list[str]:
+    """Return problems after everything was restored, with these late extras: live values that are not finite
+    although their copy is.
+    """
+    version = int(engine.arena.newest().max(initial=0))
+    return [*_values_left(live, ids), *_named(dict(_not_finite(_late(adapter))), late, version).values()]
+
+
+def lost_rows(layout: Layout, ids: Ids) -> dict[str, NDArray[np.bool_]]:
+    """Return the rows of `ids` (ascending) by name of the group, bool of shape (rows,)."""
+    found: dict[str, NDArray[np.bool_]] = {}
+    groups = layout.group_of(ids)
+    starts, stops = layout.row_ranges(ids)
+    for g in np.unique(groups).tolist():
+        mine, group = groups == g, layout.groups[g]
+        edges = np.zeros(group.rows + 1, dtype=np.int64)
+        np.add.at(edges, starts[mine], 1)
+        np.add.at(edges, stops[mine], -1)
+        found[group.name] = np.cumsum(edges[:-1]) > 0
+    return found
+
+
+class _Found:
+    """Saved extras, newest first. Those that were read once are kept."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._unread = islice(engine.copies.all_extras(), _LOOKED_AT)
+        self._read: list[tuple[int, Any]] = []
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        yield from self._read
+        for found in self._unread:
+            self._read.append((found.version, found.extras.late))
+            yield self._read[-1]
+
+    def newest(self) -> Any:
+        """Return the newest late extras. Raises ScarError when no extras can be read."""
+        for _, late in self:
+            return late
+        raise ScarError("no extras can be read", kind="no-extras")
+
+
+def _values_left(live: LiveState, ids: Ids) -> list[str]:
+    bad = live.not_finite(ids)
+    names = ", ".join(live.layout.name(int(i)) for i in bad[:5])
+    more = f" and {bad.size - 5} more" if bad.size > 5 else ""
+    return [f"{names}{more}: values are not finite, those of the copy are"] if bad.size else []
+
+
+def _late(adapter: Adapter) -> Any:
+    return torched(plain(adapter.capture_late()))
+
+
+def _not_finite(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the tensors and numbers inside dicts, lists and tuples that hold Inf or NaN, with their places."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _not_finite(item, (*path, key))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _not_finite(item, (*path, number))
+    elif not _finite(value).all():
+        yield path, value
+
+
+def _finite(value: Any) -> NDArray[np.bool_]:
+    """Return where a tensor, array or number is finite; True for everything else."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return torch.isfinite(value.to(torch.float64)).numpy(force=True)
+    if isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.floating):
+        return np.asarray(np.isfinite(value))
+    return np.array(not isinstance(value, float) or math.isfinite(value))
+
+
+def _named(wrong: Mapping[Path, Any], late: Any, version: int) -> dict[Path, str]:
+    """Return a sentence for each value in `wrong` that is finite in the copy `late`."""
+    found = {}
+    for path, value in wrong.items():
+        copy = _at(late, path)
+        if copy is None:
+            continue
+        here, there = _finite(value), _finite(copy)
+        if here.shape == there.shape and (~here & there).any():
+            where = ".".join(map(str, path))
+            found[path] = f"{where}: values are not finite, those saved at step {step_of(version)} are"
+    return found
+
+
+def _at(value: Any, path: Path) -> Any:
+    """Return the value at a place in dicts, lists and tuples; None when there is no such place."""
+    for key in path:
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value

@@ -1,0 +1,136 @@
+"""Prevent an optimizer's step and a flush from another thread from overlapping.
+
+A flush never copies during a step: it waits until the step has ended. During a flush the next step waits at the gate,
+while forward and backward continue. A flush waits for nothing else in the training thread, and for a step only up to a
+time limit. So neither can block the other for ever.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+SETTLE = 0.25
+"""Seconds after a step in which the loop may still change state that belongs to the step (a schedule), unless the next
+step has begun."""
+
+
+class Gate:
+    """The gate between one training thread, which enters and leaves, and threads that request `quiet`.
+
+    stepping: whether a step counts as running from the start. If no hook reports the beginning of a step, it begins
+    when the previous one has ended.
+    """
+
+    def __init__(self, *, stepping: bool) -> None:
+        self._changed = threading.Condition(threading.RLock())
+        self._stepping = stepping
+        self._implied = stepping
+        self._wanted = 0
+        self._at_gate = self._over = False
+        self._settled_at = -math.inf
+        self._trainer = threading.get_ident()
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step is running, so that parameters may be partly changed."""
+        return self._stepping
+
+    @property
+    def trainer(self) -> int:
+        """Identifier of the training thread."""
+        return self._trainer
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Exclude other threads from `held` and `quiet`. May be nested."""
+        with self._changed, _outside_inference():
+            yield
+
+    def enter(self) -> None:
+        """Begin a step: wait for a running flush. The calling thread becomes the training thread."""
+        with self._changed:
+            self._trainer = threading.get_ident()
+            if self._stepping:
+                return
+            self._at_gate = True
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(lambda: not self._wanted)
+            finally:
+                self._at_gate = False
+            self._stepping = True
+
+    def leave(self, settle: float = SETTLE) -> None:
+        """End the step. settle: seconds after which it counts as settled, unless `settled` is called earlier."""
+        with self._changed:
+            self._stepping = False
+            self._settled_at = time.monotonic() + settle
+            self._changed.notify_all()
+
+    def settled(self, wait: float = 0.0) -> None:
+        """Note that the loop is done with the step. wait: seconds for which a flush may still wait."""
+        with self._changed:
+            self._settled_at = min(self._settled_at, time.monotonic() + wait)
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Stop every wait for a step, because no more steps will come."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    @contextmanager
+    def quiet(self, timeout: float, *, between: bool | None = None) -> Iterator[bool]:
+        """Wait up to `timeout` seconds until no step is running; yield whether that succeeded. No step begins inside.
+
+        between: whether the caller knows that no step is running, in case no hook reports the beginning of one. By
+        default only the training thread does.
+        """
+        deadline = time.monotonic() + timeout
+        if not self._changed.acquire(timeout=timeout):
+            yield False
+            return
+        try:
+            self._wanted += 1
+            mine = threading.get_ident() == self._trainer
+            if self._implied and (mine if between is None else between):
+                quiet = True
+            else:
+                quiet = not self._stepping if mine else self._wait(deadline)
+            with _outside_inference():
+                yield quiet
+        finally:
+            self._wanted -= 1
+            self._changed.notify_all()
+            self._changed.release()
+
+    def _wait(self, deadline: float) -> bool:
+        while not self._over:
+            now = time.monotonic()
+            settled = self._at_gate or now >= self._settled_at
+            if not self._stepping and settled:
+                return True
+            if now >= deadline:
+                return False
+            limit = deadline if self._stepping else min(deadline, self._settled_at)
+            self._changed.wait(limit - now)
+        return False
+
+
+@contextmanager
+def _outside_inference() -> Iterator[None]:
+    """Leave `torch.inference_mode` inside, so that an evaluation can save as well.
+
+    Torch refuses writes to tensors created in that mode, or does not count them. So a session must not keep any.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,0 +1,393 @@
+"""Track and restore the position of a training loop that reads `Session.epochs` and `Session.batches`.
+
+When the loop requests the next batch, it is *settled*: everything that belongs to the step is done, such as schedules
+and averages. A checkpoint gets the extras, schedules and random numbers of that moment, and the position. The position
+is the epoch, and for each pass over a loader in that epoch the number of batches handed out.
+
+A resumed loop repeats each pass from the random numbers with which it began, without the used batches. The random
+numbers of the settled moment are restored last, right before the first new batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from scarctl.checkpoint.randomness import capture_rng, generators_of, raw, restore_rng, undisturbed
+from scarctl.errors import UsageError
+from scarctl.state.caveats import Caveats
+
+T = TypeVar("T")
+
+_LOOKAHEAD = 2
+"""Used batches that are loaded again, because a loader may have read ahead."""
+
+
+class Host(Protocol):
+    """The session, as its loop sees it."""
+
+    @property
+    def caveats(self) -> Caveats:
+        """Caveats to which the loop reports what is not exact."""
+
+    @property
+    def head_step(self) -> int:
+        """Iterations finished."""
+
+    def settled(self) -> None:
+        """Note that everything that belongs to the newest step is done, and that the loop's position is current."""
+
+    def handed_out(self) -> None:
+        """Note that the loop continues with a batch."""
+
+
+class Loop:
+    """The epochs and batches of one session."""
+
+    def __init__(self, host: Host, rank: int) -> None:
+        self._host = host
+        self._rank = rank
+        self.used = False
+        """Whether the loop reads `epochs` or `batches`."""
+        self._counted = False
+        """Whether it reads `epochs`."""
+        self.epoch = 0
+        """Current epoch, from 0."""
+        self._begun: dict[str, Any] | None = None
+        """Random numbers with which this epoch began."""
+        self._passes: list[_Pass] = []
+        """Passes of this epoch."""
+        self._former: list[_Pass] = []
+        """Passes of the previous epoch, whose loaders the next one reads again."""
+        self._left: list[Mapping[str, Any]] = []
+        """State of the loaders when the resumed run stopped, by number of their passes."""
+        self._known: set[int] = set()
+        """Ids of loaders whose state this process knows."""
+        self._again: list[Mapping[str, Any]] = []
+        """Passes of this epoch that a resumed loop must still repeat."""
+        self._held: dict[str, Any] | None = None
+        """Random numbers with which a resumed loop will continue, until it does."""
+        self._position: dict[str, Any] | None = None
+        """Position of the last settled moment."""
+        self._head = 0
+        """The session's step at that moment."""
+        self._since = 0
+        """Batches handed out since that moment."""
+        self._workers: dict[int, dict[str, Any]] = {}
+        """Random numbers with which persistent workers were started, by id of their loader."""
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """See `Session.epochs`."""
+        self.used = self._counted = True
+        for epoch in range(self.epoch, count):
+            if self._again and self._begun is not None:
+                # The loop's draws before its first pass are repeated.
+                restore_rng(self._begun)
+            else:
+                self._go_on()
+                self._begun = capture_rng()
+            yield epoch
+            if self.epoch == epoch:
+                self._next_epoch()
+        self._go_on()
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """See `Session.batches`."""
+        self.used = True
+        if not self._counted and self._passes and not self._again and all(made.done for made in self._passes):
+            self._host.caveats.say(
+                "passes-without-epochs",
+                "session.batches() is read several times without session.epochs(): where a loop does something after "
+                "each time, such as stepping a schedule, it does that at other steps after resuming",
+            )
+            self._next_epoch()
+        saved = self._again.pop(0) if self._again else None
+        number = len(self._passes)
+        if saved is None and id(loader) not in self._known and number < len(self._left):
+            _leave(loader, self._left[number])
+        self._known.add(id(loader))
+        this = _Pass(loader, self._workers)
+        if saved is None:
+            if self._stale():
+                self._settle()
+            self._go_on()
+            self._passes.append(this)
+            iterator = this.begin()
+        else:
+            self._passes.append(this)
+            with undisturbed():
+                iterator = this.begin_again(saved, same_rank=self._rank == saved["rank"])
+            if self._rank != saved["rank"]:
+                self._host.caveats.say(
+                    "another-ranks-order",
+                    "the order of the data is drawn anew: what it was drawn from was saved by another rank",
+                )
+        while not this.done:
+            self._go_on()
+            with this.fetching(self._host.caveats):
+                batch = next(iterator, _END)
+            if batch is _END:
+                break
+            this.count += 1
+            self._since += 1
+            self._host.handed_out()
+            # A loop that leaves here breaks, and the next epoch settles it; or it fails at an unknown place.
+            yield batch
+            if self._stale():
+                self._settle()
+        this.end()
+        if self._again:
+            return
+        self._go_on()
+        if self._stale() or (not self._since and (saved is None or not saved["done"])):
+            self._settle()
+
+    def _stale(self) -> bool:
+        """Return whether a step was taken since the loop was settled."""
+        return self._head != self._host.head_step
+
+    def _settle(self) -> None:
+        self._head, self._since = self._host.head_step, 0
+        self._position = self._now()
+        self._host.settled()
+
+    def _next_epoch(self) -> None:
+        # If batches were used since the newest step, as in gradient accumulation, that step stays settled where it was.
+        # A run that continues from there uses those batches again.
+        whole = not self._since or self._stale()
+        if not self._passes and self._stale():
+            self._host.caveats.say(
+                "epoch-without-batches",
+                "steps were taken in an epoch, but no batches from batches(loader): a run that is stopped within "
+                "one trains on all of its batches again",
+            )
+        self.epoch += 1
+        self._former, self._passes = self._passes or self._former, []
+        self._again = []
+        if whole:
+            self._settle()
+
+    def _go_on(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            restore_rng(held)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the loop has a settled position, of an earlier run or its own."""
+        return self._position is not None
+
+    @property
+    def between_passes(self) -> bool:
+        """Whether all passes have ended."""
+        return all(made.done for made in self._passes)
+
+    def position(self, step: int) -> dict[str, Any]:
+        """Return the loop's position when it was settled at `step`; its current position if it was not."""
+        return self._position if self._position is not None and self._head == step else self._now()
+
+    def _now(self) -> dict[str, Any]:
+        passes = [{**made.state(), "rank": self._rank} for made in self._passes]
+        left = [made.left() for made in self._former] or self._left
+        return {"epoch": self.epoch, "begun": self._begun, "passes": passes, "left": left}
+
+    def restore(self, position: Mapping[str, Any] | None, head: int) -> None:
+        """Restore `position` of step `head`. The current random numbers are those that follow it."""
+        if position is None or self.used:
+            return
+        self.epoch, self._begun = position["epoch"], position["begun"]
+        self._again, self._left = list(position["passes"]), list(position["left"])
+        self._position, self._head = dict(position), head
+        self._held = capture_rng()
+
+
+_END: Any = object()
+
+
+class _Pass:
+    """One pass over a loader within an epoch."""
+
+    def __init__(self, loader: Any, workers: dict[int, dict[str, Any]]) -> None:
+        self._loader = loader
+        self._workers = workers
+        self.count = 0
+        """Batches handed out."""
+        self.done = False
+        self._own = generators_of(loader)
+        self._begun: dict[str, Any] = {}
+        """Random numbers before the iterator was made."""
+        self._before: dict[str, Any] | None = None
+        """Random numbers before the newest batch was requested."""
+        self._own_begun: list[torch.Tensor] = []
+        self._iteration = getattr(loader, "iteration", None)
+        """Accelerate's loaders count their passes, and shuffle by that number."""
+        self._stays = bool(getattr(loader, "persistent_workers", False) and loader.num_workers)
+        self._first = self._stays and id(loader) not in workers
+
+    def begin(self) -> Iterator[Any]:
+        self._begun = capture_rng()
+        self._own_begun = [generator.get_state() for generator in self._own]
+        if self._first:
+            self._workers[id(self._loader)] = self._begun
+        iterator: Iterator[Any] = iter(self._loader)
+        return iterator
+
+    def begin_again(self, saved: Mapping[str, Any], *, same_rank: bool) -> Iterator[Any]:
+        """Repeat the pass that a stopped run had begun, without the batches that it used.
+
+        Raises UsageError if the data end before the saved position.
+        """
+        if saved["done"]:
+            _leave(self._loader, saved)
+            self.done, self.count = True, saved["count"]
+            return iter(())
+        _set_iteration(self._loader, saved["iteration"])
+        self._iteration = saved["iteration"]
+        if not same_rank:
+            saved = {**saved, "begun": capture_rng(), "before": None, "workers": None, "own_begun": []}
+        self._begun, self._before = saved["begun"], saved["before"]
+        self._own_begun = list(saved["own_begun"])
+        count = saved["count"]
+        skip = max(0, count - _LOOKAHEAD) if _is_indexed(self._loader) else 0
+        if self._stays and saved["workers"] is not None:
+            self._workers[id(self._loader)] = saved["workers"]
+            self._first = torch.equal(saved["workers"]["torch"], saved["begun"]["torch"])
+            if not self._first:
+                # Persistent workers start with the first pass, which draws one more number.
+                restore_rng(saved["workers"])
+                iter(self._loader)
+        restore_rng(self._begun)
+        _set(self._own, self._own_begun)
+        with _without_first(self._loader, skip):
+            iterator: Iterator[Any] = iter(self._loader)
+            for number in range(skip, count):
+                if number == count - 1 and self._before is not None:
+                    restore_rng(self._before)
+                if next(iterator, _END) is _END:
+                    raise UsageError(
+                        f"the data ends before batch {count} of the epoch, up to which the run had trained",
+                        hint="use the data and batch size of the run to resume, or a new store",
+                    )
+        self.count = count
+        if same_rank:
+            _set(self._own, saved["own_now"])
+        return iterator
+
+    @contextlib.contextmanager
+    def fetching(self, caveats: Caveats) -> Iterator[None]:
+        """Record the random numbers around a request for a batch, and report draws that cannot be repeated."""
+        self._before = capture_rng()
+        yield
+        if self._stays and not self._first:
+            caveats.say(
+                "persistent-workers",
+                "a DataLoader's workers stay over epochs (persistent_workers=True), and their random numbers are not "
+                "saved: what they draw comes out otherwise after resuming. Leave out persistent_workers",
+            )
+        streams = isinstance(getattr(self._loader, "dataset", None), IterableDataset)
+        if streams and self.count and not self._loader.num_workers and not _same(self._before):
+            caveats.say(
+                "stream-draws",
+                "an IterableDataset draws from the global random generators, as the loop does: it comes out otherwise "
+                "after resuming. Give it a generator of its own, or read it with num_workers=1",
+            )
+
+    def end(self) -> None:
+        self.done = True
+
+    def state(self) -> dict[str, Any]:
+        found = {
+            "count": self.count,
+            "done": self.done,
+            "iteration": self._iteration,
+            **self.left(),
+        }
+        if not self.done:
+            found |= {
+                "begun": self._begun,
+                "before": self._before,
+                "own_begun": self._own_begun,
+                "workers": self._workers.get(id(self._loader)) if self._stays else None,
+            }
+        return found
+
+    def left(self) -> dict[str, Any]:
+        """Return the loader's current state; see `_leave`."""
+        return {
+            "iteration_now": getattr(self._loader, "iteration", None),
+            "own_now": [generator.get_state() for generator in self._own],
+        }
+
+
+def _leave(loader: Any, state: Mapping[str, Any]) -> None:
+    """Set a loader to the state that `_Pass.left` returned."""
+    _set_iteration(loader, state["iteration_now"])
+    _set(generators_of(loader), state["own_now"])
+
+
+def _set_iteration(loader: Any, iteration: int | None) -> None:
+    if iteration is not None and hasattr(loader, "iteration"):
+        loader.set_epoch(iteration)
+
+
+def _same(before: Mapping[str, Any]) -> bool:
+    python, _, torched = raw()
+    return torch.equal(torched, before["torch"]) and python[1][-1] == before["python"][1][-1]
+
+
+def _set(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
+    if len(generators) == len(states):
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _is_indexed(loader: Any) -> bool:
+    """Return whether batches can be skipped without loading them, and without changing later ones."""
+    inner = getattr(loader, "base_dataloader", loader)
+    return (
+        type(inner) is DataLoader
+        and not isinstance(inner.dataset, IterableDataset)
+        and inner.num_workers == 0
+        and not hasattr(inner, "state_dict")
+    )
+
+
+@contextlib.contextmanager
+def _without_first(loader: Any, skip: int) -> Iterator[None]:
+    """Make an iterator over `loader`, made and first read inside, begin after `skip` batches."""
+    if not skip:
+        yield
+        return
+    inner = getattr(loader, "base_dataloader", loader)
+    name = "batch_sampler" if inner.batch_sampler is not None else "sampler"
+    sampler = getattr(inner, name)
+    # A loader refuses other samplers than its first, but reads it for each iterator.
+    object.__setattr__(inner, name, _Rest(sampler, skip))
+    try:
+        yield
+    finally:
+        object.__setattr__(inner, name, sampler)
+
+
+class _Rest:
+    """A sampler without its first draws."""
+
+    def __init__(self, sampler: Any, skip: int) -> None:
+        self._sampler = sampler
+        self._skip = skip
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        rest = iter(self._sampler)
+        for _ in range(self._skip):
+            next(rest, None)
+        yield from rest

@@ -1,0 +1,144 @@
+"""Open and close the engine of a session, which has none until its layout is known.
+
+The engine runs only once it is known from which step the session continues. A resume that failed, and may be tried
+again, leaves it open without running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from scarctl.arena.folder import arena_folder, require_room
+from scarctl.checkpoint.binding import Binding
+from scarctl.checkpoint.engine import Engine
+from scarctl.config import SessionSettings
+from scarctl.daemon.claim import claim_saver
+from scarctl.errors import ScarError, UsageError
+from scarctl.persist.saver import Saver
+from scarctl.session.peers import Together
+from scarctl.session.requests import Requests
+from scarctl.state.caveats import Caveats
+from scarctl.state.layout import Layout
+from scarctl.store import Store
+
+log = logging.getLogger("scarctl")
+
+
+def claim(store: Store, settings: SessionSettings, binding: Binding, requests: Requests) -> Saver:
+    """Return the session's saver, once nobody else writes to the store.
+
+    Raises what `Saver.claim` raises, and Unavailable when the arena would have no room: better now than at the first
+    step.
+    """
+    folder = arena_folder(settings.arena_dir, store.run_id)
+    require_room(folder, binding.least_bytes(movements=settings.extrapolate))
+    return claim_saver(store, settings, requests.add)
+
+
+class Opening:
+    """Opens the engine of one session, and lets go of it."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: SessionSettings,
+        saver: Saver,
+        together: Together,
+        caveats: Caveats,
+    ) -> None:
+        self.store = store
+        self._settings = settings
+        self._saver = saver
+        self._together = together
+        self._caveats = caveats
+        self.opened: Engine | None = None
+        self.engine: Engine | None = None
+        """The same, once it runs."""
+        self._looked = False
+        """The session has resumed from the store, or supersedes what it has."""
+        self._superseding = False
+        """The session gives up what the store has."""
+
+    def open(self, layout: Layout) -> Engine:
+        """Open the arena, unless that is done already. Nothing is saved before `Engine.start`."""
+        if self.opened is None:
+            folder = arena_folder(self._settings.arena_dir, self.store.run_id)
+            self._together.begin(self.store)
+            self.opened = self._together.agree(
+                lambda: Engine(
+                    self.store,
+                    layout,
+                    self._settings,
+                    folder,
+                    self._saver,
+                    selector=self._together.selector(),
+                    caveats=self._caveats,
+                ),
+                undo=lambda engine: engine.leave(),
+            )
+        return self.opened
+
+    def start(self, layout: Layout, head_step: int) -> Engine:
+        """Save from now on, beginning with the live state."""
+        engine = self.open(layout)
+        if self._superseding:
+            engine.start_over()
+        engine.start()
+        return self.run_on(engine, head_step)
+
+    def run_on(self, engine: Engine, head_step: int) -> Engine:
+        """Let the engine run, from `head_step`: now it is the session's."""
+        self.engine = engine
+        engine.arena.reach(head_step)
+        return engine
+
+    def looked(self, *, superseding: bool = False) -> None:
+        """Note that the session has resumed. superseding: it gives up what the store has instead."""
+        self._looked, self._superseding = True, superseding
+
+    def require_looked(self) -> None:
+        """Raise UsageError when the store holds an earlier run and the session has not resumed it."""
+        if not self._looked and self._together.holds_earlier_run(self.store):
+            raise UsageError(
+                f"{self.store.url} holds an earlier run, and this one did not resume it",
+                hint="call session.resume() before the loop, or use a new store; nothing was changed",
+            )
+
+    def close(self, *, failed: bool) -> None:
+        """Wait for the store and close the arena; after a failure leave both to the daemon, if one runs.
+
+        Raises ScarError when the store cannot be closed.
+        """
+        engine = self.opened
+        if engine is None:
+            self._saver.close()
+            log.info("closed %s: nothing was saved in this session", self.store.url)
+            return
+        sealed = False
+        with contextlib.suppress(ScarError):  # for the log only; what follows meets the fault, and reports it
+            sealed = engine.is_sealed()
+        step = f"{engine.arena.head_step}, {'sealed' if sealed else 'not sealed'}"
+        waiting, folder = int(engine.arena.pending().sum()), engine.arena.folder
+        if engine is not self.engine:
+            engine.leave()  # a resume that failed: all stays as it was
+            log.info("closed %s: it was not resumed, and stays as it was", self.store.url)
+        elif failed and self._saver.outlives:
+            engine.leave()
+            log.info(
+                "closed %s after a failure: step %s; the daemon saves the %d partitions that wait in %s",
+                self.store.url,
+                step,
+                waiting,
+                folder,
+            )
+        elif engine.close(self._settings.timeout):
+            log.info("closed %s: step %s, all of it durable", self.store.url, step)
+        else:
+            log.info("closed %s: step %s, not all of it durable", self.store.url, step)
+            log.error(
+                "not everything is durable in %s: %s. It stays in %s; the next session on this host goes on with it",
+                self.store.url,
+                engine.saver.fault(),
+                engine.arena.folder,
+            )

@@ -1,0 +1,46 @@
+"""Keep what a session has resumed from, and what turned out about it since."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from scarctl.session.peers import Together
+from scarctl.session.recover import Resumed, said
+from scarctl.state.caveats import Caveats
+from scarctl.store import Store
+
+
+class Origin:
+    """What a session has resumed from, and what it has found out about that since."""
+
+    def __init__(self, caveats: Caveats) -> None:
+        self.resumed: Resumed | None = None
+        self._caveats = caveats
+
+    def set(self, resumed: Resumed, stored: tuple[str, ...], store: Store, together: Together) -> Resumed:
+        """Note what was resumed, with the reasons why it is not exact: mixed steps, and what the earlier run stored.
+
+        stored: the reasons in this rank's extras. Returns what was noted, and logs it.
+        """
+        found = [tuple(theirs) for theirs in together.gather(list(stored))]
+        mixed = () if resumed.exact or not resumed.step else ("partitions are of several steps",)
+        why = tuple(dict.fromkeys([*mixed, *(reason for theirs in found for reason in theirs)]))
+        if why:
+            # Saved again before a step, it is the same state, and no more exact than now.
+            self._caveats.keep("resumed", "; ".join(why))
+        resumed = replace(resumed, exact=resumed.exact and not why, reasons=why)
+        self.resumed = said(resumed, store)
+        return self.resumed
+
+    def doubt(self, found: tuple[str, ...]) -> None:
+        """Note that the loop does not continue as the earlier run would have, and log why."""
+        resumed = self.resumed
+        if resumed is None or not resumed.exact:
+            return
+        self._caveats.say(
+            "not-continued",
+            f"the run was not resumed exactly after step {resumed.step}: {'; '.join(found)}. "
+            "Read the data from session.batches(), see docs/loops.md",
+            inexact=False,  # of later states: whether a run continues from those is looked at then
+        )
+        self.resumed = replace(resumed, exact=False, reasons=(*resumed.reasons, *found))

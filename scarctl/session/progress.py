@@ -1,0 +1,240 @@
+"""Determine when a loop is done with a step, capture that moment for a checkpoint, and check where a run resumes.
+
+A loop that reads `Session.batches` is done when it requests the next batch. Any other loop counts as done when the next
+forward pass in training mode begins, or, without one, the next optimizer's step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from scarctl.adapter import Adapter, loop_known
+from scarctl.checkpoint.step_end import Moment
+from scarctl.session.gate import SETTLE, Gate
+from scarctl.session.loop import Loop
+from scarctl.session.origin import Origin
+from scarctl.session.witness import Witness
+from scarctl.state.caveats import Caveats
+from scarctl.state.codec import encode
+from scarctl.state.extras import Extras
+from scarctl.state.torch_dtypes import plain
+
+_ASKS = 8.0
+"""Seconds after a step that a flush waits for a loop with `batches` to request the next one."""
+_COMES = 1.0
+"""Seconds that it waits for the next forward pass."""
+_CHECKED = 3
+"""Number of steps after which extras are checked for later changes."""
+
+
+class Progress:
+    """The progress of one session's loop."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        gate: Gate,
+        caveats: Caveats,
+        rank: int,
+        origin: Origin,
+        *,
+        hooked: bool,
+        framework: bool,
+    ) -> None:
+        """hooked: whether hooks report the beginning and end of steps. framework: whether a framework owns the loop and
+        restores its position. Extras with an attribute `owns_loop` do so, too.
+
+        origin: learns why the loop does not continue as the earlier run would have.
+        """
+        self.head_step = 0
+        """Iterations finished."""
+        self._adapter = adapter
+        self._known = loop_known(adapter)
+        self._gate = gate
+        self.caveats = caveats
+        self._origin = origin
+        self._hooked = hooked
+        if self._known is not None:
+            mine = (*self._known.early_extras().values(), *self._known.late_extras().values())
+            framework = framework or any(getattr(item, "owns_loop", False) for item in mine)
+        self.framework = framework
+        self.loop = Loop(self, rank)
+        self.witness = Witness(
+            self._known.modules if self._known is not None else None, rank, framework=framework
+        )
+        self._newest: Moment | None = None
+        self._ended: Any = None
+        """Light extras at the newest step's end."""
+        self._usual: list[bool] | None = None
+        """Whether the loop usually changes each of them after a step."""
+        self._checks = _CHECKED
+
+    # -- what happens in the loop -------------------------------------------------------------------------------
+
+    @property
+    def patience(self) -> float:
+        """Seconds after a step in which the loop may still change state that belongs to the step."""
+        if self.loop.used:
+            return _ASKS
+        return _COMES if self._hooked and self.witness.looks else SETTLE
+
+    @property
+    def reads_early(self) -> bool:
+        """Whether the early extras must be read right at a step's end."""
+        return not self.loop.used
+
+    def step_ended(self, step: int, moment: Moment | None) -> None:
+        """Note that `step` has ended. moment: moment of its end, if it was captured."""
+        self._newest = moment
+        if moment is not None:
+            moment.settled = not self.loop.used and not self._hooked
+            self._ended = self._light()
+        self.caveats.withdraw("not-settled")
+        self.witness.begin(step, self._forward_begins)
+
+    def step_begins(self) -> None:
+        """Note that the next step is about to change parameters."""
+        self.witness.step_begins()
+        moment = self._newest
+        if moment is not None and not self.loop.used:
+            moment.settled = True
+            self._look_for_skipped(moment)
+
+    def _look_for_skipped(self, moment: Moment) -> None:
+        """Detect that a gradient scaler skipped a step: it was updated, but no step was taken."""
+        if self._known is None or moment.light is None or self._known.early_extras():
+            return
+        scales = [state for name, state in moment.light if name == "scaler" and state]
+        if scales and not _equal(plain(scales), plain([s for n, s in self._light() if n == "scaler"])):
+            self.caveats.say(
+                "step-skipped",
+                "the gradient scaler has skipped a step: session.head_step does not count it, and no extras say which "
+                "batch comes next. Count the batches in extras, or read them from session.batches()",
+            )
+
+    def settled(self) -> None:
+        """See `Host`."""
+        if self.witness.seen(self.head_step):
+            self.caveats.say(
+                "fetched-ahead",
+                "the loop asks for a batch while it still has one to use, or runs the model in training mode after the "
+                "step: what it has at hand then is lost when it stops. Ask for each batch right before it is used",
+            )
+        with self._gate.held():
+            moment = self._newest
+            if moment is not None and moment.step == self.head_step:
+                moment.early = plain(self._adapter.capture_early())
+                moment.light = self._light()
+                moment.position = self.loop.position(moment.step)
+                moment.settled = True
+                if self.loop.between_passes:
+                    moment.late = plain(self._adapter.capture_late())
+        self._gate.settled(_COMES if self.witness.looks else 0.0)
+
+    def handed_out(self) -> None:
+        """See `Host`."""
+        self.witness.given(self.head_step)
+
+    def _forward_begins(self) -> None:
+        with self._gate.held():
+            moment = self._newest
+            if moment is not None and not self.loop.used and self._hooked:
+                moment.light = self._light()
+                moment.settled = True
+                self._compare(moment)
+        self._gate.settled()
+        positioned = self._known is not None and bool(self._known.early_extras())
+        found = self.witness.differences(by_hand=not self.loop.used, positioned=positioned)
+        if found:
+            self._origin.doubt(tuple(found))
+
+    def _compare(self, moment: Moment) -> None:
+        """Find out which extras the loop changes after a step."""
+        if self._checks <= 0 or self._known is None or self.framework:
+            return
+        self._checks -= 1
+        self._usual = _changed(self._ended, moment.light)
+        before = moment.early["extras"] if moment.early is not None else {}
+        now = self._adapter.capture_early()["extras"]
+        for name, item in self._known.early_extras().items():
+            if isinstance(item, dict | np.random.Generator | torch.Generator) or hasattr(item, "__iter__"):
+                continue  # a position, which the next batch changes
+            if name in before and not _equal(before[name], plain(now[name])):
+                self.caveats.say(
+                    f"changes-late:{name}",
+                    f"the loop changes extras[{name!r}] after the optimizer's step, and what is saved of it is of "
+                    "before that: pass scarctl.Extra(..., after_step=True), or read the data from session.batches()",
+                )
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def settled_moment(self) -> Moment | None:
+        """Return the moment at which the loop was done with the newest step. None: nothing has said when that was."""
+        newest = self._newest
+        if newest is None or not self.loop.used or newest.step != self.head_step:
+            return None
+        return None if newest.position is None else newest
+
+    def extras(self, moment: Moment) -> Extras:
+        """Return what the adapter and the loop give to the extras of the step of `moment`."""
+        if self._is_settled(moment):
+            self.caveats.withdraw("not-settled")
+        else:
+            self.caveats.say(
+                "not-settled",
+                f"step {moment.step} was saved before the loop was done with it: a schedule or an average that it "
+                "changes after the step may be one step behind",
+            )
+        early = moment.early if moment.early is not None else plain(self._adapter.capture_early())
+        late = moment.late if moment.late is not None else plain(self._adapter.capture_late())
+        if moment.light is not None and self._known is not None:
+            late = plain(self._known.with_light(late, moment.light))
+        position: Any = plain(moment.position or self.loop.position(moment.step)) if self.loop.used else None
+        return Extras(early, late, following=self.witness.following(moment.step), loop=position)
+
+    def _is_settled(self, moment: Moment) -> bool:
+        if moment.settled or self._known is None or self.framework:
+            return True
+        if self.loop.used:
+            return False
+        if self._usual is None:
+            return not self._known.late_extras()
+        # The loop is done with the step if everything has changed that usually does.
+        return _changed(self._ended, self._light()) == self._usual
+
+    def _light(self) -> Any:
+        return self._known.capture_light() if self._known is not None and self._hooked else None
+
+    # -- resuming -----------------------------------------------------------------------------------------------
+
+    def restore(self, extras: Extras | None, step: int, *, exact: bool) -> None:
+        """Continue after `step`, with these extras. None: nothing was saved."""
+        self.head_step = step
+        self.loop.restore(None if extras is None else extras.loop, step)
+        if exact:
+            self.witness.expect(None if extras is None else extras.following, step)
+
+    def resumed(self, step: int, moment: Moment | None) -> None:
+        """Note that the loop may continue after `step`. moment: the current moment, if captured."""
+        self._newest = moment
+        if moment is not None and self.loop.resumed:
+            moment.position = self.loop.position(step)
+        self.witness.begin(step, self._forward_begins)
+
+    def close(self) -> None:
+        """Stop observing the loop."""
+        self.witness.stop()
+
+
+def _changed(before: Any, after: Any) -> list[bool] | None:
+    if before is None or after is None:
+        return None
+    return [not _equal(plain(first), plain(last)) for first, last in zip(before, after, strict=True)]
+
+
+def _equal(first: Any, last: Any) -> bool:
+    (text, tensors), (other, others) = encode(first), encode(last)
+    return text == other and all(bytes(tensors[name].data) == bytes(others[name].data) for name in tensors)

@@ -1,0 +1,299 @@
+"""Recover inside a training process: from store to arena, verified, then from arena to live tensors.
+
+The arena is the staging area. Live values are touched only when every partition that is needed has an intact copy
+there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.adapter import Adapter
+from scarctl.checkpoint.copies import Sealed
+from scarctl.checkpoint.engine import Engine
+from scarctl.checkpoint.extrapolated import load_extrapolated
+from scarctl.checkpoint.live_state import LiveState
+from scarctl.errors import UsageError
+from scarctl.recovery.execute import Report
+from scarctl.recovery.lost import Lost
+from scarctl.recovery.plan import MEMORY, Perturbation, estimate
+from scarctl.session.completing import complete, left_behind
+from scarctl.session.forecast import shared_history, weigh_loss, weigh_resume
+from scarctl.session.peers import Found, Together
+from scarctl.state.extras import Extras
+from scarctl.state.version import NEVER, step_of
+from scarctl.store import Snapshot, Store
+from scarctl.store.saved import describe
+from scarctl.theory.extrapolation import Extrapolation
+from scarctl.theory.rework import MODES, Cost
+from scarctl.util.arrays import Ids
+
+log = logging.getLogger("scarctl")
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What `Session.resume` restored."""
+
+    step: int
+    """Iterations finished: the loop continues with the next one. 0 when there was nothing to resume from."""
+    exact: bool
+    """Everything is of `step`: training continues as if it had not stopped. Otherwise steps are mixed."""
+    report: Report | None
+    """Where the partitions came from. None when there was nothing to resume from, and when the state was saved in
+    other parts: then all of it came from the store."""
+    ranks: Mapping[str, Any] | None = None
+    """With several ranks: which of them were lost, and the cost; see `scarctl.distributed.resume_step`."""
+    reasons: tuple[str, ...] = ()
+    """Why the state is not exact, a sentence each; () when it is."""
+    saved_at: str | None = None
+    """UTC time of the newest commit in the store, in ISO 8601; None when no record says it."""
+
+
+def said(resumed: Resumed, store: Store) -> Resumed:
+    """Log in one line what was resumed, and return it."""
+    if not resumed.step and resumed.report is None:
+        log.info("%s has nothing to resume from: a new run begins", store.url)
+        return resumed
+    exact = "exact" if resumed.exact else f"not exact: {'; '.join(resumed.reasons)}"
+    line, report = f"resumed {store.url} at step {resumed.step}, {exact}", resumed.report
+    if report is not None and report.plan.ids.size:
+        oldest = int(step_of(report.plan.version).min())
+        tiers = ", ".join(f"{count} partitions from {tier}" for tier, count in report.tiers.items())
+        line += f"; oldest copy of step {oldest}; {tiers}"
+    log.info("%s; %s", line, describe(resumed.saved_at))
+    return resumed
+
+
+def resume_live(
+    engine: Engine, live: LiveState, mode: str, together: Together, snapshot: Snapshot | None = None
+) -> tuple[Resumed, Extras | None]:
+    """Restore everything into a fresh process. Returns the extras too, None when there was nothing to resume from.
+
+    Raises NoIntactCopy, Corruption, UsageError; then no live value was changed.
+    """
+    cost = None
+    if mode == "auto":
+        mode, cost = _weigh(engine, together)
+    if mode == "rollback":
+        report, sealed = _roll_back(engine, live, together, snapshot=snapshot)
+        assert report.step is not None
+        engine.learn(shared_history(engine, sealed, report.step, together), sealed)
+        return Resumed(report.step, report.exact, replace(report, cost=cost)), sealed
+    # Meanwhile nothing moves from the queue to the store: extras would be seen in neither. Nor after a failure: what
+    # waits may be of later steps than the one from which another attempt continues.
+    together.agree(engine.stop)
+    resumed, extras = _resume(engine, live, together)
+    together.agree(engine.start)
+    engine.adopt_orphans()
+    if resumed.report is not None:
+        resumed = replace(resumed, report=replace(resumed.report, cost=cost))
+    return resumed, extras
+
+
+def _weigh(engine: Engine, together: Together) -> tuple[str, Cost | None]:
+    """Choose the mode and return its cost. Partial, without a cost, where some rank has nothing to continue from."""
+
+    found = together.agree(engine.copies.newest)
+    everywhere = together.gather(found is not None)
+    if found is None or not all(everywhere):
+        return "partial", None
+    return weigh_resume(engine, *found, together)
+
+
+def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resumed, Extras | None]:
+    found, report = together.agree(lambda: _fetch(engine))
+    agreed = together.go_on(found, engine.store)
+    if agreed is None:
+        log.warning("%s holds no complete state yet: there is nothing to resume from", engine.store.url)
+        engine.start_over()
+        return Resumed(0, True, None), None
+    step = agreed.step
+    # Copies newer than the extras: the process died before it could hand them over. Random numbers, schedule and data
+    # position are of the older step, so the run continues there.
+    engine.age_after(step)
+    engine.learn(shared_history(engine, agreed.extras, step, together), agreed.extras)
+    assert report is not None, "there is one where something is found"
+    plan, exact = report.plan, agreed.exact
+    told, _, _ = together.agree(lambda: load_extrapolated(engine, live, plan, step, exact=exact))
+    report = _with(report, told)
+    together.spread()
+    return Resumed(step, agreed.exact, report, agreed.summary), agreed.extras
+
+
+def _fetch(engine: Engine) -> tuple[Found | None, Report | None]:
+    """Bring the newest copies of everything into the arena. Return None when some partition has no copy anywhere."""
+    arena, there = engine.arena, engine.copies.newest()
+    engine.copies.require_same_line()
+    if there is None:
+        return None, None
+    states, newest = there
+    owns = engine.layout.partitions > 0
+    # A rank that owns nothing, and has not sealed that yet, waits for nothing.
+    if newest is None and (owns or engine.store.part is None):
+        return None, None
+    engine.copies.believe_newest_seal()
+    known = estimate(arena.distance).value  # before the arena is filled up
+    report = engine.copies.fetch_all(states)
+    version, whole = (NEVER, "") if newest is None else (newest.version, newest.whole)
+    of_one = report.exact and report.step == step_of(version) and report.plan.whole == whole
+    exact = of_one if owns else newest is not None
+    survived = exact and arena.head_step == step_of(version)
+    extras = None if newest is None else newest.extras
+    return Found(version, extras, exact, survived, known, owns, whole), report
+
+
+def recover_live(
+    engine: Engine,
+    live: LiveState,
+    adapter: Adapter,
+    lost: Lost,
+    mode: str,
+    head_step: int,
+    together: Together,
+    max_rework: float | None = None,
+) -> Report:
+    """Restore what was lost in a running process, and the extras when that is a rollback.
+
+    The report's problems name what is left that is not finite, on any rank, where a copy is.
+
+    Raises UsageError, NoIntactCopy, ScarError (kind "too-much-rework"); then no live value was changed.
+    """
+    check_mode(mode)
+    ids = together.lost_ids(lost, engine.layout, engine.store)
+    now = together.agree(lambda: _distances(engine, live, ids))
+    mode, cost = weigh_loss(engine, ids, now, head_step, together, mode, max_rework)
+    if mode == "rollback":
+        report, extras = _roll_back(engine, live, together, lost=ids.size)
+        engine.learn(shared_history(engine, extras, report.step or 0, together), extras)
+        adapter.restore(extras.early, extras.late)
+        left = together.agree(lambda: left_behind(engine, live, adapter, ids, extras.late))
+        return _checked(replace(report, cost=cost), left, together)
+    with _known_to_differ(engine, ids):
+        report = together.agree(lambda: _fetch_lost(engine, live, ids, now, head_step))
+    # One rank's part may be of one step, but not of that of the others.
+    exact = report.exact and not together.several
+    told, moved, changes = together.agree(
+        lambda: load_extrapolated(engine, live, report.plan, head_step, exact=exact)
+    )
+    engine.jumped(live, ids, moved)
+    if moved.size:
+        now[np.searchsorted(ids, moved)] = changes
+        report = replace(report, perturbation=_perturbation(now, report.perturbation))
+    report = _with(report, told)
+    left = together.agree(lambda: complete(engine, live, adapter, ids))
+    together.spread()
+    return _checked(replace(report, cost=cost), left, together)
+
+
+def _checked(report: Report, left: list[str], together: Together) -> Report:
+    """Return the report with what is left behind on all ranks."""
+    everywhere = [text for theirs in together.gather(left) for text in theirs]
+    return replace(report, problems=tuple(dict.fromkeys([*report.problems, *everywhere])))
+
+
+def _with(report: Report, told: Extrapolation | None) -> Report:
+    """Return the report with what was extrapolated, which is not a copy of any step."""
+    exact = report.exact and (told is None or not told.partitions)
+    return replace(report, plan=replace(report.plan, exact=exact), extrapolation=told)
+
+
+def _distances(engine: Engine, live: LiveState, ids: Ids) -> NDArray[np.float64]:
+    """Distances of `ids` from their copies in memory, NaN where there is none: float64 of the shape of `ids`."""
+    there = engine.arena.intact()[ids]
+    found = np.full(ids.size, np.nan)
+    found[there] = live.distances_at(ids[there])
+    return found
+
+
+def _fetch_lost(
+    engine: Engine, live: LiveState, ids: Ids, now: NDArray[np.float64], head_step: int
+) -> Report:
+    """Bring the newest copies of `ids` into the arena.
+
+    now: live distances from the copies in the arena; updated in place where those are replaced.
+    """
+    known = engine.arena.distance[ids]
+    report = engine.copies.fetch_lost(ids, _survivors(engine, live, ids, head_step))
+    if report.step != head_step:
+        # Extras, such as random numbers and step counts, stay those of now: the two together were never a state.
+        report = replace(report, plan=replace(report.plan, exact=False))
+    new = report.plan.tier != MEMORY
+    now[new] = live.distances_at(ids[new])
+    return replace(report, perturbation=_perturbation(now, estimate(known)))
+
+
+def _survivors(engine: Engine, live: LiveState, ids: Ids, head_step: int) -> str:
+    """Return the commit of the whole state, after `head_step`, that all live values but `ids` are of; "" for none."""
+    arena = engine.arena
+    if not arena.whole or step_of(int(arena.newest().max(initial=NEVER))) != head_step:
+        return ""
+    kept = np.delete(live.changed(), ids)
+    return "" if kept.any() else arena.whole
+
+
+def _roll_back(
+    engine: Engine,
+    live: LiveState,
+    together: Together,
+    lost: int | None = None,
+    snapshot: Snapshot | None = None,
+) -> tuple[Report, Extras]:
+    """Go back to the newest state that all shards sealed at one step; forget what came after, here and in the store."""
+    known = engine.arena.distance.copy()
+    # The newest sealed state may still be on its way to the store.
+    together.agree(engine.drain)
+    everything = np.arange(engine.layout.partitions)
+
+    def fetch(until: Sealed | None) -> tuple[Report, Extras]:
+        report, extras = engine.copies.fetch_sealed(lost=lost, until=until, snapshot=snapshot)
+        return replace(report, perturbation=_perturbation(live.distances(), estimate(known))), extras
+
+    with _known_to_differ(engine, everything), contextlib.ExitStack() as stopped:
+        # Only when nobody saves any more do all look at the same logs.
+        together.agree(lambda: stopped.enter_context(engine.nothing_saved()))
+        report, extras = together.agree(lambda: fetch(None))
+        # Where a part is damaged somewhere, all go back to the newest state that everybody can read.
+        found = together.gather(report.plan.sealed)
+        while min(found) < max(found):
+            until = min(found)
+            report, extras = together.agree(partial(fetch, until))
+            found = together.gather(report.plan.sealed)
+        one = len(set(together.gather(report.plan.whole))) == 1
+        report = replace(report, plan=replace(report.plan, exact=report.exact and one))
+        together.agree(lambda: engine.forget_after(report.plan))
+    live.load(everything)
+    together.spread()
+    engine.equal(everything)
+    return report, extras
+
+
+@contextlib.contextmanager
+def _known_to_differ(engine: Engine, ids: Ids) -> Iterator[None]:
+    """If the block fails, count live values of `ids` as moved: the arena may have other copies of them than before."""
+    try:
+        yield
+    except BaseException:
+        engine.tracker.moved(ids)
+        raise
+
+
+def check_mode(mode: str) -> None:
+    """Raise UsageError for an unknown mode."""
+    if mode not in MODES:
+        raise UsageError(f"unknown mode {mode!r}", hint=f"use one of {', '.join(MODES)}")
+
+
+def _perturbation(distance: NDArray[np.float64], otherwise: Perturbation) -> Perturbation:
+    """Return the norm of the change of partitions that change by these distances; `otherwise` if one is not finite."""
+    if np.isfinite(distance).all():
+        return Perturbation(float(np.linalg.norm(distance)), "measured")
+    return otherwise

@@ -1,0 +1,71 @@
+"""Keep what a session is asked for from outside, and say what is due after a step."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from scarctl.checkpoint.copied import Extent
+from scarctl.checkpoint.engine import Engine
+from scarctl.checkpoint.selector import Selector
+from scarctl.daemon.request import Wish
+from scarctl.errors import ScarError, error_fields
+from scarctl.recovery.execute import Report
+from scarctl.session.peers import Together
+
+log = logging.getLogger("scarctl")
+
+
+class Requests:
+    """What a session is asked for, until it is done."""
+
+    def __init__(self, together: Together) -> None:
+        self._together = together
+        self._requested: Extent | None = None
+        """The checkpoint that was asked for."""
+        self._wishes: deque[Wish] = deque()
+        """What all ranks have to do after the same step."""
+
+    def add(self, wish: Wish) -> None:
+        """Take a wish, for the next step's end. Called from another thread."""
+        if wish.kind == "recover" or (wish.kind == "full" and self._together.several):
+            self._wishes.append(wish)
+        elif wish.kind == "full" or self._requested is None:
+            self._requested = Extent.WHOLE if wish.kind == "full" else Extent.PART
+
+    def recovery(self, selector: Selector, *, regular: bool) -> Wish | None:
+        """Return the recovery that all ranks carry out now, after the same step. To be asked once after a step.
+
+        regular: a regular checkpoint is due. Raises ScarError when ranks cannot learn of each other's wishes.
+        """
+        wish = self._together.grant(self._wishes, selector, regular=regular)
+        if wish is not None and wish.kind == "full":
+            self._requested = Extent.WHOLE
+            return None
+        return wish
+
+    def due(self, engine: Engine, *, regular: bool) -> Extent | None:
+        """Return the checkpoint that is due: the regular one, or one that was asked for. None: no checkpoint is due.
+
+        A partial checkpoint that was asked for waits while nothing could be taken: all is on its way to the store.
+        """
+        requested = self._requested
+        if requested is Extent.WHOLE or (requested is not None and engine.may_copy):
+            self._requested = None
+            return requested
+        if not regular:
+            return None
+        return Extent.WHOLE_UNLESS_BEHIND if engine.settings.policy == "full" else Extent.PART
+
+
+def answer(recover: Callable[[], Report], step: int, together: Together) -> dict[str, Any]:
+    """Recover, and return the answer to the wish for it. A recovery that fails ends no training."""
+    try:
+        report = recover().to_json()
+        counts = together.gather([report["restored_partitions"], report["bytes"]])
+    except ScarError as error:
+        log.error("what was asked for cannot be recovered: %s", error)
+        return {"error": error_fields(error)}
+    return {"step": step, "report": report, "ranks": counts}

@@ -1,0 +1,118 @@
+"""Resume a session where an earlier run has ended, which saved the state in the same parts or in others."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from scarctl.checkpoint.engine import Engine
+from scarctl.session.parts import Parts
+from scarctl.session.peers import Elsewhere
+from scarctl.session.recover import Resumed, resume_live
+from scarctl.state.caveats import reasons
+from scarctl.state.extras import Extras
+from scarctl.state.layout import Layout
+from scarctl.store import read_snapshot
+from scarctl.store.saved import last_saved
+
+log = logging.getLogger("scarctl")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of resuming."""
+
+    resumed: Resumed
+    reasons: tuple[str, ...] = ()
+    """Why the state is not exact, as the run knew that saved it."""
+    reshaped: bool = False
+    """The state was saved in other parts: it has to be saved anew."""
+
+
+class Resumption:
+    """One attempt to resume. Live values change only when everything that is needed has an intact copy."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._adapter = parts.adapter
+        self._progress = parts.progress
+        self._binding = parts.binding
+        self._store = parts.opening.store
+        self._opening = parts.opening
+        self._together = parts.together
+
+    def run(self, mode: str, snapshot: str | None) -> Outcome:
+        """Resume, and return what came of it. Raises what `Session.resume` raises."""
+        outcome = Outcome(Resumed(0, True, None))
+        if not self._together.moved:
+            layout = self._together.agree(self._store.current_layout)
+            missing = [n for n, there in enumerate(self._together.gather(layout is not None)) if not there]
+            if missing and layout is not None:
+                log.warning(
+                    "%s has nothing of ranks %s, though others have saved: they died before they could, or their logs "
+                    "are lost. Continuing from a state that was saved before, if the store has one",
+                    self._store.url,
+                    ", ".join(map(str, missing)),
+                )
+            if not missing and layout is not None:
+                outcome = self._in_place(layout, mode, snapshot)
+                if outcome.resumed.report is not None:
+                    return outcome
+        elsewhere = self._together.elsewhere(self._store, mode, snapshot)
+        return outcome if elsewhere is None else self._from(elsewhere)
+
+    def _in_place(self, layout: Layout, mode: str, name: str | None) -> Outcome:
+        """Resume from a state that was saved in the same parts."""
+        agree = self._together.agree
+        snapshot = agree(lambda: None if name is None else read_snapshot(self._store, name))
+        saved_at = agree(lambda: last_saved(self._store))
+        agree(lambda: self._binding.check(layout))
+        remove_slots = self._adapter.create_slots(layout)
+        # What a dead process left becomes durable only when it is clear from which step this one continues.
+        engine = self._opening.open(layout)
+        live = self._binding.live(engine.arena)
+        try:
+            resumed, extras = resume_live(
+                engine, live, mode if snapshot is None else "rollback", self._together, snapshot
+            )
+        except BaseException:
+            remove_slots()
+            raise
+        if extras is None:
+            remove_slots()
+        resumed = replace(resumed, saved_at=saved_at)
+        return Outcome(resumed, self._continue(engine, resumed, extras))
+
+    def _from(self, elsewhere: Elsewhere) -> Outcome:
+        """Resume from a state that was saved in other parts."""
+        remove_slots = self._adapter.create_slots(elsewhere.layout)
+        engine = self._opening.open(elsewhere.layout)
+        # What a failed attempt left there must not pass for a copy of what is written over it.
+        engine.start_over()
+        try:
+            agreed = self._together.agree(lambda: elsewhere.fill(engine.arena))
+        except BaseException:
+            remove_slots()
+            raise
+        live = self._binding.live(engine.arena)
+        live.load(np.arange(engine.layout.partitions))
+        self._together.spread()
+        engine.start_over()
+        resumed = Resumed(agreed.step, agreed.exact, None, agreed.summary, saved_at=last_saved(self._store))
+        stored = self._continue(engine, resumed, agreed.extras)
+        engine.start()
+        return Outcome(resumed, stored, reshaped=True)
+
+    def _continue(self, engine: Engine, resumed: Resumed, extras: Extras | None) -> tuple[str, ...]:
+        """Restore the extras, and let the engine run. Return why the state is not exact, as its extras say.
+
+        extras: None when there was nothing to resume from.
+        """
+        stored = () if extras is None else reasons(extras.notes.caveats)
+        if extras is not None:
+            self._adapter.restore(extras.early, extras.late)
+            engine.policy_memory = extras.policy
+        self._progress.restore(extras, resumed.step, exact=resumed.exact and not stored)
+        self._opening.run_on(engine, resumed.step)
+        return stored

@@ -1,0 +1,449 @@
+"""Offer the `Session` that `attach` returns: it saves, resumes and recovers one training process's state."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import TypeVar
+
+from scarctl.adapter import Adapter, watch_of
+from scarctl.checkpoint.binding import Binding
+from scarctl.checkpoint.checkpointer import Stats
+from scarctl.checkpoint.copied import Extent
+from scarctl.checkpoint.engine import Engine
+from scarctl.checkpoint.step_end import check_step
+from scarctl.checkpoint.tracker import touched_of
+from scarctl.config import Hooks, SessionSettings
+from scarctl.daemon.request import Wish
+from scarctl.errors import Unavailable, UsageError
+from scarctl.recovery.execute import Report
+from scarctl.session import attached, signals
+from scarctl.session.gate import Gate
+from scarctl.session.opening import Opening, claim
+from scarctl.session.origin import Origin
+from scarctl.session.parts import Parts
+from scarctl.session.peers import Alone, Together
+from scarctl.session.progress import Progress
+from scarctl.session.recover import Resumed, check_mode, recover_live, said
+from scarctl.session.requests import Requests, answer
+from scarctl.session.resume import Resumption
+from scarctl.session.saving import FLUSH_SECONDS, Ending, Saving
+from scarctl.session.snapshot import came_late, name_state
+from scarctl.session.steps import Steps
+from scarctl.state.caveats import Caveats
+from scarctl.state.layout import Layout
+from scarctl.store.snapshot import check_new_snapshot
+from scarctl.theory.rework import Mode
+
+log = logging.getLogger("scarctl")
+T = TypeVar("T")
+
+
+class Session:
+    """One training process's checkpoints. Made by `attach`; `close` it, or use it in a `with` statement."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        settings: SessionSettings,
+        *,
+        hooks: Hooks,
+        together: Together | None = None,
+    ) -> None:
+        """hooks: see `attach`. together: the other ranks that train with this process, if there are any."""
+        self.settings = settings
+        self.caveats = Caveats()
+        """What of this run is not protected, or not exact; each was logged at WARNING."""
+        self._together = together or Alone()
+        self._adapter = adapter
+        self._hooked = hooks == "auto"
+        self._hooked_begin = hooks == "begin"
+        self._closed = False
+        self._pid = os.getpid()
+        self._origin = Origin(self.caveats)
+        self._requests = Requests(self._together)
+        self._gate = Gate(stepping=hooks == "off")
+        self._progress = Progress(
+            adapter,
+            self._gate,
+            self.caveats,
+            self._together.rank,
+            self._origin,
+            hooked=hooks == "auto",
+            framework=hooks == "begin",
+        )
+        self._lasts = self._progress.framework
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._together.close)
+            touched = touched_of(adapter, settings, hooked=hooks != "off")
+            self.store = self._together.open_store(settings)
+            undo.callback(self.store.close)
+            self._binding = Binding(adapter, self.store, self.caveats)
+            self._saver = self._together.agree(
+                lambda: claim(self.store, settings, self._binding, self._requests),
+                undo=lambda saver: saver.close(),
+            )
+            undo.callback(self._saver.close)
+            self._opening = Opening(self.store, settings, self._saver, self._together, self.caveats)
+            self._remove_hooks = self._install(hooks)
+            undo.callback(self._remove_hooks)
+            self._watch = watch_of(adapter, self.caveats)
+            undo.pop_all()
+        parts = Parts(
+            adapter,
+            settings,
+            self._together,
+            self._gate,
+            self._progress,
+            self._binding,
+            self._opening,
+        )
+        self._saving = Saving(parts)
+        self._steps = Steps(parts, self._requests, self._saving, self._watch, touched)
+        self._resumption = Resumption(parts)
+        # Otherwise a loop that just ends would lose what it did since the last checkpoint.
+        atexit.register(self._at_exit)
+        attached.opened(self)
+        self._unwatch = signals.watch(self._before_signal) if settings.flush_on_signal else lambda: None
+
+    def _install(self, hooks: Hooks) -> Callable[[], None]:
+        if hooks == "off":
+            return lambda: None
+        return self._adapter.install(self._before_step, self._after_step if hooks == "auto" else None)
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter of the training framework; with several ranks, of the part of the state that this rank owns."""
+        return self._adapter
+
+    @property
+    def layout(self) -> Layout:
+        """The groups and partitions of the state. Raises UsageError before the first step, unless resumed."""
+        return self._saving.require_started().layout
+
+    @property
+    def stats(self) -> Stats:
+        """Counts of what this session has done so far."""
+        return self._saving.stats
+
+    @property
+    def head_step(self) -> int:
+        """Iterations finished so far, counted over restarts."""
+        return self._progress.head_step
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """What `resume` returned, and why that is not exact if it turned out later."""
+        return self._origin.resumed
+
+    @property
+    def stepping(self) -> bool:
+        """Whether an iteration has begun to change parameters and is not over. Always true with `hooks="off"`."""
+        return self._gate.stepping
+
+    @property
+    def lag(self) -> int:
+        """Iterations since the oldest copy that is not durable yet; 0 when all copies are."""
+        return self._engine.lag() if self._engine is not None else 0
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are not trained yet: use it instead of `range(count)`. See `batches`."""
+        self._check_open()
+        return self._progress.loop.epochs(count)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of `epochs` that the loop is in, from 0."""
+        return self._progress.loop.epoch
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield what of `loader`, any iterable, this epoch's training has not used yet: use it instead of `loader`.
+
+        A loop that reads its data here resumes exactly. Data, random numbers, schedulers and extras are then those of
+        the moment at which the loop asked for the next batch. What else the loop does once per epoch belongs into the
+        loop over `epochs`. Raises UsageError when the data end before the batch that was reached.
+        """
+        self._check_open()
+        return self._progress.loop.batches(loader)
+
+    def step(self, step: int | None = None) -> None:
+        """Count an iteration, where no hook counts it. `step`: its number, if the loop has its own count.
+
+        With `hooks="begin"` nothing happens when no optimizer has stepped since the last iteration.
+        Raises UsageError when `step` goes backwards or is negative, and where hooks count the iterations.
+        """
+        self._check_open()
+        if self._hooked:
+            raise UsageError(
+                "optimizers' steps count as iterations already: session.step() would count each twice",
+                hint="leave out session.step(), or attach with hooks='off'",
+            )
+        if self._hooked_begin and not self.stepping:
+            return
+        if step is not None:
+            check_step(step, self.head_step)
+            self._progress.head_step = step - 1
+        if self._hooked_begin:
+            self._after_step()
+            return
+        self._steps.between()
+        self._after_step()
+        with self._gate.held():
+            self._finish()
+        self._gate.enter()
+
+    def checkpoint(self, *, full: bool = False, wait: bool = False) -> None:
+        """Save now: one partial checkpoint, or with `full` the whole state, sealed. `wait`: until it is durable.
+
+        Raises UsageError before the first step, when the optimizer has no state yet; with `wait` the fault for which
+        the checkpoint is not durable.
+        """
+        engine = self._started()
+        with self._gate.held():
+            saved = self._saving.now(Extent.WHOLE if full else Extent.PART)
+        if wait:
+            self._saving.require_durable(engine, saved=saved)
+
+    def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
+        """Bring the newest step into this host's memory, and queue it as one sealed checkpoint: at memory speed.
+
+        A process that starts again on this host resumes from it exactly. The checkpoint becomes durable as usual. The
+        extras are those of the step's end, if they are taken then (`flush_on_signal`). May be called in any thread.
+
+        timeout: seconds to wait for a running step to end. Returns whether the state was sealed; it is not while a step
+        runs, or when values are not finite. Raises UsageError before the first step.
+        """
+        self._started()
+        with self._gate.quiet(timeout) as quiet:
+            return quiet and not self._closed and self._saving.flush()
+
+    def snapshot(self, name: str) -> int:
+        """Save the whole state as a sealed checkpoint, keep it under a name, and return its step once it is durable.
+
+        The snapshot stays until it is deleted (`scarctl snapshot delete`). Raises UsageError for a name that is taken
+        or is not allowed, and before the first step; ScarError (kind "not-sealed") when values are not finite; the
+        store's fault.
+        """
+        engine, agree = self._started(), self._together.agree
+        agree(lambda: check_new_snapshot(self.store, name))
+        for again in (True, False):
+            agree(lambda: self.checkpoint(full=True, wait=True))
+            try:
+                name_state(name, self.store, self._together, engine.arena.whole, self.head_step)
+                break
+            except Unavailable as error:
+                if not (again and came_late(error)):
+                    raise
+        return self.head_step
+
+    def resume(self, mode: Mode = "partial", snapshot: str | None = None) -> Resumed:
+        """Restore what the store and this host's memory have, in place; an empty store changes nothing.
+
+        mode: "partial" takes every partition's newest copy; "rollback" the newest state that is of one step everywhere;
+        "auto" the one of these two with the lower predicted cost in iterations (see `recover`).
+        snapshot: go back to the snapshot of this name, exactly.
+        Returns the step after which to continue, whether the state is exact, and the report.
+        Raises LayoutMismatch (another model or optimizer), NoIntactCopy, Corruption; then nothing was changed.
+        """
+        self._check_open()
+        check_mode(mode)
+        if self._engine is not None:
+            raise UsageError(
+                "resume() comes before the first step", hint="use session.recover() in a running loop"
+            )
+        if not self._together.holds_earlier_run(self.store):
+            if snapshot is not None:
+                raise UsageError(
+                    f"{self.store.url} has no snapshot {snapshot!r}: nothing is saved there",
+                    hint="check the address; without a snapshot, resume() begins a new run there",
+                )
+            self._origin.resumed = said(Resumed(step=0, exact=True, report=None), self.store)
+            return self._origin.resumed
+        with self._gate.held():
+            outcome = self._resumption.run(mode, snapshot)
+            self._opening.looked()
+            resumed = self._origin.set(outcome.resumed, outcome.reasons, self.store, self._together)
+            if outcome.reshaped:
+                # Until this is durable the state is where it came from.
+                self._saving.seal(self._saving.take())
+            elif self._engine is not None and self.settings.flush_on_signal:
+                # Until the next step ends, this is the newest one: an exception on the way there saves no later extras.
+                self._saving.take()
+            self._progress.resumed(self.head_step, self._saving.moment)
+            return resumed
+
+    def supersede(self, step: int = 0) -> None:
+        """Continue with the live state instead of `resume`, whatever an earlier run has saved to the store.
+
+        The first step saves all of it, sealed, as the newest state. Until that is durable the store keeps the earlier
+        run's state. Copies of that run which wait for the store, or are newer in this host's memory, are given up.
+        step: iterations that the live state has behind it.
+        Raises UsageError after `resume` and after the first step, LayoutMismatch for another model or optimizer.
+        """
+        self._check_open()
+        if self._engine is not None:
+            raise UsageError(
+                "supersede() comes before the first step, and instead of resume()",
+                hint="to continue with the live state in a running loop, call nothing",
+            )
+        if step:
+            check_step(step, 0)
+        layout = self._together.agree(self.store.current_layout)
+        if layout is not None:
+            self._together.agree(lambda: self._binding.check(layout))
+        self._opening.looked(superseding=True)
+        self._progress.head_step = step
+
+    def recover(
+        self,
+        lost: str | int | Iterable[str | int],
+        mode: Mode = "partial",
+        max_rework: float | None = None,
+    ) -> Report:
+        """Restore lost partitions in the running process, in place; the others keep their progress.
+
+        lost: shard numbers, patterns of group names ("layers.3.*", "emb.weight[0:512]"), or "all"; where several ranks
+        train together numbers are those of ranks ("rank:2"), and all of them call this after the same step.
+        mode: "partial"; "rollback" to the newest sealed state (everything, with its extras), which waits up to
+        `timeout` seconds for a sealed state that is on its way to the store; or "auto", the one of the two with
+        the lower predicted cost in iterations, and partial without a prediction. The report's `cost` has both.
+        max_rework: iterations that the recovery may cost.
+        Raises UsageError for a part that does not exist, NoIntactCopy when a partition has no copy, ScarError (kind
+        "too-much-rework") when the predicted cost exceeds `max_rework` or is unknown; then nothing was changed.
+        """
+        engine = self._started()
+        with self._gate.held():
+            self._finish()
+            live = self._binding.live(engine.arena)
+            report = recover_live(
+                engine, live, self._adapter, lost, mode, self.head_step, self._together, max_rework
+            )
+            self._saving.jumped()
+            if report.mode == "rollback" and report.step is not None:
+                self._progress.head_step = report.step
+                engine.arena.reach(report.step)
+            if self.settings.flush_on_signal:
+                self._saving.take()
+        return report
+
+    def close(self, *, seal: bool = True) -> None:
+        """Save the whole state as a sealed checkpoint, wait up to `timeout` seconds for the store, and let go.
+
+        What is not durable by then stays in the arena, and the next session on this host saves it. While an
+        exception is on its way the state of the newest step is flushed instead; see `flush`.
+        """
+        failed = sys.exc_info()[1] is not None
+        self._close(Ending.FAILED if failed else Ending.CLOSED, seal=seal)
+
+    def __enter__(self) -> Session:
+        self._lasts = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(Ending.CLOSED if error is None else Ending.FAILED)
+
+    # -- hooks --------------------------------------------------------------------------------------------------
+
+    def _before_step(self) -> None:
+        if not self._inert():
+            self._steps.begin()
+
+    def _after_step(self) -> None:
+        if self._inert():
+            return
+        # As long as this is held a flush cannot come between the parts.
+        with self._gate.held():
+            wish = self._steps.end()
+            if wish is not None:
+                self._grant(wish)
+            self._steps.save()
+
+    def _grant(self, wish: Wish) -> None:
+        """Recover what was asked for from outside, and answer."""
+        found = answer(
+            lambda: self.recover(wish.lost, "partial", wish.max_rework), self.head_step, self._together
+        )
+        if wish.number:
+            self._saver.answer(wish.number, found)
+
+    def _inert(self) -> bool:
+        """Whether hooks do nothing: the session is closed, or a forked child's copy (in a data loader's worker)."""
+        return self._closed or self._saving.doomed or os.getpid() != self._pid
+
+    def _finish(self) -> bool:
+        """Do the second half of a checkpoint, if one is under way. Return whether it has sealed the state."""
+        return self._saving.finish()
+
+    # -- start and end ------------------------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> Engine | None:
+        return self._opening.engine
+
+    def _started(self) -> Engine:
+        self._check_open()
+        return self._saving.require_started()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the session is closed")
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "this is a forked child's copy of the session",
+                hint="call it in the process that attached it",
+            )
+
+    def _before_signal(self, fatal: bool) -> None:
+        """Flush, after SIGTERM or SIGINT. Called in a thread; if `fatal`, this process ends right after."""
+        with self._gate.quiet(FLUSH_SECONDS) as quiet:
+            if self._inert() or self._engine is None:
+                return
+            if quiet:
+                self._saving.before_signal(fatal=fatal)
+            else:
+                log.warning("a signal came in a step that did not end: the state is not flushed")
+            if fatal:
+                self._saving.end_now()
+
+    def _at_exit(self) -> None:
+        # The interpreter keeps an exception that nobody caught.
+        self._close(Ending.EXIT if getattr(sys, "last_value", None) is None else Ending.FAILED)
+
+    def _close(self, ending: Ending, *, seal: bool = True) -> None:
+        """Save the whole state, and let go of everything."""
+        if self._inert():
+            return
+        atexit.unregister(self._at_exit)
+        attached.closed(self)
+        try:
+            self._watch.look()
+        except Exception as error:  # what a watch has seen is worth a word, and not what is saved now
+            log.error("training cannot be looked at once more: %s", error)
+        with contextlib.ExitStack() as last:
+            # Not before: a training thread that continues meanwhile has to pass the gate.
+            last.callback(self._remove_hooks)
+            last.callback(self._watch.end)
+            last.callback(self._together.close)
+            last.callback(self.store.close)
+            last.callback(self._saving.worker.close)
+            last.callback(self._saving.let_go, ending)
+            last.callback(self._saving.rest)
+            last.callback(self._unwatch)
+            last.callback(self._stop)
+            self._saving.last(ending, seal=seal)
+
+    def _stop(self) -> None:
+        self._closed = True
+        self._progress.close()
+        self._gate.end()

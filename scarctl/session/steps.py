@@ -1,0 +1,110 @@
+"""Do what a session has to do where an iteration begins to change parameters, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from scarctl.adapter import Watching
+from scarctl.checkpoint.copied import Extent
+from scarctl.daemon.request import Wish
+from scarctl.errors import ScarError
+from scarctl.session.parts import Parts
+from scarctl.session.requests import Requests
+from scarctl.session.saving import Saving
+
+
+class Steps:
+    """The beginnings and ends of one session's iterations."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        requests: Requests,
+        saving: Saving,
+        watch: Watching,
+        touched: Callable[[], Mapping[str, torch.Tensor]] | None,
+    ) -> None:
+        """touched: names the rows that the coming step will change; None: nobody asks for them."""
+        self.touched = touched
+        self._opening = parts.opening
+        self._binding = parts.binding
+        self._progress = parts.progress
+        self._gate = parts.gate
+        self._requests = requests
+        self._saving = saving
+        self._watch = watch
+        self._flush_on_signal = parts.settings.flush_on_signal
+        self._regular = False
+        """A regular checkpoint is due after the newest step."""
+
+    def begin(self) -> None:
+        """Right before an optimizer changes parameters: finish the copy under way."""
+        self.between()
+        with self._saving.stats.stalled():
+            self._gate.enter()
+            # Not before: a flush that comes in between would take what the coming step changes for saved.
+            self._note_touched()
+
+    def between(self) -> None:
+        """Finish the copy under way: parameters are about to change. Raises UsageError when the run was not resumed."""
+        if self._opening.engine is None and self._progress.head_step == 0:
+            self._opening.require_looked()
+        self._progress.step_begins()
+        with self._gate.held(), self._saving.stats.stalled(part=self._saving.under_way):
+            self._saving.finish()
+
+    def end(self) -> Wish | None:
+        """Right after the last optimizer's step: count the iteration. Return the recovery that is due now, if any.
+
+        To be called with the gate held, and then `save` before it is let go: a flush must not come between the two.
+        """
+        progress, saving, engine = self._progress, self._saving, self._opening.engine
+        saving.moment = None
+        saving.streams.follow()
+        progress.head_step += 1  # before a flush may come
+        progress.caveats.withdraw("resumed")
+        self._gate.leave(progress.patience)
+        self._watch.stepped()
+        self._binding.require_savable()
+        if engine is None:
+            return None
+        engine.arena.reach(progress.head_step)
+        self._regular = engine.due(progress.head_step)
+        try:
+            return self._requests.recovery(engine.selector, regular=self._regular)
+        except ScarError as error:
+            saving.fault(error)
+            return None
+
+    def save(self) -> None:
+        """Start the checkpoint that is due after this step. The first step saves all of the state."""
+        saving, step, moment = self._saving, self._progress.head_step, None
+        due = self._due(step)
+        with saving.stats.stalled(first=due is not None, part=due is not None):
+            if due is not None or self._flush_on_signal:
+                moment = saving.take(early=self._progress.reads_early)
+            self._progress.step_ended(step, moment)
+            if due is not None:
+                saving.begin(moment, due)
+            saving.look_ahead()
+
+    def _due(self, step: int) -> Extent | None:
+        engine = self._opening.engine
+        if engine is None:
+            self._opening.start(self._binding.build_layout(), step)
+            return Extent.WHOLE
+        if self._regular:
+            engine.expect(step)
+        return self._requests.due(engine, regular=self._regular)
+
+    def _note_touched(self) -> None:
+        engine = self._opening.engine
+        if engine is None or self.touched is None:
+            return
+        try:
+            engine.tracker.touch(self.touched())
+        except Exception as error:
+            engine.tracker.give_up_touched()
+            self._saving.fault(error)

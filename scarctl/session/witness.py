@@ -1,0 +1,220 @@
+"""Detect a resumed run that continues differently, by keeping digests of what followed a step with its checkpoint.
+
+A checkpoint of step k has digests of the random numbers and inputs with which the first forward pass of step k+1 began.
+The first forward pass of a run that resumes from it must begin with the same. That holds whatever the loop does in
+between: make an iterator, skip batches, draw noise, read the environment.
+
+If nothing followed the step, for example because the run was closed, no comparison is possible. Then the loop must draw
+as many random numbers as before each of its last steps, and must not read a DataLoader.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from scarctl.checkpoint.randomness import Raw, digests, draws, raw
+
+_GAPS = 3
+"""Number of gaps between steps that are kept, to learn how much the loop usually draws in one."""
+_MODULES = 64
+"""Modules without tensors as arguments, after which the search for inputs ends."""
+_SAMPLES = 4096
+"""Values in the digest of one input on a GPU."""
+
+
+@dataclass(slots=True)
+class _Gap:
+    """The time from the end of a step, or from the moment the loop received a batch, to the next forward pass."""
+
+    step: int
+    begun: Raw
+    ended: Raw | None = None
+    inputs: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """Inputs of the forward pass, with their counts of writes then."""
+
+    def drawn(self) -> list[int] | None:
+        return None if self.ended is None else draws(self.begun, self.ended)
+
+
+class Witness:
+    """Observes the first forward pass in training mode after each step."""
+
+    def __init__(
+        self, modules: Callable[[], Iterable[nn.Module]] | None, rank: int, *, framework: bool
+    ) -> None:
+        """modules: returns those of the trained model; None observes nothing. framework: whether one owns the loop."""
+        self._framework = framework
+        self._modules = modules
+        self._rank = rank
+        self._ids: frozenset[int] = frozenset()
+        self._gaps: list[_Gap] = []
+        """Recent gaps, the newest last."""
+        self._remove: Callable[[], None] = lambda: None
+        self._left = 0
+        self._looking = False
+        """Whether the hook is installed."""
+        self._seen: Callable[[], None] = lambda: None
+        self._expected: Mapping[str, Any] | None = None
+        self._kept: tuple[int, Mapping[str, Any]] | None = None
+        """The step from which the run resumed, and the digests saved with it."""
+
+    @property
+    def looks(self) -> bool:
+        """Whether a model can be observed."""
+        return self._modules is not None
+
+    def seen(self, step: int) -> bool:
+        """Return whether the forward pass after `step` has begun."""
+        return any(gap.step == step and gap.ended is not None for gap in self._gaps[-1:])
+
+    def begin(self, step: int, seen: Callable[[], None]) -> None:
+        """Start observing after `step`, ended or resumed from. seen: called when the next forward begins."""
+        self.stop()
+        if self._modules is None:
+            return
+        self._gaps = [*self._gaps[1 - _GAPS :], _Gap(step, raw())]
+        self._seen = seen
+        if not self._ids:
+            self._ids = frozenset(map(id, self._modules()))
+        self._left, self._looking = _MODULES, True
+        # Of all modules, because a hook of the model's own would be copied and pickled with it; and for a moment only.
+        self._remove = nn.modules.module.register_module_forward_pre_hook(self._look).remove
+
+    def given(self, step: int) -> None:
+        """Restart the gap, because `Session.batches` returned a batch: draws for it do not count."""
+        if self._gaps and self._gaps[-1].step == step and self._gaps[-1].ended is None:
+            self._gaps[-1].begun = raw()
+
+    def step_begins(self) -> None:
+        """Stop observing this gap, because the next step is about to change parameters."""
+        if self._gaps and self._looking:
+            gap = self._gaps[-1]
+            gap.ended = gap.ended or raw()
+            self.stop()
+            self._seen()
+
+    def stop(self) -> None:
+        """Stop observing."""
+        self._looking = False
+        remove, self._remove = self._remove, lambda: None
+        remove()
+
+    def _look(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        inner = getattr(module, "_orig_mod", module)
+        if not module.training or (id(module) not in self._ids and id(inner) not in self._ids):
+            return
+        gap = self._gaps[-1]
+        first = gap.ended is None
+        if first:
+            gap.ended = raw()
+        gap.inputs = [(tensor, tensor._version) for tensor in _tensors(args)]
+        self._left -= 1
+        # Where the inputs are keywords, a module inside gets them as they are.
+        if gap.inputs or not self._left:
+            self.stop()
+            self._seen()
+
+    def following(self, step: int) -> dict[str, Any] | None:
+        """Return what `differences` compares with, for `Extras.following`; None where there is no model to watch."""
+        gap = next((gap for gap in self._gaps if gap.step == step), None)
+        if not self.looks:
+            return None
+        found: dict[str, Any] = {"rank": self._rank}
+        if gap is not None and gap.ended is not None:
+            found |= {"drawn": digests(gap.ended), "inputs": _digest(gap.inputs)}
+        elif self._kept is not None and self._kept[0] == step:
+            found = dict(self._kept[1])
+        else:
+            found["usual"] = [gap.drawn() for gap in self._gaps if gap.step < step]
+        return found
+
+    def expect(self, following: Mapping[str, Any] | None, step: int) -> None:
+        """Expect the loop to continue after `step` as `following`, of its extras, says. Takes hostile input."""
+        mine = following if following is not None and following.get("rank") == self._rank else None
+        self._expected = mine
+        self._kept = None if mine is None else (step, mine)
+
+    def forget(self) -> None:
+        """Expect nothing, because the loop continues from another state than the resumed one."""
+        self._expected = self._kept = None
+
+    def differences(self, *, by_hand: bool, positioned: bool) -> list[str]:
+        """Return why the run does not continue as the stopped one would have; call it once, after the first forward.
+
+        by_hand: whether the loop reads its data without `Session.batches`. positioned: whether it has extras, which
+        may contain its position.
+        """
+        expected, self._expected = self._expected, None
+        if expected is None or not self._gaps or self._gaps[-1].ended is None:
+            return []
+        gap = self._gaps[-1]
+        if isinstance(expected.get("drawn"), dict):
+            now = digests(gap.ended)  # type: ignore[arg-type]
+            moved = [name for name, digest in now.items() if expected["drawn"].get(name) != digest]
+            found = (
+                [f"the first forward begins with other random numbers of {' and '.join(moved)}"]
+                if moved
+                else []
+            )
+            inputs = _digest(gap.inputs)
+            if expected.get("inputs") and inputs and expected["inputs"] != inputs:
+                found.append("the first batch is not the one that came next in the run that was stopped")
+            return found
+        if self._framework:
+            return []  # the framework restores its own position
+        found = []
+        usual = expected.get("usual")
+        usual = [counts for counts in usual if counts is not None] if isinstance(usual, list) else []
+        drawn = gap.drawn()
+        if drawn != [0, 0, 0] or usual:
+            # A run that stopped before its second step has no usual counts.
+            same = drawn is not None and usual and all(list(counts) == drawn for counts in usual)
+            if not same:
+                found.append(
+                    "random numbers are drawn before the first forward, perhaps not those that came next"
+                )
+        if by_hand and _reads_a_loader():
+            found.append("a DataLoader is read, and which batch came next is not saved")
+        elif by_hand and not positioned and drawn == [0, 0, 0]:
+            found.append("nothing that is saved says which data came next: neither random numbers nor extras")
+        return found
+
+
+def _reads_a_loader() -> bool:
+    """Return whether this process has an iterator over a DataLoader."""
+    return any(isinstance(item, _BaseDataLoaderIter) for item in gc.get_objects())
+
+
+def _tensors(args: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among a module's arguments."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from (item for item in arg if isinstance(item, torch.Tensor))
+        elif isinstance(arg, Mapping):
+            yield from (item for item in arg.values() if isinstance(item, torch.Tensor))
+
+
+def _digest(inputs: list[tuple[torch.Tensor, int]]) -> str | None:
+    """Digest all values of the inputs, or a sample on a GPU; None without inputs, or if one was written to since."""
+    total = hashlib.blake2b(digest_size=12)
+    for tensor, version in inputs:
+        if tensor._version != version or tensor.layout != torch.strided:
+            return None
+        flat = tensor.detach().reshape(-1)
+        if flat.device.type != "cpu" and flat.numel() > _SAMPLES:
+            flat = flat[:: flat.numel() // _SAMPLES]
+        total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    return total.hexdigest() if inputs else None

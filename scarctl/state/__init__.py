@@ -1,0 +1,1 @@
+"""Describe the saved state: groups of tensors cut into partitions, and extras. Only torch_dtypes imports torch."""

@@ -1,0 +1,78 @@
+"""Record the caveats of a run: log each one once, and keep it with every checkpoint.
+
+A caveat names a part of the run that is not protected, or a reason why resuming from a checkpoint is not exact. The
+code that finds one calls `Caveats.say`; `Session.resume` and `scarctl inspect` read it back from the extras.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+log = logging.getLogger("scarctl")
+
+_MOST = 100
+"""Limit on caveats read back, and on characters of a kind (ten times as many of a message). Extras may be hostile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caveat:
+    """One guarantee that does not hold."""
+
+    kind: str
+    """Short and stable, such as "generator-moved"."""
+    message: str
+    """What does not hold, and what to do about it, for people."""
+    inexact: bool = True
+    """Whether a run that resumes from a state saved meanwhile may end differently from one that never stopped."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields for JSON documents and extras."""
+        return {"kind": self.kind, "message": self.message, "inexact": self.inexact}
+
+
+class Caveats:
+    """The caveats of one session, at most one of each kind."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[str, Caveat] = {}
+
+    def say(self, kind: str, message: str, *, inexact: bool = True) -> None:
+        """Keep a caveat in place of an older one of its kind, and log it at WARNING unless it is unchanged.
+
+        inexact: resuming from a checkpoint saved after this call is not exact.
+        """
+        caveat = Caveat(kind, message, inexact)
+        if self._by_kind.get(kind) != caveat:
+            self._by_kind[kind] = caveat
+            log.warning("%s", message)
+
+    def keep(self, kind: str, message: str) -> None:
+        """Keep a caveat that makes resuming inexact, without logging it: the caller logs it."""
+        self._by_kind[kind] = Caveat(kind, message)
+
+    def withdraw(self, kind: str) -> None:
+        """Drop the caveat of this kind, because its cause is gone."""
+        self._by_kind.pop(kind, None)
+
+    def __iter__(self) -> Iterator[Caveat]:
+        return iter(tuple(self._by_kind.values()))
+
+
+def read_caveats(stored: object) -> tuple[Caveat, ...]:
+    """Read what `Caveat.to_json` wrote, in a list. Takes hostile input: an entry that is no caveat is skipped."""
+    caveats = []
+    for entry in stored[:_MOST] if isinstance(stored, list) else ():
+        if not isinstance(entry, dict):
+            continue
+        kind, message, inexact = (entry.get(name) for name in ("kind", "message", "inexact"))
+        if isinstance(kind, str) and isinstance(message, str):
+            caveats.append(Caveat(kind[:_MOST], message[: 10 * _MOST], inexact is not False))
+    return tuple(caveats)
+
+
+def reasons(caveats: Iterable[Caveat]) -> tuple[str, ...]:
+    """Return why a state with these caveats is not exact; empty if no caveat makes it inexact."""
+    return tuple(caveat.message for caveat in caveats if caveat.inexact)

@@ -1,0 +1,147 @@
+"""Define the extras of a checkpoint: what it carries next to the partitions, and how that is stored.
+
+`Extras` is what a training session stores, `Notes` the part that any reader may look at. Both are stored as a tree of
+plain values and arrays; `scarctl.state.codec` turns a tree into bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.errors import Corruption
+from scarctl.state.caveats import Caveat, read_caveats
+
+FILE_POLICY = "scarctl"
+"""Field in which `scarctl checkpoint`, which has no session, keeps its `PolicyMemory`."""
+_MOST = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyMemory:
+    """What the selection policy carries from one checkpoint to the next."""
+
+    credit: int = 0
+    """Unused budget in bytes."""
+    cursor: int = 0
+    """Partition at which the policy "round" continues."""
+    seed: int | None = None
+    """Seed of the policy "random"; None where the store's own seed counts, as in a session."""
+
+    @classmethod
+    def from_tree(cls, tree: object) -> PolicyMemory:
+        """Read what `to_tree` wrote. Return the defaults for anything else: only the next choice depends on it."""
+        found = tree if isinstance(tree, dict) else {}
+        values = {name: found[name] for name in ("credit", "cursor", "seed") if name in found}
+        sound = all(type(value) is int and 0 <= value < _MOST for value in values.values())
+        return cls(**values) if sound else cls()
+
+    def to_tree(self) -> dict[str, int]:
+        """Return the stored form."""
+        return {
+            "credit": self.credit,
+            "cursor": self.cursor,
+            **({} if self.seed is None else {"seed": self.seed}),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What a session noted of its run, for forecasts and for people. Every field may be absent."""
+
+    points: Any = None
+    """How far the parameters moved: `scarctl.theory.history.History.to_array`, which also checks it."""
+    norm: str = ""
+    """Norm of the session's distances, such as "l2"; "" when no session stored it."""
+    caveats: tuple[Caveat, ...] = ()
+    """Why resuming from this checkpoint may not be exact."""
+    fits: Any = None
+    """Of extrapolating recovery: `scarctl.theory.extrapolation.Fits.to_array`; `from_array` checks it."""
+
+    @classmethod
+    def from_tree(cls, tree: object) -> Notes:
+        """Read the notes in the stored extras of any writer. Hostile input gives absent fields, never an error."""
+        found = tree if isinstance(tree, dict) else {}
+        history = found.get("history")
+        history = history if isinstance(history, dict) else {}
+        norm = history.get("norm")
+        return cls(
+            points=_array(history.get("points")),
+            norm=norm if isinstance(norm, str) else "",
+            caveats=read_caveats(found.get("caveats")),
+            fits=_array(found.get("extrapolation")),
+        )
+
+    def to_tree(self) -> dict[str, Any]:
+        """Return the stored fields; what is absent has none."""
+        tree: dict[str, Any] = {}
+        if self.points is not None:
+            tree["history"] = {"norm": self.norm, "points": self.points}
+        if self.caveats:
+            tree["caveats"] = [caveat.to_json() for caveat in self.caveats]
+        if self.fits is not None:
+            tree["extrapolation"] = self.fits
+        return tree
+
+    def of_part(self, own: Notes) -> Notes:
+        """Return these notes of another process, with `own` where they describe one process's part of the state."""
+        return replace(self, points=own.points, norm=own.norm, fits=own.fits)
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a session stores with a checkpoint, next to the partitions.
+
+    Tensors inside are torch's while a session uses them, and `RawTensor` in a stored tree.
+    """
+
+    early: Any
+    """Of the adapter: what the next batch changes, as random numbers and the position in the data."""
+    late: Any
+    """Of the adapter: what the loop changes after a step, as schedules and the optimizer's scalars."""
+    following: Mapping[str, Any] | None = None
+    """Digests of what came right after the step: see `scarctl.session.witness`."""
+    loop: Mapping[str, Any] | None = None
+    """Position of a loop over `Session.batches`: see `scarctl.session.loop`."""
+    policy: PolicyMemory = field(default_factory=PolicyMemory)
+    notes: Notes = field(default_factory=Notes)
+
+    @classmethod
+    def from_tree(cls, tree: object) -> Extras:
+        """Read what `to_tree` wrote. Fields that an older session did not store get their defaults.
+
+        Raises Corruption for a tree that no session can continue from.
+        """
+        if not isinstance(tree, dict) or not {"early", "late"} <= tree.keys():
+            raise Corruption(
+                "extras: no session stored them",
+                hint="a run that `scarctl checkpoint` saved is restored by `scarctl recover`",
+            )
+        following, loop = tree.get("next"), tree.get("loop")
+        if not isinstance(loop, dict | None):
+            raise Corruption(f"extras: the position of the loop is a {type(loop).__name__}")
+        return cls(
+            early=tree["early"],
+            late=tree["late"],
+            following=following if isinstance(following, dict) else None,
+            loop=loop,
+            policy=PolicyMemory.from_tree(tree.get("policy")),
+            notes=Notes.from_tree(tree),
+        )
+
+    def to_tree(self) -> dict[str, Any]:
+        """Return the stored form: a dict that `scarctl.state.codec` can encode."""
+        tree = {"early": self.early, "late": self.late}
+        if self.following is not None:
+            tree["next"] = self.following
+        if self.loop is not None:
+            tree["loop"] = self.loop
+        return {**tree, "policy": self.policy.to_tree(), **self.notes.to_tree()}
+
+
+def _array(value: object) -> NDArray[Any] | None:
+    return value if isinstance(value, np.ndarray) else None

@@ -1,0 +1,61 @@
+"""Name commits of the whole state: ranks in lockstep choose the same name, and no two contents share one.
+
+The step does not identify a state: weights may be replaced without a step and saved again. So a name is a hash of facts
+that all ranks know without communicating: the start of the job, the recoveries since, the step, and the writes to
+parameters after it. Not every write is counted. If a process reaches a used name with another state, it takes a random
+name instead, which no other rank shares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from typing import Protocol
+
+
+class Lockstep(Protocol):
+    """Facts that are equal in all processes that train together."""
+
+    @property
+    def start(self) -> str:
+        """Identity of this start of the job, known once the store is open: 32 hex digits."""
+
+    def writes(self) -> int:
+        """Return the number of counted in-place writes to parameters."""
+
+
+class Identities:
+    """The names that one session gives to commits."""
+
+    def __init__(self, lockstep: Lockstep) -> None:
+        self._lockstep = lockstep
+        self._turns = 0
+        self._at: tuple[int, int] | None = None
+        """The newest step, and the number of writes at its end."""
+        self._given: set[str] = set()
+
+    def turn(self) -> None:
+        """Note that a recovery changed the state, on all ranks and without a step."""
+        self._turns += 1
+        self._at = None
+
+    def stepped(self, step: int) -> None:
+        """Note that `step` has ended. Repeated calls for one step have no effect."""
+        if self._at is None or self._at[0] != step:
+            self._at = step, self._lockstep.writes()
+            self._given.clear()
+
+    def of(self, step: int, there: str, *, changed: bool) -> str:
+        """Return the name of the current whole state, after `step`: 32 hex digits.
+
+        there: name of the arena's previous state. changed: whether the arena has received copies since then.
+        """
+        self.stepped(step)
+        assert self._at is not None
+        written = self._lockstep.writes() - self._at[1]
+        text = f"{self._lockstep.start}/{self._turns}/{step}/{written}"
+        name = hashlib.sha256(text.encode()).hexdigest()[:32]
+        if name in self._given and (changed or there != name):
+            name = uuid.uuid4().hex
+        self._given.add(name)
+        return name

@@ -1,0 +1,129 @@
+"""Map torch's dtypes to the safetensors names in layouts and files, and torch tensors to raw ones."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+import torch
+
+from scarctl.errors import UsageError
+from scarctl.state.codec import RawTensor
+from scarctl.state.layout import DTYPES
+
+_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
+
+# Older torch releases lack some dtypes, which then cannot occur in a model either.
+NAME_TO_TORCH: dict[str, torch.dtype] = {
+    name: getattr(torch, attribute)
+    for name, attribute in _NAMES.items()
+    if name in DTYPES and hasattr(torch, attribute)
+}
+TORCH_TO_NAME: dict[torch.dtype, str] = {dtype: name for name, dtype in NAME_TO_TORCH.items()}
+
+
+def name_of(dtype: torch.dtype, tensor: str) -> str:
+    """Return the safetensors name of `dtype`. Raises UsageError naming the tensor when the format lacks the dtype."""
+    try:
+        return TORCH_TO_NAME[dtype]
+    except KeyError:
+        raise UsageError(
+            f"tensor {tensor!r} has dtype {dtype}, which safetensors files cannot hold",
+            hint="convert the tensor, or leave it out of the checkpointed state",
+        ) from None
+
+
+def torch_of(name: str) -> torch.dtype:
+    """Return the torch dtype of a safetensors name. Raises UsageError when this torch release lacks it."""
+    try:
+        return NAME_TO_TORCH[name]
+    except KeyError:
+        raise UsageError(
+            f"torch {torch.__version__} has no dtype for {name}", hint="use a newer torch"
+        ) from None
+
+
+def to_raw(tensor: torch.Tensor) -> RawTensor:
+    """Return a private host copy of `tensor` for an extras structure."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return RawTensor(
+        name_of(tensor.dtype, "extras"),
+        tuple(tensor.shape),
+        flat.view(torch.uint8).numpy().tobytes(),
+        order_of(tensor),
+    )
+
+
+def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the tensor's dimensions ordered by stride, the largest first; () for C order."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return ()
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
+    return () if order == tuple(range(tensor.dim())) else order
+
+
+def in_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of the same values whose dimensions lie in memory in this order (see `order_of`)."""
+    if order_of(tensor) == order:
+        return tensor
+    physical = order or tuple(range(tensor.dim()))
+    moved = torch.empty_permuted(tensor.shape, physical, dtype=tensor.dtype, device=tensor.device)
+    return moved.copy_(tensor)
+
+
+def from_raw(raw: RawTensor) -> torch.Tensor:
+    """Return the tensor of an extras structure, on the CPU."""
+    if not len(raw.data):
+        return torch.empty(raw.shape, dtype=torch_of(raw.dtype))
+    flat = torch.frombuffer(bytearray(raw.data), dtype=torch_of(raw.dtype))
+    return in_order(flat.view(raw.shape), raw.order)
+
+
+def plain(value: object) -> object:
+    """Return `value` with every torch tensor inside dicts, lists, tuples and deques replaced by a `RawTensor`.
+
+    Subclasses of tuple, such as torch.Size, become plain tuples.
+    """
+    if isinstance(value, torch.Tensor):
+        return to_raw(value)
+    return _rebuild(value, plain)
+
+
+def torched(value: object) -> object:
+    """Return `value` with every `RawTensor` inside dicts, lists and tuples replaced by a torch tensor."""
+    if isinstance(value, RawTensor):
+        return from_raw(value)
+    return _rebuild(value, torched)
+
+
+def _rebuild(value: object, convert: Callable[[object], object]) -> object:
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, convert(item)) for key, item in value.items())  # type: ignore[call-arg, attr-defined]
+    if isinstance(value, list):
+        return [convert(item) for item in value]
+    if type(value) is deque:
+        return deque((convert(item) for item in value), value.maxlen)
+    if isinstance(value, tuple):
+        return tuple(convert(item) for item in value)
+    return value

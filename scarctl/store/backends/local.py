@@ -1,0 +1,287 @@
+"""Keep a store's files in a local folder, durable by fsync, each created exclusively."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from scarctl.errors import MissingGuarantee, NoStore, ScarError
+from scarctl.store.backends.base import Buffer, InDoubt
+from scarctl.store.backends.local_files import (
+    LocalReader,
+    LocalWriter,
+    create,
+    make_folder,
+    os_error,
+    real,
+    sync_folder,
+)
+from scarctl.store.backends.parallel import Helpers, no_bytes
+from scarctl.store.format import SETTINGS, TEMPORARY, check_name, corrupt
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_HELPERS = Helpers(1)
+_SYNCING = Helpers()
+
+
+class LocalBlobs:
+    """Files in a local folder, made durable with fsync. Errors name the full path."""
+
+    gap = 16 << 10
+    # The allocator keeps memory of this size; each larger piece it would get from the system anew.
+    batch = 4 << 20
+    exclusive = True
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._mode: int | None = None
+
+    def why_not_exclusive(self) -> str | None:
+        return None  # a link fails if its name is taken
+
+    def where(self, name: str) -> str:
+        return str(self.root / name)
+
+    def _path(self, name: str) -> Path:
+        """Raise Corruption when a folder above is a symbolic link: files elsewhere are no part of the store."""
+        check_name(name)
+        path = self.root
+        *folders, last = name.split("/")
+        for folder in folders:
+            path = real(path / folder)
+        return path / last
+
+    # reading
+
+    def has(self, name: str) -> bool:
+        path = self._path(name)
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            # A disk that does not answer is no absent file: writers give up for good when others have collected theirs.
+            raise os_error(error, path, "look for") from error
+        return True
+
+    def top(self) -> list[str]:
+        try:
+            return os.listdir(self.root)
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:
+            raise NoStore(
+                f"{self.root}: this is a file, not a store's folder",
+                hint="give a folder",
+                kind="foreign-store",
+            ) from None
+        except OSError as error:
+            raise os_error(error, self.root, "list") from error
+
+    @contextmanager
+    def reader(self, name: str) -> Iterator[LocalReader]:
+        path = self._path(name)
+        try:
+            # O_NONBLOCK: opening a FIFO must not wait for its other end.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, "no such file", str(path)) from None
+        except OSError as error:
+            raise os_error(error, path, "open") from error
+        try:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode):
+                raise corrupt(path, "a regular file is expected")
+            yield LocalReader(fd, path, info.st_size)
+        finally:
+            os.close(fd)
+
+    def read(self, name: str, limit: int) -> bytes:
+        with self.reader(name) as file:
+            if file.size > limit:
+                raise corrupt(self._path(name), f"it has {file.size} bytes, more than the limit of {limit}")
+            return file.read(0, file.size)
+
+    def files(self, folder: str) -> list[tuple[str, int]]:
+        # What is not a regular file stays in the list: opening it gives the error that names it.
+        found = []
+        for entry in self._scan(folder):
+            if entry.is_dir(follow_symlinks=False) or entry.name.startswith(TEMPORARY):
+                continue
+            try:
+                found.append((entry.name, entry.stat(follow_symlinks=False).st_size))
+            except FileNotFoundError:
+                continue  # deleted since the folder was read: that says nothing about the others
+        return sorted(found)
+
+    def names(self, folder: str) -> list[str]:
+        # The entry's kind comes with the listing: no file is asked for anything.
+        return [
+            entry.name
+            for entry in self._scan(folder)
+            if not entry.name.startswith(TEMPORARY) and not entry.is_dir(follow_symlinks=False)
+        ]
+
+    def folders(self, folder: str) -> list[str]:
+        # A link stays in the list, wherever it leads: going into it gives the error that names it.
+        return sorted(
+            entry.name
+            for entry in self._scan(folder)
+            if entry.is_symlink() or entry.is_dir(follow_symlinks=False)
+        )
+
+    def _scan(self, folder: str) -> list[os.DirEntry[str]]:
+        path = real(self._path(folder))
+        try:
+            with os.scandir(path) as entries:
+                return list(entries)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise os_error(error, path, "list") from error
+
+    def each(
+        self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
+    ) -> Iterator[R]:
+        # What is read in bulk is checked during the next read. Small things take less time than a thread does.
+        return map(work, items) if size is no_bytes else _HELPERS.each(work, items, size)
+
+    # writing
+
+    def write_each(
+        self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
+    ) -> Iterator[R]:
+        # A journal makes durable in one turn what several wait for.
+        return _SYNCING.each(work, items, size)
+
+    @contextmanager
+    def writer(self, name: str) -> Iterator[LocalWriter]:
+        path = self._path(name)
+        file = LocalWriter(create(path, self._file_mode()), path)
+        try:
+            yield file
+        finally:
+            file.close()
+
+    def create_exclusive(self, name: str, parts: Sequence[Buffer]) -> None:
+        path = self._path(name)
+        with self._temporary(path, parts) as temporary:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                raise FileExistsError(errno.EEXIST, "exists already", str(path)) from None
+            except OSError as error:
+                if error.errno in _NO_LINKS:
+                    raise MissingGuarantee(
+                        f"{path.parent}: this file system cannot create files exclusively ({error.strerror})",
+                        hint="put the store on a file system with hard links",
+                    ) from error
+                raise os_error(error, path, "create") from error
+            self._sync_visible(path)
+
+    def settle(self, name: str, data: bytes) -> bool:
+        path = self._path(name)
+        try:
+            found = self.read(name, len(data))
+        except FileNotFoundError:
+            return False
+        if found != data:
+            raise FileExistsError(errno.EEXIST, "exists already", str(path))
+        # A new file and a new entry: what failed to become durable before is not synced twice.
+        with self._temporary(path, [data]) as temporary:
+            try:
+                os.replace(temporary, path)
+            except OSError as error:
+                raise InDoubt(str(os_error(error, path, "replace"))) from error
+            self._sync_visible(path)
+        return True
+
+    def delete(self, name: str) -> None:
+        path = self._path(name)
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise os_error(error, path, "delete") from error
+
+    def uploads(self) -> list[tuple[str, str]]:
+        return []  # a file that is being written has its name already
+
+    def abort(self, name: str, token: str) -> None:
+        """Do nothing: there are no uploads."""
+
+    def prepare(self, folder: str, *, known: bool = False) -> None:
+        path = real(self._path(folder))
+        there = path.is_dir()
+        if there and known:
+            return
+        if not there:
+            # The store's own name first: if a power loss took it later, what is left would be no store.
+            sync_folder(self.root)
+            make_folder(path, stat.S_IMODE(os.stat(self.root).st_mode))
+        # Also for a folder that exists: the process that made it may have died before it became durable.
+        while True:
+            sync_folder(path)
+            if path == self.root:
+                return
+            path = path.parent
+
+    def begin(self) -> None:
+        make_folder(self.root)
+        sync_folder(self.root.parent)
+        # Those above may be new too, or of one who died before they were durable. Not all need be ours to read.
+        for folder in self.root.parent.parents:
+            with contextlib.suppress(ScarError):
+                sync_folder(folder)
+
+    def hurry(self) -> None:
+        """A disk answers, or nobody can help it."""
+
+    def close(self) -> None:
+        """Do nothing: no file is held open."""
+
+    def _file_mode(self) -> int:
+        """Return the mode of the store's first file, which its creator made: a daemon writes for several."""
+        if self._mode is None:
+            try:
+                self._mode = stat.S_IMODE(os.stat(self.root / SETTINGS).st_mode) & 0o666
+            except OSError:
+                return 0o666  # it is being created
+        return self._mode
+
+    @contextmanager
+    def _temporary(self, path: Path, parts: Sequence[Buffer]) -> Iterator[Path]:
+        temporary = path.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+        file = LocalWriter(create(temporary, self._file_mode()), temporary)
+        try:
+            for part in parts:
+                file.write(part)
+            file.commit(entry=False)
+        finally:
+            file.close()
+        try:
+            yield temporary
+        finally:
+            # Best effort: a temporary that stays is skipped by every reader, and the outcome is known.
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+    def _sync_visible(self, path: Path) -> None:
+        try:
+            sync_folder(path.parent)
+        except ScarError as error:
+            raise InDoubt(
+                f"{path}: written, but it is not known whether it is durable ({error.message})",
+                hint="what was acknowledged is safe; the next commit settles this one",
+            ) from error

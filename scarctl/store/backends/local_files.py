@@ -1,0 +1,179 @@
+"""Read, write and sync single files and folders with system calls; every failure is an error of scarctl."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from scarctl.errors import AccessDenied, ScarError, Unavailable
+from scarctl.store.backends.base import Buffer, as_bytes
+from scarctl.store.format import corrupt
+
+WRITEBACK = 8 << 20  # bytes after which a writer asks the system to begin writing them out
+READ = 512 << 10  # bytes of one read: for larger ones the system reads ahead into what another thread reads
+
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def os_error(error: OSError, path: object, doing: str) -> ScarError:
+    """Return the scarctl error for a failed system call on `path`."""
+    reason = f"{path}: cannot {doing}: {error.strerror or error}"
+    if error.errno in _DENIED:
+        return AccessDenied(
+            reason, hint="check the owner, the permissions and whether it is mounted read-only"
+        )
+    if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO):
+        return corrupt(path, f"a regular file is expected ({error.strerror})")
+    if error.errno in _FULL:
+        return Unavailable(
+            reason, hint="free some space and try again; what was acknowledged is safe", kind="store-full"
+        )
+    return Unavailable(reason, hint="check the disk and try again; what was acknowledged is safe")
+
+
+class LocalReader:
+    def __init__(self, fd: int, path: Path, size: int) -> None:
+        self._fd = fd
+        self._path = path
+        self.size = size
+
+    def read(self, start: int, stop: int) -> bytes:
+        # Checked first, so that a wrong offset from a damaged file allocates nothing.
+        self._check(start, stop)
+        data = bytearray(stop - start)
+        self.read_into(start, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        self._check(start, start + len(buffer))
+        done = 0
+        while done < len(buffer):
+            try:
+                got = os.preadv(self._fd, [buffer[done : done + READ]], start + done)
+            except OSError as error:
+                raise os_error(error, self._path, "read") from error
+            if got == 0:
+                raise corrupt(self._path, f"it ends at byte {start + done}")
+            done += got
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        for start, buffer in ranges:
+            self.read_into(start, buffer)
+
+    def _check(self, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= self.size:
+            raise corrupt(self._path, f"bytes {start}..{stop} are wanted, it has {self.size}")
+
+
+class LocalWriter:
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd = fd
+        self._path = path
+        self._length = 0
+        self._started = 0
+        self._committed = False
+
+    def write(self, buffer: Buffer) -> None:
+        view = as_bytes(buffer)
+        done = 0
+        while done < len(view):
+            try:
+                put = os.write(self._fd, view[done:])
+            except OSError as error:
+                raise os_error(error, self._path, "write") from error
+            done += put
+        self._length += done
+        if self._length - self._started >= WRITEBACK:
+            self._start_writeback()
+
+    def _start_writeback(self) -> None:
+        # On Linux this advice starts writing dirty pages out and waits for nothing: the disk works while we
+        # hash.
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):  # advice only
+                os.posix_fadvise(
+                    self._fd, self._started, self._length - self._started, os.POSIX_FADV_DONTNEED
+                )
+        self._started = self._length
+
+    def commit(self, *, entry: bool = True) -> None:
+        """Make the content durable and, with `entry`, the name too."""
+        try:
+            os.fsync(self._fd)
+            length = os.fstat(self._fd).st_size
+        except OSError as error:
+            raise os_error(error, self._path, "sync") from error
+        if length != self._length:
+            raise Unavailable(
+                f"{self._path}: {length} bytes after writing {self._length}", hint="check the disk"
+            )
+        if entry:
+            sync_folder(self._path.parent)
+        self._committed = True
+
+    def close(self) -> None:
+        """Close the file and delete it unless it was committed."""
+        fd, self._fd = self._fd, -1
+        # An error of close after a successful fsync says nothing about the data; without commit the file goes
+        # anyway.
+        with contextlib.suppress(OSError):
+            os.close(fd)
+        if not self._committed:
+            # Best effort: what stays is an orphan that no record names.
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+
+
+def real(folder: Path) -> Path:
+    """Return the folder. Raise Corruption if it is a symbolic link: files elsewhere are no part of a store."""
+    if os.path.islink(folder):
+        raise corrupt(folder, "a folder is expected, it is a symbolic link")
+    return folder
+
+
+def create(path: Path, mode: int) -> int:
+    """Create a file exclusively and return its descriptor. Raise FileExistsError, Unavailable, AccessDenied."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags, mode)
+    except FileExistsError:
+        raise FileExistsError(errno.EEXIST, "exists already", str(path)) from None
+    except FileNotFoundError as error:
+        # Not to be made again: a record in a new folder would lack those before it.
+        raise Unavailable(
+            f"{path.parent}: the folder is gone",
+            hint="something has deleted, moved or unmounted the store; saving continues when the folder is there again",
+        ) from error
+    except OSError as error:
+        raise os_error(error, path, "create") from error
+
+
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Make a folder and its missing parents; existing ones are fine. The caller makes their names durable."""
+    if path.is_dir():
+        return
+    make_folder(path.parent, mode)
+    try:
+        os.mkdir(path, mode)
+    except FileExistsError:
+        if not path.is_dir():
+            raise corrupt(path, "a folder is expected") from None
+    except OSError as error:
+        raise os_error(error, path, "make the folder") from error
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise os_error(error, path, "sync the folder") from error

@@ -1,0 +1,323 @@
+"""Keep a store's files on any file system of fsspec; `scarctl.store.backends.s3` has the special case S3.
+
+A request that creates something is never believed to have failed before the file was read back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from operator import itemgetter
+from typing import Any
+
+from scarctl.errors import NoStore, ScarError, Unavailable
+from scarctl.store.backends.address import Address
+from scarctl.store.backends.base import BlobWriter, Buffer, InDoubt, as_bytes
+from scarctl.store.backends.client import Client, Refused
+from scarctl.store.backends.remote_errors import Fault, Meaning, Patience, fault_error, in_doubt
+from scarctl.store.format import TEMPORARY, corrupt
+
+RANGE = 8 << 20
+"""A longer range is read as several."""
+
+
+class FsspecBlobs(Client):
+    """Files under one address. Errors name the address without what is secret in it. For several threads."""
+
+    gap = 64 << 10
+    batch = 16 << 20
+
+    def __init__(self, address: Address) -> None:
+        super().__init__(address)
+        self.exclusive = True
+        """False: the store cannot create exclusively, and was made for a single writer all the same."""
+
+    def where(self, name: str) -> str:
+        return f"{self.address.shown}/{name}" if name else self.address.shown
+
+    def _error(self, refused: Refused, name: str, doing: str) -> Exception:
+        """Return the error for the caller: FileNotFoundError for a real absence only."""
+        if refused.fault.meaning is Meaning.ABSENT:
+            return FileNotFoundError(errno.ENOENT, "no such file", self.where(name))
+        return fault_error(refused.fault, self.where(name), doing)
+
+    # reading
+
+    def has(self, name: str) -> bool:
+        try:
+            self._size(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read(self, name: str, limit: int) -> bytes:
+        try:
+            data: bytes = self._request("cat_file", self._path(name), start=0, end=limit + 1)
+        except Refused as refused:
+            if refused.fault.meaning is Meaning.EMPTY:
+                return b""
+            raise self._error(refused, name, "read") from None
+        if len(data) > limit:
+            raise corrupt(self.where(name), f"it has more bytes than the limit of {limit}")
+        return data
+
+    @contextmanager
+    def reader(self, name: str) -> Iterator[RemoteReader]:
+        yield RemoteReader(self, name, self._size(name))
+
+    def _size(self, name: str, patience: Patience | None = None) -> int:
+        try:
+            found = self._request("info", self._path(name), patience=patience)
+        except Refused as refused:
+            raise self._error(refused, name, "look at") from None
+        if found["type"] != "file":
+            raise FileNotFoundError(errno.ENOENT, "no such file", self.where(name))
+        return _length(found)
+
+    def _fetch(self, name: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill every buffer from its offset: what is adjacent by one request, if that is not too long."""
+        requests: list[tuple[int, int, list[memoryview]]] = []
+        for start, buffer in sorted(ranges, key=itemgetter(0)):
+            for begin in range(0, len(buffer), RANGE):
+                piece, first = buffer[begin : begin + RANGE], start + begin
+                if requests and requests[-1][1] == first and first + len(piece) - requests[-1][0] <= RANGE:
+                    requests[-1][2].append(piece)
+                    requests[-1] = (requests[-1][0], first + len(piece), requests[-1][2])
+                else:
+                    requests.append((first, first + len(piece), [piece]))
+        path = self._path(name)
+        answers = self.each(lambda r: self._range(name, path, r[0], r[1]), requests, lambda r: r[1] - r[0])
+        for (_, _, buffers), data in zip(requests, answers, strict=True):
+            at = 0
+            for buffer in buffers:
+                buffer[:] = data[at : at + len(buffer)]
+                at += len(buffer)
+
+    def _range(self, name: str, path: str, start: int, stop: int) -> memoryview:
+        try:
+            data: bytes = self._request("cat_file", path, start=start, end=stop)
+        except Refused as refused:
+            if refused.fault.meaning is Meaning.EMPTY:
+                raise corrupt(self.where(name), "it ends before its length") from None
+            raise self._error(refused, name, "read") from None
+        if len(data) != stop - start:
+            raise corrupt(self.where(name), f"it ends at byte {start + len(data)}")
+        return memoryview(data)
+
+    def files(self, folder: str) -> list[tuple[str, int]]:
+        found = self._list(folder)
+        return sorted((name, size) for name, size in found if size >= 0 and not name.startswith(TEMPORARY))
+
+    def names(self, folder: str) -> list[str]:
+        return [name for name, _ in self.files(folder)]
+
+    def folders(self, folder: str) -> list[str]:
+        return sorted(name for name, size in self._list(folder) if size < 0)
+
+    def top(self) -> list[str]:
+        try:
+            return sorted(name for name, _ in self._list("", whole=False))
+        except Unavailable as error:
+            if error.kind != "no-bucket":
+                raise
+        raise NoStore(
+            f"{self.address.shown}: there is no such bucket",
+            hint="check the address; scarctl makes no buckets",
+            kind="no-bucket",
+        )
+
+    def _list(self, folder: str, *, whole: bool = True) -> list[tuple[str, int]]:
+        """`(name, bytes)` of what is in a folder, -1 for a folder. Not `whole`: the first of it are enough."""
+        try:
+            found = self._request("ls", self._folder(folder), detail=True)
+        except Refused as refused:
+            if refused.fault.meaning is Meaning.ABSENT:
+                return []
+            raise self._error(refused, folder, "list") from None
+        return [
+            (
+                entry["name"].rstrip("/").rpartition("/")[2],
+                -1 if entry["type"] == "directory" else _length(entry),
+            )
+            for entry in found
+        ]
+
+    # writing
+
+    def writer(self, name: str) -> AbstractContextManager[BlobWriter]:
+        return self._spooled(name)
+
+    @contextmanager
+    def _spooled(self, name: str) -> Iterator[BlobWriter]:
+        # Not every file system can take back what it has begun to write: nothing is begun before the end.
+        self._path(name)  # a strange name is refused now
+        with tempfile.NamedTemporaryFile(prefix="scarctl-") as file:
+            yield _Spool(self, name, file)
+
+    def create_exclusive(self, name: str, parts: Sequence[Buffer]) -> None:
+        data = b"".join(as_bytes(part) for part in parts)
+        if not data:
+            raise ValueError("an empty file cannot be created exclusively everywhere")
+        self._create(name, data)
+
+    def _create(self, name: str, data: bytes) -> None:
+        """Create a file, whatever the answers are: at the end it is known that it is there, ours, or another's.
+
+        Raises FileExistsError; InDoubt after the deadline; other errors when it was certainly not created.
+        """
+        path, patience = self._path(name), Patience(self.address.timeout)
+        doubt = False
+        while True:
+            try:
+                self._create_once(name, path, data, patience)
+                return
+            except Refused as refused:
+                fault = refused.fault
+            if fault.meaning is not Meaning.EXISTS and not fault.passing:
+                if doubt:
+                    raise in_doubt(self.where(name), fault.detail)
+                if fault.meaning is Meaning.ABSENT:  # what is absent is not the file
+                    fault = Fault(Meaning.NO_PLACE, fault.detail)
+                raise fault_error(fault, self.where(name), "create")
+            doubt = True
+            # It may be ours: the answer was lost, or the server has repeated the request by itself.
+            found = self._look(name, path, len(data), patience)
+            if found == data:
+                return
+            if found is not None:
+                raise FileExistsError(errno.EEXIST, "exists already", self.where(name))
+            # Absent, so far. The request may still be on its way: the same bytes are asked for again.
+            pause = patience.pause()
+            if pause is None or self._hurry.wait(pause):
+                raise in_doubt(self.where(name), fault.detail)
+
+    def _create_once(self, name: str, path: str, data: bytes, patience: Patience) -> None:
+        if self.exclusive:
+            self._once("pipe_file", path, data, mode="create", patience=patience)
+            return
+        try:
+            there = self.has(name)
+        except ScarError as error:
+            raise Refused(Fault(Meaning.BROKEN, error.kind)) from None
+        if there:
+            raise Refused(Fault(Meaning.EXISTS, "it is there"))
+        self._once("pipe_file", path, data, patience=patience)
+
+    def _look(self, name: str, path: str, length: int, patience: Patience) -> bytes | None:
+        """Return the content, or what of it is longer than `length` by one; None if it is absent or cannot be read."""
+        try:
+            data: bytes = self._request("cat_file", path, start=0, end=length + 1, patience=patience)
+        except Refused as refused:
+            return b"" if refused.fault.meaning is Meaning.EMPTY else None
+        return data
+
+    def settle(self, name: str, data: bytes) -> bool:
+        # A request may still be on its way, so absence proves nothing: finishing it does.
+        self._create(name, data)
+        return True
+
+    def delete(self, name: str) -> None:
+        path, patience = self._path(name), Patience(self.address.timeout)
+        self._size(name, patience)  # object stores are content when there is nothing to delete
+        try:
+            self._request("rm_file", path, patience=patience)
+        except Refused as refused:
+            raise self._error(refused, name, "delete") from None
+
+    def uploads(self) -> list[tuple[str, str]]:
+        return []
+
+    def abort(self, name: str, token: str) -> None:
+        """Do nothing: there are no uploads."""
+
+    def prepare(self, folder: str, *, known: bool = False) -> None:
+        if known:
+            return
+        try:
+            self._request("makedirs", self._folder(folder), exist_ok=True)
+        except Refused as refused:
+            if refused.fault.meaning is not Meaning.UNSUPPORTED:
+                raise self._error(refused, folder, "make") from None
+
+    def begin(self) -> None:
+        self.prepare("")
+
+
+def _length(entry: Mapping[str, Any]) -> int:
+    """Return the bytes of a file, by what the file system says of it; 0 when it does not know."""
+    size = entry.get("size")
+    return size if isinstance(size, int) and size >= 0 else 0
+
+
+class RemoteReader:
+    def __init__(self, blobs: FsspecBlobs, name: str, size: int) -> None:
+        self._blobs = blobs
+        self._name = name
+        self.size = size
+
+    def read(self, start: int, stop: int) -> bytes:
+        # Checked first, so that a wrong offset from a damaged file allocates nothing.
+        self._check(start, stop)
+        data = bytearray(stop - start)
+        self.read_into(start, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        self.read_ranges([(start, buffer)])
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        for start, buffer in ranges:
+            self._check(start, start + buffer.nbytes)
+        wanted = [(start, buffer.cast("B")) for start, buffer in ranges if buffer.nbytes]
+        if wanted:
+            self._blobs._fetch(self._name, wanted)
+
+    def _check(self, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= self.size:
+            raise corrupt(
+                self._blobs.where(self._name), f"bytes {start}..{stop} are wanted, it has {self.size}"
+            )
+
+
+class _Spool:
+    """A file that is gathered on this machine, and sent when it is whole."""
+
+    def __init__(self, blobs: FsspecBlobs, name: str, file: Any) -> None:
+        self._blobs = blobs
+        self._name = name
+        self._file = file
+
+    def write(self, buffer: Buffer) -> None:
+        try:
+            self._file.write(as_bytes(buffer))
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+        else:
+            return
+        raise Unavailable(
+            f"{tempfile.gettempdir()}: cannot write: {reason}", hint="free some space for temporary files"
+        )
+
+    def commit(self) -> None:
+        blobs, name = self._blobs, self._name
+        if blobs.has(name):
+            raise FileExistsError(errno.EEXIST, "exists already", blobs.where(name))
+        try:
+            self._file.flush()
+            length = os.fstat(self._file.fileno()).st_size
+            blobs._request("put_file", self._file.name, blobs._path(name))
+            if blobs._size(name) != length:
+                raise Unavailable(f"{blobs.where(name)}: it has not the length that was written")
+        except Refused as refused:
+            error = blobs._error(refused, name, "write")
+        except (ScarError, OSError) as failed:
+            error = failed
+        else:
+            return
+        with contextlib.suppress(ScarError, InDoubt, OSError):
+            blobs.delete(name)  # what stays is an orphan that no record names
+        raise error from None

@@ -1,0 +1,194 @@
+"""Classify an error of a remote file system, and say how long to try again after it.
+
+Messages are made from status, code and class of an error, never from its text: that may hold an address with a
+password, a signature or a key. For the same reason no scarctl error is chained to what caused it.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from scarctl.errors import AccessDenied, MissingGuarantee, ScarError, Unavailable, UsageError
+from scarctl.store.backends.base import InDoubt
+
+FIRST_PAUSE = 0.1
+LONGEST_PAUSE = 5.0
+# The global generator is training's: a request that is repeated must not change what training draws.
+_random = random.Random()
+
+_SAFE = "what was acknowledged is safe"
+
+
+class Meaning(Enum):
+    """Classes of errors, by what they say about their request."""
+
+    ABSENT = "absent"
+    EXISTS = "exists"
+    DENIED = "denied"
+    WRONG = "wrong"
+    """The request can never work as it is."""
+    UNSUPPORTED = "unsupported"
+    BUSY = "busy"
+    """Not done, or perhaps done: to be asked again."""
+    BROKEN = "broken"
+    """Not known; asking again may help."""
+    NO_PLACE = "no-place"
+    """The bucket does not exist."""
+    EMPTY = "empty"
+    """No bytes where some were asked for."""
+    NO_UPLOAD = "no-upload"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    meaning: Meaning
+    detail: str
+
+    @property
+    def passing(self) -> bool:
+        """Whether the same request may succeed later."""
+        return self.meaning in (Meaning.BUSY, Meaning.BROKEN)
+
+
+_CODES = {
+    "NoSuchKey": Meaning.ABSENT,
+    "NoSuchVersion": Meaning.ABSENT,
+    "NoSuchBucket": Meaning.NO_PLACE,
+    "NoSuchUpload": Meaning.NO_UPLOAD,
+    "PreconditionFailed": Meaning.EXISTS,
+    "InvalidRange": Meaning.EMPTY,
+    "NotImplemented": Meaning.UNSUPPORTED,
+    "InvalidBucketName": Meaning.WRONG,
+    "PermanentRedirect": Meaning.WRONG,
+    "AuthorizationHeaderMalformed": Meaning.WRONG,
+    "IllegalLocationConstraintException": Meaning.WRONG,
+    "RequestTimeout": Meaning.BUSY,
+    "SlowDown": Meaning.BUSY,
+    "ConditionalRequestConflict": Meaning.BUSY,
+    "OperationAborted": Meaning.BUSY,
+    "InvalidAccessKeyId": Meaning.DENIED,
+    "SignatureDoesNotMatch": Meaning.DENIED,
+    "ExpiredToken": Meaning.DENIED,
+    "InvalidToken": Meaning.DENIED,
+    "RequestTimeTooSkewed": Meaning.DENIED,
+}
+_STATUS = {
+    301: Meaning.WRONG,
+    307: Meaning.WRONG,
+    401: Meaning.DENIED,
+    403: Meaning.DENIED,
+    404: Meaning.ABSENT,
+    409: Meaning.BUSY,
+    412: Meaning.EXISTS,
+    416: Meaning.EMPTY,
+    429: Meaning.BUSY,
+    501: Meaning.UNSUPPORTED,
+}
+# botocore's classes by name: importing it takes a third of a second.
+_CLASSES = {
+    "NoCredentialsError": Meaning.DENIED,
+    "PartialCredentialsError": Meaning.DENIED,
+    "CredentialRetrievalError": Meaning.DENIED,
+    "TokenRetrievalError": Meaning.DENIED,
+    "UnauthorizedSSOTokenError": Meaning.DENIED,
+    "ProfileNotFound": Meaning.WRONG,
+    "NoRegionError": Meaning.WRONG,
+    "ConfigParseError": Meaning.WRONG,
+    "ParamValidationError": Meaning.WRONG,
+    "InvalidRegionError": Meaning.WRONG,
+}
+
+
+def understand(error: BaseException) -> Fault:
+    """Classify an error from a file system."""
+    for one in _chain(error):
+        response = getattr(one, "response", None)
+        if isinstance(response, dict):
+            return _of_response(response)
+    name = type(error).__name__
+    if name in _CLASSES:
+        return Fault(_CLASSES[name], name)
+    if isinstance(error, FileNotFoundError):
+        return Fault(Meaning.ABSENT, name)
+    if isinstance(error, FileExistsError):
+        return Fault(Meaning.EXISTS, name)
+    if isinstance(error, PermissionError):
+        return Fault(Meaning.DENIED, name)
+    if isinstance(error, NotImplementedError):
+        return Fault(Meaning.UNSUPPORTED, name)
+    if isinstance(error, ValueError | TypeError | KeyError):
+        return Fault(Meaning.WRONG, name)
+    code = errno.errorcode.get(getattr(error, "errno", None) or 0)
+    return Fault(Meaning.BROKEN, f"{name}, {code}" if code else name)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    for _ in range(8):
+        if error is None:
+            return
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _of_response(response: dict[str, object]) -> Fault:
+    metadata, details = response.get("ResponseMetadata"), response.get("Error")
+    status = metadata.get("HTTPStatusCode") if isinstance(metadata, dict) else None
+    code = str(details.get("Code", "")) if isinstance(details, dict) else ""
+    status = status if isinstance(status, int) else int(code) if code.isdecimal() and len(code) == 3 else 0
+    named = code if code.isalnum() and not code.isdecimal() else ""
+    detail = " ".join(filter(None, [f"HTTP {status}" if status else "", named[:60]])) or "an error"
+    meaning = _CODES.get(code) or _STATUS.get(status)
+    if meaning is None:
+        meaning = Meaning.BUSY if status >= 500 else Meaning.BROKEN
+    return Fault(meaning, detail)
+
+
+def fault_error(fault: Fault, what: str, doing: str) -> ScarError:
+    """Return the scarctl error for a fault that means failure."""
+    reason = f"{what}: cannot {doing}: {fault.detail}"
+    match fault.meaning:
+        case Meaning.DENIED:
+            hint = "check the credentials, what they may do, and this machine's clock"
+            return AccessDenied(reason, hint=hint)
+        case Meaning.WRONG:
+            return UsageError(reason, hint="check the store's address, the region and the storage options")
+        case Meaning.UNSUPPORTED:
+            return MissingGuarantee(reason, hint="this store cannot do what a commit needs")
+        case Meaning.NO_PLACE:
+            return Unavailable(
+                reason, hint=f"the bucket is gone or was never made; {_SAFE} if it still is", kind="no-bucket"
+            )
+    return Unavailable(reason, hint=f"try again; {_SAFE}")
+
+
+def in_doubt(what: str, detail: str) -> InDoubt:
+    """Return the error for a request that was perhaps carried out."""
+    return InDoubt(
+        f"{what}: it is not known whether it was created ({detail})",
+        hint=f"{_SAFE}; the next commit settles this one",
+    )
+
+
+class Patience:
+    """Limit one operation: pauses that grow between attempts, and a deadline that is kept."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._deadline = time.monotonic() + seconds
+        self._pause = FIRST_PAUSE
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left, never quite none."""
+        return max(0.01, self._deadline - time.monotonic())
+
+    def pause(self) -> float | None:
+        """Return the seconds to wait before the next attempt; None when there is no time for one."""
+        pause = self._pause * _random.uniform(0.5, 1.0)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        return pause if time.monotonic() + pause < self._deadline else None

@@ -1,0 +1,50 @@
+"""Count what a writer hands over and writes, and how long its copies live: what a collector needs to know."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from scarctl.store.compact import Lives
+from scarctl.store.record import Record
+from scarctl.store.segment import Tail
+from scarctl.store.shard_state import ShardState
+
+
+@dataclass
+class ShardFiles:
+    """The files of one shard, counted from the moment a collector asked for it."""
+
+    total: int
+    """Bytes of all files."""
+    lives: Lives = field(default_factory=Lives)
+
+
+class Ledger:
+    """The books of one writer. Several threads may commit, each to another shard."""
+
+    def __init__(self) -> None:
+        self.handed_bytes = 0
+        """Bytes of partitions that were given to `commit`."""
+        self.written_bytes = 0
+        """Bytes of all files written since the store was opened: segments, records and indexes."""
+        self.shards: dict[int, ShardFiles] = {}
+        """Only those that a collector has opened an account for."""
+        self._counting = threading.Lock()
+
+    def handed(self, nbytes: int) -> None:
+        """Count partitions that were committed."""
+        with self._counting:
+            self.handed_bytes += nbytes
+
+    def wrote(self, shard: int, nbytes: int) -> None:
+        """Count a file that was created in a shard."""
+        with self._counting:
+            self.written_bytes += nbytes
+        if shard in self.shards:
+            self.shards[shard].total += nbytes
+
+    def committing(self, state: ShardState, record: Record, tail: Tail | None) -> None:
+        """Note the copies of a record that is durable; `state` is still the one before it."""
+        if record.kind == "commit" and tail is not None and record.shard in self.shards:
+            self.shards[record.shard].lives.saved(state, state.find(tail.ids), record.step)

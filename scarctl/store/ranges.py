@@ -1,0 +1,79 @@
+"""Choose the byte ranges of a segment to read for the wanted pieces: few bytes, in not too many ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.util.arrays import Bytes, Ids
+
+SPAN = 32 << 20  # largest single range
+WASTE = 16  # bytes wanted per byte that is read and thrown away
+MANY = 256  # ranges of a tensor from which on more may be thrown away
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Pieces of one tensor: where they lie in the file, and room for them."""
+
+    start: int
+    """Offset of the tensor."""
+    position: Ids
+    piece: int
+    last: int
+    """Bytes of the last piece."""
+    out: Bytes
+
+    @property
+    def data(self) -> Bytes:
+        """The pieces, one after another."""
+        return self.out[: self.out.size - self.piece + self.last]
+
+    def covers(self, i: int, j: int) -> int:
+        """Return the bytes from piece `i` to piece `j - 1`, and what lies between."""
+        return (int(self.position[j - 1] - self.position[i]) + 1) * self.piece
+
+    def spans(self, gap: int) -> list[tuple[int, int]]:
+        """`(i, j)`: the pieces in runs that are read as one range each, at most SPAN long."""
+        if not self.piece:
+            return []
+        count = len(self.position)
+        if self.position[-1] - self.position[0] == count - 1 and count * self.piece <= SPAN // 2:
+            return [(0, count)]  # the usual case
+        holes = (np.diff(self.position) - 1) * self.piece
+        cut = np.diff(self.position * self.piece // SPAN) != 0
+        breaks = (np.flatnonzero((holes > 0) & ~_read_through(holes, self.out.size, gap) | cut) + 1).tolist()
+        return list(zip([0, *breaks], [*breaks, len(self.position)], strict=True))
+
+
+def _read_through(holes: NDArray[np.int64], wanted: int, gap: int) -> NDArray[np.bool_]:
+    """Return which holes between pieces are read and thrown away: the smallest, while they add little to what is
+    wanted.
+
+    Of very many more, none longer than `gap`: there the number of ranges costs more than the bytes.
+    """
+    small = np.flatnonzero((holes > 0) & (holes <= gap))
+    small = small[np.argsort(holes[small], kind="stable")]
+    cheap = int(np.searchsorted(np.cumsum(holes[small]), wanted // WASTE, side="right"))
+    count = max(cheap, int((holes > 0).sum()) - MANY)
+    through = np.zeros(len(holes), bool)
+    through[small[:count]] = True
+    return through
+
+
+def together(wanted: Iterable[Wanted], gap: int) -> Iterator[list[tuple[Wanted, int, int]]]:
+    """Spans that are asked for at once, as `(wanted, i, j)`: so many that they cover at most SPAN bytes."""
+    some: list[tuple[Wanted, int, int]] = []
+    covered = 0
+    for want in wanted:
+        for i, j in want.spans(gap):
+            if some and covered + want.covers(i, j) > SPAN:
+                yield some
+                some, covered = [], 0
+            some.append((want, i, j))
+            covered += want.covers(i, j)
+    if some:
+        yield some

@@ -1,0 +1,111 @@
+"""Read copies of partitions in units of bounded size, each from one segment, and verify every copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.errors import Corruption
+from scarctl.state.layout import Layout
+from scarctl.store.backends.base import Blobs
+from scarctl.store.format import segment_path
+from scarctl.store.ranges import Wanted
+from scarctl.store.segment import by_group, partition_checksums, partition_rows
+from scarctl.store.segment_reader import open_segment
+from scarctl.store.shard_state import ShardState
+from scarctl.util.arrays import Bytes, Ids
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Verified partitions of one group: `tensors[t]` is uint8[rows, row_bytes], the partitions' rows in order
+    of `ids`; `versions` are those of the copies.
+    """
+
+    group: int
+    ids: Ids
+    versions: Ids
+    tensors: list[Bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Members, by their places in the state, whose copies are in one segment."""
+
+    segment: int
+    at: NDArray[np.int64]
+    nbytes: int
+
+
+@dataclass
+class Found:
+    """Hold the result of reading a unit."""
+
+    batches: list[Batch] = field(default_factory=list)
+    corrupt: list[tuple[Ids, str]] = field(default_factory=list)
+    gone: list[tuple[Ids, str]] = field(default_factory=list)
+    """Copies whose segment is missing."""
+
+
+def units(state: ShardState, layout: Layout, at: NDArray[np.int64], batch: int) -> Iterator[Unit]:
+    """Yield the saved members `at` (ascending) by segment, at most about `batch` bytes each."""
+    segments = state.segment[at]
+    order = np.argsort(segments, kind="stable")
+    at, segments = at[order], segments[order]
+    nbytes = layout.bytes_of(state.ids[at])
+    for i, j in pairwise([*np.flatnonzero(np.diff(segments, prepend=-1)).tolist(), len(at)]):
+        cuts = np.flatnonzero(np.diff((np.cumsum(nbytes[i:j]) - 1) // batch) > 0) + i + 1
+        for a, b in pairwise([i, *cuts.tolist(), j]):
+            yield Unit(int(segments[a]), at[a:b], int(nbytes[a:b].sum()))
+
+
+def read_unit(blobs: Blobs, state: ShardState, layout: Layout, unit: Unit) -> Found:
+    """Read a unit's copies, in the order of the layout."""
+    ref = state.segments[unit.segment]
+    path = segment_path(state.shard, ref.name)
+    ids, position = state.ids[unit.at], state.position[unit.at]
+    found = Found()
+    wanted: list[tuple[int, int, int, list[Wanted]]] = []
+    try:
+        with open_segment(blobs, path, ref) as segment:
+            for g, i, j in by_group(layout, ids):
+                group, local = layout.groups[g], ids[i:j] - layout.base[g]
+                try:
+                    pieces = [segment.want(group, t, local, position[i:j]) for t in range(len(group.tensors))]
+                except Corruption as error:
+                    found.corrupt.append((ids[i:j], error.message))
+                else:
+                    wanted.append((g, i, j, pieces))
+            segment.fetch([one for *_, pieces in wanted for one in pieces])
+    except Corruption as error:
+        return Found(corrupt=[(ids, error.message)])
+    except FileNotFoundError:
+        return Found(gone=[(ids, f"{blobs.where(path)}: the segment is missing")])
+    for g, i, j, pieces in wanted:
+        data = [one.data for one in pieces]
+        intact = partition_checksums(layout.groups[g], j - i, data) == state.checksum[unit.at[i:j]]
+        if not intact.all():
+            reason = f"{blobs.where(path)}: data do not match their checksum"
+            found.corrupt.append((ids[i:j][~intact], reason))
+        if intact.any():
+            versions = state.version[unit.at[i:j]]
+            found.batches.append(_batch(g, layout, ids[i:j], versions, data, intact))
+    return found
+
+
+def _batch(
+    g: int, layout: Layout, ids: Ids, versions: Ids, data: list[Bytes], intact: NDArray[np.bool_]
+) -> Batch:
+    group = layout.groups[g]
+    # Only the last partition of a group may have fewer rows.
+    rows = (len(ids) - 1) * group.rows_per_partition + partition_rows(group, int(ids[-1] - layout.base[g]))
+    tensors = [d.reshape(rows, spec.row_bytes) for d, spec in zip(data, group.tensors, strict=True)]
+    if not intact.all():
+        starts, stops = layout.row_ranges(ids)
+        keep = np.repeat(intact, stops - starts)
+        ids, versions, tensors = ids[intact], versions[intact], [t[keep] for t in tensors]
+    return Batch(g, ids, versions, tensors)

@@ -1,0 +1,67 @@
+"""Estimate a run's pace from a log: seconds per iteration, and how often and how much it saves."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from scarctl.store.record import Record
+
+if TYPE_CHECKING:
+    from scarctl.store.store import Store
+
+LEAST_SECONDS = 10
+"""Records say when they were made to the second: a shorter time says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Describe a run's pace. None: the log does not show it."""
+
+    step_seconds: float | None
+    """Time of an iteration, everything between them included."""
+    interval: int | None
+    """Iterations between two checkpoints."""
+    checkpoint_bytes: int | None
+    """Share of the state that a usual checkpoint saves."""
+
+
+def pace(store: Store) -> Pace:
+    """Return the pace of the newest run that the log shows for long enough. Raises Corruption, Unavailable."""
+    return pace_of(record for shard in store.shards() for record in store.records(shard))
+
+
+def pace_of(records: Iterable[Record]) -> Pace:
+    """Return the same, from the records of all shards in any order."""
+    runs: dict[int, dict[int, list[Record]]] = {}
+    for record in records:
+        if record.kind == "commit":
+            runs.setdefault(record.epoch, {}).setdefault(record.step, []).append(record)
+    for _, run in sorted(runs.items(), reverse=True):
+        steps = sorted(run)
+        seconds = _span(run[steps[0]], run[steps[-1]])
+        if len(steps) < 2 or seconds is None or seconds < LEAST_SECONDS:
+            continue
+        # The first checkpoint of a run saves everything, and says nothing about the usual ones.
+        sizes = [sum(record.nbytes for record in run[step]) for step in steps[1:]]
+        gaps = [after - before for before, after in itertools.pairwise(steps)]
+        return Pace(seconds / (steps[-1] - steps[0]), round(median(gaps)), round(median(sizes)))
+    return Pace(None, None, None)
+
+
+def _span(first: list[Record], last: list[Record]) -> float | None:
+    """Return the seconds from the first of some records to the first of others; None when their times, for people, are
+    none.
+    """
+    try:
+        begin, end = (
+            min(datetime.datetime.fromisoformat(record.created).timestamp() for record in records)
+            for records in (first, last)
+        )
+    except (ValueError, OverflowError):
+        return None
+    return end - begin

@@ -1,0 +1,144 @@
+"""Read pieces of a segment by ranges, merged with their neighbours, and verify its header and its tail."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from scarctl.state.codec import RawTensor
+from scarctl.state.layout import Group, Layout
+from scarctl.store.backends.base import BlobReader, Blobs
+from scarctl.store.format import MAX_HEADER, Header, check_format, corrupt, header_length, parse_header
+from scarctl.store.ranges import Wanted, together
+from scarctl.store.segment import COLUMNS, EXTRAS, SegmentRef, Tail, full_piece, partition_rows
+from scarctl.util.arrays import Bytes, Ids
+
+
+def read_tail(blobs: Blobs, path: str, ref: SegmentRef, kind: str, count: int, layout: Layout) -> Tail:
+    """Return the tail of a segment, verified. Raises Corruption, or FileNotFoundError when the segment is missing."""
+    what = blobs.where(path)
+    columns = COLUMNS[kind]
+    if count > layout.partitions:
+        raise corrupt(what, f"{count} partitions are more than the layout has")
+    if ref.nbytes - ref.tail != 8 * count * len(columns):
+        raise corrupt(
+            what, f"its record names {count} partitions, its tail has {ref.nbytes - ref.tail} bytes"
+        )
+    with blobs.reader(path) as file:
+        if file.size != ref.nbytes:
+            raise corrupt(what, f"it has {file.size} bytes, its record says {ref.nbytes}")
+        raw = np.empty(ref.nbytes - ref.tail, np.uint8)
+        file.read_into(ref.tail, memoryview(raw))
+    if hashlib.sha256(raw).hexdigest() != ref.tail_digest:
+        raise corrupt(what, "its list of partitions is damaged")
+    arrays = dict(zip(columns, raw.view("<i8").reshape(len(columns), count), strict=True))
+    ids = arrays["partitions"]
+    if count and not (ids[0] >= 0 and ids[-1] < layout.partitions and bool((ids[1:] > ids[:-1]).all())):
+        raise corrupt(what, "its list of partitions is not ascending or does not fit the layout")
+    checksums = arrays.get("checksums")
+    return Tail(ids, None if checksums is None else checksums.view(np.uint64), arrays.get("versions"))
+
+
+# A large segment is opened again for every piece of it that is read; parsing would take as long as reading.
+_parse_header = functools.lru_cache(maxsize=2)(parse_header)
+
+
+@contextmanager
+def open_segment(blobs: Blobs, path: str, ref: SegmentRef) -> Iterator[SegmentReader]:
+    """A segment opened for reading pieces. Raises Corruption, or FileNotFoundError when it is missing."""
+    what = blobs.where(path)
+    with blobs.reader(path) as file:
+        if file.size != ref.nbytes:
+            raise corrupt(what, f"it has {file.size} bytes, its record says {ref.nbytes}")
+        if ref.head > 8 + MAX_HEADER:
+            raise corrupt(what, f"its header has {ref.head} bytes, the limit is {MAX_HEADER}")
+        raw = file.read(0, ref.head)
+        if header_length(raw[:8], file.size, what) != ref.head:
+            raise corrupt(what, "its header's length is not what its record says")
+        header = _parse_header(raw, file.size, what)
+        yield SegmentReader(file, what, ref, raw, header, blobs.gap)
+
+
+class SegmentReader:
+    """Pieces, extras and digests of one open segment. What it returns is not verified unless it says so."""
+
+    def __init__(
+        self, file: BlobReader, what: str, ref: SegmentRef, raw_header: bytes, header: Header, gap: int
+    ) -> None:
+        self._file = file
+        self._what = what
+        self._ref = ref
+        self._raw_header = raw_header
+        self._gap = gap
+        self.header = header
+
+    def check_head(self) -> bytes:
+        """Verify header, extras and pads against the record; return the bytes from the end of the data to
+        the tail.
+        """
+        between = self._file.read(self._ref.head + self._ref.data, self._ref.tail)
+        if hashlib.sha256(self._raw_header + between).hexdigest() != self._ref.digest:
+            raise corrupt(self._what, "its header or its extras are damaged")
+        check_format(
+            int(f) if (f := self.header.metadata.get("format", "")).isdecimal() and len(f) < 9 else None,
+            self._what,
+        )
+        return between
+
+    def extras(self) -> tuple[str, dict[str, RawTensor]]:
+        """Return the extras, verified: their text and their tensors."""
+        between = memoryview(self.check_head())
+        base = self._ref.head + self._ref.data
+        found = {}
+        for name, e in self.header.tensors.items():
+            if name.startswith(EXTRAS):
+                if not base <= e.start <= e.stop <= self._ref.tail:
+                    raise corrupt(self._what, f"tensor {name!r} lies outside the extras")
+                found[name.removeprefix(EXTRAS)] = RawTensor(
+                    e.dtype, e.shape, bytes(between[e.start - base : e.stop - base])
+                )
+        return self.header.metadata.get("extras", ""), found
+
+    def want(self, group: Group, t: int, local: Ids, position: Ids) -> Wanted:
+        """Return room for pieces of tensor `t` of partitions `local` (numbers within the group, ascending): see
+        `fetch`.
+
+        `position` is where they stand among the segment's partitions of the group. Raises Corruption when the
+        tensor is missing or the positions lie outside it.
+        """
+        spec = group.tensors[t]
+        entry = self.header.entry(group.key(t), spec.dtype, (-1, *spec.shape[1:]), self._what)
+        piece, count = full_piece(group, t), len(local)
+        if position[0] < 0 or not bool((position[1:] > position[:-1]).all()):
+            raise corrupt(self._what, f"the index places partitions of {group.name!r} out of order")
+        last = partition_rows(group, int(local[-1])) * spec.row_bytes
+        if int(position[-1]) * piece + last > entry.stop - entry.start:
+            raise corrupt(self._what, f"tensor {group.key(t)!r} is too short")
+        return Wanted(entry.start, position, piece, last, np.empty(count * piece, np.uint8))
+
+    def fetch(self, wanted: Sequence[Wanted]) -> None:
+        """Read all that is wanted."""
+        for spans in together(wanted, self._gap):
+            self._read(spans)
+
+    def _read(self, spans: list[tuple[Wanted, int, int]]) -> None:
+        ranges: list[tuple[int, memoryview]] = []
+        scattered: list[tuple[Wanted, int, int, Bytes]] = []
+        for want, i, j in spans:
+            into = want.out[i * want.piece : j * want.piece]
+            if want.covers(i, j) != into.size:
+                into = np.empty(want.covers(i, j), np.uint8)
+                scattered.append((want, i, j, into))
+            short = want.piece - want.last if j == len(want.position) else 0
+            start = want.start + int(want.position[i]) * want.piece
+            ranges.append((start, memoryview(into[: into.size - short])))
+        self._file.read_ranges(ranges)
+        for want, i, j, into in scattered:
+            rows = want.position[i:j] - want.position[i]
+            want.out[i * want.piece : j * want.piece].reshape(-1, want.piece)[:] = into.reshape(
+                -1, want.piece
+            )[rows]

@@ -1,0 +1,205 @@
+"""Write a segment: stream partitions from the caller's buffers in one pass, and hash each chunk before its write."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.errors import UsageError
+from scarctl.state.codec import RawTensor
+from scarctl.state.layout import DTYPES, Group, Layout
+from scarctl.store import checksum
+from scarctl.store.backends.base import BlobWriter
+from scarctl.store.format import MAX_HEADER, RESERVED, Header, dump_header, encode_header
+from scarctl.store.segment import (
+    COLUMNS,
+    EXTRAS,
+    Pieces,
+    SegmentRef,
+    Source,
+    by_group,
+    full_piece,
+    partition_rows,
+)
+from scarctl.util.arrays import Bytes, Ids
+
+CHUNK = 4 << 20
+"""Bytes that are hashed and written, or gathered, at a time."""
+BIG_RUN = 256 << 10
+"""From this mean size on, runs of adjacent partitions are written from the source without a copy: bytes."""
+
+
+def write_segment(
+    out: BlobWriter,
+    name: str,
+    layout: Layout,
+    ids: Ids,
+    source: Source | Pieces | None,
+    metadata: Mapping[str, str],
+    *,
+    kind: str = "commit",
+    extras: Mapping[str, RawTensor] | None = None,
+    versions: NDArray[np.int64] | None = None,
+) -> tuple[SegmentRef, NDArray[np.uint64]]:
+    """Write one segment with the partitions `ids` (ascending, unique) and return its reference and their
+    checksums.
+
+    The file is complete but not committed. `source` is where whole tensors are, or just the pieces; None for
+    members. Raises UsageError when a buffer has the wrong length.
+    """
+    data = [] if source is None else _order(layout, ids)
+    header, tail = _place(layout, ids, data, kind, extras or {}, metadata)
+    digest = hashlib.sha256()
+
+    def put(buffer: bytes | memoryview) -> None:
+        digest.update(buffer)
+        out.write(buffer)
+
+    if header.length > 8 + MAX_HEADER:
+        raise UsageError(
+            f"the header has {header.length} bytes, the limit is {MAX_HEADER}: extras hold too much text"
+        )
+    put(encode_header(header))
+    checksums = np.zeros(len(ids), np.uint64)
+    data_bytes = 0
+    if source is not None:
+        for g, t, i, j in data:
+            factor = checksum.tensor_constant(t)
+            local = ids[i:j] - layout.base[g]
+            full = full_piece(layout.groups[g], t)
+            chunks = (
+                _cut(source[g, t], layout.groups[g], t, local)
+                if isinstance(source, Mapping)
+                else _chunks(source, layout.groups[g], g, t, local)
+            )
+            for a, b, chunk in chunks:
+                checksums[i + a : i + b] += checksum.hash_pieces(chunk, full, b - a) * factor
+                out.write(chunk)
+                data_bytes += chunk.size
+    position = header.length + data_bytes
+    for n, entry in list(header.tensors.items())[len(data) :]:
+        if entry.start >= tail:
+            break
+        put(
+            extras[n.removeprefix(EXTRAS)].data
+            if extras and n.startswith(EXTRAS)
+            else bytes(entry.stop - entry.start)
+        )
+        position = entry.stop
+    assert position == tail
+    columns: dict[str, NDArray[Any] | None] = {
+        "partitions": ids,
+        "checksums": checksums,
+        "versions": versions,
+    }
+    tail_digest = hashlib.sha256()
+    for column in COLUMNS[kind]:
+        values = columns[column]
+        assert values is not None
+        tail_digest.update(values)
+        out.write(values)
+    nbytes = tail + 8 * len(ids) * len(COLUMNS[kind])
+    ref = SegmentRef(
+        name, nbytes, header.length, data_bytes, tail, digest.hexdigest(), tail_digest.hexdigest()
+    )
+    return ref, checksums
+
+
+def _order(layout: Layout, ids: Ids) -> list[tuple[int, int, int, int]]:
+    """`(group, tensor, i, j)` in the order of the file."""
+    found = [(g, t, i, j) for g, i, j in by_group(layout, ids) for t in range(len(layout.groups[g].tensors))]
+    return sorted(found, key=lambda x: (-DTYPES[layout.groups[x[0]].tensors[x[1]].dtype], x[0], x[1]))
+
+
+def _place(
+    layout: Layout,
+    ids: Ids,
+    data: Sequence[tuple[int, int, int, int]],
+    kind: str,
+    extras: Mapping[str, RawTensor],
+    metadata: Mapping[str, str],
+) -> tuple[Header, int]:
+    """Return the header, and the offset of the tail."""
+    tensors: list[tuple[str, str, tuple[int, ...]]] = []
+    end = 0
+    for g, t, i, j in data:
+        group = layout.groups[g]
+        spec = group.tensors[t]
+        last = int(ids[j - 1] - layout.base[g])
+        rows = (j - i - 1) * group.rows_per_partition + partition_rows(group, last)
+        tensors.append((group.key(t), spec.dtype, (rows, *spec.shape[1:])))
+        end += rows * spec.row_bytes
+
+    def pad(what: str) -> None:
+        nonlocal end
+        if end % 8:
+            tensors.append((f"{RESERVED}pad-{what}", "U8", (-end % 8,)))
+            end += -end % 8
+
+    if extras:
+        pad("extras")
+    for name, raw in sorted(extras.items(), key=lambda x: (-DTYPES[x[1].dtype], x[0])):
+        tensors.append((EXTRAS + name, raw.dtype, tuple(raw.shape)))
+        end += memoryview(raw.data).nbytes
+    pad("tail")
+    dtypes = {"partitions": "I64", "checksums": "U64", "versions": "I64"}
+    tensors.extend((RESERVED + column, dtypes[column], (len(ids),)) for column in COLUMNS[kind])
+    header = dump_header(tensors, {"format": "1", "kind": kind, **metadata})
+    return header, header.length + end
+
+
+def _cut(data: Bytes, group: Group, t: int, local: Ids) -> Iterator[tuple[int, int, Bytes]]:
+    """`(a, b, bytes)` as `_chunks`, from the pieces of `local` themselves."""
+    piece = full_piece(group, t)
+    last = partition_rows(group, int(local[-1])) * group.tensors[t].row_bytes
+    if data.size != (len(local) - 1) * piece + last:
+        raise UsageError(f"{group.key(t)}: {data.size} bytes given for {len(local)} pieces of {piece}")
+    step = max(1, CHUNK // max(piece, 1))
+    for a in range(0, len(local), step):
+        b = min(a + step, len(local))
+        yield a, b, data[a * piece : b * piece]
+
+
+def _chunks(source: Source, group: Group, g: int, t: int, local: Ids) -> Iterator[tuple[int, int, Bytes]]:
+    """`(a, b, bytes)`: the pieces of partitions `local[a:b]`, in order, a few MiB at a time."""
+    spec, row = group.tensors[t], group.tensors[t].row_bytes
+    per = min(group.rows_per_partition, group.rows)
+    piece = per * row
+    step = max(1, CHUNK // max(piece, 1))
+
+    def rows(start: int, stop: int) -> Bytes:
+        buffer = source(g, t, start, stop)
+        view = memoryview(buffer)
+        wanted = (stop - start) * row
+        if view.nbytes != wanted or not view.c_contiguous:
+            raise UsageError(
+                f"{group.key(t)}[{start}:{stop}]: {view.nbytes} bytes given, "
+                f"{wanted} contiguous bytes of {spec.dtype} wanted"
+            )
+        return np.frombuffer(view.cast("B"), np.uint8) if wanted else np.empty(0, np.uint8)
+
+    breaks = np.flatnonzero(np.diff(local) != 1) + 1
+    if len(local) * piece >= BIG_RUN * (len(breaks) + 1):
+        for a, b in zip([0, *breaks.tolist()], [*breaks.tolist(), len(local)], strict=True):
+            for i in range(a, b, step):
+                j = min(i + step, b)
+                start = int(local[i]) * per
+                yield i, j, rows(start, min(start + (j - i) * per, group.rows))
+        return
+    # Many small runs: gathering them into one buffer costs far less than a system call for each.
+    # The last partition of a group may be shorter.
+    shorter = piece > 0 and (int(local[-1]) + 1) * per > group.rows
+    count = len(local) - shorter
+    gathered = np.empty((min(step, count), piece), np.uint8)
+    for i in range(0, count, step):
+        j = min(i + step, count)
+        first, last = int(local[i]), int(local[j - 1])
+        pieces = rows(first * per, min((last + 1) * per, group.rows)).reshape(last + 1 - first, piece)
+        np.take(pieces, local[i:j] - first, axis=0, out=gathered[: j - i], mode="clip")
+        yield i, j, gathered[: j - i].reshape(-1)
+    if shorter:
+        yield count, len(local), rows(int(local[-1]) * per, group.rows)

@@ -1,0 +1,235 @@
+"""Hold what a shard's log says: for every member its newest saved copy, as arrays (docs/FORMAT.md, section 7)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.errors import UsageError
+from scarctl.state.layout import Layout
+from scarctl.state.version import NEVER
+from scarctl.store.format import corrupt
+from scarctl.store.record import Record
+from scarctl.store.segment import SegmentRef, Tail, positions
+from scarctl.util.arrays import Ids, adjacent
+
+KEEP_SEALED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A record whose segment's list of partitions cannot be read."""
+
+    seq: int
+    file: str
+    reason: str
+
+
+class Seal(NamedTuple):
+    """A sealed record of a log."""
+
+    seq: int
+    epoch: int
+    step: int
+    whole: str = ""
+    """See `Record.whole`."""
+
+
+@dataclass
+class ShardState:
+    """State of one shard after record `seq` (-1: empty log). Arrays are over the members, in ascending id
+    order.
+
+    `version` -1 and `segment` -1: never saved. `segment` numbers `segments`; `position` is the ordinal of the
+    partition among its segment's partitions of its group. `doubt` marks members that may have had a newer
+    copy in a damaged segment (`damaged`). `step` is that of the newest commit, -1 if there is none. `sealed`
+    lists the sealed records. `whole` names the commit of the whole state whose part all members are, "" when
+    they are of none, and `extras_whole` that of the extras: equal versions do not say as much. `extras` is
+    `(version, number of the segment)`. `records` counts the log's files. `line`: see `scarctl.store.line`; "" when it
+    is not known. `unindexed_records` and `unindexed` are the records, and the partitions in them, since the last index.
+    `past`: the state after a record that was asked for, not the newest.
+    """
+
+    shard: int
+    layout: Layout | None = None
+    seq: int = -1
+    epoch: int = 0
+    step: int = -1
+    tail_digest: str = ""
+    records: int = 0
+    ids: Ids = field(default_factory=lambda: np.empty(0, np.int64))
+    version: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    segment: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    position: Ids = field(default_factory=lambda: np.empty(0, np.int64))
+    checksum: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    doubt: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    segments: list[SegmentRef] = field(default_factory=list)
+    sealed: list[Seal] = field(default_factory=list)
+    whole: str = ""
+    extras_whole: str = ""
+    extras: tuple[int, int] | None = None
+    damaged: list[Damage] = field(default_factory=list)
+    boundary: int = 0
+    line: str = ""
+    unindexed_records: int = 0
+    unindexed: int = 0
+    past: bool = False
+
+    @property
+    def saved(self) -> NDArray[np.bool_]:
+        """Members that have a saved copy."""
+        return self.version >= 0
+
+    def find(self, ids: Ids) -> NDArray[np.int64]:
+        """Return where `ids` stand in the arrays, -1 for those that are not members."""
+        if not len(self.ids):
+            return np.full(len(ids), -1, np.int64)
+        first, last = int(self.ids[0]), int(self.ids[-1])
+        if last - first == len(self.ids) - 1:  # all there are: no need to search
+            at = ids - first
+            at[(ids < first) | (ids > last)] = -1
+            return at
+        if np.array_equal(self.ids, ids):
+            return np.arange(len(ids), dtype=np.int64)
+        at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+        return np.where(self.ids[at] == ids, at, -1)
+
+    def require_members(self, ids: Ids) -> Ids:
+        """Return where `ids` stand in the arrays. Raise UsageError if one is not a member."""
+        at = self.find(ids)
+        if len(ids) and (at < 0).any():
+            raise UsageError(f"partition {int(ids[at < 0][0])} is not of shard {self.shard}")
+        return at
+
+    def require_sealable(self, at: Ids, layout: Layout) -> None:
+        """Raise UsageError if a member has no known copy, other than those at `at`, which are about to be saved."""
+        unknown = ~self.saved | self.doubt
+        unknown[at] = False
+        if unknown.any():
+            raise UsageError(
+                f"shard {self.shard} cannot be sealed: {int(unknown.sum())} partitions, such as "
+                f"{layout.name(int(self.ids[unknown][0]))}, have no known copy",
+                hint="save them with this commit",
+            )
+
+    def set_members(self, ids: Ids) -> None:
+        """Make `ids` (ascending) the members; those that stay keep their copies."""
+        at = self.find(ids)
+        kept = at >= 0
+
+        def carry(old: NDArray[Any], fill: int) -> NDArray[Any]:
+            new = np.full(len(ids), fill, old.dtype)
+            new[kept] = old[at[kept]]
+            return new
+
+        self.version = carry(self.version, NEVER)
+        self.segment = carry(self.segment, -1)
+        self.position = carry(self.position, -1)
+        self.checksum = carry(self.checksum, 0)
+        self.doubt = carry(self.doubt, 0)
+        self.ids = ids.copy()
+
+    def apply(
+        self, record: Record, layout: Layout, tail: Tail | None, what: object, damage: Damage | None = None
+    ) -> None:
+        """Advance by one record. `tail` is None if it has no segment, or if that is damaged (`damage`).
+
+        Raises Corruption if the record cannot follow this state.
+        """
+        line = self.line
+        if self.layout is None or self.layout.digest != record.layout:
+            self.__dict__.update(ShardState(self.shard, records=self.records).__dict__)
+        self.layout = layout
+        if damage is not None:
+            self.damaged.append(damage)
+            self.doubt[:] = True
+            self.whole = ""
+        elif tail is not None and record.kind == "epoch":
+            self.whole = self.whole if np.array_equal(self.ids, tail.ids) else ""
+            self.set_members(tail.ids)
+        elif tail is not None and record.segment is not None:
+            self._save(record, record.segment, tail, what)
+        if record.kind != "epoch":
+            self.step = record.step
+        if record.kind == "commit" and record.partitions:
+            self.whole = ""
+        if record.sealed:
+            self._seal(record)
+        self.boundary = record.boundary
+        self.line = record.line or line
+        self.unindexed_records += 1
+        self.unindexed += record.partitions if record.kind != "epoch" else 0
+        self.seq, self.epoch, self.tail_digest = record.seq, record.epoch, record.digest
+
+    def _save(self, record: Record, segment: SegmentRef, tail: Tail, what: object) -> None:
+        assert self.layout is not None
+        assert tail.checksums is not None
+        found = self.find(tail.ids)
+        if (found < 0).any():
+            raise corrupt(
+                what,
+                f"partition {self.layout.name(int(tail.ids[found < 0][0]))} is not of shard {self.shard}",
+            )
+        at = adjacent(found)
+        number = len(self.segments)
+        self.segments.append(segment)
+        self.version[at] = record.version if tail.versions is None else tail.versions
+        self.segment[at] = number
+        self.position[at] = positions(self.layout, tail.ids)
+        self.checksum[at] = tail.checksums
+        if record.kind == "commit":  # compaction only moves copies
+            self.doubt[at] = False
+        if record.extras:
+            self.extras = (record.version, number)
+            self.extras_whole = record.identity if record.sealed else ""
+
+    def _seal(self, record: Record) -> None:
+        # A member in doubt may be equal to a copy that is lost: what we have of it is older, and not this
+        # version.
+        known = self.saved & ~self.doubt
+        self.version[known] = record.version
+        if known.all():
+            self.sealed.append(Seal(record.seq, record.epoch, record.step, record.whole))
+            self.whole = record.identity
+            del self.sealed[:-KEEP_SEALED]
+
+    def take_over(self, fresh: ShardState, ids: Ids) -> NDArray[np.bool_]:
+        """Bring the places of `ids` up to date from a newer state: which of them it has in another segment.
+
+        Newer copies are taken too, but not by a state of the past.
+        """
+        found = np.zeros(len(ids), bool)
+        if not len(fresh.ids):
+            return found
+        own, there = self.find(ids), fresh.find(ids)
+        found |= (there >= 0) & (fresh.segment[there] >= 0)
+        same = (fresh.version[there] == self.version[own]) & (fresh.checksum[there] == self.checksum[own])
+        if not self.past:
+            # In a later epoch also older ones: of a roll-back. But not what stands in for a damaged copy.
+            back = (fresh.epoch > self.epoch) & ~fresh.doubt[there]
+            same |= (fresh.version[there] > self.version[own]) | back
+        found &= same
+        before = np.array([s.name for s in self.segments] + [""])
+        after = np.array([s.name for s in fresh.segments] + [""])
+        found &= before[self.segment[own]] != after[fresh.segment[there]]
+        own, there = own[found], there[found]
+        self.segment[own] = fresh.segment[there] + np.int32(len(self.segments))
+        for name in ("version", "position", "checksum"):
+            getattr(self, name)[own] = getattr(fresh, name)[there]
+        self.segments = [*self.segments, *fresh.segments]
+        return found
+
+    def drop_unused_segments(self) -> None:
+        """Forget the segments that hold nobody's newest copy. Numbers change."""
+        used = np.zeros(len(self.segments) + 1, bool)
+        used[self.segment] = True  # -1 marks the additional last entry
+        if self.extras is not None:
+            used[self.extras[1]] = True
+        number = np.cumsum(used[:-1], dtype=np.int32) - np.int32(1)
+        self.segments = [s for s, keep in zip(self.segments, used[:-1].tolist(), strict=True) if keep]
+        self.segment = np.append(number, np.int32(-1))[self.segment]
+        if self.extras is not None:
+            self.extras = (self.extras[0], int(number[self.extras[1]]))

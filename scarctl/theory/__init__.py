@@ -1,0 +1,1 @@
+"""Compute rework bounds, convergence rates, extrapolation fits and failure costs. No torch."""

@@ -1,0 +1,1 @@
+"""Provide helpers that do not depend on scarctl: arrays, text, limits on parsers, a thread with a queue."""

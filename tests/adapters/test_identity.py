@@ -1,0 +1,304 @@
+"""Whether tensors were replaced, and that what was replaced is saved."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import scarctl
+from scarctl.config import grouped
+from scarctl_adapters.torch import TorchAdapter
+from scarctl_adapters.torch.identity import Tensors, tensors_now
+from tests.support.training import drained
+
+
+class Training:
+    def __init__(self, kind: type[torch.optim.Optimizer] = torch.optim.Adam) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        self.optimizer = kind(self.model.parameters(), lr=0.01)
+        self.step()
+        self.before: Tensors | None = None
+        assert not self.same()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(16, 4)).square().sum().backward()
+        self.optimizer.step()
+
+    def same(self) -> bool:
+        """As when that was asked last."""
+        before, self.before = self.before, tensors_now(self.model, [self.optimizer])
+        assert self.before is not None
+        return before == self.before
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+def test_steps_replace_nothing(kind: type[torch.optim.Optimizer]) -> None:
+    training = Training(kind)
+    for _ in range(3):
+        assert training.same()
+        training.step()
+        training.model.eval()
+        training.model.train()
+
+
+def _replace_a_parameter(t: Training) -> None:
+    t.model[0].weight = nn.Parameter(t.model[0].weight.detach().clone())
+
+
+def _replace_its_data(t: Training) -> None:
+    t.model[0].weight.data = t.model[0].weight.data.clone()
+
+
+def _replace_its_strides(t: Training) -> None:
+    t.model[2].weight.data = t.model[2].weight.data.view(8, 2).t()
+
+
+def _cut_it(t: Training) -> None:
+    t.model[2].weight.data = t.model[2].weight.data[:1]
+
+
+def _replace_a_module(t: Training) -> None:
+    t.model[2] = nn.Linear(8, 2)
+
+
+def _exchange_modules(t: Training) -> None:
+    t.model[0].weight, t.model[2].weight = t.model[2].weight, t.model[0].weight
+
+
+def _freeze(t: Training) -> None:
+    t.model[0].weight.requires_grad_(False)
+
+
+def _replace_a_buffer(t: Training) -> None:
+    t.model[1].running_mean = torch.zeros(8)
+
+
+def _hide_a_buffer(t: Training) -> None:
+    t.model[1]._non_persistent_buffers_set.add("running_mean")
+
+
+def _replace_a_slot(t: Training) -> None:
+    t.optimizer.state[t.model[0].weight]["exp_avg"] = torch.zeros(8, 4)
+
+
+def _empty_a_storage(t: Training) -> None:
+    """Its memory may be given to the next one."""
+    weight = t.model[0].weight
+    weight.untyped_storage().resize_(0)
+    weight.data = torch.zeros(8, 4)
+
+
+def _exchange_a_module_with_the_same_tensors(t: Training) -> None:
+    new = nn.BatchNorm1d(8)
+    new._parameters, new._buffers = dict(t.model[1]._parameters), dict(t.model[1]._buffers)
+    t.model[1] = new
+
+
+def _swap_insides(t: Training) -> None:
+    torch.utils.swap_tensors(t.model[0].weight, nn.Parameter(t.model[0].weight.data))
+
+
+def _forget_a_slot(t: Training) -> None:
+    del t.optimizer.state[t.model[0].weight]["exp_avg"]
+
+
+def _forget_a_state(t: Training) -> None:
+    t.optimizer.state[t.model[0].weight] = {}
+
+
+def _load_the_optimizer(t: Training) -> None:
+    t.optimizer.load_state_dict(deepcopy(t.optimizer.state_dict()))
+
+
+def _add_parameters(t: Training) -> None:
+    t.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+
+def _another_dtype(t: Training) -> None:
+    t.model.double()
+
+
+CHANGES = [
+    _replace_a_parameter,
+    _replace_its_data,
+    _replace_its_strides,
+    _cut_it,
+    _replace_a_module,
+    _exchange_modules,
+    _freeze,
+    _replace_a_buffer,
+    _hide_a_buffer,
+    _replace_a_slot,
+    _empty_a_storage,
+    _exchange_a_module_with_the_same_tensors,
+    _swap_insides,
+    _forget_a_slot,
+    _forget_a_state,
+    _load_the_optimizer,
+    _add_parameters,
+    _another_dtype,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+def test_what_is_replaced_is_seen(change: Callable[[Training], None]) -> None:
+    training = Training()
+    assert training.same()
+    change(training)
+    assert not training.same()
+    assert training.same()
+
+
+def test_the_first_step_is_seen() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    adapter = TorchAdapter.build(model, [optimizer])
+    assert adapter.groups()[0].tensors.keys() == {""}
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert adapter.groups()[0].tensors.keys() == {"", "exp_avg", "exp_avg_sq"}
+
+
+def test_what_the_model_was_made_of_is_let_go_before_the_first_step(tmp_path: Path) -> None:
+    """It is often moved to a GPU, or made smaller, after attaching."""
+    values = np.zeros((64, 64), np.float32)
+    gone = weakref.ref(values)
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.from_numpy(values))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    del values
+    with scarctl.attach(model, optimizer, store=tmp_path / "store", settings=scarctl.Settings(daemon=False)):
+        assert gone() is not None
+        model.half()
+        gc.collect()
+        assert gone() is None
+
+
+class _TellsItself(nn.Module):
+    """A tensor that is no parameter of its own is one of what it tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.hidden = [nn.Parameter(torch.zeros(2))]
+
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from super().named_parameters(*args, **options)
+        yield "hidden", self.hidden[0]
+
+
+class _TellsBuffers(nn.Module):
+    def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super().named_buffers(*args, **options)
+
+
+def test_a_model_that_tells_itself_what_it_has_is_asked_every_time(tmp_path: Path) -> None:
+    def attached() -> tuple[_TellsItself, torch.optim.Optimizer, scarctl.Session]:
+        model = _TellsItself()
+        optimizer = torch.optim.SGD([model.weight], lr=0.1)
+        session = scarctl.attach(
+            model, optimizer, store=tmp_path / "store", interval=1, settings=scarctl.Settings(daemon=False)
+        )
+        return model, optimizer, session
+
+    def step(model: _TellsItself, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        optimizer.step()
+
+    model, optimizer, session = attached()
+    with session:
+        step(model, optimizer)
+        step(model, optimizer)
+        model.hidden[0] = nn.Parameter(torch.full((2,), 7.0))
+        step(model, optimizer)
+    model, optimizer, session = attached()
+    with session:
+        assert session.resume().exact
+        assert model.hidden[0].tolist() == [7.0, 7.0]
+    assert tensors_now(nn.Sequential(_TellsBuffers()), []) is None
+
+
+def test_tensors_of_subclasses_are_asked_every_time() -> None:
+    class Special(torch.Tensor):
+        pass
+
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(3).as_subclass(Special))
+    assert tensors_now(model, []) is None
+    model.weight = nn.Parameter(torch.ones(3))
+    assert tensors_now(model, []) == tensors_now(model, [])
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    assert tensors_now(model, []) is None
+
+
+def test_a_lazy_conjugate_is_another_tensor() -> None:
+    model = nn.Module()
+    model.z = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    before = tensors_now(model, [])
+    model.z.data = model.z.data.conj()
+    assert tensors_now(model, []) != before
+
+
+def test_what_failed_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    adapter = TorchAdapter.build(training.model, [training.optimizer])
+    adapter.groups()
+    _replace_its_data(training)
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter, "_new_groups", lambda **_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            adapter.groups()
+    groups = {group.name: group for group in adapter.groups()}
+    assert groups["0.weight"].tensors[""].data_ptr() == training.model[0].weight.data_ptr()
+
+
+def test_groups_are_not_asked_for_again() -> None:
+    training = Training()
+    adapter = TorchAdapter.build(training.model, [training.optimizer])
+    before = adapter.groups()
+    training.step()
+    again = adapter.groups()
+    assert all(a is b for a, b in zip(before, again, strict=True))
+    again.clear()
+    assert len(adapter.groups()) == len(before)
+
+
+@pytest.mark.parametrize(
+    "change", [_replace_its_data, _replace_a_slot, _replace_a_buffer, _load_the_optimizer]
+)
+def test_what_was_replaced_is_saved(change: Callable[[Training], None], tmp_path: Path) -> None:
+    training = Training()
+    options = {"interval": 1, "fraction": 1.0, "daemon": False}
+    with scarctl.attach(
+        training.model, training.optimizer, store=tmp_path / "store", **grouped(**options)
+    ) as session:
+        for _ in range(3):
+            training.step()
+        change(training)
+        for _ in range(3):
+            training.step()
+        drained([session])
+    again = Training()
+    with scarctl.attach(
+        again.model, again.optimizer, store=tmp_path / "store", **grouped(**options)
+    ) as session:
+        assert session.resume().exact
+        for a, b in zip(_values(training), _values(again), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def _values(t: Training) -> list[np.ndarray]:
+    slots = [s for p in t.model.parameters() for s in t.optimizer.state[p].values()]
+    return [x.detach().numpy() for x in [*t.model.state_dict().values(), *slots]]

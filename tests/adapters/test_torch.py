@@ -1,0 +1,214 @@
+"""The torch adapter: what becomes a group, what becomes extras, and that both together are the whole state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from scarctl.errors import UsageError
+from scarctl.state import codec
+from scarctl.state.layout import TensorSpec, build_layout
+from scarctl.state.torch_dtypes import plain, torched
+from scarctl_adapters.torch import TorchAdapter
+from scarctl_adapters.torch.optimizer_state import update_group
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adamw-tensor-lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "adamax": lambda p: torch.optim.Adamax(p),
+    "asgd": lambda p: torch.optim.ASGD(p),
+    "nadam": lambda p: torch.optim.NAdam(p),
+    "radam": lambda p: torch.optim.RAdam(p),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "rprop": lambda p: torch.optim.Rprop(p),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=2, history_size=3),
+}
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 2))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        x = torch.randn(8, 6)
+
+        def closure(x: torch.Tensor = x) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def through_extras(value: object) -> object:
+    text, tensors = codec.encode(plain(value))
+    return torched(codec.decode(text, tensors))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_restored_optimizer_continues_bit_for_bit(name: str) -> None:
+    model = make_model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    adapter = TorchAdapter.build(model, [optimizer])
+    train(model, optimizer, 3)
+    saved = {g.name: {s: t.clone() for s, t in g.tensors.items()} for g in adapter.groups()}
+    layout = build_layout(
+        [
+            (n, "parameter", tuple(TensorSpec(s, "F32" if t.is_floating_point() else "I64", tuple(t.shape))
+             for s, t in ts.items()))
+            for n, ts in saved.items()
+        ]
+    )  # fmt: skip
+    early, late = through_extras(adapter.capture_early()), through_extras(adapter.capture_late())
+    train(model, optimizer, 3)
+    expected = copy.deepcopy(model.state_dict())
+
+    model = make_model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    adapter = TorchAdapter.build(model, [optimizer])
+    adapter.create_slots(layout)
+    for group in adapter.groups():
+        assert group.tensors.keys() == saved[group.name].keys()
+        for slot, tensor in group.tensors.items():
+            tensor.copy_(saved[group.name][slot])
+    adapter.restore(early, late)
+    train(model, optimizer, 3)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, expected[key]), key
+
+
+def test_tied_parameters_are_one_group_under_the_first_name() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 4)
+            self.head = nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embed.weight
+            self.alias = nn.Parameter(torch.empty(0))
+            self.alias.data = self.embed.weight.data  # another Parameter over the same memory
+
+    model = Tied()
+    adapter = TorchAdapter.build(model, [torch.optim.Adam(model.parameters())])
+    assert [g.name for g in adapter.groups()] == ["alias"]
+
+
+def test_frozen_parameters_have_no_slots_and_unused_ones_get_theirs_in_advance() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(3, 3), "unused": nn.Linear(3, 3), "frozen": nn.Linear(3, 3)})
+    model["frozen"].requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters())
+    model["used"](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    slots = {g.name: list(g.tensors) for g in TorchAdapter.build(model, [optimizer]).groups()}
+    assert slots["used.weight"] == slots["unused.weight"] == ["", "exp_avg", "exp_avg_sq"]
+    assert slots["frozen.weight"] == [""]
+    assert not optimizer.state[model["unused"].weight], "the optimizer's own state is not touched"
+
+
+def test_buffers_that_the_module_rebuilds_itself_are_left_out() -> None:
+    model = nn.BatchNorm1d(3)
+    model.register_buffer("cache", torch.ones(3), persistent=False)
+    kinds = {g.name: g.kind for g in TorchAdapter.build(model, []).groups()}
+    assert kinds == {
+        "weight": "parameter",
+        "bias": "parameter",
+        "running_mean": "buffer",
+        "running_var": "buffer",
+        "num_batches_tracked": "buffer",
+    }
+
+
+def test_parameters_that_only_an_optimizer_knows_are_groups_too() -> None:
+    model, temperature = nn.Linear(2, 2), nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+    assert [g.name for g in TorchAdapter.build(model, [optimizer]).groups()] == [
+        "weight",
+        "bias",
+        "optimizer0.param2",
+    ]
+
+
+def test_a_zero_dimensional_parameter_keeps_its_moments_apart_from_its_step() -> None:
+    parameter = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.grad = torch.ones(())
+    optimizer.step()
+    (group,) = TorchAdapter.build(nn.Module(), [optimizer]).groups()
+    assert list(group.tensors) == ["", "exp_avg", "exp_avg_sq"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizers": ["adam"]}, "not a torch.optim.Optimizer"),
+        ({"extras": {"position": 7}}, "has no state_dict"),
+        ({"schedulers": [object()]}, "scheduler0 is a object"),
+    ],
+)
+def test_objects_that_are_not_what_they_should_be(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"optimizers": [], **change}
+    with pytest.raises(UsageError, match=message):
+        TorchAdapter.build(nn.Linear(1, 1), arguments.pop("optimizers"), **arguments)  # type: ignore[arg-type]
+
+
+def test_resuming_with_other_extras_is_refused() -> None:
+    model = nn.Linear(1, 1)
+    adapter = TorchAdapter.build(model, [], extras={"loader": {"batch": 3}})
+    early, late = adapter.capture_early(), adapter.capture_late()
+    with pytest.raises(UsageError, match=r"the store has the extras \['loader'\]"):
+        TorchAdapter.build(model, []).restore(early, late)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_step_begins_when_its_closure_has_returned(named: bool) -> None:
+    """Forward and backward in a closure are no part of it; an optimizer of somebody else's may step before."""
+
+    class Own(torch.optim.SGD):
+        pass
+
+    for kind, expected in (
+        (torch.optim.SGD, ["closure", "before"]),
+        (Own, ["before", "closure"]),
+    ):
+        model, calls = nn.Linear(2, 2), []  # type: ignore[var-annotated]
+        optimizer = kind(model.parameters(), lr=0.1)
+        adapter = TorchAdapter.build(model, [optimizer])
+        weight = model.weight.detach().clone()
+
+        def before() -> None:
+            assert torch.equal(model.weight, weight)  # noqa: B023
+            calls.append("before")  # noqa: B023
+
+        remove = adapter.install(before, None)
+
+        def closure() -> torch.Tensor:
+            calls.append("closure")  # noqa: B023
+            loss = model(torch.ones(1, 2)).sum()  # noqa: B023
+            loss.backward()
+            return loss  # type: ignore[no-any-return]
+
+        result = optimizer.step(closure=closure) if named else optimizer.step(closure)
+        remove()
+        assert calls == expected
+        assert isinstance(result, torch.Tensor)
+        assert not torch.equal(model.weight, weight)
+
+
+def test_values_of_a_group_go_where_the_old_ones_are() -> None:
+    group = {"lr": torch.tensor(0.1, device="meta"), "betas": (0.9, 0.99)}
+    update_group(group, {"lr": torch.tensor(0.2), "betas": (0.8, 0.9), "initial_lr": torch.tensor(0.3)})
+    assert group["lr"].device.type == "meta"  # type: ignore[attr-defined]
+    assert (group["betas"], group["initial_lr"].item()) == ((0.8, 0.9), pytest.approx(0.3))  # type: ignore[attr-defined]

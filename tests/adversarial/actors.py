@@ -1,0 +1,317 @@
+"""Writers for attacks: what each does is a list of words, and before every operation on a file it asks to go on."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from scarctl.errors import Contention, Fenced, ScarError, Unavailable, UsageError
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.store import (
+    Collector,
+    InDoubt,
+    Store,
+    StoreWriter,
+    create_snapshot,
+    delete_snapshot,
+    open_writer,
+    sealed_sets,
+)
+from scarctl.store.backends.base import BlobWriter, Buffer, as_bytes
+from scarctl.store.backends.client import Refused
+from scarctl.store.backends.remote_errors import Fault, Meaning
+from scarctl.store.snapshot import snapshot_names
+from tests.adversarial.history import History, Violated
+from tests.store.helpers import Data, read_all
+
+SHARDS = 2
+_WATCHED = ("has", "top", "read", "files", "folders", "delete", "prepare")
+
+Gate = Callable[[str], None]
+
+
+def tiny_layout() -> Layout:
+    """Eight partitions in two groups."""
+    return build_layout(
+        [
+            ("a", "parameter", (TensorSpec("", "F32", (6, 2)), TensorSpec("m", "F32", (6, 2)))),
+            ("b", "parameter", (TensorSpec("", "U8", (4, 5)),)),
+        ],
+        rows={"a": 1, "b": 2},
+        optimizer="SGD",
+    )
+
+
+LAYOUT = tiny_layout()
+SHARD_OF = LAYOUT.shards(SHARDS, 0)
+MEMBERS = {shard: np.flatnonzero(shard == SHARD_OF) for shard in range(SHARDS)}
+
+
+class Watched:
+    """Blobs that ask `gate` before every operation, and between a creation and its answer; `lossy`: how likely that
+    answer is to get lost."""
+
+    def __init__(self, actor: Actor, inner: Any, gate: Gate, lossy: float, rng: random.Random) -> None:
+        self.actor, self.inner, self.gate = actor, inner, gate
+        for name in _WATCHED:
+            setattr(self, name, self._watched(name))
+
+        def lose(error: Exception) -> None:
+            gate("answer")
+            if rng.random() < lossy:
+                raise error
+
+        if hasattr(inner, "_once"):
+            once = inner._once
+
+            def remote(*args: Any, **kwargs: Any) -> None:
+                once(*args, **kwargs)
+                lose(Refused(Fault(Meaning.BROKEN, "lost")))
+
+            inner._once = remote
+        else:
+            sync = inner._sync_visible
+
+            def local(path: Any) -> None:
+                lose(InDoubt("the folder's fsync has failed"))
+                sync(path)
+
+            inner._sync_visible = local
+
+    def _watched(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.gate(name)
+            return getattr(self.inner, name)(*args, **kwargs)
+
+        return call
+
+    @contextmanager
+    def reader(self, name: str) -> Iterator[Any]:
+        self.gate("reader")
+        with self.inner.reader(name) as file:
+            self.gate("ranges")
+            yield file
+
+    @contextmanager
+    def writer(self, name: str) -> Iterator[BlobWriter]:
+        self.gate("writer")
+        with self.inner.writer(name) as out:
+            commit = out.commit
+
+            def gated() -> None:
+                self.gate("commit")
+                commit()
+
+            out.commit = gated
+            yield out
+
+    def create_exclusive(self, name: str, parts: Sequence[Buffer]) -> None:
+        self.gate("create")
+        data = b"".join(as_bytes(part) for part in parts)
+        self.actor.history.tried(name, data, self.actor.pending)
+        self.inner.create_exclusive(name, parts)
+
+    def settle(self, name: str, data: bytes) -> bool:
+        self.gate("settle")
+        there: bool = self.inner.settle(name, data)
+        return there
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class Actor:
+    """One writer. `play` carries a script out: words, see the methods `_do_*`."""
+
+    def __init__(
+        self, name: str, store: Store, history: History, seed: int, *, gate: Gate, lossy: float = 0
+    ) -> None:
+        self.name = name
+        self.history = history
+        self.rng = random.Random(seed)
+        self.data = Data(LAYOUT, seed)
+        self.pending: dict[int, bytes] = {}
+        self.store = store
+        self.writer: StoreWriter | None = None
+        self.counts: Counter[str] = Counter()
+        self.lost: str | None = None
+        """Why it is no writer any more."""
+        store.blobs = Watched(self, store.blobs, gate, lossy, self.rng)
+
+    def play(self, script: Sequence[str]) -> None:
+        """Raises Violated, and any error that a writer must not raise."""
+        try:
+            for word in script:
+                try:
+                    getattr(self, f"_do_{word}")()
+                except InDoubt:
+                    self.counts["in doubt"] += 1
+                except (Fenced, Contention):
+                    raise
+                except Unavailable as error:
+                    if error.kind != "snapshot-late":
+                        raise
+                    self.counts["late snapshots"] += 1
+        except (Fenced, Contention) as error:
+            self.lost = type(error).__name__
+            self.counts[self.lost] += 1
+        except ScarError as error:
+            # A stopped collector may find that what it was looking at is gone. Then it has to be fenced.
+            self.counts[f"{type(error).__name__} before it was fenced"] += 1
+            self.lost = "Fenced"
+            if set(snapshot_names(self.store)) - self.history.promised.keys():
+                self.counts["stopped by a half-made snapshot"] += 1  # which is to be deleted, says the error
+            elif self.writer is not None and self.is_writer():
+                raise Violated(f"{self.name}, which is no zombie: {type(error).__name__}: {error}") from error
+
+    def is_writer(self) -> bool:
+        """Whether it can still commit; what it commits then must not get lost."""
+        if self.writer is None:
+            return False
+        try:
+            for _ in range(32):  # answers get lost: how often in a row is chance
+                with contextlib.suppress(InDoubt):
+                    self._do_commit()
+                    return True
+        except (Fenced, Contention):
+            return False
+        except Unavailable:
+            return False  # its roll-back did not finish: it says so for ever
+        raise Violated(f"{self.name}: in doubt for ever")
+
+    def _commit(self, shard: int, ids: Any, *, sealed: bool) -> None:
+        assert self.writer is not None
+        step = max(state.step for state in self.writer.states.values()) + (shard == 0)
+        self.data.change(ids.tolist(), self.rng.getrandbits(32))
+        self.pending = self.data.all(ids.tolist())
+        extras = {"step": step} if self.rng.random() < 0.3 else None
+        record = self.writer.commit(shard, ids, self.data, step=step, sealed=sealed, extras=extras)
+        self.history.acknowledged.append((self.name, record.digest))
+        self.counts["acknowledged"] += 1
+
+    def _do_open(self) -> None:
+        if self.store.address.root is not None:
+            (self.store.root / "lock").unlink(missing_ok=True)  # the lock is lost
+        self.writer = open_writer(self.store, layout=LAYOUT, shard_of=SHARD_OF)
+
+    def _do_commit(self) -> None:
+        for shard, members in MEMBERS.items():
+            if self.writer is not None:
+                self._commit(shard, members[self.rng.randrange(2) :: 2], sealed=False)
+
+    def _do_seal(self) -> None:
+        for shard, members in MEMBERS.items():
+            if self.writer is not None:
+                self._commit(shard, members, sealed=True)
+
+    def _do_collect(self) -> None:
+        if self.writer is not None:
+            collector = Collector(self.writer, floor=0, ratio=1.1)
+            collector.collect()
+            self.counts["files deleted"] += collector.done.deleted_files
+
+    def _do_turn(self) -> None:
+        if self.writer is not None:
+            Collector(self.writer, floor=0, ratio=1.1, turn_bytes=100).turn()
+
+    def _do_back(self) -> None:
+        if self.writer is not None:
+            sets = sealed_sets(self.writer.states.values())
+            if sets:
+                with contextlib.suppress(UsageError):  # of another writer's past, refused
+                    self.writer.roll_back(dict(sets[-1 if self.rng.random() < 0.5 else 0].seqs))
+                    self.counts["rolled back"] += 1
+
+    def _do_snap(self) -> None:
+        sets = sealed_sets(self.store.state(shard) for shard in self.store.shards())
+        if sets:
+            name = f"{self.name}-{self.counts['snapshots']}".replace(" ", "-")
+            try:
+                snapshot = create_snapshot(self.store, name, sets[0])
+            except InDoubt:
+                delete_snapshot(self.store, name)
+                raise
+            self.history.promised[name] = dict(snapshot.seqs)
+            self.counts["snapshots"] += 1
+
+    def _do_drop(self) -> None:
+        for name in list(self.history.promised)[:1]:
+            del self.history.promised[name]
+            with contextlib.suppress(UsageError):  # somebody else was faster
+                delete_snapshot(self.store, name)
+
+    def _do_read(self) -> None:
+        """A reader gets every partition, as somebody tried to commit it."""
+        for shard in self.store.shards():
+            found, bad = read_all(self.store, self.store.state(shard))
+            if bad:
+                raise Violated(f"a reader of shard {shard}: {next(iter(bad.items()))}")
+            tried = {
+                (i, data) for _, contents in self.history.records.values() for i, data in contents.items()
+            }
+            if not found.items() <= tried:
+                raise Violated(f"a reader of shard {shard} got what nobody committed")
+        self.counts["readings"] += 1
+
+    def _do_close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+
+
+class Baton:
+    """Of several threads one runs at a time. A schedule says who, and for how many operations."""
+
+    def __init__(self, schedule: Sequence[tuple[int, int]], actors: int) -> None:
+        self._schedule = list(schedule) + [(i, 1 << 60) for i in range(actors)]
+        self._may_run = [threading.Semaphore(0) for _ in range(actors)]
+        self._over = [False] * actors
+        self._left = 0
+        self.switches = 0
+
+    def gate(self, me: int) -> Gate:
+        def step(_: str) -> None:
+            self._left -= 1
+            if self._left < 0 and not all(self._over):
+                self._next()
+                self._may_run[me].acquire()
+
+        return step
+
+    def _next(self) -> int:
+        while self._schedule:
+            actor, self._left = self._schedule.pop(0)
+            if not self._over[actor]:
+                self._left -= 1
+                self.switches += 1
+                self._may_run[actor].release()
+                return actor
+        return -1
+
+    def run(self, work: Sequence[Callable[[], None]]) -> list[BaseException | None]:
+        """Each of `work` in a thread of its own; what they raised."""
+        raised: list[BaseException | None] = [None] * len(work)
+
+        def body(me: int) -> None:
+            self._may_run[me].acquire()
+            try:
+                work[me]()
+            except BaseException as error:
+                raised[me] = error
+            self._over[me] = True
+            self._next()
+
+        threads = [threading.Thread(target=body, args=(me,), daemon=True) for me in range(len(work))]
+        for thread in threads:
+            thread.start()
+        self._next()
+        for thread in threads:
+            thread.join()
+        return raised

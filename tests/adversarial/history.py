@@ -1,0 +1,121 @@
+"""What really happened to a store: every record that anybody tried to create, and what each commit held.
+
+The log's truth is the chain of parents from the newest record back, whatever was deleted of it meanwhile. From that the
+state is computed once more, without the code under test, and compared with what a reader gets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scarctl.state.version import pack
+from scarctl.store import Record, Store, read_snapshot, verify
+from scarctl.store.format import seq_of_record
+from tests.store.helpers import read_all
+
+
+class Violated(Exception):
+    """Something that must never happen."""
+
+
+@dataclass
+class Truth:
+    """The state of a shard after one record: versions and contents by partition, and the seals."""
+
+    versions: dict[int, int] = field(default_factory=dict)
+    contents: dict[int, bytes] = field(default_factory=dict)
+    sealed: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def copy(self) -> Truth:
+        return Truth(dict(self.versions), dict(self.contents), dict(self.sealed))
+
+
+@dataclass
+class History:
+    """Records by digest, with what their commits held; who was told of a success; which snapshots were promised."""
+
+    records: dict[str, tuple[Record, dict[int, bytes]]] = field(default_factory=dict)
+    acknowledged: list[tuple[str, str]] = field(default_factory=list)
+    """Writer and digest."""
+    promised: dict[str, dict[int, int]] = field(default_factory=dict)
+
+    def copy(self) -> History:
+        return History(dict(self.records), list(self.acknowledged), dict(self.promised))
+
+    def tried(self, path: str, data: bytes, contents: dict[int, bytes]) -> None:
+        """Somebody asks for a file to be created."""
+        folder, _, name = path.rpartition("/")
+        seq = seq_of_record(name)
+        if folder.endswith("/log") and seq is not None:
+            record = Record.parse(data, path, shard=int(folder.split("/")[1]), seq=seq)
+            self.records[record.digest] = (record, contents if record.kind == "commit" else {})
+
+    def check(self, store: Store) -> None:
+        """Raises Violated unless the store holds what it has to hold."""
+        report = verify(store, read_data=True)
+        if report.problems:
+            raise Violated(f"verify: {report.problems[0]}")
+        truths = {shard: self._shard(store, shard) for shard in store.shards()}
+        common = set.intersection(*(set(t[max(t)].sealed) for t in truths.values()))
+        if common:
+            newest = max(common)
+            self._kept(
+                store, truths, {s: t[max(t)].sealed[newest] for s, t in truths.items()}, "the newest seal"
+            )
+        for name, seqs in self.promised.items():
+            if dict(read_snapshot(store, name).seqs) != seqs:
+                raise Violated(f"snapshot {name} is another one")
+            self._kept(store, truths, seqs, f"snapshot {name}")
+
+    def _shard(self, store: Store, shard: int) -> dict[int, Truth]:
+        chain = self._chain(store, shard)
+        there = {record.digest for record in chain}
+        for who, digest in self.acknowledged:
+            if self.records[digest][0].shard == shard and digest not in there:
+                raise Violated(
+                    f"{who} was told that record {self.records[digest][0].seq} of {shard} was there"
+                )
+        truths: dict[int, Truth] = {}
+        now, epoch = Truth(), 0
+        for record in chain:
+            if record.epoch < epoch:
+                raise Violated(f"record {record.seq} of shard {shard}: epoch {record.epoch} after {epoch}")
+            epoch = record.epoch
+            now = now.copy() if record.base is None else truths[record.base].copy()
+            contents = self.records[record.digest][1]
+            now.contents |= contents
+            now.versions |= {i: pack(record.epoch, record.step) for i in contents}
+            if record.sealed:
+                now.versions = {i: pack(record.epoch, record.step) for i in now.versions}
+                now.sealed[record.epoch, record.step] = record.seq
+            truths[record.seq] = now
+        self._compare(store, shard, now, None, "the newest state")
+        return truths
+
+    def _chain(self, store: Store, shard: int) -> list[Record]:
+        log = store.log(shard)
+        record = log.record(max(log.numbers()))
+        chain = [record]
+        while record.seq:
+            record = self.records[record.parent][0]
+            chain.append(record)
+        return chain[::-1]
+
+    def _kept(
+        self, store: Store, truths: dict[int, dict[int, Truth]], seqs: dict[int, int], what: str
+    ) -> None:
+        for shard, seq in seqs.items():
+            self._compare(store, shard, truths[shard][seq], seq, what)
+
+    @staticmethod
+    def _compare(store: Store, shard: int, truth: Truth, at: int | None, what: str) -> None:
+        state = store.state(shard, at=at)
+        found, bad = read_all(store, state)
+        if bad:
+            raise Violated(f"{what} of shard {shard}: {next(iter(bad.items()))}")
+        versions = {i: v for i, v in zip(state.ids.tolist(), state.version.tolist(), strict=True) if v >= 0}
+        if found != truth.contents or versions != truth.versions:
+            wrong = [i for i in truth.contents if found.get(i) != truth.contents[i]]
+            raise Violated(
+                f"{what} of shard {shard}: partitions {wrong} are not what was committed; {versions}"
+            )

@@ -1,0 +1,522 @@
+"""Runs that move between hosts, and stores that are copied, replaced and rolled back: memory of another line is no
+memory.
+
+    python -m tests.adversarial.hosts --seconds 600 --seed 0
+    python -m tests.adversarial.hosts --mutants
+
+A host is a folder of arenas. Processes are real: each resumes, trains a few steps, and closes or dies by SIGKILL; those
+with a daemon leave it behind, or take it along. Every value is the number of the life and step that made it, so whoever
+knows where a life began knows what every value descends from. What a life resumes has to descend from what the store
+alone says, partition by partition, and to come from there or from this host's memory of that very state; memory that
+nobody has contradicted has to be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import scarctl
+from scarctl.arena import kinship
+from scarctl.arena.folder import host_folder
+from scarctl.daemon.client import question
+from scarctl.errors import ScarError
+from scarctl.persist import saver
+from scarctl.store import Store
+from scarctl.store.backends.address import Address
+from scarctl.store.prune import Retention, plan_prune, prune
+
+STEPS = 1000
+"""More than a life has: value = life * STEPS + step."""
+SHAPES = {"a": (8, 4), "b": (5, 3)}
+ROWS = sum(rows for rows, _ in SHAPES.values())
+NEVER = -1.0
+PATIENCE = 60.0
+
+Values = tuple[float, ...]
+"""Of each partition its one value; NEVER: there is none."""
+
+
+class Violation(Exception):
+    """Something is not as it must be."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one process does."""
+
+    mode: str = "partial"
+    steps: int = 6
+    durable: int = 0
+    """The step of its own after which the whole state is sealed and durable; 0: none."""
+    stopped: int = 0
+    """The step of its own after which nothing reaches the store any more; 0: none."""
+    drained: bool = False
+    """Before its end it waits until the store has all that was copied."""
+    end: str = "kill"
+    """"kill": by SIGKILL; "close": as a program that is over."""
+    daemon: str = ""
+    """"": a thread saves; "stays": the host's daemon, which goes on; "dies": it is killed as well."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a process has said of itself."""
+
+    step: int
+    exact: bool
+    values: Values
+    """What it had after `resume`."""
+    left: Values = ()
+    """What was in its memory when it died."""
+    found: bool = True
+    """There was something to resume."""
+    error: str = ""
+
+
+def live(store: Path, host: Path, life: int, plan: Plan) -> Told:
+    """Have a process live."""
+    warm()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(reading)
+            logging.disable(logging.CRITICAL)
+            _live(writing, store, host, life, plan)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        lines = [json.loads(line) for line in pipe.read().splitlines()]
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if not lines or status not in (0, -signal.SIGKILL):
+        raise Violation(f"life {life} has ended with {status}: {lines}")
+    if plan.daemon == "dies":
+        kill_daemon(host)
+    elif plan.daemon:
+        wait_for_daemon(host)
+    first, last = lines[0], lines[-1]
+    if "error" in first:
+        return Told(0, False, (), error=first["error"])
+    left = tuple(last["left"]) if plan.end == "kill" else ()
+    return Told(first["step"], first["exact"], tuple(first["values"]), left, first["found"])
+
+
+@cache
+def warm() -> None:
+    """What a session imports is imported here: once, not in every child."""
+    with tempfile.TemporaryDirectory() as folder:
+        state = {"a": np.zeros((2, 2))}
+        session = scarctl.attach(
+            state,
+            store=f"{folder}/run",
+            settings=scarctl.Settings(arena_dir=folder, daemon=False, flush_on_signal=False),
+        )
+        session.step()
+        session.close()
+        session = scarctl.attach(
+            state,
+            store=f"{folder}/run",
+            settings=scarctl.Settings(arena_dir=folder, daemon=False, flush_on_signal=False),
+        )
+        session.resume()
+        session.close()
+
+
+def _live(pipe: int, store: Path, host: Path, life: int, plan: Plan) -> None:
+    def tell(**fields: Any) -> None:
+        os.write(pipe, json.dumps(fields).encode() + b"\n")
+
+    state = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    session = scarctl.attach(
+        state,
+        store=store,
+        fraction=0.3,
+        interval=2,
+        partitioning=scarctl.Partitioning(rows={"*": 1}, shards=2, seed=3),
+        selection=scarctl.Selection(policy="round"),
+        settings=scarctl.Settings(
+            arena_dir=host, daemon=bool(plan.daemon), flush_on_signal=False, timeout=20.0
+        ),
+    )
+    try:
+        resumed = session.resume(plan.mode)
+    except ScarError as error:
+        tell(error=error.kind)
+        session.close(seal=False)
+        return
+    tell(step=resumed.step, exact=resumed.exact, values=_values(state), found=resumed.report is not None)
+    engine = session._engine
+    for n in range(1, plan.steps + 1):
+        for array in state.values():
+            array[:] = life * STEPS + session.head_step + 1
+        session.step()
+        engine = session._engine
+        assert engine is not None
+        if n == plan.durable:
+            session.checkpoint(full=True, wait=True)
+        if n == plan.stopped:
+            session._finish()
+            engine.saver.stop()
+    session._finish()
+    if plan.drained and engine is not None and not engine.saver.drain(20.0):
+        return
+    if plan.end == "close":
+        session.close()
+        return
+    arena = None if engine is None else engine.arena
+    left = [NEVER] * ROWS
+    if arena is not None:
+        rows = [
+            float(arena.rows(g, 0).view(np.float64)[r, 0])
+            for g, (n, _) in enumerate(SHAPES.values())
+            for r in range(n)
+        ]
+        left = [v if there else NEVER for v, there in zip(rows, arena.intact().tolist(), strict=True)]
+    tell(left=left)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _values(state: dict[str, np.ndarray]) -> list[float]:
+    """One value per partition. A torn one is no number that anybody has made."""
+    rows = [row for array in state.values() for row in array]
+    return [float(row[0]) if (row == row[0]).all() else 0.5 for row in rows]
+
+
+def kill_daemon(host: Path) -> None:
+    """As the host dies with its last process."""
+    answer = question(host_folder(str(host)), "status", patience=PATIENCE)
+    if answer is not None:
+        os.kill(answer["pid"], signal.SIGKILL)
+        _wait(lambda: question(host_folder(str(host)), "status", patience=PATIENCE) is None)
+
+
+def wait_for_daemon(host: Path) -> None:
+    """Until what the dead process left is in the store."""
+    _wait(lambda: not (question(host_folder(str(host)), "status", patience=PATIENCE) or {"runs": []})["runs"])
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > deadline:
+            raise Violation("a daemon does not come to its end")
+        time.sleep(0.01)
+
+
+def stored(path: Path) -> tuple[Values, tuple[str, ...]]:
+    """What a store says by itself: its values, and what names this state: the record that last changed each shard."""
+    try:
+        store = Store.open(path)
+    except ScarError:
+        return (NEVER,) * ROWS, ()
+    values, marks = np.full(ROWS, NEVER), []
+    for shard in store.shards():
+        state = store.state(shard)
+        corrupt: list[Any] = []
+        for batch in store.read(state, state.ids[state.saved], corrupt=corrupt):
+            values[batch.ids] = np.stack([t.view(np.float64) for t in batch.tensors])[0, :, 0]
+        if corrupt:
+            raise Violation(f"{path}: {corrupt[0][1]}")
+        changes = [r.write_id for r in store.records(shard) if r.kind == "commit" or r.base is not None]
+        marks.append(changes[-1] if changes else _kept(path, shard))
+    return tuple(values.tolist()), tuple(marks)
+
+
+def _kept(path: Path, shard: int) -> str:
+    """Where the record of the newest change is collected: what the index says of the copies."""
+    state = Store.open(path).state(shard)
+    return f"{state.version.max(initial=-1)} {state.extras}"
+
+
+@dataclass
+class World:
+    """Stores, hosts, and what is known of them."""
+
+    folder: Path
+    lives: int = 0
+    past: dict[int, frozenset[float]] = field(default_factory=dict)
+    """By life: what it began with, and what that had come from."""
+    left: dict[tuple[str, str], tuple[tuple[str, ...], Values]] = field(default_factory=dict)
+    """By store and host: the state of the store at which a process died there, and what it had in memory."""
+    begun: set[tuple[int, Values]] = field(default_factory=set)
+    """Mixtures that lives have gone on from, with their steps."""
+    counts: Counter[str] = field(default_factory=Counter)
+    journal: list[str] = field(default_factory=list)
+
+    def way(self, value: float) -> frozenset[float]:
+        """A value, and all that it has come from."""
+        life, step = divmod(int(value), STEPS)
+        if value == 0:
+            return frozenset([0.0])
+        if value != int(value) or life not in self.past:
+            raise Violation(f"{value} was made by nobody")
+        first = max((int(v) % STEPS for v in self.past[life]), default=0)
+        return self.past[life] | {float(life * STEPS + s) for s in range(min(first, step), step + 1)} | {0.0}
+
+    def run(self, store: str, host: str, plan: Plan) -> Told:
+        """One life, with everything that must be true of it."""
+        self.lives += 1
+        self.journal.append(f"life {self.lives}: {store} on {host}: {plan}")
+        path, base = self.folder / store, self.folder / host
+        base.mkdir(exist_ok=True, mode=0o700)
+        alone, mark = stored(path)
+        told = live(path, base, self.lives, plan)
+        self.journal.append(f"    from {told.step}, exact: {told.exact}{told.error}")
+        self.counts["lives"] += 1
+        self.past[self.lives] = frozenset()
+        at_death, memory = self.left.pop((store, host), ((), ()))
+        if at_death != mark:
+            self.counts["memory of another line"] += bool(memory)
+            memory = ()
+        if told.error:
+            if told.error not in ("no-sealed-state", "no-intact-copy"):
+                raise Violation(f"life {self.lives} could not resume: {told.error}")
+            self.counts["no way back"] += 1
+        elif told.found:
+            self._judge(told, alone, memory, plan)
+            self.past[self.lives] = frozenset().union(*(self.way(v) for v in told.values))
+        elif NEVER not in alone:
+            raise Violation("the store has a whole state, and nothing was resumed")
+        if plan.end == "kill" and not told.error and any(v != NEVER for v in told.left):
+            self.left[store, host] = stored(path)[1], told.left
+        return told
+
+    def _judge(self, told: Told, alone: Values, memory: Values, plan: Plan) -> None:
+        known = [self.way(v) for v in (*alone, *memory) if v != NEVER]
+        allowed = frozenset().union(*known) if known else frozenset()
+        strangers = sorted(set(told.values) - allowed)
+        if strangers:
+            raise Violation(
+                f"{strangers} came back, neither from the store nor from this host's memory of it"
+            )
+        self.counts["exact"] += told.exact
+        self.begun |= {(told.step, told.values)} if not told.exact else set()
+        uniform = len(set(told.values)) == 1 and int(told.values[0]) % STEPS == told.step
+        # Who has resumed a mixture and closes before a step has sealed that: it is the state of its run.
+        if told.exact and not uniform and (told.step, told.values) not in self.begun:
+            raise Violation(f"called exact at step {told.step}: {told.values}")
+        if plan.mode == "rollback":
+            self.counts["back"] += 1
+            return
+        for what, before in (("the store", alone), ("memory", memory)):
+            for old, new in zip(before, told.values, strict=bool(before)):
+                if old != NEVER and old not in self.way(new):
+                    raise Violation(f"{what} had {old}, and {new} came back, which does not come from it")
+        self.counts["from memory"] += bool(memory) and any(
+            new != old for new, old in zip(told.values, alone, strict=True)
+        )
+
+    def copy(self, store: str, other: str) -> None:
+        """As `cp -a`: into another folder, or over another store."""
+        self.journal.append(f"{store} is copied to {other}")
+        shutil.rmtree(self.folder / other, ignore_errors=True)
+        shutil.copytree(self.folder / store, self.folder / other, symlinks=True)
+        self.counts["copies"] += 1
+
+    def prune(self, store: str) -> None:
+        """As the command does: an epoch of its own, compaction, and the log's old records are gone."""
+        self.journal.append(f"{store} is pruned")
+        opened = Store.open(self.folder / store)
+        before = stored(self.folder / store)[1]
+        prune(opened, plan_prune(opened, Retention()))
+        opened.close()
+        after = stored(self.folder / store)[1]
+        # Nothing has changed, though what names the state may be collected.
+        for key, (mark, values) in list(self.left.items()):
+            if key[0] == store and mark == before:
+                self.left[key] = after, values
+        self.counts["prunes"] += 1
+
+
+def rollback_elsewhere(world: World, daemon: str = "") -> None:
+    """A host dies, the run is rolled back and goes on at another one, the first host comes back, then a third."""
+    world.run("run", "a", Plan(steps=12, durable=12, daemon=daemon))
+    told = world.run("run", "a", Plan(steps=28, drained=True, daemon=daemon and "dies"))
+    told = world.run("run", "b", Plan("rollback", steps=4, daemon=daemon))
+    if (told.step, told.exact) != (12, True):
+        raise Violation(f"went back to {told.step}, exact: {told.exact}")
+    world.run("run", "a", Plan(steps=0, end="close", daemon=daemon))
+    world.run("run", "c", Plan(steps=2, daemon=daemon))
+
+
+def copied(world: World, daemon: str = "") -> None:
+    """A store is copied; its run goes on and dies; somebody trains in the copy; the run comes back."""
+    world.run("run", "a", Plan(steps=12, durable=12, end="close", daemon=daemon))
+    world.copy("run", "copy")
+    world.run("run", "a", Plan(steps=28, durable=20, stopped=20, daemon=daemon and "dies"))
+    world.run("copy", "a", Plan(steps=5, daemon=daemon and "dies"))
+    world.run("run", "a", Plan(steps=2, daemon=daemon and "dies"))
+    if world.counts["from memory"] != 1:
+        raise Violation("the run has lost its memory to a copy of its store")
+    world.run("copy", "a", Plan(steps=2, end="close", daemon=daemon))
+    world.run("run", "a", Plan(steps=2, end="close", daemon=daemon))
+
+
+def restored(world: World, daemon: str = "") -> None:
+    """A store is put back to what it was; what happened since is in memory, and is not to come back."""
+    world.run("run", "a", Plan(steps=12, durable=12, end="close", daemon=daemon))
+    world.copy("run", "backup")
+    world.run("run", "a", Plan(steps=38, durable=30, stopped=34, daemon=daemon and "dies"))
+    world.copy("backup", "run")
+    told = world.run("run", "a", Plan(steps=3, durable=3, daemon=daemon))
+    if (told.step, told.exact) != (12, True):
+        raise Violation(f"the backup of step 12 was resumed at {told.step}, exact: {told.exact}")
+    world.run("run", "b", Plan(steps=2, end="close", daemon=daemon))
+
+
+CASES: dict[str, Callable[[World, str], None]] = {
+    "rollback elsewhere": rollback_elsewhere,
+    "copied": copied,
+    "restored": restored,
+}
+
+
+def wander(world: World, rng: random.Random, acts: int, daemons: bool) -> None:
+    """Anything, in any order."""
+    world.run("run", "a", Plan(steps=3, durable=1, end=rng.choice(["kill", "close"])))
+    for _ in range(acts):
+        stores = sorted(p.name for p in world.folder.iterdir() if (p / "scarctl.json").exists())
+        chance, store = rng.random(), rng.choice(stores)
+        if chance < 0.72:
+            steps = rng.randint(0, 9)
+            plan = Plan(
+                mode=rng.choices(["partial", "rollback"], [4, 1])[0],
+                steps=steps,
+                durable=rng.choice([0, 0, rng.randint(0, steps)]),
+                stopped=rng.choice([0, rng.randint(0, steps)]),
+                end=rng.choices(["kill", "close"], [3, 1])[0],
+                daemon=rng.choices(["", "stays", "dies"], [18, daemons, daemons])[0],
+            )
+            if plan.end == "close":
+                plan = replace(plan, stopped=0)
+            if plan.stopped:
+                plan = replace(plan, durable=plan.durable if plan.durable < plan.stopped else 0)
+            else:
+                plan = replace(plan, drained=rng.random() < 0.5)
+            world.run(store, rng.choice("ab"), plan)
+        elif chance < 0.9:
+            world.copy(store, rng.choice(sorted({"run", "copy", "backup"} - {store})))
+        else:
+            world.prune(store)
+
+
+@contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """Inside, a rule is left out."""
+    before = kinship.belongs, saver.require_kinship, Address.digest
+    try:
+        if name == "arenas are believed whatever the store says":
+            kinship.belongs = lambda lines, store: True
+            saver.require_kinship = lambda arena, line, store, *, again: None
+        elif name == "a copy of a store has the memory of the original":
+            Address.digest = property(lambda self: "0" * 16)  # type: ignore[assignment]
+        yield
+    finally:
+        kinship.belongs, saver.require_kinship, Address.digest = before  # type: ignore[method-assign]
+
+
+MUTANTS = {
+    "arenas are believed whatever the store says": ("rollback elsewhere", "restored"),
+    "a copy of a store has the memory of the original": ("copied",),
+}
+"""Rules left out, and the cases that show what happens then."""
+
+
+@contextmanager
+def a_world() -> Iterator[World]:
+    """Empty folders, which are gone afterwards, and so are their daemons."""
+    folder = Path(tempfile.mkdtemp(prefix="scarctl-hosts-"))
+    try:
+        yield World(folder)
+    finally:
+        for host in "abc":
+            if (folder / host).exists():
+                kill_daemon(folder / host)
+        shutil.rmtree(folder)
+
+
+def case(name: str, daemon: str = "") -> Counter[str]:
+    """One of `CASES`. Raises Violation."""
+    with a_world() as world:
+        try:
+            CASES[name](world, daemon)
+        except Violation as error:
+            raise Violation("\n".join([*world.journal, str(error)])) from None
+        return world.counts
+
+
+def episode(seed: int, acts: int = 14, *, daemons: bool = True) -> Counter[str]:
+    """A random one. Raises Violation."""
+    with a_world() as world:
+        try:
+            wander(world, random.Random(seed), acts, daemons)
+        except Violation as error:
+            raise Violation("\n".join([*world.journal, str(error)])) from None
+        return world.counts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs and prints; 1 if something is not as it must be, or a mutant is not caught."""
+    parser = argparse.ArgumentParser(prog="python -m tests.adversarial.hosts", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", help="one of the random ones, by its number")
+    parser.add_argument("--mutants", action="store_true", help="only these")
+    args = parser.parse_args(argv)
+    logging.disable(logging.CRITICAL)
+    failed, counts, done = 0, Counter[str](), 0
+    for name in CASES if args.case is None and not args.mutants else ():
+        for daemon in ("", "stays"):
+            counts += case(name, daemon)
+            done += 1
+    if args.case is None:
+        for mutant, names in MUTANTS.items():
+            for name in names:
+                try:
+                    with mutated(mutant):
+                        case(name)
+                except Violation as error:
+                    print(f"caught: {mutant}: {name}: {str(error).splitlines()[-1]}", flush=True)  # noqa: T201
+                else:
+                    failed += 1
+                    print(f"NOT CAUGHT: {mutant}: {name}", flush=True)  # noqa: T201
+    if args.mutants:
+        return failed > 0
+    end, seed = time.monotonic() + args.seconds, args.seed
+    if args.case is not None:
+        episode(int(args.case))
+        return 0
+    while time.monotonic() < end:
+        try:
+            counts += episode(seed)
+        except Violation as error:
+            failed += 1
+            print(f"python -m tests.adversarial.hosts --case {seed}\n{error}", flush=True)  # noqa: T201
+        seed, done = seed + 1, done + 1
+    print(f"{done} cases, {failed} failures; {dict(counts)}")  # noqa: T201
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,395 @@
+"""Several states of one step: saved, replaced without a step, saved again, cut. What is called exact is one of them.
+
+    python -m tests.adversarial.same_step            # random histories, then all mutants
+    python -m tests.adversarial.same_step --cases 50 --seed 3
+
+A history is a word of short actions on a real arena, queue, persister and store of two shards; the bytes of a partition
+say of which moment it is. After each action everything that could be recovered is planned, from the store alone and
+with the memory of the run. A mutant is scarctl without one of the comparisons of identities; each has to be caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.queue import HandOver
+from scarctl.errors import NoIntactCopy
+from scarctl.persist.persister import Persister, adopt_orphans, reconcile
+from scarctl.recovery import plan as planning
+from scarctl.recovery.plan import Plan, plan_partial, plan_rollback
+from scarctl.state.identity import Identities
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.state.version import NEVER, step_of
+from scarctl.store import Record, ShardState, Store, StoreWriter, sealed_sets
+from scarctl.util.arrays import Ids
+from tests.daemon.rig import Rig, values
+
+ACTIONS = ("step", "write", "write", "full", "full", "part", "save", "save", "cut", "kill", "back")
+SHARDS = 2
+_MEMORY = Path("/dev/shm")
+
+
+class Broken(Exception):
+    """Something was called exact that is not."""
+
+
+def _layout() -> Layout:
+    """Six partitions."""
+    spec = TensorSpec("", "U8", (6, 2))
+    return build_layout([("a", "parameter", (spec,))], rows={"a": 1})
+
+
+class _Cut(Exception):
+    """The saver dies here."""
+
+
+class Alone:
+    """A start of a job of one process, which counts no writes."""
+
+    def __init__(self, number: int) -> None:
+        self.start = f"{number:032x}"
+
+    def writes(self) -> int:
+        """None are counted."""
+        return 0
+
+
+class History:
+    """A run, its saver, and what was true."""
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self._folder, self._rng = folder, rng
+        self._starts = 0
+        self._content: dict[str, dict[int, int]] = {}
+        self._sets: set[str] = set()
+        (folder / "arenas").mkdir()
+        self.rig = Rig(folder / "store", folder / "arenas", shards=SHARDS, layout=_layout())
+        self.live = np.zeros(self.rig.layout.partitions, np.int64)
+        self.step = self.moment = 0
+        self.true: dict[int, set[tuple[int, ...]]] = {}
+        """Every state that there was, by its step."""
+        self._begin()
+        self._change(step=True)
+
+    def _begin(self) -> None:
+        self._starts += 1
+        self.names = Identities(Alone(self._starts))
+
+    def _change(self, *, step: bool) -> None:
+        """A new moment, in which some partitions are others than before."""
+        self.moment += 1
+        self.step += step
+        some = np.array([self._rng.random() for _ in self.live])
+        chosen = some < self._rng.choice((0.3, 0.7, 1.0))
+        self.live[chosen] = self.moment
+        self._note()
+
+    def _note(self) -> None:
+        self.true.setdefault(self.step, set()).add(tuple(self.live.tolist()))
+        self.names.stepped(self.step)
+
+    # -- actions -------------------------------------------------------------------------------------------------
+
+    def do(self, action: str) -> None:
+        """One action, then all is looked at."""
+        getattr(self, f"_{action}")()
+        self.look()
+
+    def _step(self) -> None:
+        self._change(step=True)
+
+    def _write(self) -> None:
+        self._change(step=False)
+
+    def _copy(self, ids: Ids) -> None:
+        arena = self.rig.arena
+        version = self.rig.version(self.step)
+        for i in ids.tolist():
+            self.rig.copy(np.array([i]), self.step, int(self.live[i]))
+        assert version == self.rig.version(self.step)
+        arena.reach(self.step)
+
+    def _full(self) -> None:
+        """`Engine.seal` and `Engine.hand_over`."""
+        arena = self.rig.arena
+        there = np.array([min(values(arena, i), default=0) for i in range(self.live.size)])
+        ids = np.flatnonzero((there != self.live % 251) | ~arena.intact())
+        self._copy(ids)
+        whole = self.names.of(self.step, arena.whole, changed=bool(ids.size))
+        arena.name_whole(whole)
+        self._put(ids, whole)
+
+    def _part(self) -> None:
+        """`Engine.copy` and `Engine.hand_over`."""
+        if any(one.sealed for one in self.rig.queue.pending()):
+            return
+        free = np.flatnonzero(~self.rig.arena.pending())
+        ids = np.sort(np.array(self._rng.sample(free.tolist(), len(free) // 2), np.int64))
+        if ids.size:
+            self._copy(ids)
+            self._put(ids, "")
+
+    def _put(self, ids: Ids, whole: str) -> None:
+        extras = {"state": self.live.tolist()}
+        self.rig.queue.put(version=self.rig.version(self.step), ids=ids, whole=whole, extras=extras)
+
+    def _save(self) -> None:
+        for number in self.rig.queue.numbers()[:1]:
+            self.rig.persist(number)
+
+    def _cut(self) -> None:
+        """The saver dies after some commits, and another one takes over."""
+        left, original = self._rng.randrange(1, SHARDS + 1), StoreWriter.commit
+
+        def commit(writer: StoreWriter, *args: object, **kwargs: object) -> Record:
+            nonlocal left
+            if not left:
+                raise _Cut
+            left -= 1
+            return original(writer, *args, **kwargs)  # type: ignore[arg-type]
+
+        with mock.patch.object(StoreWriter, "commit", commit), contextlib.suppress(_Cut):
+            for number in self.rig.queue.numbers():
+                self.rig.persist(number)
+        self._again()
+
+    def _again(self) -> None:
+        rig = self.rig
+        rig.die()
+        self.rig = rig = Rig(self._folder / "store", self._folder / "arenas", shards=SHARDS, layout=_layout())
+        stored = np.full(rig.layout.partitions, NEVER, dtype=np.int64)
+        for state in rig.writer.states.values():
+            stored[state.ids] = state.version
+        reconcile(rig.arena, rig.queue, stored, rig.writer.epoch)
+        rig.arena.begin_epoch(rig.writer.epoch, again=True)
+
+    def _kill(self) -> None:
+        """The run dies, perhaps with the machine, and goes on from what there is."""
+        if self._rng.random() < 0.5:
+            self.rig.die()
+            shutil.rmtree(self._folder / "arenas" / "run")
+            self.rig = Rig(self._folder / "store", self._folder / "arenas", shards=SHARDS, layout=_layout())
+        else:
+            self._again()
+        self._begin()
+        adopt_orphans(self.rig.arena, self.rig.queue)
+        try:
+            plan = self._plan(self._states(), self.rig.arena)
+        except NoIntactCopy:
+            self.rig.queue.clear()
+            self.rig.arena.reset()
+            return
+        self._restore(plan)
+        self.step = max(int(step_of(plan.version).max()), 0)
+        self.moment += 1
+        self._note()
+
+    def _back(self) -> None:
+        """`Session.recover("all", mode="rollback")`."""
+        rig = self.rig
+        for number in rig.queue.numbers():
+            rig.persist(number)
+        try:
+            plan = plan_rollback(Store.open(rig.store.root), rig.layout, rig.shard_of, rig.arena)
+        except NoIntactCopy:
+            return
+        self._restore(plan)
+        rig.writer.roll_back(plan.seqs)
+        rig.arena.begin_epoch(rig.writer.epoch, again=True)
+        rig.arena.mark_all_durable(plan.whole)
+        assert plan.step is not None
+        self.step = plan.step
+        self.names.turn()
+        self._note()
+
+    def _restore(self, plan: Plan) -> None:
+        """What is planned goes into the arena, and from there into the live state."""
+        rig = self.rig
+        found = self._values(plan, rig.arena)
+        rig.queue.unseal()
+        rig.arena.unseal()
+        far = np.flatnonzero(plan.tier != planning.MEMORY)
+        for i in far.tolist():
+            rig.copy(np.array([i]), 0, found[i])
+            rig.arena.version[i] = plan.version[i]
+            rig.arena.durable[i] = plan.version[i]
+        if plan.exact:
+            rig.arena.name_whole(plan.whole)
+        self.live = np.array(found)
+
+    # -- looking -------------------------------------------------------------------------------------------------
+
+    def _states(self) -> dict[int, ShardState]:
+        self._reader = Store.open(self.rig.store.root)
+        return self._reader.states(range(SHARDS))
+
+    def _plan(self, states: dict[int, ShardState], arena: Arena | None) -> Plan:
+        rig = self.rig
+        return plan_partial(rig.everything, rig.layout, rig.shard_of, states, arena)
+
+    def _stored(self, state: ShardState) -> dict[int, int]:
+        """The value of every partition that a shard had after a record; read once."""
+        key = state.tail_digest
+        if key not in self._content:
+            found = self._content[key] = {}
+            for batch in self._reader.read(state, state.ids[state.saved], corrupt=[]):
+                starts, stops = self.rig.layout.row_ranges(batch.ids)
+                at = 0
+                for i, rows in zip(batch.ids.tolist(), (stops - starts).tolist(), strict=True):
+                    found[i] = int(batch.tensors[0][at : at + rows].ravel()[0])
+                    at += rows
+        return self._content[key]
+
+    def _values(self, plan: Plan, arena: Arena | None) -> list[int]:
+        """What carrying out a plan would give."""
+        found = {i: value for state in plan.states.values() for i, value in self._stored(state).items()}
+        if arena is not None:
+            found |= {i: min(values(arena, i)) for i in np.flatnonzero(plan.tier == planning.MEMORY).tolist()}
+        return [found[i] for i in range(self.live.size)]
+
+    def _check(self, plan: Plan, arena: Arena | None, what: str) -> None:
+        if plan.exact:
+            assert plan.step is not None
+            found = tuple(self._values(plan, arena))
+            if found not in {tuple(v % 251 for v in state) for state in self.true.get(plan.step, ())}:
+                raise Broken(f"{what} of step {plan.step} is exact, and was never: {found}")
+
+    def look(self) -> None:
+        """Raise Broken if anything is called exact that was never there."""
+        rig, states = self.rig, self._states()
+        for arena in (None, rig.arena):
+            with contextlib.suppress(NoIntactCopy):
+                plan = self._plan(states, arena)
+                self._check(plan, arena, "a partial recovery")
+                self._extras(plan, arena, states)
+        for one in sealed_sets(states.values()):
+            if one.whole not in self._sets:
+                self._sets.add(one.whole)
+                self._check(
+                    self._plan(self._reader.states(one.seqs, at=one.seqs), None), None, "a sealed set"
+                )
+        with contextlib.suppress(NoIntactCopy):
+            back = plan_rollback(self._reader, rig.layout, rig.shard_of, rig.arena)
+            self._check(back, rig.arena, "a rollback")
+
+    def _extras(self, plan: Plan, arena: Arena | None, states: dict[int, ShardState]) -> None:
+        """`restore._fetch`: exact with the newest extras."""
+        found = [
+            (s.extras[0], s.extras_whole, self.rig.store.read_extras(s)) for s in states.values() if s.extras
+        ]
+        newest = max(((v, w, e[1]) for v, w, e in found if e is not None), key=lambda e: e[0], default=None)
+        if arena is not None:
+            for one in self.rig.queue.pending():
+                if one.extras is not None:
+                    newest = one.version, one.whole, one.extras
+        if newest is None or not plan.exact or plan.whole != newest[1]:
+            return
+        state, theirs = tuple(self._values(plan, arena)), [v % 251 for v in newest[2]["state"]]
+        if state != tuple(theirs):
+            raise Broken(f"extras of step {plan.step} are of another state")
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self.rig.die()
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------
+
+
+def _by_step(identities: Identities, step: int, there: str, *, changed: bool) -> str:
+    return f"{step + 1:032x}"
+
+
+def _equal_steps(shards: object, tier: object, states: dict[int, ShardState], arena: Arena | None) -> str:
+    return "ab" * 16
+
+
+def _any_copy(saver: Persister, handover: HandOver, shard: int, ids: Ids) -> bool:
+    arena, members, version = saver._arena, saver._members[shard], handover.version
+    done = arena.durable[members] == arena.version[members]
+    done[np.searchsorted(members, ids)] = True
+    return bool((done & (arena.version[members] <= version) & arena.intact()[members]).all())
+
+
+def _unmoved(arena: Arena, ids: Ids) -> None:
+    arena.generation[ids] |= np.uint64(1)
+
+
+_APPLY = ShardState.apply
+
+
+def _still_whole(state: ShardState, record: Record, *args: object, **kwargs: object) -> None:
+    whole = state.whole
+    _APPLY(state, record, *args, **kwargs)  # type: ignore[arg-type]
+    state.whole = state.whole or whole
+
+
+MUTANTS = {
+    "a state is named by its step alone": mock.patch.object(Identities, "of", _by_step),
+    "equal steps are taken for one state": mock.patch.object(planning, "_whole_of", _equal_steps),
+    "a waiting seal takes whatever was copied since": mock.patch.object(Persister, "_is_of", _any_copy),
+    "a copy leaves the arena what it was": mock.patch.object(Arena, "begin", _unmoved),
+    "a part leaves its shard what it was": mock.patch.object(ShardState, "apply", _still_whole),
+}
+
+
+def explore(case: int, seed: int, length: int = 12) -> str:
+    """One history; what is broken, with the word that leads there, or ""."""
+    rng = random.Random(f"{seed}/{case}")
+    folder = Path(tempfile.mkdtemp(prefix="scarctl-same-", dir=_MEMORY if _MEMORY.is_dir() else None))
+    word = []
+    history = History(folder, rng)
+    try:
+        history.do("full")
+        for _ in range(length):
+            word.append(rng.choice(ACTIONS))
+            history.do(word[-1])
+    except Broken as error:
+        return f"{error}\n    case {case}, seed {seed}: full {' '.join(word)}"
+    finally:
+        history.close()
+        shutil.rmtree(folder)
+    return ""
+
+
+def caught(mutant: str, cases: int, seed: int) -> str:
+    """What the first history shows that finds the mutant; "" when none does."""
+    with MUTANTS[mutant]:
+        found: Iterator[str] = (explore(case, seed) for case in range(cases))
+        return next((broken for broken in found if broken), "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Explores and prints; 1 if something is called exact that is not, or a mutant is not caught."""
+    parser = argparse.ArgumentParser(prog="python -m tests.adversarial.same_step", description=__doc__)
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    failed, started = 0, time.monotonic()
+    for case in range(args.cases):
+        broken = explore(case, args.seed)
+        if broken:
+            failed += 1
+            print(broken, flush=True)  # noqa: T201
+    for mutant in MUTANTS:
+        broken = caught(mutant, args.cases, args.seed)
+        failed += not broken
+        print(f"caught: {mutant}: {broken}" if broken else f"NOT CAUGHT: {mutant}", flush=True)  # noqa: T201
+    print(f"{args.cases} histories, {failed} failures, {time.monotonic() - started:.0f} s")  # noqa: T201
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

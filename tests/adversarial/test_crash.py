@@ -1,0 +1,18 @@
+"""The short form: some of the calls, some of the requests, some kills. `tests/store/test_crash*.py` have every call of
+single operations."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.adversarial.crash import attack
+
+
+@pytest.mark.parametrize(
+    ("what", "cases", "first", "every"),
+    [("calls", 12, 3, 190), ("requests", 12, 1, 39), ("kills", 6, 0, 1), ("prunes", 1, 0, 1)],
+)
+def test_killed(what: str, cases: int, first: int, every: int) -> None:
+    counts = attack(what, seed=1, first=first, cases=cases, every=every)
+    assert counts["violations"] == 0
+    assert counts["cases"] == cases

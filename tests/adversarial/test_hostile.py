@@ -1,0 +1,36 @@
+"""A short form of the attack by files that are not what they should be."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.adversarial.hostile import Attack, cases
+
+FOUND_BEFORE = (
+    "store: link as segments",
+    "store: hard link as lock",
+    "store: huge sparse file as index",
+    "arena: link as host folder",
+    "arena: pipe as arena folder",
+    "arena: hard link as arena",
+    "arena: hard link as daemon's log",
+    "arena: folder for file or file for folder as hand-over",
+    "state: pipe as scarctl.toml",
+    "state: loop as state file",
+    "store: loop as shard",
+    "names: 1 as the store's folder",
+    "names: 2 as the holder of the lock",
+)
+"""Each was a defect."""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_outside_is_touched_and_nothing_waits() -> None:
+    attack = Attack()
+    known = list(cases())
+    assert {case.name for case in known} >= set(FOUND_BEFORE)
+    assert len(known) >= 200
+    for k, case in enumerate(known):
+        if case.name in FOUND_BEFORE or k % 25 == 0:
+            attack.play(case)
+    assert attack.violations == []

@@ -1,0 +1,102 @@
+"""The short form of the runs that move between hosts, and a process that is stopped meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import scarctl
+from tests.adversarial import hosts
+from tests.adversarial.hosts import Plan
+
+
+@pytest.fixture(autouse=True)
+def warm(arena_dir: Path) -> None:
+    hosts.warm()
+
+
+@pytest.mark.parametrize("name", hosts.CASES)
+@pytest.mark.parametrize("daemon", ["", "stays"])
+def test_memory_of_another_line_is_no_memory(name: str, daemon: str) -> None:
+    hosts.case(name, daemon)
+
+
+@pytest.mark.parametrize("mutant", hosts.MUTANTS)
+def test_the_rules_matter(mutant: str) -> None:
+    for name in hosts.MUTANTS[mutant]:
+        with pytest.raises(hosts.Violation), hosts.mutated(mutant):
+            hosts.case(name)
+
+
+def test_at_random() -> None:
+    counts = sum((hosts.episode(seed, daemons=False) for seed in range(4)), start=hosts.Counter[str]())
+    assert counts["from memory"]
+    assert counts["memory of another line"]
+
+
+def test_who_was_stopped_while_the_run_was_rolled_back_elsewhere_is_fenced(tmp_path: Path) -> None:
+    """Its daemon is dead, and nobody has saved anything: there is the roll-back alone."""
+    here, elsewhere = tmp_path / "a", tmp_path / "b"
+    here.mkdir(mode=0o700)
+    elsewhere.mkdir(mode=0o700)
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _stop_and_go_on(tmp_path / "run", here, writing)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    try:
+        os.waitpid(pid, os.WUNTRACED)
+        hosts.kill_daemon(here)
+        assert hosts.live(tmp_path / "run", elsewhere, 2, Plan("rollback", steps=0)).step == 3
+        before = hosts.stored(tmp_path / "run")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        with os.fdopen(reading) as pipe:
+            told = json.loads(pipe.read())
+        os.waitpid(pid, 0)
+        hosts.kill_daemon(here)
+    assert told["failure"] == "fenced"
+    assert told["errors"] > 0
+    assert hosts.stored(tmp_path / "run") == before
+
+
+def _stop_and_go_on(store: Path, arenas: Path, pipe: int) -> None:
+    state = {name: np.zeros(shape) for name, shape in hosts.SHAPES.items()}
+    session = scarctl.attach(
+        state,
+        store=store,
+        settings=scarctl.Settings(arena_dir=arenas, daemon=True),
+        interval=1,
+        partitioning=scarctl.Partitioning(rows={"*": 1}, shards=2, seed=3),
+    )
+
+    def step() -> None:
+        for array in state.values():
+            array += 1
+        session.step()
+
+    for n in range(6):
+        step()
+        if n == 2:
+            session.checkpoint(full=True, wait=True)
+    session._finish()
+    assert session._engine is not None
+    assert session._engine.saver.drain(20)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    deadline = time.monotonic() + 30
+    while session._engine.saver.failure is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for _ in range(3):
+        step()
+    failure = session._engine.saver.failure
+    os.write(pipe, json.dumps({"failure": failure and failure.kind, "errors": session.stats.errors}).encode())
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,17 @@
+"""The short form of `same_step`: nothing is called exact that never was; every comparison of identities is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.adversarial.same_step import MUTANTS, caught, explore
+
+
+@pytest.mark.parametrize("case", range(12))
+def test_what_is_exact_was_there(case: int) -> None:
+    assert explore(case, seed=0) == ""
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_every_comparison_is_needed(mutant: str) -> None:
+    assert caught(mutant, cases=40, seed=0)

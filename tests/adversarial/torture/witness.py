@@ -1,0 +1,164 @@
+"""What must be true of a store after all that happened to its run, from what the processes told and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from scarctl.errors import NoStore
+from scarctl.state.version import step_of
+from scarctl.store import Store, verify
+from tests.adversarial.torture.trainer import Aliases
+
+
+class Failed(Exception):
+    """Something is not as it must be."""
+
+
+class Log:
+    """The lines that one process has written so far."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._at = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Whole lines since the last call."""
+        with self.path.open("rb") as file:
+            file.seek(self._at)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        self._at += end
+        return [json.loads(line) for line in data[:end].splitlines()]
+
+
+class Witness:
+    """Of one run over all its processes."""
+
+    def __init__(self, partitions: int) -> None:
+        self.acknowledged = np.full(partitions, -1, dtype=np.int64)
+        """Per partition the step that the run knows to be durable."""
+        self.handed = np.full(partitions, -1, dtype=np.int64)
+        """Per partition the newest step that was handed over."""
+        self.aliases: Aliases = set()
+        self.step = 0
+        self.resumed = 0
+        """Of the newest process."""
+        self.least = 0
+        """No process may resume from before this step."""
+        self.sealed = 0
+        self.goes_back = False
+        """Whether a rollback is under way."""
+        self.gave_up: list[str] = []
+        self.closed: dict[str, Any] | None = None
+
+    def take(self, message: dict[str, Any]) -> None:
+        """One line of a process. Raises Failed when it tells of something that must not be."""
+        if "failed" in message:
+            raise Failed(f"the trainer failed:\n{message['failed']}")
+        if "gave_up" in message:
+            self.gave_up.append(message["gave_up"])
+        elif "durable" in message:
+            self.step = message["step"]
+            self.acknowledged = np.maximum(self.acknowledged, step_of(np.array(message["durable"])))
+        elif "handed" in message:
+            if not self.goes_back:  # else it may be forgotten at once
+                self.handed[message["ids"]] = message["handed"]
+        elif "sealed" in message:
+            self.sealed = self.least = message["sealed"]
+        elif "relabel" in message:
+            step = message["relabel"]
+            self.aliases |= {(i, step, v) for i, v in zip(message["ids"], message["values"], strict=True)}
+            self._lower(np.array(message["ids"], dtype=np.int64), step)
+        elif "rollback" in message:
+            self.goes_back = True
+            self._lower(np.arange(self.handed.size), self.sealed)
+            self.least = min(self.least, self.sealed)
+        elif "rolled_back" in message:
+            self.goes_back = False
+            self.step = self.least = message["rolled_back"]
+        elif "resumed" in message:
+            self.goes_back = False
+            self.resumed = self.step = message["resumed"]
+            if self.resumed < self.least:
+                raise Failed(f"resumed from step {self.resumed}, there was step {self.least}")
+            self.least = self.resumed
+        elif "closed" in message:
+            self.closed = message
+
+    def _lower(self, ids: NDArray[np.int64], step: int) -> None:
+        for steps in (self.acknowledged, self.handed):
+            steps[ids] = np.minimum(steps[ids], step)
+
+    def check_values(self, partition: int, step: int, pieces: list[NDArray[Any]], where: str) -> None:
+        """Raise Failed unless a copy that is labelled `step` is whole, and of that step.
+
+        A loop that meddles with its parameters has them and their slots a quarter apart for a moment.
+        """
+        held = [np.unique(piece).tolist() for piece in pieces]
+        if any(len(values) > 1 for values in held) or len({int(values[0]) for values in held}) > 1:
+            raise Failed(f"{where}: partition {partition} of step {step} holds {held}")
+        value = int(held[0][0])
+        if value != step and (partition, step, value) not in self.aliases:
+            raise Failed(f"{where}: partition {partition} counts as step {step} and is of step {value}")
+
+
+def stored_steps(store: Store, partitions: int) -> NDArray[np.int64]:
+    """Per partition the step of its newest copy in the store, -1 when there is none."""
+    steps = np.full(partitions, -1, dtype=np.int64)
+    for shard in store.shards():
+        state = store.state(shard)
+        steps[state.ids] = step_of(state.version)
+    return steps
+
+
+def check_verifies(store: Store) -> None:
+    """Raise Failed when `scarctl verify --read-data` would find something."""
+    report = verify(store, read_data=True)
+    if report.problems:
+        raise Failed(f"verify: {report.problems[:3]}")
+
+
+class Copies:
+    """Reads every segment that a record names once, with another library, and checks the values in it."""
+
+    def __init__(self, store: Path, rows: int) -> None:
+        self._store = store
+        self._rows = rows
+        self._checked: set[str] = set()
+        self.count = 0
+
+    def check(self, store: Store, witness: Witness) -> None:
+        """Raise Failed when a copy is torn, or not of the step that its record says."""
+        layout = store.current_layout()
+        if layout is None:
+            return
+        for shard in store.shards():
+            for record in store.records(shard):
+                if record.kind != "commit" or record.segment is None or record.segment.name in self._checked:
+                    continue
+                self._checked.add(record.segment.name)
+                path = self._store / "shards" / str(shard) / "seg" / record.segment.name
+                tensors = load_file(path)
+                ids = tensors["scarctl/partitions"].astype(np.int64)
+                for g, group in enumerate(layout.groups):
+                    mine = ids[(ids >= layout.base[g]) & (ids < layout.base[g + 1])]
+                    keys = [group.key(t) for t in range(len(group.tensors))]
+                    for k, partition in enumerate(mine.tolist()):
+                        rows = slice(k * self._rows, (k + 1) * self._rows)
+                        pieces = [tensors[key][rows] for key in keys]
+                        witness.check_values(partition, record.step, pieces, path.name)
+                        self.count += 1
+
+
+def open_store(folder: Path) -> Store | None:
+    """The store, None when the run was killed before it made one."""
+    try:
+        return Store.open(str(folder))
+    except NoStore:
+        return None

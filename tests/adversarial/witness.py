@@ -1,0 +1,262 @@
+"""What must be true of a store, from what its writers told (`tests.adversarial.workload`) and nothing else.
+
+Of everything there is one state that was acknowledged last, and those that were begun since: after a crash it is one
+of these, never anything else.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+from scarctl.errors import NoStore
+from scarctl.state.version import NEVER, pack
+from scarctl.store import Store, read_snapshot, sealed_sets, verify
+from scarctl.store.snapshot import snapshot_names
+from tests.adversarial.workload import MEMBERS, SHARDS, Message, Player, content
+from tests.store.helpers import read_all
+
+T = TypeVar("T")
+Mark = tuple[int, int]
+"""Epoch and step of a sealed state."""
+
+
+class Violation(Exception):
+    """Something is not as it must be."""
+
+
+class Options(Generic[T]):
+    """The state acknowledged last, and those begun since."""
+
+    def __init__(self, first: T) -> None:
+        self.all = [first]
+
+    @property
+    def sure(self) -> T | None:
+        """The state, when there is no doubt about it."""
+        return self.all[0] if len(self.all) == 1 else None
+
+    def begin(self, state: T) -> None:
+        self.all.append(state)
+
+    def done(self) -> None:
+        del self.all[:-1]
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Per partition that was saved its version and stamp; the stamp of the extras."""
+
+    version: Mapping[int, int] = field(default_factory=dict)
+    stamp: Mapping[int, int] = field(default_factory=dict)
+    extras: int | None = None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What one shard holds: its copies, and as of its seals, oldest first."""
+
+    copies: Copies = field(default_factory=Copies)
+    seals: Mapping[Mark, Copies] = field(default_factory=dict)
+
+    def committed(self, message: Message) -> Contents:
+        """After a commit."""
+        version = pack(message["epoch"], message["step"])
+        ids, old = message["ids"], self.copies
+        copies = Copies(
+            {**old.version, **dict.fromkeys(ids, version)},
+            {**old.stamp, **dict.fromkeys(ids, message["stamp"])},
+            message["stamp"] if message["extras"] else old.extras,
+        )
+        if not message["sealed"]:
+            return Contents(copies, self.seals)
+        copies = replace(copies, version=dict.fromkeys(copies.version, version))
+        return Contents(copies, {**self.seals, (message["epoch"], message["step"]): copies})
+
+    def rolled_back(self, to: Mark) -> Contents:
+        marks = list(self.seals)
+        before = marks[: marks.index(to) + 1]
+        return Contents(self.seals[to], {mark: self.seals[mark] for mark in before})
+
+
+Named = tuple[Copies, ...]
+"""What a snapshot keeps, by shard."""
+
+
+class Witness:
+    """Hears the messages of all lives of one store."""
+
+    def __init__(self) -> None:
+        self.exists = Options(False)
+        self.shards = [Options(Contents()) for _ in range(SHARDS)]
+        self.snapshots: dict[str, Options[Named | None]] = {}
+        self.stamp = 0
+        self.acknowledged = 0
+
+    def take(self, message: Message) -> None:
+        """Raises Violation when a writer has found what cannot be."""
+        if "begin" in message:
+            getattr(self, f"_begin_{message['begin']}", lambda _: None)(message)
+        elif "done" in message:
+            getattr(self, f"_done_{message['done']}")(message)
+        else:
+            self._failed_commit(message)
+
+    def copy(self) -> Witness:
+        """States are never changed, only replaced."""
+        other = copy.copy(self)
+        other.exists = copy.deepcopy(self.exists)
+        other.shards = [_copied(options) for options in self.shards]
+        other.snapshots = {name: _copied(options) for name, options in self.snapshots.items()}
+        return other
+
+    def _begin_create(self, _: Message) -> None:
+        self.exists.begin(True)
+
+    def _done_open(self, message: Message) -> None:
+        """What the new writer has found is certain from now on."""
+        self.exists.done()
+        for shard, versions in message["version"].items():
+            version = dict(zip(MEMBERS[int(shard)].tolist(), versions, strict=True))
+            options = self.shards[int(shard)]
+            found = {i: v for i, v in version.items() if v != NEVER}
+            options.all = [option for option in options.all if option.copies.version == found][:1]
+            if not options.all:
+                raise Violation(f"a writer found what nobody saved in shard {shard}: {found}")
+
+    def _begin_commit(self, message: Message) -> None:
+        self.stamp = max(self.stamp, message["stamp"])
+        options = self.shards[message["shard"]]
+        options.begin(
+            options.all[-1].committed(message)
+        )  # what is in doubt the writer settles first, and it is there
+
+    def _done_commit(self, message: Message) -> None:
+        self.shards[message["shard"]].done()
+        self.acknowledged += 1
+
+    def _failed_commit(self, message: Message) -> None:
+        if not message["doubt"]:
+            self.shards[message["shard"]].all.pop()
+
+    def _begin_back(self, message: Message) -> None:
+        epoch, step = message["to"]
+        for options in self.shards:
+            options.begin(options.all[-1].rolled_back((epoch, step)))
+
+    def _done_back(self, _: Message) -> None:
+        for options in self.shards:
+            options.done()
+        self.acknowledged += 1
+
+    def _begin_snapshot(self, message: Message) -> None:
+        epoch, step = message["of"]
+        mark = (epoch, step)
+        named = tuple(
+            next(option.seals[mark] for option in options.all if mark in option.seals)
+            for options in self.shards
+        )
+        self._name(message).begin(named)
+
+    def _done_snapshot(self, message: Message) -> None:
+        self._name(message).done()
+        self.acknowledged += 1
+
+    def _begin_drop(self, message: Message) -> None:
+        self._name(message).begin(None)
+
+    def _done_drop(self, message: Message) -> None:
+        self._name(message).done()
+
+    def _name(self, message: Message) -> Options[Named | None]:
+        return self.snapshots.setdefault(message["name"], Options(None))
+
+
+def _copied(options: Options[T]) -> Options[T]:
+    fresh = copy.copy(options)
+    fresh.all = list(options.all)
+    return fresh
+
+
+def check(url: str, witness: Witness, *, tidy: bool = False) -> None:
+    """Raises Violation unless the store is what the witness knows. `tidy`: there are no orphans either."""
+    try:
+        store = Store.open(url)
+    except NoStore:
+        if witness.exists.sure:
+            raise Violation("the store is gone") from None
+        return
+    if not any(witness.exists.all):
+        raise Violation("there is a store that nobody made")
+    report = verify(store, read_data=True)
+    if report.problems or (tidy and report.orphans):
+        raise Violation(f"verify: {report.problems[:3]} {report.orphans[:3]}")
+    found = []
+    for shard, options in enumerate(witness.shards):
+        copies = _read(store, shard, None, [option.copies for option in options.all], f"shard {shard}")
+        found.append(next(option for option in options.all if option.copies is copies))
+    _check_sealed(store, found)
+    names = snapshot_names(store)
+    for name in {*names, *witness.snapshots}:
+        known = witness.snapshots.get(name, Options(None)).all
+        if name not in names:
+            if None not in known:
+                raise Violation(f"snapshot {name} is gone")
+            continue
+        seqs = read_snapshot(store, name).seqs
+        for shard in range(SHARDS):
+            wanted = [option[shard] for option in known if option is not None]
+            _read(store, shard, seqs[shard], wanted, f"snapshot {name}")
+
+
+def _check_sealed(store: Store, found: list[Contents]) -> None:
+    common = set.intersection(*(set(contents.seals) for contents in found))
+    there = sealed_sets(store.state(shard) for shard in range(SHARDS))
+    if not common:
+        return
+    newest = max(common)
+    if not there or (there[0].epoch, there[0].step) != newest:
+        raise Violation(f"the newest sealed state is not {newest}, but one of {there[:1]}")
+    for shard, contents in enumerate(found):
+        _read(store, shard, there[0].seqs[shard], [contents.seals[newest]], f"sealed {newest}")
+
+
+def _read(store: Store, shard: int, at: int | None, options: list[Copies], what: str) -> Copies:
+    """Which of the options a state is, every byte read."""
+    state = store.state(shard, at=at)
+    saved = state.saved
+    version = dict(zip(state.ids[saved].tolist(), state.version[saved].tolist(), strict=True))
+    held, bad = ({}, {}) if state.layout is None else read_all(store, state)
+    if bad:
+        raise Violation(f"{what} cannot be read: {dict(list(bad.items())[:3])}")
+    extras = store.read_extras(state)
+    stamp = extras[1]["stamp"] if extras is not None else None  # type: ignore[index]
+    for option in options:
+        if option.version == version and option.extras == stamp:
+            wrong = [i for i, data in held.items() if data != content(i, option.stamp[i])]
+            if wrong or held.keys() != version.keys():
+                raise Violation(f"{what} has wrong bytes in partitions {wrong[:5]}")
+            return option
+    raise Violation(
+        f"{what} has versions {version}, extras {stamp}, which is none of {len(options)} that may be"
+    )
+
+
+def check_goes_on(url: str, witness: Witness, *, tidy: bool = True) -> None:
+    """The next writer works, whatever was left behind. `tidy`: and finishes what was begun, so that no garbage stays
+    for ever.
+    """
+    player = Player(url, witness.take, stamp=witness.stamp)
+    try:
+        player.play([("open",), ("commit", 0)])
+        if tidy:
+            player.play([("seal",), ("commit", 1), ("collect",)])
+    finally:
+        player.close()
+    if tidy:
+        check(url, witness, tidy=True)
+        return
+    for shard, options in enumerate(witness.shards):
+        _read(Store.open(url), shard, None, [option.copies for option in options.all], f"shard {shard}")

@@ -1,0 +1,292 @@
+"""What is done to a store while it is attacked, step by step; told before it begins and after it is acknowledged.
+
+A message is a dict for JSON, so that a process can tell it to another one. What a partition holds follows from its
+number and the *stamp* of the commit that saved it, so whoever hears the messages knows every byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.errors import Unavailable
+from scarctl.store import (
+    Collector,
+    Store,
+    StoreWriter,
+    create_snapshot,
+    delete_snapshot,
+    open_writer,
+    sealed_sets,
+)
+from scarctl.store.prune import Retention, plan_prune, prune
+from scarctl.store.snapshot import snapshot_names
+from tests.store.helpers import place, small_layout
+
+LAYOUT = small_layout()
+SHARDS = 2
+SEED = 3
+SHARD_OF = LAYOUT.shards(SHARDS, SEED)
+MEMBERS = [np.flatnonzero(shard == SHARD_OF) for shard in range(SHARDS)]
+
+Message = dict[str, Any]
+Tell = Callable[[Message], object]
+Act = tuple[Any, ...]
+
+
+@lru_cache(maxsize=20_000)
+def content(partition: int, stamp: int) -> bytes:
+    """The bytes of a partition as the commit of that stamp saved it."""
+    g, start, stop = place(LAYOUT, partition)
+    length = sum((stop - start) * spec.row_bytes for spec in LAYOUT.groups[g].tensors)
+    return np.random.default_rng((partition, stamp)).bytes(length)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A commit that was told of."""
+
+    shard: int
+    ids: NDArray[np.int64]
+    sealed: bool
+    extras: Any
+
+
+class Player:
+    """One life of a process that writes to the store. What is random in it follows from `seed`."""
+
+    def __init__(self, url: str, tell: Tell, *, seed: int = 0, stamp: int = 0, faulty: bool = False) -> None:
+        """faulty: the disk may fail. A commit or a collection that failed is passed over; after anything else that
+        failed the life ends.
+        """
+        self.url = url
+        self.tell = tell
+        self.rng = np.random.default_rng(seed)
+        self.stamp = stamp
+        self.faulty = faulty
+        self.step = 0
+        self.sealing = False
+        """A record that seals the last shard is under way."""
+        self._tensors = [
+            [np.zeros((s.rows, s.row_bytes), np.uint8) for s in g.tensors] for g in LAYOUT.groups
+        ]
+        self._writer: StoreWriter | None = None
+        self._collector: Collector | None = None
+
+    @property
+    def writer(self) -> StoreWriter:
+        assert self._writer is not None
+        return self._writer
+
+    def play(self, acts: Iterable[Act]) -> None:
+        for name, *arguments in acts:
+            try:
+                getattr(self, name)(*arguments)
+            except Unavailable:
+                if not self.faulty:
+                    raise
+                if name not in ("turn", "collect"):
+                    return
+
+    def open(self) -> None:
+        """Makes the store where there is none, and begins an epoch."""
+        self.tell({"begin": "create"})
+        store = Store.create(self.url, shards=SHARDS, seed=SEED)
+        self.tell({"begin": "open"})
+        self._writer = open_writer(store, layout=LAYOUT, shard_of=SHARD_OF)
+        self._collector = Collector(self._writer, ratio=1.2, floor=0, turn_bytes=9000)
+        states = self._writer.states
+        self.tell({"done": "open", "version": {s: states[s].version.tolist() for s in states}})
+        self.step = max(0, *(state.step for state in states.values())) + 1
+
+    def close(self) -> None:
+        """Also after the process was killed: the lock goes, as the kernel sees to it."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def commit(self, shard: int, share: float = 0.4, *, sealed: bool = False, extras: bool = False) -> None:
+        self._commit([self._begin(shard, share, sealed=sealed, extras=extras)])
+        self.step += not sealed
+
+    def together(self, share: float = 0.4, *, sealed: bool = False) -> None:
+        """All shards of one step at once, as a hand-over is committed."""
+        begun = [self._begin(s, share, sealed=sealed, extras=sealed or not s) for s in range(SHARDS)]
+        self.sealing = sealed
+        self._commit(begun)
+        self.sealing = False
+        self.step += 1
+
+    def sealed(self, share: float = 0.4) -> None:
+        """As `seal`, all shards at once."""
+        self.together(share, sealed=True)
+
+    def _begin(self, shard: int, share: float, *, sealed: bool, extras: bool) -> Begun:
+        members = MEMBERS[shard]
+        ids = np.sort(self.rng.permutation(members)[: int(len(members) * share)])
+        state = self.writer.states[shard]
+        if sealed:  # what was never saved has to be in it
+            ids = np.union1d(ids, state.ids[~state.saved])
+        elif not len(ids):
+            ids = members[:1]
+        self.stamp += 1
+        self._fill(ids.tolist())
+        message = {"begin": "commit", "shard": shard, "ids": ids.tolist(), "stamp": self.stamp}
+        self.tell(
+            message | {"epoch": self.writer.epoch, "step": self.step, "sealed": sealed, "extras": extras}
+        )
+        return Begun(shard, ids, sealed, {"stamp": self.stamp} if extras else None)
+
+    def _commit(self, begun: list[Begun]) -> None:
+        def commit(one: Begun) -> BaseException | None:
+            try:
+                self.writer.commit(
+                    one.shard, one.ids, self._source, step=self.step, sealed=one.sealed, extras=one.extras
+                )
+            except BaseException as error:
+                return error
+            return None
+
+        outcomes = list(self.writer.store.blobs.write_each(commit, begun))
+        faults = [fault for fault in outcomes if fault is not None]
+        for one, outcome in zip(begun, outcomes, strict=True):
+            if outcome is None:
+                self.tell({"done": "commit", "shard": one.shard})
+            elif isinstance(outcome, Unavailable) and self.faulty:
+                self.tell({"failed": "commit", "shard": one.shard, "doubt": outcome.kind == "in-doubt"})
+        raised = [fault for fault in faults if not (isinstance(fault, Unavailable) and self.faulty)]
+        if raised:
+            raise raised[0]
+
+    def seal(self, share: float = 0.4) -> None:
+        """All shards of one step."""
+        for shard in range(SHARDS):
+            self.sealing = shard == SHARDS - 1
+            self._commit([self._begin(shard, share, sealed=True, extras=True)])
+        self.sealing = False
+        self.step += 1
+
+    def snapshot(self, name: str) -> None:
+        """Names the newest complete sealed set, when there is one and the name is free."""
+        name_newest(self.writer.store, name, self.tell)
+
+    def drop(self, name: str) -> None:
+        drop(self.writer.store, name, self.tell)
+
+    def turn(self) -> None:
+        assert self._collector is not None
+        self._collector.turn()
+
+    def collect(self) -> None:
+        assert self._collector is not None
+        self._collector.collect()
+
+    def back(self) -> None:
+        """Rolls back to the newest complete sealed set, if there is one."""
+        newest = sealed_sets(self.writer.states.values())
+        if newest:
+            self.tell({"begin": "back", "to": [newest[0].epoch, newest[0].step]})
+            self.writer.roll_back(newest[0].seqs)
+            self.tell({"done": "back"})
+            self.step = newest[0].step + 1
+
+    def prune(self, *names: str) -> None:
+        """As the command does it: without a writer of our own, and deleting these snapshots if they are there."""
+        self.close()
+        store = Store.open(self.url)
+        names = tuple(name for name in names if name in snapshot_names(store))
+        for name in names:
+            self.tell({"begin": "drop", "name": name})
+        prune(store, plan_prune(store, Retention(delete=names)))
+        for name in names:
+            self.tell({"done": "drop", "name": name})
+
+    def _fill(self, ids: list[int]) -> None:
+        for i in ids:
+            g, start, stop = place(LAYOUT, i)
+            data, at = np.frombuffer(content(i, self.stamp), np.uint8), 0
+            for array in self._tensors[g]:
+                rows = array[start:stop]
+                rows[:] = data[at : at + rows.size].reshape(rows.shape)
+                at += rows.size
+
+    def _source(self, group: int, tensor: int, start: int, stop: int) -> memoryview:
+        return memoryview(self._tensors[group][tensor][start:stop])
+
+
+def name_newest(store: Store, name: str, tell: Tell) -> None:
+    """Makes a snapshot of the newest complete sealed set, as any process may."""
+    newest = sealed_sets(store.state(shard) for shard in range(SHARDS))
+    if newest and name not in snapshot_names(store):
+        tell({"begin": "snapshot", "name": name, "of": [newest[0].epoch, newest[0].step]})
+        try:
+            create_snapshot(store, name, newest[0])
+        except Unavailable as error:
+            if error.kind != "snapshot-late":  # then it has gone again by itself
+                raise
+            tell({"begin": "drop", "name": name})
+            tell({"done": "drop", "name": name})
+            return
+        tell({"done": "snapshot", "name": name})
+
+
+def drop(store: Store, name: str, tell: Tell) -> None:
+    """Deletes a snapshot if it is there."""
+    if name in snapshot_names(store):
+        tell({"begin": "drop", "name": name})
+        delete_snapshot(store, name)
+        tell({"done": "drop", "name": name})
+
+
+SCRIPT: tuple[tuple[Act, ...], ...] = (
+    # A store is made, and filled.
+    (("open",), ("seal", 1.0), ("commit", 0), ("commit", 1), ("snapshot", "a"), ("close",)),
+    # Collection beside commits; a snapshot goes, another comes.
+    (
+        ("open",),
+        *(("commit", shard, 0.5) for _ in range(2) for shard in range(SHARDS)),
+        ("seal", 0.5),
+        ("turn",),
+        ("together", 0.4),
+        ("snapshot", "b"),
+        ("turn",),
+        ("turn",),
+        ("drop", "a"),
+        ("collect",),
+        ("commit", 1),
+    ),
+    # By hand: a prune between two epochs; the process before it has not closed the store.
+    (("prune", "b"), ("open",), ("commit", 0), ("seal", 0.0), ("commit", 0), ("commit", 1)),
+    # Back, and on from there.
+    (("open",), ("commit", 0), ("back",), ("sealed", 0.2), ("snapshot", "a"), ("collect",), ("close",)),
+)
+"""Lives of processes: each opens the store anew. Everything that a store can do is in it."""
+
+
+def draw(rng: np.random.Generator, length: int) -> list[Act]:
+    """A random life."""
+    acts: list[Act] = [("open",)]
+    kinds = (
+        *("commit", "seal", "snapshot", "drop", "turn", "collect", "back", "prune", "reopen"),
+        *("together", "sealed"),
+    )
+    odds = np.array([5, 2, 2, 1.5, 4, 2, 0.7, 0.7, 0.5, 3, 2])
+    for kind in rng.choice(kinds, length, p=odds / odds.sum()).tolist():
+        if kind == "commit":
+            acts.append(("commit", int(rng.integers(SHARDS)), float(rng.choice([0.1, 0.4, 1.0]))))
+        elif kind in ("seal", "sealed", "together"):
+            acts.append((kind, float(rng.choice([0.0, 0.3, 1.0]))))
+        elif kind in ("snapshot", "drop"):
+            acts.append((kind, str(rng.choice(["a", "b"]))))
+        elif kind == "prune":
+            acts += [("prune", "a"), ("open",)]
+        elif kind == "reopen":
+            acts += [("close",), ("open",)]
+        else:
+            acts.append((kind,))
+    return acts

@@ -1,0 +1,302 @@
+"""An arena is believed where the store still says what it noted, and nowhere else."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scarctl.arena import kinship
+from scarctl.arena.arena import Arena
+from scarctl.arena.folder import arena_folder, host_folder
+from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.stale import reap, survey
+from scarctl.daemon import client, protocol
+from scarctl.daemon.server import Daemon
+from scarctl.errors import Fenced, Unavailable
+from scarctl.persist.saver import LocalSaver
+from scarctl.state.version import pack, step_of
+from scarctl.store import Store, open_writer, sealed_sets
+from scarctl.store.prune import Retention, plan_prune, prune
+from tests.daemon.rig import fill, small_layout
+from tests.daemon.trainer import Trainer
+
+pytestmark = pytest.mark.leaves_arena
+LAYOUT = small_layout()
+EVERYTHING = np.arange(LAYOUT.partitions)
+
+
+class Host:
+    """A session's saving side that a thread serves."""
+
+    def __init__(self, folder: Path, base: Path, shards: int = 2) -> None:
+        self.store = Store.create(str(folder), shards=shards)
+        self.folder = arena_folder(str(base), self.store.run_id)
+        self.saver = LocalSaver(self.store)
+        self.saver.claim()
+        try:
+            self.arena = kinship.arena_for(self.folder, LAYOUT, self.store)
+            self.queue = HandOverQueue(self.arena.folder)
+            self.saver.open(self.arena)
+            self.saver.resume()
+        except BaseException:
+            self.saver.close()
+            self.store.close()
+            raise
+
+    def save(self, step: int, *, wait: bool = True, sealed: bool = True) -> None:
+        self.arena.begin(EVERYTHING)
+        fill(self.arena, EVERYTHING, step)
+        version = pack(self.arena.epoch, step)
+        self.arena.end(EVERYTHING, version)
+        self.arena.reach(step)
+        self.arena.name_whole(uuid.uuid4().hex if sealed else "")
+        self.queue.put(version=version, ids=EVERYTHING, whole=self.arena.whole, extras={"step": step})
+        if wait:
+            self.saver.notify()
+            assert self.saver.drain(20), self.saver.fault()
+
+    @property
+    def step(self) -> int:
+        """Of what is in memory; -1: nothing is."""
+        (step,) = set(step_of(self.arena.newest()).tolist())
+        return int(step)
+
+    def die(self) -> Path:
+        """Leave everything as it is; returns the arena's folder."""
+        self.arena.take_over(0x7FFFFFF0)
+        self.saver.close(put_off=True)
+        self.arena.close()
+        self.store.close()
+        return self.folder
+
+
+def died_at(folder: Path, base: Path, *, pending: int = 0) -> Path:
+    """A run that has sealed step 1; with step `pending` in memory alone."""
+    host = Host(folder, base)
+    host.save(1)
+    if pending:
+        host.saver.stop()
+        host.save(pending, wait=False)
+    return host.die()
+
+
+def save_elsewhere(folder: Path, base: Path, step: int) -> None:
+    base.mkdir(exist_ok=True)
+    host = Host(folder, base)
+    host.save(step)
+    host.die()
+
+
+def test_memory_that_nobody_has_contradicted_is_used(arena_dir: Path, tmp_path: Path) -> None:
+    died_at(tmp_path / "run", arena_dir, pending=2)
+    host = Host(tmp_path / "run", arena_dir)
+    assert host.step == 2
+    host.die()
+
+
+def test_a_prune_contradicts_nothing(arena_dir: Path, tmp_path: Path) -> None:
+    """Not even where the record that the arena noted is collected."""
+    host = Host(tmp_path / "run", arena_dir)
+    for step in range(1, 5):
+        host.save(step)
+    host.saver.stop()
+    host.save(5, wait=False)
+    host.die()
+    store = Store.open(tmp_path / "run")
+    prune(store, plan_prune(store, Retention()))
+    store.close()
+    assert store.log(0).newest().boundary > 0  # type: ignore[union-attr]
+    host = Host(tmp_path / "run", arena_dir)
+    assert host.step == 5
+    host.die()
+
+
+def test_an_opening_contradicts_nothing(arena_dir: Path, tmp_path: Path) -> None:
+    died_at(tmp_path / "run", arena_dir, pending=2)
+    (tmp_path / "b").mkdir()
+    Host(tmp_path / "run", tmp_path / "b").die()
+    host = Host(tmp_path / "run", arena_dir)
+    assert host.step == 2
+    host.die()
+
+
+@pytest.mark.parametrize("by", ["a commit", "a roll-back", "a backup"])
+def test_what_was_contradicted_is_set_aside_and_said(
+    arena_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, by: str
+) -> None:
+    if by == "a backup":
+        shutil.rmtree(died_at(tmp_path / "run", arena_dir))
+        shutil.copytree(tmp_path / "run", tmp_path / "backup")
+    folder = died_at(tmp_path / "run", arena_dir, pending=3)
+    if by == "a commit":
+        save_elsewhere(tmp_path / "run", tmp_path / "b", 2)
+    elif by == "a roll-back":
+        store = Store.open(tmp_path / "run")
+        with open_writer(store, layout=LAYOUT, shard_of=store.shard_of(LAYOUT)) as writer:
+            writer.roll_back(sealed_sets(writer.states.values())[0].seqs)
+        store.close()
+    else:
+        shutil.rmtree(tmp_path / "run")
+        shutil.copytree(tmp_path / "backup", tmp_path / "run")
+    assert [(s.foreign, s.durable) for s in survey(folder.parent)] == [(True, False)]
+    assert reap(folder.parent) == []
+    store = Store.open(tmp_path / "run")
+    assert kinship.view_of(str(arena_dir), store) is None
+    assert kinship.open_stopped(str(arena_dir), store) is None
+    assert "is not shown" in caplog.text
+    caplog.clear()
+    host = Host(tmp_path / "run", arena_dir)
+    assert host.step == -1
+    assert [r.levelno for r in caplog.records if "set aside" in r.message] == [logging.WARNING]
+    host.die()
+    aside = folder.with_name(folder.name + kinship.ASIDE)
+    assert [s.folder for s in survey(folder.parent) if s.aside] == [aside]
+    assert aside in [s.folder for s in reap(folder.parent)]
+    assert not aside.exists()
+
+
+def test_what_was_set_aside_gives_way_where_there_is_no_room(
+    arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = died_at(tmp_path / "run", arena_dir, pending=3)
+    save_elsewhere(tmp_path / "run", tmp_path / "b", 2)
+    aside, create = folder.with_name(folder.name + kinship.ASIDE), Arena.create
+
+    def full(*args: object, **options: object) -> Arena:
+        if aside.exists():
+            raise Unavailable("no room", kind="arena-full")
+        return create(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Arena, "create", full)
+    Host(tmp_path / "run", arena_dir).die()
+    assert not aside.exists()
+
+
+def test_a_process_killed_between_a_commit_and_noting_it_keeps_its_memory(
+    arena_dir: Path, tmp_path: Path
+) -> None:
+    host = Host(tmp_path / "run", arena_dir)
+    host.save(1)
+    before = host.arena.lines
+    # As if the process died in between, for both shards at once.
+    host.arena.note = lambda shard, line: None  # type: ignore[method-assign]
+    host.save(2, sealed=False)
+    folder = host.die()
+    arena = Arena.open_existing(folder, run_id=host.store.run_id)
+    assert arena is not None
+    store = Store.open(tmp_path / "run")
+    assert {shard: noted[0] for shard, noted in arena.lines.items()} == {
+        shard: noted[0] for shard, noted in before.items()
+    }
+    assert {shard: noted[1] for shard, noted in arena.lines.items()} == store.lines()
+    assert all(noted != expected for noted, expected in arena.lines.values())
+    arena.close()
+    again = Host(tmp_path / "run", arena_dir)
+    assert again.step == 2
+    again.die()
+
+
+def test_a_copy_has_a_memory_of_its_own_also_while_both_run(
+    daemon: Daemon, arena_dir: Path, tmp_path: Path
+) -> None:
+    Trainer(tmp_path / "run", arena_dir).close()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    one, other = Trainer(tmp_path / "run", arena_dir), Trainer(tmp_path / "copy", arena_dir)
+    one.save(one.everything, 3, sealed=True)
+    other.save(other.everything, 5, sealed=True)
+    one.drained()
+    other.drained()
+    assert (set(one.stored()[1]), set(other.stored()[1])) == ({3}, {5})
+    assert one.arena.folder != other.arena.folder
+    other.die()
+    one.die()
+    again = Trainer(tmp_path / "run", arena_dir)
+    assert set(step_of(again.arena.newest()).tolist()) == {3}
+    again.close()
+    Trainer(tmp_path / "copy", arena_dir).close()
+
+
+@pytest.mark.parametrize("other", ["moved", "of an earlier version"])
+def test_memory_under_another_name_is_not_used_but_said(
+    arena_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, other: str
+) -> None:
+    folder = died_at(tmp_path / "run", arena_dir, pending=2)
+    place = tmp_path / "run"
+    if other == "moved":
+        place = place.rename(tmp_path / "moved")
+    else:
+        old = folder.rename(folder.with_name(folder.name[:32]))
+        arena = Arena.open_existing(old, run_id=old.name)
+        assert arena is not None
+        (arena.folder / "lines").unlink()
+        arena.close()
+    host = Host(place, arena_dir)
+    assert host.step == -1
+    assert [r.levelno for r in caplog.records if "is not used" in r.message] == [logging.WARNING]
+    assert ("of the store in" in caplog.text) == (other == "moved")
+    host.die()
+
+
+def test_an_arena_of_an_earlier_version_at_this_very_place_is_not_believed(
+    arena_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = died_at(tmp_path / "run", arena_dir, pending=2)
+    arena = Arena.open_existing(folder, run_id=folder.name)
+    assert arena is not None
+    (arena.folder / "lines").unlink()
+    arena.close()
+    host = Host(tmp_path / "run", arena_dir)
+    assert host.step == -1
+    assert "set aside" in caplog.text
+    host.die()
+
+
+def test_whoever_is_not_of_the_line_fences_nobody(arena_dir: Path, tmp_path: Path) -> None:
+    """A saver that opens an old arena must not begin an epoch: somebody else saves."""
+    folder = died_at(tmp_path / "run", arena_dir, pending=3)
+    save_elsewhere(tmp_path / "run", tmp_path / "b", 2)
+    store = Store.open(tmp_path / "run")
+    epoch = store.state(0).epoch
+    arena = Arena.share(folder, run_id=store.run_id)
+    assert arena is not None
+    with pytest.raises(Fenced):
+        LocalSaver(store).open(arena)
+    assert store.state(0).epoch == epoch
+    store.close()
+
+
+def test_links_to_a_store_are_the_same_place(tmp_path: Path) -> None:
+    Store.create(tmp_path / "run").close()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    assert Store.open(tmp_path / "link").run_id == Store.open(tmp_path / "run").run_id
+    assert Store.open(tmp_path / "run").run_id[:33] == Store.open(tmp_path / "run").id + "."
+
+
+def test_a_daemon_of_an_earlier_version_can_be_asked_and_stopped(
+    daemon: Daemon, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = host_folder(str(arena_dir))
+    with monkeypatch.context() as earlier:
+        earlier.setattr(protocol, "VERSION", protocol.EARLIER)
+        earlier.setattr(client, "request", _speaking(protocol.EARLIER + 1))
+        assert client.question(folder, "status", patience=5)["runs"] == []  # type: ignore[index]
+        client.question(folder, "stop", patience=5)
+        deadline = time.monotonic() + 10
+        while client.question(folder, "status", patience=5) is not None:
+            assert time.monotonic() < deadline
+
+
+def _speaking(version: int) -> object:
+    """`client.request` of a later version."""
+    request = client.request
+
+    def later(connection: object, op: str, **fields: object) -> object:
+        return request(connection, op, **{"v": version, **fields})  # type: ignore[arg-type]
+
+    return later

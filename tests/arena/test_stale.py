@@ -1,0 +1,248 @@
+"""Arenas of dead runs: what is removed loses nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.folder import arena_folder, host_folder, lock_folder
+from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.stale import DAY, reap, survey
+from scarctl.daemon import client
+from scarctl.daemon.server import Daemon
+from scarctl.errors import Contention
+from scarctl.state.version import pack
+from tests.daemon.rig import fill, small_layout
+from tests.daemon.trainer import stop, wait_until
+
+ID = "0123456789abcdef" * 2
+NO_PROCESS = 0x7FFFFFF0
+
+
+def left(base: Path, store_id: str = ID, *, pending: int = 0, queued: bool = False, age: float = 0.0) -> Path:
+    """The arena that a dead run left; returns its folder."""
+    layout = small_layout()
+    folder = arena_folder(str(base), store_id)
+    arena = Arena.create(folder, layout, run_id=store_id, epoch=1)
+    everything = np.arange(layout.partitions)
+    arena.begin(everything)
+    fill(arena, everything, 7)
+    arena.end(everything, pack(1, 7))
+    arena.acknowledge(everything[pending:], pack(1, 7))
+    arena.reach(9)
+    arena.take_over(NO_PROCESS)
+    if queued:
+        HandOverQueue(folder).put(version=pack(1, 7), ids=everything, whole="ab" * 16, extras={})
+    arena.close()
+    if age:
+        then = time.time() - age
+        os.utime(folder, (then, then))
+    return folder
+
+
+def test_what_a_dead_run_left_is_found_and_removed(arena_dir: Path) -> None:
+    folder = left(arena_dir)
+    (found,) = survey(folder.parent)
+    assert (found.id, found.folder, found.pid) == (ID, folder, NO_PROCESS)
+    assert (found.head_step, found.durable_step, found.pending, found.handovers) == (9, 7, 0, 0)
+    assert found.nbytes == (folder / "arena").stat().st_size
+    assert found.durable
+    assert [arena.id for arena in reap(folder.parent)] == [ID]
+    assert not folder.exists()
+    assert survey(folder.parent) == []
+    assert reap(folder.parent) == []
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.parametrize("waits", [{"pending": 1}, {"queued": True}])
+def test_what_the_store_has_not_stays(arena_dir: Path, waits: dict[str, int]) -> None:
+    folder = left(arena_dir, **waits)  # type: ignore[arg-type]
+    (found,) = survey(folder.parent)
+    assert not found.durable
+    assert reap(folder.parent) == []
+    assert (folder / "arena").exists()
+
+
+def test_what_a_live_process_has_stays(arena_dir: Path) -> None:
+    folder = left(arena_dir)
+    arena = Arena.open_existing(folder, run_id=ID)
+    assert arena is not None
+    assert reap(folder.parent) == [], "its lock says that it is alive, whatever number it has"
+    arena.take_over()
+    assert survey(folder.parent) == []
+    arena.remove()
+
+
+def test_a_process_number_that_somebody_else_has_by_now(arena_dir: Path) -> None:
+    folder = left(arena_dir)
+    arena = Arena.open_existing(folder, run_id=ID)
+    assert arena is not None
+    arena.take_over()
+    arena.close()
+    assert survey(folder.parent) == []
+    assert len(reap(folder.parent)) == 1, "nobody holds its lock: its run is dead"
+
+
+def test_a_run_that_the_daemon_finishes_is_not_stale(arena_dir: Path) -> None:
+    folder = left(arena_dir, pending=2)
+    assert survey(folder.parent, frozenset({ID})) == []
+    (folder / "arena").unlink()
+
+
+def test_only_what_has_been_quiet_for_long_enough(arena_dir: Path) -> None:
+    old, young = left(arena_dir, "a" * 32, age=2 * DAY), left(arena_dir, "b" * 32, age=DAY / 2)
+    assert [arena.folder for arena in reap(old.parent, older_than=DAY)] == [old]
+    assert young.exists()
+    assert reap(young.parent)
+
+
+@pytest.mark.leaves_arena
+def test_what_is_not_an_arena_is_shown_and_left_alone(
+    arena_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = left(arena_dir)
+    (folder / "arena").write_bytes(b"something else")
+    foreign = folder.parent / "notes"
+    foreign.mkdir()
+    (foreign / "arena").touch()
+    (found,) = survey(folder.parent)
+    assert (found.pending, found.durable) == (-1, False)
+    assert reap(folder.parent) == []
+    assert (foreign / "arena").exists()
+    assert "not an arena" in caplog.text
+
+
+def test_what_was_set_aside_stays(arena_dir: Path) -> None:
+    folder = left(arena_dir)
+    (folder / "handover-1.bad").touch()
+    assert len(reap(folder.parent)) == 1
+    assert [path.name for path in folder.iterdir()] == ["handover-1.bad"]
+    (folder / "handover-1.bad").unlink()
+
+
+def test_nothing_there_or_not_ours(arena_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = host_folder(str(arena_dir))
+    assert survey(folder) == []
+    assert reap(folder) == []
+    folder.mkdir(mode=0o755)
+    assert reap(folder) == []
+    assert "0700" in caplog.text
+
+
+def test_a_session_waits_while_its_arena_is_looked_at(arena_dir: Path) -> None:
+    """What holds the lock for a moment is no live process with that arena."""
+    folder = left(arena_dir)
+    looking = lock_folder(folder)
+    letting_go = threading.Timer(0.2, os.close, [looking])
+    letting_go.start()
+    arena = Arena.open_existing(folder, run_id=ID)
+    letting_go.join()
+    assert arena is not None
+    started = time.monotonic()
+    assert reap(folder.parent) == []
+    assert time.monotonic() - started < 0.5, "but who only looks does not wait"
+    with pytest.raises(Contention):
+        lock_folder(folder)
+    assert 0.9 < time.monotonic() - started < 5
+    arena.remove()
+
+
+def test_sessions_that_come_while_dead_runs_are_removed(arena_dir: Path) -> None:
+    folder = arena_folder(str(arena_dir), ID)
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            reap(folder.parent)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for _ in range(100):
+            left(arena_dir)
+            arena = Arena.open_existing(folder, run_id=ID)
+            if arena is None:  # it has been removed
+                arena = Arena.create(folder, small_layout(), run_id=ID, epoch=1)
+            assert (folder / "arena").exists()
+            arena.remove()
+    finally:
+        ended.set()
+        looking.join()
+
+
+def test_a_fault_while_looking_is_logged(
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = left(arena_dir)
+
+    def broken(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EIO, "no luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", broken)
+        assert reap(folder.parent) == []
+    assert "no luck" in caplog.text
+    assert len(reap(folder.parent)) == 1
+
+
+def test_a_daemon_that_runs_on_tidies_up_now_and_then(
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scarctl.daemon.server._REAP_SECONDS", 0.3)
+    folder = host_folder(str(arena_dir))
+    folder.mkdir(mode=0o700)
+    daemon = Daemon(folder)
+    serving = threading.Thread(target=daemon.serve)
+    serving.start()
+    try:
+        client.ask(folder, "hold", seconds=60)
+        for _ in range(2):
+            old = left(arena_dir, age=2 * DAY)
+            deadline = time.monotonic() + 10
+            while old.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not old.exists()
+    finally:
+        daemon.terminate()
+        serving.join()
+
+
+def test_looking_does_not_keep_the_daemon_from_answering(
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr("scarctl.daemon.server.reap", lambda *_, **__: go_on.wait(20))
+    folder = host_folder(str(arena_dir))
+    folder.mkdir(mode=0o700)
+    daemon = Daemon(folder)
+    serving = threading.Thread(target=daemon.serve)
+    serving.start()
+    try:
+        client.ask(folder, "hold", seconds=60)
+        wait_until(lambda: any(thread.name == "scarctl-reap" for thread in threading.enumerate()))
+        assert client.question(folder, "status", patience=5.0) is not None
+    finally:
+        go_on.set()
+        daemon.terminate()
+        serving.join()
+
+
+@pytest.mark.slow
+def test_the_daemon_tidies_up_when_it_starts(arena_dir: Path) -> None:
+    old, young = left(arena_dir, "a" * 32, age=2 * DAY), left(arena_dir, "b" * 32)
+    subprocess.run([sys.executable, "-m", "scarctl.daemon", str(old.parent)], check=True)
+    deadline = time.monotonic() + 10
+    while old.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (old.exists(), young.exists()) == (False, True)
+    stop(old.parent)
+    (young / "arena").unlink()

@@ -1,0 +1,173 @@
+"""A store that is behind: said, measured, with what to change. And the lines at attach, resume and close."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import scarctl
+from scarctl import Session
+from scarctl.checkpoint.behind import KIND
+from scarctl.cli.inspect_view import summary
+from scarctl.config import grouped
+from scarctl.ops.survey import survey
+from scarctl.persist.speed import Meter, Speed
+from scarctl.store import Store
+
+
+class Loop:
+    """A small model, trained as fast as it goes."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(32, 32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.session: Session = scarctl.attach(
+            self.model,
+            self.optimizer,
+            store=folder / "run",
+            **grouped(**{"daemon": False, "shards": 4} | options),
+        )
+        self.resumed = self.session.resume()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.ones(1, 32)).square().sum().backward()
+        self.optimizer.step()
+
+
+def _behind(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "behind" in r.getMessage()
+    ]
+
+
+def test_a_store_that_falls_behind_is_said_with_reason_and_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, slow = os.fsync, [0.1]
+
+    def fsync(fd: int) -> None:
+        time.sleep(slow[0])  # a disk that takes its time to write, not more for more bytes
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    loop = Loop(tmp_path, interval=1, fraction=0.25, partition_bytes=256)
+    deadline = time.monotonic() + 90
+    while not any("Most of that time goes into commits" in text for text in _behind(caplog)):
+        loop.step()
+        assert time.monotonic() < deadline, _behind(caplog)
+    said = _behind(caplog)
+    lags = [int(text.split("store is ")[1].split()[0]) for text in said]
+    assert lags[0] > 2 * 4
+    assert all(after >= 2 * before for before, after in itertools.pairwise(lags))
+    assert "a larger fraction, or fewer than 4 shards" in said[-1]
+    assert "interval=" in said[-1]
+    [caveat] = loop.session.caveats
+    assert (caveat.kind, caveat.inexact) == (KIND, False)
+    slow[0] = 0.0
+    loop.session.checkpoint(full=True, wait=True)
+    assert any(
+        line.startswith("caution: ") and "behind" in line
+        for line in summary(survey(Store.open(tmp_path / "run"), None))
+    )
+    while list(loop.session.caveats):
+        loop.step()
+        assert loop.session._engine is not None
+        assert loop.session._engine.saver.drain(20)
+        assert time.monotonic() < deadline + 60
+    loop.session.close()
+    again = Loop(tmp_path)
+    assert again.resumed.exact
+    again.session.close()
+
+
+def test_a_store_that_keeps_up_is_not_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(tmp_path, interval=10, fraction=0.25)
+    for _ in range(40):
+        loop.step()
+        assert loop.session._engine is not None
+        assert loop.session._engine.saver.drain(20)
+    assert _behind(caplog) == []
+    loop.session.close()
+
+
+def _fed(small: tuple[int, float], large: tuple[int, float] | None) -> Speed:
+    meter = Meter()
+    for _ in range(3):
+        for nbytes, seconds in (large, small) if large is not None else (small,):
+            with meter.commit():
+                pass
+            meter.handed_over(nbytes, seconds)
+    speed = meter.speed()
+    assert speed is not None
+    return speed
+
+
+def test_what_is_measured() -> None:
+    commits = _fed((1_000, 0.1), (8_000, 0.11))
+    assert commits.fixed_share is not None
+    assert commits.fixed_share > 0.9
+    assert commits.commits_per_second == pytest.approx(10)
+    slow = _fed((1_000_000, 0.1), (8_000_000, 0.8))
+    assert slow.fixed_share == pytest.approx(0)
+    assert slow.bytes_per_second == pytest.approx(1e7)
+    assert slow.handover_seconds == pytest.approx(0.1)
+    assert _fed((1_000, 0.1), None).fixed_share is None
+    assert Meter().speed() is None
+    assert Speed.from_json(slow.to_json()) == slow
+    for nothing in (
+        None,
+        {},
+        [],
+        {**slow.to_json(), "handover_seconds": "1"},
+        {**slow.to_json(), "fixed_share": -1},
+    ):
+        assert Speed.from_json(nothing) is None
+
+
+def test_the_daemon_says_how_fast_it_is(tmp_path: Path, arena_dir: Path) -> None:
+    loop = Loop(tmp_path, interval=1, daemon=True, arena_dir=arena_dir)
+    deadline = time.monotonic() + 60
+    while loop.session._saver.speed is None:
+        loop.step()
+        assert time.monotonic() < deadline
+        assert loop.session._engine is not None
+        loop.session._engine.saver.drain(5)
+    assert loop.session._saver.speed.commits_per_second > 0
+    loop.session.close()
+
+
+def test_one_line_each_at_attach_resume_and_close(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="scarctl")
+    url = str(tmp_path / "run")
+
+    def lines() -> list[str]:
+        found = [r.getMessage() for r in caplog.records if r.name == "scarctl" and r.levelno == logging.INFO]
+        caplog.clear()
+        return found
+
+    loop = Loop(tmp_path, interval=7, fraction=0.5)
+    attached, resumed = lines()
+    assert attached == (
+        f"attached to {url}: interval 7, fraction 0.5, 4 shards, saved by a thread of this process"
+    )
+    assert resumed == f"{url} has nothing to resume from: a new run begins"
+    for _ in range(3):
+        loop.step()
+    loop.session.close()
+    assert lines() == [f"closed {url}: step 3, sealed, all of it durable"]
+    loop = Loop(tmp_path)
+    _, resumed = lines()
+    assert resumed.startswith(f"resumed {url} at step 3, exact; oldest copy of step 3; ")
+    assert "partitions from store; saved 20" in resumed
+    loop.session.close(seal=False)
+    [closed] = lines()
+    assert closed.startswith(f"closed {url}: step 3, sealed")

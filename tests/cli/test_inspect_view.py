@@ -1,0 +1,64 @@
+"""What `scarctl inspect` shows on a terminal."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from scarctl.cli.inspect_view import draw, heatmap
+from scarctl.ops.survey import survey
+from scarctl.store import Store
+from tests.cli.conftest import Model, Run
+from tests.support.ranks import RankStore
+
+
+def screen(store: str, **options: object) -> str:
+    out = io.StringIO()
+    draw(survey(Store.open(store), None), Console(file=out, width=60, **options))  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+@pytest.mark.leaves_arena
+def test_a_terminal_shows_a_heatmap_and_tables(run: Run, saved: Model) -> None:
+    saved.train("layers.5.w")
+    run("checkpoint", saved.path, "--store", "ckpt", "--step", 6, "--fraction", "0.05")
+    text = screen("ckpt", force_terminal=True, color_system="standard")
+    assert "\x1b[" in text
+    plain = screen("ckpt")
+    assert "\x1b" not in plain
+    assert "staleness, 1 partition per cell: " in plain
+    assert "█" in plain
+    assert "stalest" in plain
+    Store.create("empty")
+    assert "nothing is saved" in screen("empty")
+
+
+def test_a_heatmap_of_many_partitions_fits_the_screen() -> None:
+    staleness = np.arange(100_000)
+    staleness[5] = -1
+    lines = heatmap(staleness, 50)
+    assert all(len(line.plain) <= 50 for line in lines[:-1])
+    assert len(lines) <= 13
+    cells = "".join(line.plain for line in lines[:-1])
+    assert cells[0] == "!"
+    assert cells[1] == "·"
+    assert cells[-1] == "█"
+    assert "never saved" in lines[-1].plain
+    assert heatmap(np.zeros(3, dtype=np.int64), 50)[0].plain == "···"
+    assert heatmap(np.full(3, -1), 50)[0].plain == "!!!"
+    assert heatmap(np.array([0, 1, 1 << 40]), 50)[0].plain == "··█"
+
+
+def test_a_terminal_shows_a_line_for_every_rank(tmp_path: Path) -> None:
+    made = RankStore(tmp_path / "ckpt", 2)
+    made.save(3)
+    made.close()
+    out = io.StringIO()
+    draw(survey(made.store, None), Console(file=out, width=140, force_terminal=False))
+    text = out.getvalue()
+    assert "process" in text
+    assert text.count("not on this host") == 2

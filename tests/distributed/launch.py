@@ -1,0 +1,136 @@
+"""Runs a function in several processes that are ranks of one gloo group.
+
+    results = launch("tests.distributed.scenarios:ddp", 2)
+
+Every process imports the function, makes the group, calls `function(rank, world, *arguments)` and writes what it
+returns as JSON. Each of them ends by itself after `timeout` seconds, with the stacks of its threads on stderr.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tests.support.forkserver import ROOT, TORCH, Program, run
+
+RANKS_ARE_FORKS = (
+    *("--local-addr", "127.0.0.1", "--monitor-interval", "0.1", "--start-method", "fork"),
+    *("--run-path", str(ROOT / "tests" / "distributed" / "forked.py")),
+)
+"""The end of torchrun's options; a module and its arguments follow."""
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """The variables that `torchrun` would set, and those that keep everything on the loopback interface."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters")]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+
+def launch(function: str, world: int, *arguments: Any, timeout: float = 60.0) -> list[Any]:
+    """What `function` ("module:name") returned on every rank. Fails with what the ranks wrote to stderr."""
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="scarctl-ranks-") as folder:
+        processes: list[Program] = []
+        try:
+            for rank in range(world):
+                command = [
+                    "-m",
+                    "tests.distributed.launch",
+                    function,
+                    folder,
+                    str(timeout),
+                    json.dumps(arguments),
+                ]
+                with (Path(folder) / f"{rank}.err").open("wb") as errors:
+                    env = environment(rank, world, port)
+                    processes.append(Program(command, env=env, stdout=errors, stderr=errors))
+            deadline = time.monotonic() + timeout + 5
+            # A rank that failed leaves the others waiting for it.
+            while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
+                if any(p.poll() for p in processes):
+                    deadline = min(deadline, time.monotonic() + 5)
+                time.sleep(0.02)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        codes = [process.returncode for process in processes]
+        if any(codes):
+            text = [
+                f"rank {r} ended with {codes[r]}\n{(Path(folder) / f'{r}.err').read_text()[-4000:]}"
+                for r in range(world)
+            ]
+            raise AssertionError("\n".join(text))
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+def torchrun(
+    module: str,
+    *arguments: str,
+    world: int,
+    restarts: int = 1,
+    timeout: float = 150.0,
+    imports: tuple[str, ...] = TORCH,
+) -> str:
+    """Run a program on `world` ranks under torchrun, which starts all of them again when one dies; what they wrote to
+    stderr.
+
+    The ranks are forks of its agent.
+    """
+    options = ["--nproc-per-node", str(world), "--max-restarts", str(restarts), "--rdzv-backend", "c10d"]
+    options += ["--rdzv-endpoint", "127.0.0.1:0", *RANKS_ARE_FORKS, module, *arguments]
+    command = ["-m", "torch.distributed.run", *options]
+    done = run(command, env=of_agent(), timeout=timeout, imports=imports)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done.stderr
+
+
+def of_agent() -> dict[str, str]:
+    """`environment`, without what torchrun sets itself."""
+    unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in environment(0, 1, 0).items() if name not in unset}
+
+
+def main(function: str, folder: str, timeout: str, arguments: str) -> None:
+    """One rank."""
+    faulthandler.dump_traceback_later(float(timeout), exit=True)
+    from torch import distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=float(timeout)))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    module, name = function.split(":")
+    result = getattr(importlib.import_module(module), name)(rank, world, *json.loads(arguments))
+    Path(folder, f"{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

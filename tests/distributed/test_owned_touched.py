@@ -1,0 +1,29 @@
+"""Which touched rows a rank that owns a part of a table is told of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scarctl.distributed.owned_adapter import OwnedAdapter
+from scarctl.distributed.ownership import Division, Owned
+from scarctl_adapters.torch import TorchAdapter
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_only_rows_that_the_rank_owns_are_named_by_their_numbers_there(sparse: bool) -> None:
+    model = torch.nn.EmbeddingBag(10, 2, mode="sum", sparse=sparse)
+    whole = TorchAdapter.build(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    parts = (Owned(0, "a/weight", 0, 4, None), Owned(0, "b/weight", 4, 10, None))
+    division = Division(tuple((part,) for part in parts), (("a/weight",), ("b/weight",)), ())
+    found = []
+    for rank in range(2):
+        owned = OwnedAdapter(whole, division, rank)
+        model.zero_grad()
+        model(torch.tensor([[1, 3, 4, 9, 9]])).sum().backward()
+        rows = owned.touched_rows(dense=True)
+        ((name, touched),) = rows.items()
+        if not sparse:
+            touched = touched.nonzero()[:, 0]
+        found.append((name, sorted(set(touched.tolist()))))
+    assert found == [("a/weight", [1, 3]), ("b/weight", [0, 5])]

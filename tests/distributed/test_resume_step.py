@@ -1,0 +1,84 @@
+"""From which step ranks go on that have come back with states of different steps."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scarctl.distributed.resume_step import MAX_APART, Standing, agree_on_step, perturbation_of
+
+
+def alive(step: int) -> Standing:
+    return Standing(step, exact=True, survived=True)
+
+
+def dead(step: int, distance: float | None = None) -> Standing:
+    return Standing(step, exact=False, survived=False, distance=distance)
+
+
+def test_after_a_clean_end_all_go_on_where_they_were() -> None:
+    found = agree_on_step([Standing(7, True, False)] * 3)
+    assert (found.step, found.lost, found.exact) == (7, (), True)
+
+
+def test_survivors_keep_their_progress_and_a_lost_rank_joins_them() -> None:
+    found = agree_on_step([alive(47), dead(40), alive(47)])
+    assert (found.step, found.reference, found.lost, found.exact) == (47, 0, (1,), False)
+
+
+def test_a_survivor_that_is_one_iteration_ahead_waits_and_is_not_exact() -> None:
+    found = agree_on_step([alive(48), alive(47), alive(48)])
+    assert (found.step, found.reference, found.lost, found.exact) == (47, 1, (), False)
+
+
+def test_an_arena_of_an_earlier_run_does_not_pull_the_others_back() -> None:
+    found = agree_on_step([alive(3), alive(47)])
+    assert (found.step, found.reference, found.lost) == (47, 1, (0,))
+
+
+def test_what_survived_may_be_in_the_store_instead_of_memory() -> None:
+    found = agree_on_step([Standing(17, True, False), dead(15)])
+    assert (found.step, found.reference, found.lost) == (17, 0, (1,))
+
+
+def test_without_survivors_nobody_is_ahead() -> None:
+    found = agree_on_step([dead(50), dead(40), dead(50)])
+    assert (found.step, found.reference, found.lost, found.exact) == (40, 1, (), False)
+
+
+def test_a_rank_that_owns_nothing_decides_nothing() -> None:
+    nothing = Standing(-1, exact=False, survived=False, owns=False)
+    found = agree_on_step([nothing, dead(40), dead(50)])
+    assert (found.step, found.reference, found.lost, found.exact) == (40, 1, (), False)
+    found = agree_on_step([nothing, dead(40), alive(50)])
+    assert (found.step, found.reference, found.lost) == (50, 2, (1,))
+
+
+def test_a_rank_that_is_exactly_where_the_survivors_are_has_lost_nothing() -> None:
+    found = agree_on_step([alive(47), Standing(47, exact=True, survived=False)])
+    assert (found.lost, found.exact) == ((), True)
+
+
+def test_the_perturbation_is_known_as_far_as_the_lost_ranks_distances_are() -> None:
+    ranks = [alive(47), dead(40, 3.0), dead(40, 4.0)]
+    assert perturbation_of(ranks, agree_on_step(ranks)).to_json() == {"value": 5.0, "kind": "estimated"}
+    ranks = [alive(47), dead(40, 3.0), dead(40)]
+    assert perturbation_of(ranks, agree_on_step(ranks)).kind == "unknown"
+
+
+standings = st.builds(Standing, st.integers(0, 60), st.booleans(), st.booleans())
+
+
+@given(st.lists(standings, min_size=1, max_size=9))
+def test_the_step_is_that_of_a_rank_which_has_extras_for_it(ranks: list[Standing]) -> None:
+    found = agree_on_step(ranks)
+    assert ranks[found.reference].step == found.step
+    assert found.reference not in found.lost
+    assert found.exact == all(rank.exact and rank.step == found.step for rank in ranks)
+    survivors = [rank.step for rank in ranks if rank.survived]
+    if survivors:
+        assert max(survivors) - MAX_APART <= found.step <= max(survivors)
+    elif any(rank.exact and rank.step == max(r.step for r in ranks) for rank in ranks):
+        assert found.step == max(rank.step for rank in ranks)
+    else:
+        assert found.step == min(rank.step for rank in ranks)

@@ -1,0 +1,169 @@
+"""The state machine, without files, threads or a clock."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from scarctl.persist.retry import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    Event,
+    Failed,
+    Forget,
+    Halt,
+    Hurry,
+    Machine,
+    Persist,
+    Persisted,
+    Phase,
+    Queued,
+    Stop,
+    Stopped,
+    Tick,
+    Wake,
+)
+
+
+def test_one_at_a_time_in_order() -> None:
+    machine = Machine()
+    assert machine.handle(Queued((4, 7))) == [Persist(4)]
+    assert machine.handle(Queued((4, 7, 9))) == []
+    assert machine.handle(Persisted(4)) == [Forget(4), Persist(7)]
+    assert machine.handle(Persisted(7)) == [Forget(7), Persist(9)]
+    assert machine.handle(Persisted(9)) == [Forget(9)]
+    assert machine.phase is Phase.IDLE
+
+
+def test_pauses_grow_to_a_bound_and_start_again_after_a_success() -> None:
+    machine = Machine()
+    machine.handle(Queued((1, 2)))
+    pauses = []
+    for _ in range(40):
+        (wake,) = machine.handle(Failed(1, True, now=100.0, jitter=1.0))
+        assert isinstance(wake, Wake)
+        pauses.append(round(wake.at - 100.0, 6))
+        assert machine.handle(Tick(wake.at)) == [Persist(1)]
+    assert pauses[:3] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
+    assert pauses[-1] == LONGEST_PAUSE
+    assert pauses == sorted(pauses)
+    machine.handle(Persisted(1))
+    (wake,) = machine.handle(Failed(2, True, now=0.0, jitter=1.0))
+    assert wake == Wake(FIRST_PAUSE)
+
+
+def test_jitter_at_most_halves_a_pause() -> None:
+    machine = Machine()
+    machine.handle(Queued((1,)))
+    assert machine.handle(Failed(1, True, now=0.0, jitter=0.0)) == [Wake(FIRST_PAUSE / 2)]
+
+
+def test_somebody_who_waits_ends_the_pause() -> None:
+    machine = Machine()
+    machine.handle(Queued((1,)))
+    machine.handle(Failed(1, True, now=0.0))
+    assert machine.handle(Hurry()) == [Persist(1)]
+
+
+def test_what_will_not_pass_halts_and_keeps_what_waits() -> None:
+    machine = Machine()
+    machine.handle(Queued((1, 2)))
+    assert machine.handle(Failed(1, False, now=0.0)) == [Halt()]
+    assert machine.handle(Queued((1, 2, 3))) == []
+    assert machine.handle(Hurry()) == []
+    assert machine.waiting == [1, 2, 3]
+    assert machine.handle(Stop()) == [Stopped()]
+
+
+def test_stopping_lets_what_is_being_written_finish() -> None:
+    machine = Machine()
+    machine.handle(Queued((1, 2)))
+    assert machine.handle(Stop()) == []
+    assert machine.handle(Persisted(1)) == [Forget(1), Stopped()]
+    assert machine.waiting == [2]
+
+
+class Model(RuleBasedStateMachine):
+    """A queue that grows, a store that fails now and then, and the machine between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = Machine()
+        self.now = 0.0
+        self.next = 1
+        self.queue: list[int] = []
+        self.done: list[int] = []
+        self.busy: int | None = None
+        self.wake: float | None = None
+        self.halted = self.stopping = self.stopped = False
+
+    def send(self, event: Event) -> None:
+        self.wake = None  # the newest answer says when to come back
+        for instruction in self.machine.handle(event):
+            assert not self.stopped, "an instruction after the end"
+            match instruction:
+                case Persist(number):
+                    assert self.busy is None
+                    assert not self.halted
+                    assert number == self.queue[0]
+                    self.busy = number
+                case Forget(number):
+                    assert self.done[-1] == number == self.queue.pop(0)
+                case Wake(at):
+                    assert self.now <= at <= self.now + LONGEST_PAUSE
+                    self.wake = at
+                case Halt():
+                    self.halted = True
+                case Stopped():
+                    assert self.busy is None
+                    self.stopped = True
+
+    @rule()
+    def hand_over(self) -> None:
+        self.queue.append(self.next)
+        self.next += 1
+        self.send(Queued(tuple(self.queue)))
+
+    @precondition(lambda self: self.busy is not None)
+    @rule()
+    def succeeds(self) -> None:
+        assert self.busy is not None
+        number, self.busy = self.busy, None
+        self.done.append(number)
+        self.send(Persisted(number))
+
+    @precondition(lambda self: self.busy is not None)
+    @rule(retryable=st.sampled_from([True, True, True, False]), jitter=st.floats(0, 0.999))
+    def fails(self, retryable: bool, jitter: float) -> None:
+        assert self.busy is not None
+        number, self.busy = self.busy, None
+        self.send(Failed(number, retryable, self.now, jitter))
+
+    @rule(seconds=st.floats(0, 40))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        if self.wake is not None and self.now >= self.wake:
+            self.send(Tick(self.now))
+
+    @rule()
+    def hurry(self) -> None:
+        self.send(Hurry())
+
+    @precondition(lambda self: not self.stopping)
+    @rule(sure=st.integers(0, 5))
+    def stop(self, sure: int) -> None:
+        if sure == 0:
+            self.stopping = True
+            self.send(Stop())
+
+    @invariant()
+    def nothing_is_lost_and_nothing_is_forgotten(self) -> None:
+        assert sorted(self.done + self.queue) == list(range(1, self.next))
+        assert self.done == sorted(self.done)
+        if self.queue and not (self.halted or self.stopped):
+            assert self.busy is not None or self.wake is not None, "nobody will ever come back"
+
+
+Model.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestModel = Model.TestCase

@@ -1,0 +1,273 @@
+"""The persister's thread against a store that fails, and processes that die: nothing is lost, order is kept."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scarctl.errors import AccessDenied, Corruption, Fenced, Unavailable
+from scarctl.persist import thread as thread_module
+from scarctl.persist.persister import adopt_orphans
+from scarctl.persist.thread import PersisterThread
+from scarctl.store import open_writer
+from tests.daemon.rig import Rig
+
+SOME = np.array([0, 3, 4, 11, 18])
+
+
+@pytest.fixture
+def thread(rig: Rig) -> Iterator[PersisterThread]:
+    made = PersisterThread(rig.persister, rig.queue)
+    yield made
+    made.close()
+
+
+def test_what_is_handed_over_becomes_durable(rig: Rig, thread: PersisterThread) -> None:
+    rig.save(rig.everything, 1, sealed=True)
+    thread.notify()
+    assert thread.drain(10)
+    rig.save(SOME, 2)
+    thread.notify()
+    assert thread.drain(10)
+    assert rig.queue.numbers() == []
+    assert not rig.arena.pending().any()
+    assert set(rig.stored()[1][SOME]) == {2}
+    assert thread.stats.handovers == 2
+    assert thread.stats.nbytes == rig.layout.nbytes + rig.layout.partition_bytes[SOME].sum()
+    assert thread.failure is thread.last_error is None
+
+
+def test_what_waits_already_is_taken_without_a_word(rig: Rig) -> None:
+    rig.save(rig.everything, 1, sealed=True)
+    thread = PersisterThread(rig.persister, rig.queue)
+    deadline = time.monotonic() + 10
+    while rig.queue.numbers() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    thread.close()
+    assert rig.queue.numbers() == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+def test_a_store_that_fails_for_a_while(rig: Rig, thread: PersisterThread, number: int) -> None:
+    for operation, calls in (("write", [3, 20]), ("commit", [2]), ("create_exclusive", [1]), ("writer", [4])):
+        rig.blobs.fail(operation, number, at=calls)
+    for step in range(1, 5):
+        rig.save(rig.everything if step == 1 else SOME, step, sealed=step == 1)
+        thread.notify()
+        assert step > 1 or thread.drain(20)
+    assert thread.drain(20)
+    assert rig.blobs.raised == 5
+    assert thread.stats.errors >= 2  # of one hand-over several shards may fail at once
+    assert thread.failure is thread.last_error is None
+    assert set(rig.stored()[1][SOME]) == {4}
+    seen = [r.step for s in range(3) for r in rig.store.records(s) if r.kind == "commit"]
+    assert seen.count(1) == 3
+    assert all(steps == sorted(steps) for steps in _steps(rig))
+
+
+def _steps(rig: Rig) -> list[list[int]]:
+    return [[r.step for r in rig.store.records(s) if r.kind == "commit"] for s in range(3)]
+
+
+def test_a_store_that_stays_down_keeps_the_queue_and_says_why(rig: Rig, thread: PersisterThread) -> None:
+    rig.blobs.break_down("write", errno.ENOSPC)
+    numbers = [rig.save(SOME, 1), rig.save(np.array([1, 2]), 2)]
+    started = time.monotonic()
+    assert not thread.drain(0.4)
+    assert time.monotonic() - started < 5
+    assert rig.queue.numbers() == numbers
+    assert isinstance(thread.fault(), Unavailable)
+    assert "No space left" in str(thread.fault())
+    assert thread.failure is None
+    rig.blobs.mend()
+    assert thread.drain(20)  # at once: who waits does not sit out the pause
+    assert _steps(rig) != [[], [], []]
+    assert set(rig.stored()[0][SOME]) == {1}
+
+
+def test_a_refusal_is_not_for_ever(rig: Rig, thread: PersisterThread) -> None:
+    rig.blobs.break_down("writer", errno.EROFS)
+    numbers = [rig.save(SOME, 1), rig.save(np.array([1, 2]), 2)]
+    started = time.monotonic()
+    assert not thread.drain(30)
+    assert time.monotonic() - started < 10  # waiting longer would not help
+    assert isinstance(thread.fault(), AccessDenied)
+    assert rig.queue.numbers() == numbers
+    rig.blobs.mend()  # mounted anew
+    assert thread.drain(10)
+    assert thread.last_error is None
+    assert rig.stored()[0][[0, 1]].tolist() == [1, 2]
+
+
+def test_a_writer_that_is_fenced_halts_and_a_later_thread_goes_on(rig: Rig, thread: PersisterThread) -> None:
+    numbers = [rig.save(SOME, 1), rig.save(np.array([1, 2]), 2)]
+    other = rig.writer.store.again()
+    Path(other.blobs.where("lock")).unlink()  # as if on another host
+    open_writer(other, layout=rig.layout, shard_of=rig.shard_of).close()
+    started = time.monotonic()
+    assert not thread.drain(30)
+    assert time.monotonic() - started < 10  # waiting longer would not help
+    assert isinstance(thread.failure, Fenced)
+    assert rig.queue.numbers() == numbers
+
+
+def test_a_hand_over_that_cannot_be_read_is_set_aside(rig: Rig, thread: PersisterThread) -> None:
+    rig.blobs.break_down("write", errno.EIO)  # so that nothing is read before it is damaged
+    bad = rig.save(SOME[:2], 1)
+    thread.notify()
+    thread.drain(0.05)
+    Path(rig.queue._path(bad)).write_bytes(b"nonsense")
+    rig.save(SOME[2:], 2)
+    rig.blobs.mend()
+    assert thread.drain(10)
+    assert isinstance(thread.last_error, Corruption) or thread.stats.errors
+    assert [p.suffix for p in rig.arena.folder.iterdir() if p.name.startswith("handover")] == [".bad"]
+    # What it named went before the next one: nothing is lost.
+    assert rig.stored()[1][SOME].tolist() == [1, 1, 2, 2, 2]
+    assert not rig.arena.pending().any()
+
+
+def test_a_hand_over_of_another_layout_is_set_aside(rig: Rig, thread: PersisterThread) -> None:
+    rig.hand_over(np.array([10_000]), 1)
+    assert thread.drain(10)
+    assert thread.failure is None
+    assert thread.stats.errors == 1
+
+
+@pytest.mark.parametrize("method", ["read", "remove", "numbers"])
+def test_an_operating_system_that_fails_never_kills_the_thread_unseen(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    thread = PersisterThread(rig.persister, rig.queue)
+    thread.drain(5)
+
+    def fails(*_: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.queue, method, fails)
+        rig.save(SOME, 1)
+        thread.notify()
+        started = time.monotonic()
+        assert not thread.drain(0.5) or method == "remove"
+        assert time.monotonic() - started < 5
+        time.sleep(0.05)
+        assert thread.stats.errors
+        assert "Too many open files" in str(thread.fault())
+    thread.close()
+
+
+def test_a_defect_halts_and_is_seen(
+    rig: Rig, thread: PersisterThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def defect(*_: Any) -> int:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(rig.persister, "persist", defect)
+    number = rig.save(SOME, 1)
+    assert not thread.drain(10)
+    assert "ZeroDivisionError" in str(thread.failure)
+    assert rig.queue.numbers() == [number]
+
+
+def test_closing_finishes_what_is_being_written_and_leaves_the_rest(
+    rig: Rig, thread: PersisterThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go = threading.Event(), threading.Event()
+    persist = rig.persister.persist
+
+    def slow(handover: Any) -> int:
+        entered.set()
+        go.wait(10)
+        return persist(handover)
+
+    monkeypatch.setattr(rig.persister, "persist", slow)
+    rig.save(SOME, 1)
+    thread.notify()
+    entered.wait(10)
+    second = rig.save(np.array([1, 2]), 2)
+    thread.notify()
+    threading.Timer(0.05, go.set).start()
+    thread.close()
+    assert rig.queue.numbers() == [second]
+    assert not thread.drain(30)  # it has ended: that is said at once
+    thread.close()
+    rig.queue.clear()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a niceness of their own on Linux only")
+def test_training_goes_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(
+        rig.persister,
+        "persist",
+        lambda _: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())) or 0,
+    )
+    thread = PersisterThread(rig.persister, rig.queue)
+    rig.hand_over(SOME, 1)
+    assert thread.drain(10)
+    thread.close()
+    assert seen == [thread_module._NICENESS]
+    assert os.getpriority(os.PRIO_PROCESS, 0) < thread_module._NICENESS
+
+
+TRAINER = """
+import sys, numpy as np
+from pathlib import Path
+from scarctl.persist.thread import PersisterThread
+from tests.daemon.rig import Rig
+rig = Rig(Path(sys.argv[1]), Path(sys.argv[2]))
+thread = PersisterThread(rig.persister, rig.queue)
+rig.save(rig.everything, 1, sealed=True)
+assert thread.drain(30)
+print("ready", flush=True)
+random, step = np.random.default_rng(int(sys.argv[3])), 1
+while True:
+    step += 1
+    free = np.flatnonzero(~rig.arena.pending())
+    if free.size:
+        ids = np.sort(random.choice(free, min(6, free.size), replace=False))
+        rig.copy(ids, step)
+        rig.hand_over(ids, step)
+        thread.notify()
+"""
+
+
+def test_a_run_that_is_killed_is_finished_by_the_next(tmp_path: Path, arena_dir: Path) -> None:
+    for round_ in range(4):
+        folder, base = tmp_path / f"store{round_}", arena_dir / str(round_)
+        base.mkdir(mode=0o700)
+        child = subprocess.Popen(
+            [sys.executable, "-c", TRAINER, folder, base, str(round_)],
+            stdout=subprocess.PIPE,
+            cwd=os.getcwd(),
+        )
+        assert child.stdout is not None
+        with child:
+            assert child.stdout.readline()
+            time.sleep(0.05 + 0.04 * round_)
+            child.send_signal(signal.SIGKILL)
+        rig = Rig(folder, base)
+        acknowledged, steps = rig.arena.durable & ((1 << 40) - 1), rig.stored()[0]
+        assert (steps >= np.where(rig.arena.durable >= 0, acknowledged, -1)).all()  # none that is not there
+        adopt_orphans(rig.arena, rig.queue)
+        intact = rig.arena.intact()
+        thread = PersisterThread(rig.persister, rig.queue)
+        assert thread.drain(30), thread.fault()
+        thread.close()
+        assert not (rig.arena.pending() & intact).any()
+        steps, content = rig.stored()
+        assert (steps % 251 == content).all()  # nothing torn, nothing under a wrong step
+        assert (steps[intact] == (rig.arena.version & ((1 << 40) - 1))[intact]).all()
+        rig.close(killed=True)

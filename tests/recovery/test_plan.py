@@ -1,0 +1,369 @@
+"""The planner and the executor, on real stores and arenas, against what was really saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from scarctl.arena.arena import Arena
+from scarctl.errors import NoIntactCopy
+from scarctl.recovery.execute import ArenaSink, Report, execute
+from scarctl.recovery.plan import MEMORY, STORE, Plan, estimate, plan_partial, plan_rollback
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.state.version import pack
+from scarctl.store import Store, StoreWriter, open_writer
+from scarctl.util.arrays import Ids
+
+SHARDS = 3
+
+
+def layout() -> Layout:
+    return build_layout(
+        [
+            (
+                "emb.weight",
+                "parameter",
+                (TensorSpec("", "F32", (21, 4)), TensorSpec("exp_avg", "F32", (21, 4))),
+            ),
+            ("layers.0.w", "parameter", (TensorSpec("", "BF16", (6, 2)),)),
+            ("layers.1.w", "parameter", (TensorSpec("", "F32", (6, 2)),)),
+            ("step", "buffer", (TensorSpec("", "I64", ()),)),
+        ],
+        partition_bytes=64,
+    )
+
+
+class Job:
+    """A store with a writer, and an arena that stands for the live state."""
+
+    def __init__(self, folder: Path) -> None:
+        self.layout = layout()
+        self.store = Store.create(str(folder / "store"), shards=SHARDS)
+        self.shard_of = self.layout.shards(SHARDS, 0)
+        self.live = Arena.anonymous(self.layout)
+        self.all = np.arange(self.layout.partitions)
+        self.random = np.random.default_rng(5)
+        self.writer: StoreWriter = open_writer(self.store, layout=self.layout, shard_of=self.shard_of)
+        self.history: list[dict[int, bytes]] = []
+
+    def change(self, ids: Ids, step: int) -> None:
+        """Give partitions new values, as of `step`."""
+        version = pack(self.writer.epoch, step)
+        starts, stops = self.layout.row_ranges(ids)
+        for i, start, stop in zip(ids.tolist(), starts.tolist(), stops.tolist(), strict=True):
+            g = int(self.layout.group_of([i])[0])
+            for t in range(len(self.layout.groups[g].tensors)):
+                rows = self.live.rows(g, t)[start:stop]
+                rows[:] = self.random.integers(0, 60, rows.shape, dtype=np.uint8)
+        self.live.begin(ids)
+        self.live.end(ids, version)
+
+    def save(self, ids: Ids, step: int, *, sealed: bool = False) -> None:
+        for shard in range(SHARDS):
+            mine = ids[self.shard_of[ids] == shard]
+            if mine.size or sealed:
+                whole = name_of(step) if sealed else ""
+                self.writer.commit(shard, mine, self.live.source, step=step, sealed=sealed, whole=whole)
+
+    def states(self) -> dict[int, object]:
+        return {shard: self.store.state(shard) for shard in range(SHARDS)}
+
+    def segments(self, shard: int) -> list[Path]:
+        return sorted(
+            (self.store.root / "shards" / str(shard) / "seg").iterdir(), key=lambda p: p.stat().st_mtime_ns
+        )
+
+    def plan(self, ids: Ids, arena: Arena | None = None, **options: str) -> Plan:
+        return plan_partial(ids, self.layout, self.shard_of, self.states(), arena, **options)  # type: ignore[arg-type]
+
+
+def name_of(step: int) -> str:
+    """What the whole state of a step is called."""
+    return f"{step + 1:032x}"
+
+
+def values(arena: Arena, i: int) -> bytes:
+    """All bytes of one partition."""
+    g = int(arena.layout.group_of([i])[0])
+    (start,), (stop,) = arena.layout.row_ranges([i])
+    return b"".join(
+        arena.rows(g, t)[start:stop].tobytes() for t in range(len(arena.layout.groups[g].tensors))
+    )
+
+
+class Collect:
+    """A sink that keeps what it is given."""
+
+    arena = None
+
+    def __init__(self, of: Layout) -> None:
+        self.layout = of
+        self.target = Arena.anonymous(of)
+        self.seen: list[int] = []
+
+    def overwrites(self, ids: Ids, versions: Ids) -> bool:
+        return False
+
+    def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[NDArray[np.uint8]]) -> None:
+        ArenaSink(self.target).put(group, ids, versions, tensors)
+        self.seen += ids.tolist()
+
+
+def run(job: Job, plan: Plan, arena: Arena | None = None) -> tuple[Report, Collect]:
+    sink = Collect(job.layout)
+    report = execute(plan, job.store, arena, sink)
+    assert sorted(set(sink.seen)) == plan.ids.tolist()
+    return report, sink
+
+
+def flip(path: Path) -> None:
+    """Damage the data of a segment, and nothing else."""
+    data = bytearray(path.read_bytes())
+    at = 8 + int.from_bytes(data[:8], "little")
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    job = Job(tmp_path)
+    job.change(job.all, 0)
+    job.save(job.all, 0, sealed=True)
+    return job
+
+
+class TestPartial:
+    def test_the_newest_saved_values_come_back(self, job: Job) -> None:
+        saved = {i: values(job.live, i) for i in job.all.tolist()}
+        ids = np.array([0, 2, 5, 11])
+        job.change(ids, 4)
+        job.save(ids, 4)
+        saved |= {i: values(job.live, i) for i in ids.tolist()}
+        job.change(job.all, 6)  # never saved
+        report, sink = run(job, job.plan(job.all))
+        assert {i: values(sink.target, i) for i in job.all.tolist()} == saved
+        assert report.tiers == {"store": len(job.all)}
+        assert not report.exact
+        assert not report.degraded
+        assert report.step is None
+        assert report.bytes == job.layout.nbytes
+        assert [line["shard"] for line in report.to_json()["shards"]] == [0, 1, 2]
+
+    def test_memory_goes_before_the_store_when_it_is_as_new(self, job: Job) -> None:
+        memory = Arena.anonymous(job.layout)
+        for i in (0, 1, 2):
+            memory.begin(np.array([i]))
+        memory.end(np.array([0]), pack(job.writer.epoch, 0))  # equal
+        memory.end(np.array([1]), pack(job.writer.epoch, 9))  # newer; partition 2 is torn
+        plan = job.plan(np.arange(4), memory)
+        assert plan.tier.tolist() == [MEMORY, MEMORY, STORE, STORE]
+        report, sink = run(job, plan, memory)
+        assert report.tiers == {"memory": 2, "store": 2}
+        assert values(sink.target, 1) == bytes(len(values(sink.target, 1)))
+        assert values(sink.target, 2) == values(job.live, 2)
+
+    def test_exact_means_one_step_everywhere(self, job: Job) -> None:
+        some = np.array([1, 2])
+        assert job.plan(job.all).exact
+        assert not job.plan(some).exact
+        assert job.plan(some, survivors=name_of(0)).exact
+        assert not job.plan(some, survivors=name_of(1)).exact
+
+    def test_what_was_never_saved_stops_it_before_anything_is_read(self, tmp_path: Path) -> None:
+        job = Job(tmp_path)
+        job.change(job.all, 0)
+        job.save(np.array([0, 1]), 0)
+        assert job.plan(np.array([0, 1])).ids.tolist() == [0, 1]
+        with pytest.raises(NoIntactCopy, match=r"emb\.weight\[4:6\].* and \d+ more was never saved"):
+            job.plan(job.all)
+
+    def test_a_damaged_copy_falls_back_to_the_next_older_one(self, job: Job) -> None:
+        i = int(np.flatnonzero(job.shard_of == 1)[0])
+        ids = np.array([i])
+        old = values(job.live, i)
+        for step in (3, 5):
+            job.change(ids, step)
+            job.save(ids, step)
+        flip(job.segments(1)[-1])
+        flip(job.segments(1)[-2])
+        report, sink = run(job, job.plan(ids))
+        assert report.degraded
+        assert not report.exact
+        assert report.step == 0
+        assert values(sink.target, i) == old
+        assert any("checksum" in problem for problem in report.problems)
+
+    def test_a_damaged_copy_falls_back_to_memory_when_that_is_newer_than_the_rest(self, job: Job) -> None:
+        i = int(np.flatnonzero(job.shard_of == 1)[0])
+        ids = np.array([i])
+        memory = Arena.anonymous(job.layout)
+        memory.begin(ids)
+        memory.end(ids, pack(job.writer.epoch, 3))
+        job.change(ids, 5)
+        job.save(ids, 5)
+        flip(job.segments(1)[-1])
+        report, _ = run(job, job.plan(ids, memory), memory)
+        assert (report.tiers, report.degraded, report.step) == ({"memory": 1}, True, 3)
+
+    @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+    def test_without_any_intact_copy_nothing_is_changed(self, job: Job, damage: str) -> None:
+        plan = job.plan(job.all)
+        for path in job.segments(1):
+            if damage == "flip":
+                flip(path)
+            elif damage == "truncate":
+                path.write_bytes(path.read_bytes()[:-9])
+            else:
+                path.unlink()
+        target = Arena.anonymous(job.layout)
+        target.begin(job.all)
+        target.end(job.all, pack(job.writer.epoch, 7))
+        before = [values(target, i) for i in job.all.tolist()]
+        sink = ArenaSink(target)
+        with pytest.raises(NoIntactCopy, match=r"\[\d+:\d+\].* has no intact copy") as caught:
+            execute(plan, job.store, None, sink)
+        assert caught.value.exit_code == 16
+        assert [values(target, i) for i in job.all.tolist()] == before
+        assert target.intact().all()
+
+    def test_what_is_in_doubt_is_degraded(self, job: Job) -> None:
+        ids = np.flatnonzero(job.shard_of == 1)
+        job.change(ids, 5)
+        job.save(ids, 5)
+        (job.store.root / "shards/1/index").rename(job.store.root / "elsewhere")
+        job.segments(1)[-1].unlink()
+        report, _ = run(job, job.plan(ids))
+        assert report.degraded
+        assert report.step == 0
+
+
+class TestIntoAnArena:
+    def test_versions_and_acknowledgements_follow(self, job: Job) -> None:
+        target = Arena.anonymous(job.layout)
+        target.distance[:] = 2.0
+        ids = np.array([0, 3, 4, 12])
+        job.change(ids[:2], 8)
+        job.save(ids[:2], 8)
+        report = execute(job.plan(ids), job.store, target, ArenaSink(target))
+        assert target.intact()[ids].all()
+        assert target.intact().sum() == 4
+        assert not target.pending().any()
+        assert [values(target, i) for i in ids.tolist()] == [values(job.live, i) for i in ids.tolist()]
+        assert np.isnan(target.distance[ids]).all()
+        assert report.perturbation.kind == "estimated"
+        assert report.perturbation.value == pytest.approx(4.0)
+
+    def test_its_own_copies_stay_as_they_are(self, job: Job) -> None:
+        memory = Arena.anonymous(job.layout)
+        memory.begin(job.all[:2])
+        memory.end(job.all[:2], pack(job.writer.epoch, 5))
+        generation = memory.generation.copy()
+        report = execute(job.plan(job.all, memory), job.store, memory, ArenaSink(memory))
+        assert report.tiers == {"memory": 2, "store": len(job.all) - 2}
+        assert memory.pending()[:2].all()
+        assert (memory.generation[:2] == generation[:2]).all()
+        assert memory.intact().all()
+
+
+class TestRollback:
+    def rollback(self, job: Job, **options: object) -> Plan:
+        return plan_rollback(job.store, job.layout, job.shard_of, **options)  # type: ignore[arg-type]
+
+    def test_the_newest_state_that_all_sealed_comes_back_whole(self, job: Job) -> None:
+        job.change(job.all, 3)
+        job.save(job.all, 3, sealed=True)
+        sealed = [values(job.live, i) for i in job.all.tolist()]
+        job.change(job.all, 5)
+        job.save(job.all[:6], 5)
+        job.writer.commit(0, np.flatnonzero(job.shard_of == 0), job.live.source, step=6, sealed=True)
+        plan = self.rollback(job, lost=2)
+        report, sink = run(job, plan)
+        assert (report.exact, report.step, report.lost_partitions) == (True, 3, 2)
+        assert report.restored_partitions == job.layout.partitions
+        assert [values(sink.target, i) for i in job.all.tolist()] == sealed
+        job.writer.roll_back(plan.seqs)
+        state = job.store.state(0)
+        assert state.step == 3
+
+    def test_damage_goes_to_the_next_older_sealed_state(self, job: Job) -> None:
+        first = [values(job.live, i) for i in job.all.tolist()]
+        job.change(job.all, 3)
+        job.save(job.all, 3, sealed=True)
+        flip(job.segments(2)[-1])
+        report, sink = run(job, self.rollback(job))
+        assert (report.step, report.degraded, report.exact) == (0, True, True)
+        assert [values(sink.target, i) for i in job.all.tolist()] == first
+        for shard in range(SHARDS):
+            flip(job.segments(shard)[1])
+        with pytest.raises(NoIntactCopy, match="no older state"):
+            run(job, self.rollback(job))
+
+    def test_a_damaged_record_of_the_newest_sealed_state_is_told(self, job: Job) -> None:
+        for step in (3, 5):
+            job.change(job.all, step)
+            job.save(job.all, step, sealed=step == 3)  # and an index after each
+        sealed = job.store.log(1).record(job.store.state(1).sealed[-1][0])
+        assert not self.rollback(job).degraded
+        path = job.store.root / f"shards/1/log/{sealed.seq:020d}.json"
+        path.write_bytes(path.read_bytes()[:-1])
+        plan = self.rollback(job)
+        assert (plan.step, plan.degraded, plan.exact) == (0, True, True)
+
+    def test_memory_is_used_where_it_has_the_sealed_copy(self, job: Job) -> None:
+        memory = Arena.anonymous(job.layout)
+        memory.begin(job.all)
+        memory.end(job.all, pack(job.writer.epoch, 0))
+        memory.begin(job.all[:0])
+        assert set(self.rollback(job, arena=memory).tier.tolist()) == {
+            STORE
+        }  # the same version says too little
+        memory.name_whole(name_of(0))
+        assert set(self.rollback(job, arena=memory).tier.tolist()) == {MEMORY}
+        memory.begin(job.all[3:4])
+        assert set(self.rollback(job, arena=memory).tier.tolist()) == {STORE}
+
+    def test_without_a_sealed_state_it_says_so(self, tmp_path: Path) -> None:
+        job = Job(tmp_path)
+        job.change(job.all, 0)
+        job.save(job.all, 0)
+        with pytest.raises(NoIntactCopy) as caught:
+            self.rollback(job)
+        assert caught.value.kind == "no-sealed-state"
+
+
+def test_an_estimate_needs_every_distance() -> None:
+    assert estimate(np.array([3.0, 4.0])).to_json() == {"value": 5.0, "kind": "estimated"}
+    assert estimate(np.array([3.0, np.nan])).to_json() == {"value": None, "kind": "unknown"}
+    assert estimate(np.empty(0)).value == 0.0
+    assert estimate(np.array([1e308, 1e308])).to_json() == {"value": None, "kind": "unknown"}
+
+
+@hypothesis_settings(max_examples=8)
+@given(data=st.data())
+def test_whatever_was_saved_last_is_what_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    job = Job(tmp_path_factory.mktemp("job"))
+    job.change(job.all, 0)
+    job.save(job.all, 0, sealed=True)
+    model = {i: values(job.live, i) for i in job.all.tolist()}
+    some = st.lists(st.sampled_from(job.all.tolist()), unique=True, min_size=1)
+    for step in range(1, data.draw(st.integers(1, 5), "commits") + 1):
+        ids = np.array(sorted(data.draw(some, "saved")))
+        job.change(job.all, step)
+        job.save(ids, step)
+        model |= {i: values(job.live, i) for i in ids.tolist()}
+        if data.draw(st.booleans(), "reopen"):
+            job.writer.close()
+            job.writer = open_writer(job.store, layout=job.layout, shard_of=job.shard_of)
+    lost = np.array(sorted(data.draw(some, "lost")))
+    _, sink = run(job, job.plan(lost))
+    assert {i: values(sink.target, i) for i in lost.tolist()} == {i: model[i] for i in lost.tolist()}
+    job.writer.close()

@@ -1,0 +1,125 @@
+"""A state in shares: one of each rank, or one of the only process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scarctl.errors import Corruption, LayoutMismatch, NoIntactCopy
+from scarctl.recovery.shared_plan import Nowhere, execute_shared, plan_lost, plans_back
+from scarctl.recovery.shares import SharedState, named_snapshot, open_shares
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.store import Store, complete_sets, create_snapshot, open_writer
+from tests.support.ranks import RankStore
+
+SHARDS = 3
+
+
+def layout(rows: int = 30) -> Layout:
+    return build_layout([("w", "parameter", (TensorSpec("", "F32", (rows, 4)),))], partition_bytes=16)
+
+
+def save(store: Store, *steps: int, rows: int = 30) -> None:
+    """Seal the whole state after each of these steps."""
+    of = layout(rows)
+    shard_of = store.shard_of(of)
+    with open_writer(store, layout=of, shard_of=shard_of) as writer:
+        for step in steps:
+            data = np.full((rows, 16), step, np.uint8)
+            for shard in range(SHARDS):
+                writer.commit(
+                    shard,
+                    np.flatnonzero(shard_of == shard),
+                    lambda g, t, start, stop, data=data: memoryview(data[start:stop]),
+                    step=step,
+                    sealed=True,
+                    whole=f"{step:032x}",
+                )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    made = Store.create(tmp_path / "s", shards=SHARDS)
+    save(made, 3, 5)
+    return made
+
+
+def damage_log(store: Store, shard: int) -> None:
+    """Cut off the record before the newest one of a shard, and remove the indexes that would do without it."""
+    for index in (store.root / "shards" / str(shard) / "index").iterdir():
+        index.unlink()
+    path = sorted((store.root / "shards" / str(shard) / "log").iterdir())[-2]
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def test_one_process_is_one_share(store: Store) -> None:
+    state = open_shares(store)
+    (share,) = state.shares
+    assert (share.rank, state.topology, state.head, state.nbytes) == (None, None, 5, 30 * 16)
+    assert set(state.states) == set(range(SHARDS))
+    plan = plan_lost(state, state.everything(), [None])
+    assert (plan.exact, plan.step, plan.restored) == (True, 5, 30)
+    assert "ranks" not in plan.to_json()
+    assert [one.step for one in plans_back(state, [None], 1, None)] == [5, 3]
+
+
+def test_nothing_is_saved_yet(tmp_path: Path) -> None:
+    with pytest.raises(NoIntactCopy) as caught:
+        open_shares(Store.create(tmp_path / "s"))
+    assert caught.value.kind == "nothing-saved"
+
+
+def test_a_share_is_restored_though_another_shard_cannot_be_read(store: Store) -> None:
+    damage_log(store, 2)
+    state = open_shares(store)
+    ids = state.lost("0,1")
+    assert plan_lost(state, ids, [None]).restored == len(ids[0])
+    with pytest.raises(Corruption, match="shards/2/log"):
+        plan_lost(state, state.lost("1,2"), [None])
+    with pytest.raises(Corruption, match="shards/2/log"):
+        next(plans_back(state, [None], 1, None))
+
+
+def test_what_was_saved_meanwhile_is_seen_when_asked_again(store: Store, tmp_path: Path) -> None:
+    ranks = RankStore(tmp_path / "ranks", 3)
+    ranks.save(5)
+    alone, together = open_shares(store), open_shares(ranks.store)
+    save(store, 8)
+    ranks.save(8)
+    ranks.close()
+
+    def newest(state: SharedState) -> tuple[int, int]:
+        return state.head, state.sealed()[0].step
+
+    assert newest(alone) == newest(together) == (5, 5)
+    assert newest(alone.again()) == newest(together.again()) == (8, 8)
+
+
+def test_a_snapshot_of_another_layout_is_refused(store: Store, tmp_path: Path) -> None:
+    create_snapshot(store, "kept", complete_sets(store)[0])
+    kept = named_snapshot(store, "kept")
+    assert kept is not None
+    (plan,) = plans_back(open_shares(store, kept), [None], 0, kept)
+    assert (plan.step, plan.snapshot, plan.exact) == (5, "kept", True)
+    other = Store.create(tmp_path / "other", shards=SHARDS)
+    save(other, 5, rows=31)
+    with pytest.raises(LayoutMismatch, match="'kept' has another layout"):
+        open_shares(other, kept)
+
+
+def test_damage_reaches_whoever_tries_an_older_state(store: Store) -> None:
+    state = open_shares(store)
+    newest, older = plans_back(state, [None], 0, None)
+    for path in (store.root / "shards" / "1" / "seg").iterdir():
+        data = bytearray(path.read_bytes())
+        at = 8 + int.from_bytes(data[:8], "little")
+        if data[at] == 5:
+            data[at] ^= 1
+            path.write_bytes(data)
+    with pytest.raises(NoIntactCopy, match="checksum") as caught:
+        execute_shared(newest, [None], [Nowhere()])
+    assert caught.value.kind == "no-sealed-state"
+    done = execute_shared(older, [None], [Nowhere()]).plan
+    assert (done.exact, done.step, done.degraded) == (True, 3, True)

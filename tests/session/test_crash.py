@@ -1,0 +1,238 @@
+"""The training process really dies, by SIGKILL, at any time: what is left is whole, what was acknowledged is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from scarctl.arena.folder import arena_folder, host_folder
+from scarctl.daemon.client import ask
+from scarctl.daemon.protocol import SOCKET
+from scarctl.errors import Unavailable
+from scarctl.state.version import step_of
+from scarctl.store import Store, verify
+from tests.daemon.trainer import stop
+from tests.support import stepper
+from tests.support.forkserver import Program
+
+pytestmark = pytest.mark.usefixtures("both_savers")
+
+
+def train_and_kill(store: Path, seconds: float, log: Path) -> tuple[int, np.ndarray]:
+    """Run the stepper, kill it `seconds` after its first step; returns the last step and acknowledgements it told."""
+    with log.open("wb") as output, log.with_suffix(".err").open("wb") as errors:
+        command = ["-m", "tests.support.stepper", str(store), "1000000"]
+        process = Program(command, stdout=output, stderr=errors)
+    try:
+        deadline = time.monotonic() + 60
+        while len(told(log)) < 2 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(seconds)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == -signal.SIGKILL, log.with_suffix(".err").read_text()
+    lines = told(log)
+    return lines[-1]["step"], np.array(lines[-1]["durable"])
+
+
+def kill_daemon(base: Path) -> None:
+    """SIGKILL for the host's daemon, if there is one."""
+    folder = arena_folder(str(base), "x").parent
+    try:
+        pid = ask(folder, "status")["pid"]
+    except Unavailable:
+        return
+    os.kill(pid, signal.SIGKILL)
+    (folder / SOCKET).unlink(missing_ok=True)
+
+
+def told(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_bytes().split(b"\n")[:-1]]
+
+
+def stored_steps(folder: Path) -> np.ndarray:
+    store = Store.open(str(folder))
+    states = [store.state(shard) for shard in store.shards()]
+    steps = np.zeros(sum(len(s.ids) for s in states), dtype=np.int64)
+    for state in states:
+        steps[state.ids] = step_of(state.version)
+    store.close()
+    return steps
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.parametrize("host_is_lost", [False, True], ids=["memory-left", "store-only"])
+def test_kill_and_run_again(tmp_path: Path, arena_dir: Path, host_is_lost: bool) -> None:
+    folder, rng = tmp_path / "store", random.Random(7)
+    aged: set[int] = set()
+    """Steps that copies got which were ahead of the step that a run continued from: `Engine.age_after`."""
+    for _ in range(3):
+        step, durable = train_and_kill(folder, rng.uniform(0.0, 0.6), tmp_path / "log")
+        aged.add(max(0, told(tmp_path / "log")[0]["step"] - 1))
+        store = Store.open(str(folder))
+        assert verify(store, read_data=True).problems == []
+        if host_is_lost:
+            kill_daemon(arena_dir)
+            shutil.rmtree(arena_folder(str(arena_dir), store.run_id), ignore_errors=True)
+        store.close()
+        if durable.size and durable.min() >= 0:
+            assert (stored_steps(folder) >= durable).all()
+
+        model, optimizer = stepper.build()
+        session = stepper.attach(model, optimizer, str(folder))
+        resumed = session.resume()
+        assert resumed.step <= step + 1
+        if resumed.report is not None:
+            assert set(resumed.report.tiers) <= ({"store"} if host_is_lost else {"memory", "store"})
+            assert stepper.torn_rows(model, optimizer) == []
+            # Every row is of the step that the report says it is of, or was aged when an earlier run continued.
+            steps = torch.cat([p[:, 0] for p in model.parameters()]).detach().numpy()
+            said = step_of(resumed.report.plan.version)
+            assert (said <= steps).all()
+            assert set(said[said != steps].tolist()) <= aged
+        aged.add(max(0, resumed.step - 1))
+        session.close(seal=False)
+        # Let go as a dying process does: what the next one finds is what this one found.
+
+
+def test_resume_takes_from_memory_what_the_store_never_got(tmp_path: Path, arena_dir: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)
+            model, optimizer = stepper.build()
+            session = stepper.attach(model, optimizer, str(tmp_path / "store"))
+            optimizer.step()
+            session._finish()
+            assert session._engine is not None
+            session._engine.saver.drain(30)
+            session._engine.saver.stop()  # from here on nothing reaches the store
+            for _ in range(11):
+                optimizer.step()
+            session._finish()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert stored_steps(tmp_path / "store").max() == 1
+    model, optimizer = stepper.build()
+    session = stepper.attach(model, optimizer, str(tmp_path / "store"))
+    resumed = session.resume()
+    assert (resumed.step, resumed.exact) == (12, False)
+    assert resumed.report is not None
+    assert resumed.report.tiers == {"memory": 64}
+    assert stepper.torn_rows(model, optimizer) == []
+    assert {int(p[:, 0].max()) for p in model.parameters()} <= {3, 6, 9, 12}
+    assert session._engine is not None
+    assert session._engine.saver.drain(30), "what was only in memory becomes durable now"
+    assert stored_steps(tmp_path / "store").max() == 12
+    session.close()
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.parametrize("forget", ["handovers", "arena", "nothing"])
+def test_death_before_the_first_whole_checkpoint(tmp_path: Path, arena_dir: Path, forget: str) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)
+            model, optimizer = stepper.build()
+            session = stepper.attach(model, optimizer, str(tmp_path / "store"))
+            session._saver.notify = lambda: None  # type: ignore[method-assign]
+            optimizer.step()
+            session._finish()
+            kill_daemon(arena_dir)  # it would make durable at once what this process leaves
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    folder = arena_folder(str(arena_dir), Store.open(str(tmp_path / "store")).run_id)
+    for path in folder.glob("handover-*" if forget == "handovers" else "*" if forget == "arena" else "x"):
+        path.unlink()
+    model, optimizer = stepper.build()
+    session = stepper.attach(model, optimizer, str(tmp_path / "store"))
+    resumed = session.resume()
+    assert resumed.step == (1 if forget == "nothing" else 0)
+    assert resumed.exact
+    for _ in range(5):
+        optimizer.step()
+    session.close()
+    assert session.stats.errors == 0
+    assert set(stored_steps(tmp_path / "store")) == {resumed.step + 5}
+
+
+def test_copies_newer_than_their_extras_count_as_of_the_extras_step(tmp_path: Path) -> None:
+    model, optimizer = stepper.build()
+    session = stepper.attach(model, optimizer, str(tmp_path / "store"))
+    for _ in range(7):
+        optimizer.step()
+    assert session._engine is not None
+    session._finish()
+    session._saver.drain(30)
+    expected_version = session._engine.arena.version.max()
+    session._engine.queue.put = lambda **_: 0  # type: ignore[method-assign, assignment]
+    for _ in range(3):
+        optimizer.step()
+    session._finish()  # copied, but never handed over
+    session._engine.saver.close()
+    session._engine.arena.close()
+    session.store.close()
+    session._unwatch()
+    session._closed = True
+
+    model, optimizer = stepper.build()
+    session = stepper.attach(model, optimizer, str(tmp_path / "store"))
+    resumed = session.resume()
+    assert (resumed.step, resumed.exact) == (step_of(int(expected_version)), False)
+    assert session._engine is not None
+    for _ in range(4):
+        optimizer.step()
+    session.close()
+    assert session.stats.errors == 0
+    assert set(stored_steps(tmp_path / "store")) == {resumed.step + 4}
+
+
+def test_memory_that_the_run_has_overtaken_elsewhere_is_not_believed(tmp_path: Path) -> None:
+    """A host dies with copies that never reached the store, the run goes on at another host, then comes back."""
+    here, elsewhere = str(tmp_path / "here"), str(tmp_path / "elsewhere")
+    Path(here).mkdir()
+    Path(elsewhere).mkdir()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)
+            model, optimizer = stepper.build()
+            session = stepper.attach(model, optimizer, str(tmp_path / "store"), arena_dir=here)
+            optimizer.step()
+            session._finish()
+            session._saver.drain(30)
+            session._saver.stop()
+            for _ in range(20):
+                optimizer.step()
+            kill_daemon(Path(here))
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+    for folder, start, steps in ((elsewhere, 1, 5), (here, 6, 4)):
+        model, optimizer = stepper.build()
+        session = stepper.attach(model, optimizer, str(tmp_path / "store"), arena_dir=folder)
+        resumed = session.resume()
+        assert (resumed.step, resumed.exact) == (start, True)
+        assert {int(v) for p in model.parameters() for v in p[:, 0]} == {start}
+        for _ in range(steps):
+            optimizer.step()
+        session.close()
+        assert session.stats.errors == 0
+        stop(host_folder(folder))  # it would wait for another run
+    assert set(stored_steps(tmp_path / "store")) == {10}
+    assert verify(Store.open(str(tmp_path / "store")), read_data=True).problems == []

@@ -1,0 +1,52 @@
+"""What a resumed state says about itself stays true, however often a run is killed and resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scarctl.checkpoint.copied import Copied
+from scarctl.checkpoint.engine import Engine
+from tests.support import stepper
+from tests.support.process import Forked, Tell
+
+
+@pytest.mark.usefixtures("both_savers")
+def test_copies_newer_than_their_extras_never_pass_for_exact(tmp_path: Path) -> None:
+    """They were copied, but their process died before it could say of which step random numbers and schedule are."""
+    store = str(tmp_path / "store")
+
+    def dies_before_it_hands_over(tell: Tell) -> None:
+        model, optimizer = stepper.build()
+        session = stepper.attach(model, optimizer, store)
+        for step in range(1, 7):  # the last one copies a quarter
+            optimizer.step()
+            if step == 4:
+                session.checkpoint(full=True, wait=True)
+
+        def die(engine: Engine, copied: Copied, extras: Any, whole: str) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        Engine.hand_over = die  # type: ignore[method-assign]
+        optimizer.step()
+
+    def resumes_and_dies(tell: Tell) -> None:
+        model, optimizer = stepper.build()
+        resumed = stepper.attach(model, optimizer, store).resume()
+        values = sorted({int(v) for p in model.parameters() for v in p[:, 0]})
+        tell(f"{resumed.step} {resumed.exact} {values}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with Forked(dies_before_it_hands_over) as child:
+        assert child.wait() == -signal.SIGKILL
+    for _ in range(3):
+        with Forked(resumes_and_dies) as child:
+            child.expect("4 False [4, 6]")
+            assert child.wait() == -signal.SIGKILL
+    model, optimizer = stepper.build()
+    with stepper.attach(model, optimizer, store) as session:
+        assert not session.resume().exact

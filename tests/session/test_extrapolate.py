@@ -1,0 +1,448 @@
+"""Extrapolating recovery in real sessions: what it gains, when it keeps out, and all that it leaves alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import scarctl
+from scarctl.arena import movements
+from scarctl.arena.folder import arena_folder
+from scarctl.arena.header import FILE, MOVEMENTS
+from scarctl.arena.stale import reap
+from scarctl.config import grouped
+from scarctl.errors import ScarError, Unavailable, UsageError
+from scarctl.store import Store
+from tests.support.process import Forked
+from tests.support.training import Loop, differing, drained
+
+ROWS, INTERVAL = 32, 8
+ROUNDING = 2.0**-8
+"""Of a movement, in bfloat16."""
+
+
+class Moving:
+    """Values that move as a test wants, all saved in every eighth iteration unless it says otherwise."""
+
+    def __init__(
+        self, store: Path, law: Callable[[NDArray[Any], int], object], dtype: Any = np.float64, **options: Any
+    ) -> None:
+        self.law = law
+        self.state = {"x": np.ones((ROWS, 4), dtype=dtype), "count": np.arange(6)}
+        settings = {"interval": INTERVAL, "fraction": 1.0, "shards": 4, "rows": {"x": 1}, "extrapolate": True}
+        self.session = scarctl.attach(self.state, store=store, **grouped(**(settings | options)))
+
+    @property
+    def x(self) -> NDArray[Any]:
+        return self.state["x"]
+
+    @property
+    def factor(self) -> float:
+        engine = self.session._engine
+        assert engine is not None
+        assert engine.trend is not None
+        return float(engine.trend.fits.factor[0])
+
+    def train(self, until: int) -> None:
+        for step in range(self.session.head_step + 1, until + 1):
+            self.law(self.x, step)
+            self.session.step()
+            self.session._finish()
+            drained([self.session])
+
+    def lost(self, *shards: int) -> NDArray[np.bool_]:
+        """Which rows are in these shards."""
+        engine = self.session._started()
+        group = next(g for g, group in enumerate(engine.layout.groups) if group.name == "x")
+        mine = slice(int(engine.layout.base[group]), int(engine.layout.base[group + 1]))
+        return np.isin(engine.shard_of[mine], shards)
+
+
+def drift(x: NDArray[Any], step: int) -> None:
+    x += 1
+
+
+def shrink(x: NDArray[Any], step: int) -> None:
+    x *= 0.95
+
+
+def swing(x: NDArray[Any], step: int) -> None:
+    """There and back between two checkpoints."""
+    x += 1.0 if step // INTERVAL % 2 else -1.0
+
+
+def test_what_goes_straight_comes_back_nearly_where_it_was(tmp_path: Path) -> None:
+    run = Moving(tmp_path / "store", drift)
+    run.train(10 * INTERVAL + 5)
+    before, lost, factor = run.x.copy(), run.lost(0, 1), run.factor
+    assert 0.8 < factor < 1
+    report = run.session.recover([0, 1])
+    # Saved 5 iterations ago, at 1 per iteration: a whole number, which a movement keeps exactly.
+    np.testing.assert_allclose(run.x[lost], before[lost] - 5 * (1 - factor), rtol=1e-12)
+    assert run.x[~lost].tobytes() == before[~lost].tobytes()
+    told = report.extrapolation
+    assert told is not None
+    assert (told.partitions, told.unknown, told.factors["x"]) == (lost.sum(), 0, factor)
+    assert told.expected_gain == pytest.approx(1 - (1 - factor) ** 2, abs=0.15)
+    assert report.perturbation.kind == "measured"
+    assert report.perturbation.value == pytest.approx(5 * (1 - factor) * np.sqrt(4 * lost.sum()))
+    assert report.to_json()["extrapolation"] == told.to_json()
+    assert not report.exact
+    run.session.close()
+
+
+def test_what_converges_comes_back_nearer(tmp_path: Path) -> None:
+    run = Moving(tmp_path / "store", shrink)
+    run.train(10 * INTERVAL + 5)
+    before, factor = run.x.copy(), run.factor
+    saved, older = 0.95 ** (10 * INTERVAL), 0.95 ** (9 * INTERVAL)
+    run.session.recover([2])
+    there = saved + factor * 5 / INTERVAL * (saved - older)
+    np.testing.assert_allclose(run.x[run.lost(2)], there, atol=ROUNDING * (older - saved))
+    assert abs(there - before[0, 0]) < (saved - before[0, 0]) / 4
+    run.session.close()
+
+
+@pytest.mark.parametrize("extrapolate", [True, False])
+def test_what_would_be_harmed_comes_back_as_it_was_saved(tmp_path: Path, extrapolate: bool) -> None:
+    run = Moving(tmp_path / "store", swing, extrapolate=extrapolate)
+    run.train(10 * INTERVAL)
+    saved = run.x.copy()
+    run.train(10 * INTERVAL + 5)
+    run.session.recover("all")
+    assert run.x.tobytes() == saved.tobytes()
+    run.train(11 * INTERVAL + 3)
+    lost, now = run.lost(3), run.x.copy()
+    report = run.session.recover([3])
+    assert (run.x[lost] == run.x[lost][0]).all()
+    assert (run.x[lost] != now[lost]).any()
+    if extrapolate:
+        assert report.extrapolation is not None
+        assert report.extrapolation.to_json() == {
+            "partitions": 0,
+            "unknown": 0,
+            "factors": {"x": 0.0},
+            "expected_gain": None,
+        }
+    else:
+        assert "extrapolation" not in report.to_json()
+    run.session.close()
+
+
+def test_what_is_frozen_meanwhile_comes_back_as_it_is(tmp_path: Path) -> None:
+    run = Moving(tmp_path / "store", drift)
+    run.train(6 * INTERVAL)
+    assert run.factor > 0.7
+    run.law = lambda x, step: None
+    run.train(8 * INTERVAL + 3)
+    now = run.x.copy()
+    report = run.session.recover([0])
+    assert run.x.tobytes() == now.tobytes()
+    assert report.perturbation.value == 0
+    run.session.close()
+
+
+def test_slots_counts_and_survivors_are_left_alone(tmp_path: Path) -> None:
+    """Two runs alike, one of them extrapolates: only parameters of what was lost differ."""
+    plain = Loop(tmp_path / "plain", shards=3, interval=5, fraction=1.0)
+    loop = Loop(tmp_path / "store", shards=3, interval=5, fraction=1.0, extrapolate=True)
+    for one in (plain, loop):
+        torch.manual_seed(1)
+        one.train(33, settle=True)
+    assert differing(plain.state(), loop.state()) == []
+    before = loop.state()
+    one, other = plain.session.recover([1]), loop.session.recover([1])
+    assert other.extrapolation is not None
+    assert other.extrapolation.partitions > 0
+    assert one.perturbation.value is not None
+    assert other.perturbation.value is not None
+    assert other.perturbation.value < one.perturbation.value
+    parameters = dict(loop.model.named_parameters()).keys()
+    changed = differing(plain.state(), loop.state())
+    assert changed
+    assert set(changed) <= set(parameters)
+    engine, after = loop.session._started(), loop.state()
+    for g, group in enumerate(engine.layout.groups):
+        for id_ in range(int(engine.layout.base[g]), int(engine.layout.base[g + 1])):
+            if engine.shard_of[id_] != 1:
+                start, stop = (int(at[0]) for at in engine.layout.row_ranges([id_]))
+                now, then = (state[group.name].view(group.rows, -1)[start:stop] for state in (after, before))
+                assert torch.equal(now, then)
+    for one in (plain, loop):
+        one.session.close()
+
+
+def test_what_came_back_is_saved_as_it_is(tmp_path: Path) -> None:
+    """It is no copy of what is saved: the next flush takes it, and a restart has the same values."""
+    loop = Loop(tmp_path / "store", shards=3, interval=5, fraction=1.0, extrapolate=True, tracker="touched")
+    loop.train(33, settle=True)
+    report = loop.session.recover([0])
+    assert report.extrapolation is not None
+    engine = loop.session._started()
+    moved = np.flatnonzero(engine.arena.distance > 0)
+    assert len(moved) == report.extrapolation.partitions > 0
+    live = loop.session._binding.live(engine.arena)
+    assert np.array_equal(
+        np.flatnonzero(live.distances()[engine.shard_of == 0] > 0),
+        np.flatnonzero(engine.arena.distance[engine.shard_of == 0] > 0),
+    )
+    # Rows without a gradient are looked at all the same.
+    distance = engine.tracker.distances(live, 34)
+    np.testing.assert_allclose(distance[moved], engine.arena.distance[moved])
+    left = loop.state()
+    loop.session.close()
+    again = Loop(tmp_path / "store", extrapolate=True, shards=3)
+    assert again.session.resume().exact
+    assert differing(again.state(), left) == []
+    again.session.close()
+
+
+def test_a_second_loss_moves_from_the_same_copy(tmp_path: Path) -> None:
+    run = Moving(tmp_path / "store", drift)
+    run.train(6 * INTERVAL + 3)
+    run.session.recover([1])
+    once = run.x.copy()
+    assert run.session.recover([1]).perturbation.value == 0
+    assert run.x.tobytes() == once.tobytes()
+    run.session.close()
+
+
+def test_lost_values_that_are_gone(tmp_path: Path) -> None:
+    run = Moving(tmp_path / "store", drift)
+    run.train(6 * INTERVAL + 3)
+    before, lost = run.x.copy(), run.lost(0)
+    run.x[lost] = np.nan
+    report = run.session.recover([0])
+    assert report.extrapolation is not None
+    assert report.extrapolation.partitions == lost.sum()
+    assert report.perturbation.kind == "estimated"
+    np.testing.assert_allclose(run.x[lost], before[lost] - 3 * (1 - run.factor), rtol=1e-12)
+    run.session.close()
+
+
+def test_what_would_not_be_a_number_any_more_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    def to_the_end(x: NDArray[Any], step: int) -> None:
+        x[:, 1:] -= 32
+        x[:, 0] += 32 if step <= 3 * INTERVAL else 0
+
+    run = Moving(tmp_path / "store", to_the_end, dtype=np.float16)
+    run.x[:] = 65504 - 3 * INTERVAL * 32
+    run.train(3 * INTERVAL)
+    saved, lost = run.x.copy(), run.lost(0)
+    run.train(3 * INTERVAL + 7)
+    report = run.session.recover([0])
+    assert report.extrapolation is not None
+    assert report.extrapolation.factors["x"] > 0
+    assert (report.extrapolation.partitions, report.extrapolation.unknown) == (0, lost.sum())
+    assert run.x[lost].tobytes() == saved[lost].tobytes()
+    run.session.close()
+
+
+def test_a_rollback_is_exact(tmp_path: Path) -> None:
+    run = Moving(tmp_path / "store", drift)
+    run.train(4 * INTERVAL)
+    run.session.checkpoint(full=True, wait=True)
+    sealed, factor = run.x.copy(), run.factor
+    run.train(6 * INTERVAL + 3)
+    assert run.factor != factor
+    report = run.session.recover([0], mode="rollback")
+    assert report.extrapolation is None
+    assert run.x.tobytes() == sealed.tobytes()
+    assert run.factor == factor, "what came later has not happened"
+    run.session.close()
+
+
+def killed(store: Path, until: int) -> None:
+    """A run that ends by kill -9 some iterations after its last checkpoint, half of which is saved then."""
+
+    def body(tell: Callable[[str], None]) -> None:
+        run = Moving(store, drift, fraction=0.5, policy="round", flush_on_signal=False)
+        run.train(until)
+        tell("there")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with Forked(body) as child:
+        child.expect("there")
+        assert child.wait() == -signal.SIGKILL
+
+
+def folder_of(store: Path, arena_dir: Path) -> Path:
+    return arena_folder(str(arena_dir), Store.open(store).run_id)
+
+
+def test_a_run_that_was_killed_goes_on_further_along_the_way(
+    tmp_path: Path, both_savers: str, warm_torch: None
+) -> None:
+    store = tmp_path / "store"
+    killed(store, 10 * INTERVAL + 3)
+    run = Moving(store, drift)
+    resumed = run.session.resume()
+    assert (resumed.step, resumed.exact) == (10 * INTERVAL, False)
+    assert resumed.report is not None
+    told = resumed.report.extrapolation
+    assert told is not None
+    there, left = 1.0 + resumed.step, run.x.copy()
+    # Half was saved at that step, half one checkpoint before, after 16 iterations.
+    late = left[:, 0] != there
+    assert (told.partitions, told.unknown) == (late.sum(), 0)
+    assert late.sum() in (ROWS // 2 - 1, ROWS // 2)
+    assert run.factor == told.factors["x"] > 0.7
+    np.testing.assert_allclose(left[late], there - INTERVAL * (1 - run.factor), rtol=1e-12)
+    run.session.close()
+    again = Moving(store, drift)
+    resumed = again.session.resume()
+    assert resumed.report is not None
+    assert resumed.report.exact, "all copies are of what was closed"
+    assert not resumed.exact, "and that is what was resumed inexactly, no step later"
+    assert resumed.report.extrapolation is None
+    assert again.factor == pytest.approx(told.factors["x"]), "it is carried over restarts"
+    assert again.x.tobytes() == left.tobytes()
+    again.session.close()
+
+
+@pytest.mark.parametrize("damage", ["gone", "short", "another layout", "noise", "a link"])
+def test_movements_that_are_gone_or_damaged(
+    tmp_path: Path, arena_dir: Path, warm_torch: None, damage: str
+) -> None:
+    store = tmp_path / "store"
+    killed(store, 10 * INTERVAL + 3)
+    file = folder_of(store, arena_dir) / MOVEMENTS
+    data = bytearray(file.read_bytes())
+    if damage == "gone":
+        file.unlink()
+    elif damage == "short":
+        os.truncate(file, len(data) // 2)
+    elif damage == "another layout":
+        data[40] ^= 1
+        file.write_bytes(data)
+    elif damage == "noise":
+        data[-ROWS * 8 :] = b"\xff" * (ROWS * 8)  # NaN
+        file.write_bytes(data)
+    else:
+        file.rename(tmp_path / "movements")
+        (tmp_path / "movements").write_bytes(b"")
+        file.symlink_to(tmp_path / "movements")
+    run = Moving(store, drift)
+    if damage == "a link":
+        with pytest.raises(ScarError, match="movements"):
+            run.session.resume()
+        file.unlink()
+    resumed = run.session.resume()
+    assert resumed.report is not None
+    told = resumed.report.extrapolation
+    assert told is not None
+    assert told.partitions == 0
+    assert told.unknown == (run.x[:, 0] == 1 + 9 * INTERVAL).sum() > 0
+    assert set(run.x[:, 0].tolist()) == {1.0 + 9 * INTERVAL, 1.0 + 10 * INTERVAL}
+    run.session.close()
+
+
+def test_it_goes_with_the_arena_and_is_never_in_the_store(tmp_path: Path, arena_dir: Path) -> None:
+    store = tmp_path / "store"
+    run = Moving(store, drift)
+    run.train(3 * INTERVAL)
+    file = folder_of(store, arena_dir) / MOVEMENTS
+    assert file.stat().st_mode & 0o777 == 0o600
+    run.session.close()
+    assert not file.exists()
+    assert not list(store.rglob(MOVEMENTS))
+
+
+def test_it_goes_with_the_arena_of_a_dead_run_too(tmp_path: Path, arena_dir: Path, warm_torch: None) -> None:
+    killed(tmp_path / "store", 3 * INTERVAL)
+    folder = folder_of(tmp_path / "store", arena_dir)
+    assert (folder / MOVEMENTS).exists()
+    assert [stale.folder for stale in reap(folder.parent)] == [folder]
+    assert not folder.exists()
+
+
+def test_a_copy_that_was_torn_has_no_movement_that_passes_for_its_own(tmp_path: Path) -> None:
+    run = Moving(tmp_path / "store", drift)
+    run.train(6 * INTERVAL + 3)
+    engine = run.session._started()
+    lost = run.lost(0)
+    engine.arena.spoil(np.flatnonzero(engine.shard_of == 0))
+    report = run.session.recover([0])
+    assert report.tiers == {"store": report.restored_partitions}
+    # The same copy, from the store: its movement is known all the same.
+    assert report.extrapolation is not None
+    assert report.extrapolation.partitions == lost.sum()
+    run.train(7 * INTERVAL)
+    engine.arena.begin(np.flatnonzero(engine.shard_of == 0))
+    run.train(7 * INTERVAL + 1)
+    run.session.close()
+
+
+def test_it_is_a_setting_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCARCTL_EXTRAPOLATE", "1")
+    session = scarctl.attach({"x": np.zeros(3)}, store=tmp_path / "store")
+    assert session.settings.extrapolate
+    session.close()
+    with pytest.raises(UsageError, match="extrapolate"):
+        scarctl.attach(
+            {"x": np.zeros(3)}, store=tmp_path / "store", selection=scarctl.Selection(extrapolate="yes")
+        )  # type: ignore[arg-type]
+
+
+def trained(
+    store: Path, **options: Any
+) -> tuple[torch.nn.ModuleDict, Callable[[int], None], scarctl.Session]:
+    """Two layers that go straight on as long as they are trained."""
+    model = torch.nn.ModuleDict({"base": torch.nn.Linear(4, 8), "head": torch.nn.Linear(4, 8)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    settings: dict[str, Any] = {
+        "interval": INTERVAL,
+        "fraction": 1.0,
+        "shards": 1,
+        "rows": {"base.weight": 1},
+        "extrapolate": True,
+    }
+    session = scarctl.attach(model, optimizer, store=store, **grouped(**(settings | options)))
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+            optimizer.step()
+            session._finish()
+            drained([session])
+
+    return model, train, session
+
+
+def test_what_is_frozen_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    """It would stay where it was put for good."""
+    model, train, session = trained(tmp_path / "store")
+    train(6 * INTERVAL)
+    model["base"].requires_grad_(False)
+    train(2 * INTERVAL + 3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = session.recover("all")
+    assert report.extrapolation is not None
+    factors = report.extrapolation.factors
+    assert factors["base.weight"] == factors["base.bias"] == 0 < factors["head.weight"]
+    assert torch.equal(model["base"].weight, before["base.weight"])
+    assert not torch.equal(model["head"].weight, before["head.weight"])
+    session.close()
+
+
+def test_too_little_memory_for_movements_leaves_none_of_it_taken(
+    tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise Unavailable("the arena needs more", kind="arena-full")
+
+    monkeypatch.setattr(movements, "reserve", full)
+    run = Moving(tmp_path / "store", drift)
+    with pytest.raises(Unavailable):
+        run.train(1)
+    run.session.close()
+    assert not (folder_of(tmp_path / "store", arena_dir) / FILE).exists()

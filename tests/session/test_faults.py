@@ -1,0 +1,346 @@
+"""What goes wrong while a session saves: nothing that was copied is forgotten, and whoever should know hears of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import scarctl
+from scarctl.arena.view import peek
+from scarctl.checkpoint.copied import Copied, Extent
+from scarctl.checkpoint.engine import Engine
+from scarctl.checkpoint.live_state import LiveState
+from scarctl.daemon import client, saver
+from scarctl.errors import ScarError, Unavailable, UsageError
+from scarctl.store.backends.remote_errors import Patience
+from tests.daemon.trainer import status, wait_until
+from tests.support.elsewhere import elsewhere
+from tests.support.process import Forked, Tell
+from tests.support.training import Loop, differing, drained
+
+pytestmark = pytest.mark.usefixtures("warm_torch")
+
+
+@contextmanager
+def full_queue() -> Iterator[None]:
+    """No hand-over can be put, for want of room."""
+    link = os.link
+
+    def full(source: Any, target: Any) -> None:
+        if "handover" in str(target):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        link(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "link", full)
+        yield
+
+
+def settled(loop: Loop) -> None:
+    """All that was handed over so far is durable."""
+    loop.session._finish()
+    drained([loop.session])
+
+
+# -- the arena's folder ------------------------------------------------------------------------------------------
+
+
+def test_what_found_no_room_in_the_queue_is_saved_when_there_is_some(
+    tmp_path: Path, both_savers: str
+) -> None:
+    loop = Loop(tmp_path / "store", interval=1, policy="full")
+    loop.train(3, settle=True)
+    with full_queue():
+        loop.train(2)
+        for _ in range(4):
+            before = loop.session.stats.errors
+            loop.train(1)
+            assert loop.session.stats.errors == before + 1, "every checkpoint that fails counts"
+        assert "No space left" in loop.session.stats.last_error
+    loop.train(1)
+    settled(loop)
+    before = loop.session.stats.errors
+    loop.train(2, settle=True)
+    assert loop.session.stats.errors == before
+    resumed, state = elsewhere(tmp_path / "store")
+    assert (resumed.step, resumed.exact) == (loop.session.head_step, True)
+    assert differing(state, loop.state()) == []
+    loop.session.close()
+
+
+def test_who_waits_for_a_checkpoint_hears_that_it_failed(tmp_path: Path, both_savers: str) -> None:
+    loop = Loop(tmp_path / "store", interval=100)
+    loop.train(2)
+    loop.session.checkpoint(full=True, wait=True)
+    loop.train(1)
+    with full_queue():
+        with pytest.raises(Unavailable, match="No space left"):
+            loop.session.checkpoint(full=True, wait=True)
+        assert elsewhere(tmp_path / "store")[0].step == 2
+        loop.session.checkpoint(full=True)  # who does not wait is not held up
+    loop.session.checkpoint(full=True, wait=True)
+    resumed, state = elsewhere(tmp_path / "store")
+    assert (resumed.step, resumed.exact) == (3, True)
+    assert differing(state, loop.state()) == []
+    loop.session.close()
+
+
+def test_an_arena_that_was_deleted_is_no_durable_checkpoint(tmp_path: Path, both_savers: str) -> None:
+    loop = Loop(tmp_path / "store", interval=100, timeout=2)
+    loop.train(2)
+    loop.session.checkpoint(full=True, wait=True)
+    assert loop.session._engine is not None
+    shutil.rmtree(loop.session._engine.arena.folder)
+    loop.train(1)
+    with pytest.raises(ScarError):
+        loop.session.checkpoint(full=True, wait=True)
+    loop.session.close()
+    assert loop.session.stats.errors > 0
+
+
+def test_what_is_tried_again_draws_nothing_from_the_generator_of_training() -> None:
+    """Pauses are of random length, and end in threads of the training process."""
+    state = random.getstate()
+    patience = Patience(60.0)
+    assert all(patience.pause() for _ in range(3))
+    assert random.getstate() == state
+
+
+# -- copies ------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_that_was_given_up_is_made_by_the_next_seal(
+    tmp_path: Path, both_savers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread writes all the time, though always the same values; then it stops."""
+    loop = Loop(tmp_path / "store", interval=100)
+    loop.train(3)
+    loop.session.checkpoint(full=True, wait=True)
+    loop.train(3)
+
+    def written_to(make: Callable[..., Copied]) -> Callable[..., Copied]:
+        def made(*arguments: Any, **options: Any) -> Copied:
+            copied = make(*arguments, **options)
+            with torch.no_grad():
+                loop.model.embed.weight.add_(0)
+            return copied
+
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "copy", written_to(Engine.copy))
+        patch.setattr(Engine, "copy_again", written_to(Engine.copy_again))
+        loop.session.checkpoint(full=True)
+    assert loop.session.stats.torn_copies == 1
+    expected = loop.state()
+    loop.session.close()
+    resumed, state = elsewhere(tmp_path / "store")
+    assert (resumed.step, resumed.exact) == (6, True)
+    assert differing(state, expected) == []
+
+
+def test_ctrl_c_while_a_copy_is_made_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(tell: Tell) -> None:
+        loop = Loop(tmp_path / "store", interval=1, flush_on_signal=False)
+        loop.train(3, settle=True)
+        copy = Engine.copy
+
+        def slow(self: Engine, live: LiveState, step: int, extent: Extent) -> Copied:
+            copied = copy(self, live, step, extent)
+            time.sleep(0.6)  # a large state
+            return copied
+
+        monkeypatch.setattr(Engine, "copy", slow)
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt), loop.session:
+            loop.train(2)
+        torch.save((loop.session.head_step, loop.state()), tmp_path / "state.pt")
+
+    with Forked(body) as child:
+        assert child.wait() == 0
+    step, expected = torch.load(tmp_path / "state.pt")
+    resumed, state = elsewhere(tmp_path / "store")
+    assert (resumed.step, resumed.exact) == (step, True)
+    assert differing(state, expected) == []
+
+
+def test_closed_by_another_thread_what_is_sealed_is_of_one_step(
+    tmp_path: Path, both_savers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attached() -> tuple[nn.Linear, torch.optim.Optimizer, scarctl.Session]:
+        model = nn.Linear(16, 16)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return model, optimizer, scarctl.attach(model, optimizer, store=tmp_path / "store", interval=100)
+
+    def train() -> None:
+        while not ended.is_set():
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, -1.0)
+            optimizer.step()  # every value is the number of its step
+            time.sleep(0.002)
+
+    model, optimizer, session = attached()
+    ended, copy = threading.Event(), Engine.copy
+
+    def slow(self: Engine, *arguments: Any, **options: Any) -> Copied:
+        time.sleep(0.1)  # training would take some fifty steps meanwhile
+        return copy(self, *arguments, **options)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    wait_until(lambda: session.head_step > 20)
+    monkeypatch.setattr(Engine, "copy", slow)
+    session.close()
+    ended.set()
+    thread.join()
+    closed_at = session.head_step
+    monkeypatch.undo()
+    monkeypatch.setenv("SCARCTL_DAEMON", "0")
+    model, optimizer, session = attached()
+    resumed = session.resume()
+    assert resumed.exact
+    assert {int(v) for p in model.parameters() for v in p.flatten()} == {resumed.step}
+    assert resumed.step == closed_at
+    session.close()
+
+
+# -- the daemon --------------------------------------------------------------------------------------------------
+
+
+def kill(folder: Path, number: signal.Signals = signal.SIGKILL) -> int:
+    pid = int(client.ask(folder, "status")["pid"])
+    os.kill(pid, number)
+    return pid
+
+
+def train_for_long(loop: Loop) -> None:
+    for _ in range(100):
+        loop.train(1)
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def quick_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver, "_TROUBLE", 0.2)
+
+
+@pytest.mark.usefixtures("quick_trouble")
+def test_a_daemon_that_cannot_be_started_again_is_told_and_counted(
+    tmp_path: Path, daemon_folder: Path, arena_dir: Path
+) -> None:
+    loop = Loop(tmp_path / "store", interval=1)
+    loop.train(3, settle=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")  # the environment is being replaced
+        kill(daemon_folder)
+        loop.train(1)
+        deadline = time.monotonic() + 10
+        # The first to be told may be that it is gone.
+        while "could not be started" not in loop.session.stats.last_error:
+            assert time.monotonic() < deadline, loop.session.stats.last_error
+            loop.train(1)
+            time.sleep(0.05)
+        assert loop.session.stats.errors > 0
+        view = peek(str(arena_dir), loop.session.store.run_id)
+        assert view is not None
+        assert view.errors == loop.session.stats.errors
+    wait_until(lambda: status(daemon_folder))
+    loop.train(1)
+    settled(loop)
+    before = loop.session.stats.errors
+    loop.train(3, settle=True)
+    assert loop.session.stats.errors == before, "all is well again"
+    loop.session.close()
+    assert elsewhere(tmp_path / "store")[0].step == loop.session.head_step
+
+
+@pytest.mark.usefixtures("quick_trouble")
+def test_a_daemon_that_cannot_be_started_again_ends_training_that_wants_it(
+    tmp_path: Path, daemon_folder: Path
+) -> None:
+    loop = Loop(tmp_path / "store", interval=1, on_error="raise")
+    loop.train(3, settle=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        kill(daemon_folder)
+        with pytest.raises(Unavailable, match="could not be started"):
+            train_for_long(loop)
+    wait_until(lambda: status(daemon_folder) is not None and loop.session._saver.trouble is None)
+    loop.session.close()
+
+
+def test_an_exception_ends_quickly_beside_a_daemon_that_is_stopped(
+    tmp_path: Path, daemon_folder: Path
+) -> None:
+    loop = Loop(tmp_path / "store", interval=1)
+    loop.train(3, settle=True)
+    pid = kill(daemon_folder, signal.SIGSTOP)
+    try:
+        with pytest.raises(RuntimeError, match="out of memory"), loop.session:  # noqa: PT012
+            loop.train(2)
+            started = time.monotonic()
+            raise RuntimeError("out of memory")
+        assert time.monotonic() - started < 3
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    again = Loop(tmp_path / "store", seed=99)
+    resumed = again.session.resume()
+    assert (resumed.step, resumed.exact) == (5, True)
+    assert differing(again.state(), loop.state()) == []
+    again.session.close()
+
+
+# -- other processes, other threads ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["flush", "checkpoint"])
+def test_a_forked_child_is_told_that_the_session_is_not_its_own(
+    tmp_path: Path, both_savers: str, call: str
+) -> None:
+    loop = Loop(tmp_path / "store", interval=1)
+    loop.train(3)
+
+    def body(tell: Tell) -> None:
+        signal.alarm(8)
+        with pytest.raises(UsageError, match="forked"):
+            getattr(loop.session, call)()
+        with pytest.raises(UsageError, match="forked"):
+            loop.session.checkpoint(full=True, wait=True)
+
+    with Forked(body) as child:
+        assert child.wait(15) == 0
+    assert loop.session.flush()
+    loop.session.close()
+    assert elsewhere(tmp_path / "store")[0].step == 3
+
+
+def test_lag_tells_how_far_the_store_is_behind(tmp_path: Path, both_savers: str) -> None:
+    loop = Loop(tmp_path / "store", interval=1)
+    assert loop.session.lag == 0, "nothing was copied yet"
+    loop.train(3, settle=True)
+    assert loop.session.lag == 0
+    loop.session._saver.stop()
+    for behind in range(5):
+        loop.train(1)
+        loop.session._finish()
+        assert loop.session.lag == behind, "iterations since step 4"
+    loop.session._saver.resume()
+    drained([loop.session])
+    assert loop.session.lag == 0
+    loop.session.close()

@@ -1,0 +1,206 @@
+"""Frozen parameters are not compared again and again, and saved all the same when somebody writes to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import scarctl
+from scarctl.config import grouped
+from tests.support.training import drained
+
+ROWS = 256
+
+
+class Job:
+    """Beside a frozen table of ROWS partitions a layer is trained; counts which of the table are compared."""
+
+    def __init__(self, store: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.ModuleDict({"base": nn.Linear(8, ROWS, bias=False), "head": nn.Linear(ROWS, 2)})
+        self.base = self.model["base"].weight.requires_grad_(False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.compared = 0
+
+        def norm(live: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> torch.Tensor:
+            if live[""].shape[1] == 8:
+                self.compared += len(live[""])
+            return (live[""] - saved[""]).norm(dim=1)
+
+        self.session = scarctl.attach(
+            self.model,
+            self.optimizer,
+            store=store,
+            **grouped(
+                **{"norm": norm, "interval": 1, "fraction": 1.0, "rows": {"base.weight": 1}, **options}
+            ),
+        )
+
+    def step(self, *, settle: bool = True) -> None:
+        self.optimizer.zero_grad()
+        self.model["head"](self.model["base"](torch.randn(4, 8))).square().sum().backward()
+        self.optimizer.step()
+        self.session._finish()
+        if settle:  # what waits for the store is not chosen again
+            drained([self.session])
+
+    def compared_in_a_step(self) -> int:
+        self.compared = 0
+        self.step()
+        return self.compared
+
+    def saved(self) -> torch.Tensor:
+        """What partial checkpoints have of the table by now: lost, and recovered."""
+        live = self.base.clone()
+        self.base.copy_(torch.full_like(live, torch.nan))
+        self.session.recover("base.weight")
+        found = self.base.clone()
+        self.base.copy_(live)
+        return found
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Any:
+    made = Job(tmp_path / "store")
+    for _ in range(3):
+        made.step()
+    yield made
+    made.session.close()
+
+
+def test_what_is_frozen_is_compared_once(job: Job) -> None:
+    assert [job.compared_in_a_step() for _ in range(6)] == [ROWS // 64] * 6
+
+
+def in_place(base: torch.Tensor) -> None:
+    base[3] += 1
+
+
+def averaged(base: torch.Tensor) -> None:
+    """As an exponential moving average is kept: torch does not count this."""
+    base.data.mul_(0.9)
+
+
+@pytest.mark.parametrize("write", [in_place, averaged])
+def test_a_write_is_seen_by_the_next_checkpoint(job: Job, write: Callable[[torch.Tensor], None]) -> None:
+    assert job.compared_in_a_step() < ROWS
+    write(job.base)
+    assert job.compared_in_a_step() >= ROWS
+    assert torch.equal(job.saved(), job.base)
+
+
+def test_what_has_no_good_copy_any_more_is_compared_again(job: Job) -> None:
+    engine = job.session._engine
+    assert engine is not None
+    assert job.compared_in_a_step() < ROWS
+    engine.spoil(engine.layout.match("base.weight")[5:6])
+    assert job.compared_in_a_step() >= ROWS
+
+
+def test_a_single_row_that_torch_does_not_see_changing_is_found_in_time(job: Job) -> None:
+    job.base.data[77] += 1
+    for _ in range(64):
+        job.step(settle=False)
+    assert torch.equal(job.saved(), job.base)
+
+
+def test_memory_that_is_replaced_is_seen(job: Job) -> None:
+    job.base.data = torch.randn(ROWS, 8)
+    job.step()
+    assert torch.equal(job.saved(), job.base)
+
+
+def test_what_is_thawed_is_trained_and_saved(job: Job) -> None:
+    job.base.requires_grad_(True)
+    before = job.base.detach().clone()
+    for _ in range(2):
+        assert job.compared_in_a_step() >= ROWS
+    job.base.requires_grad_(False)
+    assert not torch.equal(job.base, before)
+    assert torch.equal(job.saved(), job.base)
+
+
+def test_what_is_frozen_later_has_its_last_values_saved(job: Job) -> None:
+    job.base.requires_grad_(True)
+    job.step()
+    job.base.requires_grad_(False)
+    job.step()
+    job.step()
+    assert torch.equal(job.saved(), job.base)
+
+
+def test_a_recovery_of_what_is_frozen_brings_it_back(job: Job) -> None:
+    before = job.base.clone()
+    job.base.data[5:9] = torch.nan
+    job.session.recover("base.weight[5:9]")
+    assert torch.equal(job.base, before)
+    job.step()
+    assert torch.equal(job.saved(), before)
+
+
+@pytest.mark.parametrize("tracker", ["exact", "sampled", "touched", "auto"])
+def test_every_tracker(tmp_path: Path, tracker: str) -> None:
+    job = Job(tmp_path / "store", norm="l2", tracker=tracker)
+    with job.session:
+        for _ in range(3):
+            job.step()
+        in_place(job.base)
+        job.step()
+        assert torch.equal(job.saved(), job.base)
+
+
+class Adam:
+    """A layer that gets no gradient for three steps, because it is frozen or not used, and the opposite after that."""
+
+    def __init__(self, store: Path, *, frozen: bool) -> None:
+        torch.manual_seed(0)
+        self.model = nn.ModuleDict({"base": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.frozen = frozen
+        self.model["base"].requires_grad_(not frozen)
+        self.session = scarctl.attach(self.model, self.optimizer, store=store, interval=1)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            x = torch.randn(4, 4)
+            y = self.model["base"](x) if self.frozen else x
+            self.model["head"](y).square().sum().backward()
+            self.optimizer.step()
+
+
+def test_moments_of_what_is_thawed_are_never_left_out_unsaid(tmp_path: Path) -> None:
+    run = Adam(tmp_path / "store", frozen=True)
+    run.train(3)
+    run.session.checkpoint(full=True, wait=True)
+    run.model["base"].requires_grad_(True)
+    run.train(2)
+    assert run.session.stats.errors
+    assert (
+        "'base.weight' has got optimizer state since the layout was fixed: exp_avg"
+        in run.session.stats.last_error
+    )
+    run.session.close()
+    again = Adam(tmp_path / "store", frozen=True)
+    assert again.session.resume().step == 3
+    again.train(1)
+    again.session.close()
+
+
+def test_what_never_got_a_gradient_may_be_frozen(tmp_path: Path) -> None:
+    run = Adam(tmp_path / "store", frozen=False)
+    run.train(3)
+    run.model["base"].requires_grad_(False)
+    run.train(2)
+    assert run.session.stats.errors == 0
+    run.session.close()
+    again = Adam(tmp_path / "store", frozen=False)
+    resumed = again.session.resume()
+    assert (resumed.step, resumed.exact) == (5, True)
+    again.train(1)
+    again.session.close()

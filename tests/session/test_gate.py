@@ -1,0 +1,53 @@
+"""The gate between an optimizer's steps and a flush, with threads and no training."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from scarctl.session.gate import SETTLE, Gate
+
+
+def test_the_gate_waits_for_the_loop_to_settle_or_to_come_back() -> None:
+    gate = Gate(stepping=False)
+    opened: list[float] = []
+
+    def flush() -> None:
+        with gate.quiet(5.0) as quiet:
+            assert quiet
+            opened.append(time.monotonic())
+
+    for comes_back in (False, True):
+        gate.enter()
+        thread = threading.Thread(target=flush)
+        thread.start()
+        time.sleep(0.05)
+        assert not opened
+        gate.leave()
+        left = time.monotonic()
+        if comes_back:
+            time.sleep(0.02)
+            gate.enter()  # waits for the flush
+            assert gate.stepping
+            gate.leave()
+        thread.join()
+        waited = opened.pop() - left
+        assert waited < SETTLE if comes_back else waited >= SETTLE - 0.01
+
+
+def test_the_gate_gives_up_on_a_step_that_does_not_end() -> None:
+    gate = Gate(stepping=False)
+    gate.enter()
+    found: list[bool] = []
+
+    def flush(timeout: float) -> None:
+        with gate.quiet(timeout) as quiet:
+            found.append(quiet)
+
+    for end in (False, True):
+        thread = threading.Thread(target=flush, args=[60.0 if end else 0.05])
+        thread.start()
+        if end:
+            gate.end()
+        thread.join(10)
+        assert found.pop() is False

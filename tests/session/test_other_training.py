@@ -1,0 +1,253 @@
+"""Training that goes another way than the one that is saved is said, and signals end the process all the same."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+import scarctl
+from scarctl.config import grouped
+from scarctl.errors import UsageError
+from tests.support.process import Forked, Tell
+
+
+class Loop:
+    """A model, Adam, and backward passes."""
+
+    def __init__(self, store: Path, **options: object) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 4)
+        self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters())
+        self.session = scarctl.attach(
+            self.model,
+            self.optimizer,
+            store=store,
+            interval=1,
+            **grouped(daemon=False, **options),
+        )
+        self.session.resume()
+
+    def backward(self) -> None:
+        self.model.zero_grad()
+        self.model(torch.rand(2, 4)).square().sum().backward()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.backward()
+            self.optimizer.step()
+
+    def kinds(self) -> list[str]:
+        return [caveat.kind for caveat in self.session.caveats]
+
+
+def test_an_optimizer_that_takes_over_is_said_at_its_first_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(tmp_path / "s")
+    loop.train(3)
+    assert not loop.kinds()
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters())
+    loop.train(1)
+    assert loop.kinds() == ["other-optimizer"]
+    assert "AdamW" in caplog.text
+    loop.train(2)
+    loop.session.close()
+    again = Loop(tmp_path / "s")
+    assert again.session.resumed is not None
+    assert not again.session.resumed.exact
+    again.session.close()
+
+
+def test_other_parameters_in_the_model_are_said(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "s")
+    loop.train(2)
+    loop.model.weight = nn.Parameter(torch.rand(4, 4))
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters())
+    loop.train(1)
+    assert loop.kinds() == ["other-optimizer"]
+    loop.session.close()
+
+
+def test_another_model_is_said(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "s")
+    loop.train(2)
+    loop.model = nn.Linear(4, 4)
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters())
+    loop.train(100)
+    assert loop.kinds() == ["other-training"]
+    loop.session.close()
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.parametrize("hooks", ["auto", "begin"])
+def test_sigterm_ends_the_process_whatever_trains(tmp_path: Path, hooks: str) -> None:
+    def trains(tell: Tell) -> None:
+        loop = Loop(tmp_path / "s", hooks=hooks)
+        loop.train(2)
+        loop.optimizer = torch.optim.AdamW(loop.model.parameters())
+        for step in range(10**9):
+            loop.train(1)
+            if step == 20:
+                tell("there")
+
+    with Forked(trains) as child:
+        child.expect("there")
+        child.signal(signal.SIGTERM)
+        assert child.wait(60) == -signal.SIGTERM
+
+
+def _by_hand(loop: Loop) -> None:
+    for parameter in loop.model.parameters():
+        assert parameter.grad is not None
+        parameter.data -= 0.01 * parameter.grad
+
+
+@pytest.mark.parametrize("steps", [3, 30])
+@pytest.mark.parametrize("before", [0, 3])
+def test_updates_by_hand_are_said(tmp_path: Path, before: int, steps: int) -> None:
+    loop = Loop(tmp_path / "s")
+    loop.train(before)
+    for _ in range(steps):
+        loop.backward()
+        _by_hand(loop)
+    if steps == 3:
+        loop.session.close()  # looks once more
+    assert loop.kinds() == ["no-step"]
+    loop.session.close()
+
+
+def test_an_optimizer_within_the_backward_pass_is_said(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "s")
+    for parameter in loop.model.parameters():
+
+        def step(p: torch.Tensor) -> None:
+            with torch.no_grad():
+                assert p.grad is not None
+                p.sub_(0.1 * p.grad)
+            p.grad = None
+
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(30):
+        loop.backward()
+    assert loop.kinds() == ["no-step"]
+    loop.session.close()
+
+
+class Around(torch.optim.Optimizer):
+    """As SAM is: two steps of its own, and an optimizer inside."""
+
+    def __init__(self, parameters: object) -> None:
+        super().__init__(parameters, {})  # type: ignore[arg-type]
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+
+    def second_step(self) -> None:
+        self.inner.step()
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def test_steps_of_the_inner_optimizer_alone_are_said(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = Around(model.parameters())
+    session = scarctl.attach(model, optimizer, store=tmp_path / "s", settings=scarctl.Settings(daemon=False))
+    session.resume()
+    model(torch.rand(2, 4)).sum().backward()
+    optimizer.second_step()
+    assert [caveat.kind for caveat in session.caveats] == ["no-step"]
+    optimizer.step()
+    assert not list(session.caveats)
+    session.close()
+
+
+def test_without_hooks_a_step_may_be_anything(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = Around(model.parameters())
+    session = scarctl.attach(
+        model, optimizer, store=tmp_path / "s", settings=scarctl.Settings(daemon=False), hooks="off"
+    )
+    session.resume()
+    for _ in range(3):
+        model(torch.rand(2, 4)).sum().backward()
+        optimizer.second_step()
+        session.step()
+    session.close()
+    assert not list(session.caveats)
+    slots = {slot for group in session.adapter.groups() for slot in group.tensors}
+    assert slots == {"", "inner.momentum_buffer"}
+
+
+@pytest.mark.parametrize("passes", [1, 2, 50])
+def test_accumulated_gradients_and_disturbed_parameters_are_nothing(tmp_path: Path, passes: int) -> None:
+    loop = Loop(tmp_path / "s")
+    for _ in range(4):
+        for number in range(passes):
+            loop.backward()
+            if passes == 2:  # as SAM does by hand
+                with torch.no_grad():
+                    loop.model.weight.add_(1 if number else -1)
+        loop.optimizer.step()
+    assert not loop.kinds()
+    loop.session.close()
+    assert not loop.kinds()
+
+
+def test_an_optimizer_of_other_parameters_is_nothing(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "s")
+    other = nn.Linear(2, 2)
+    critic = torch.optim.Adam(other.parameters())
+    for _ in range(20):
+        for _ in range(5):
+            other(torch.rand(2, 2)).sum().backward()
+            critic.step()
+        loop.train(1)
+    assert not loop.kinds()
+    loop.session.close()
+
+
+def test_nothing_is_left_of_it(tmp_path: Path) -> None:
+    # Sessions that other tests abandon, as a killed process does, have left theirs.
+    before = set(_global_optimizer_pre_hooks), set(_global_optimizer_post_hooks)
+    loop = Loop(tmp_path / "s")
+    assert set(_global_optimizer_post_hooks) > before[1]
+    loop.train(2)
+    loop.session.close()
+    assert not any(p._post_accumulate_grad_hooks for p in loop.model.parameters())
+    assert (set(_global_optimizer_pre_hooks), set(_global_optimizer_post_hooks)) == before
+
+
+def test_a_step_beside_the_hooks_is_refused_at_once(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "s")
+    loop.train(1)
+    with pytest.raises(UsageError, match="twice"):
+        loop.session.step()
+    assert loop.session.head_step == 1
+    loop.session.close()
+
+
+@pytest.mark.leaves_arena
+def test_sigterm_with_on_error_raise(tmp_path: Path) -> None:
+    def trains(tell: Tell) -> None:
+        loop = Loop(tmp_path / "s", on_error="raise")
+        loop.train(2)
+        loop.model.weight = nn.Parameter(torch.rand(4, 4))
+        loop.optimizer = torch.optim.AdamW(loop.model.parameters())
+        logging.getLogger("scarctl").setLevel(logging.CRITICAL)
+        for step in range(10**9):
+            loop.train(1)
+            if step == 20:
+                tell(str(os.getpid()))
+                tell("there")
+
+    with Forked(trains) as child:
+        child.expect("there")
+        child.signal(signal.SIGTERM)
+        assert child.wait(60) == -signal.SIGTERM

@@ -1,0 +1,306 @@
+"""Two states of one step: saved, replaced without a step, and saved again. Their mix is never called exact.
+
+A second save that is cut by SIGKILL leaves some shards with the first state, and others with the second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+import scarctl
+from scarctl.config import grouped
+from scarctl.distributed.resume_step import Standing, agree_on_step
+from scarctl.formats.state_file import open_state
+from scarctl.ops.checkpoint import CheckpointSettings, checkpoint
+from scarctl.recovery.reshard import find_parts
+from scarctl.recovery.shared_plan import plan_lost, plans_back
+from scarctl.recovery.shares import open_shares
+from scarctl.store import Record, Store, StoreWriter, complete_sets, verify
+from tests.support.process import Forked, Tell
+from tests.support.ranks import RankStore
+from tests.support.training import drained
+
+ROWS, STEP = 16, 5
+
+
+class Numbers:
+    """A table whose rows are in two shards. Every value says of which state it is."""
+
+    def __init__(self, store: Path, **options: Any) -> None:
+        self.x = np.zeros((ROWS, 4))
+        settings: dict[str, Any] = {"interval": 1000, "fraction": 0.5, "rows": {"x": 1}, "shards": 2}
+        settings |= {"daemon": False, "flush_on_signal": False, **options}
+        self.session = scarctl.attach({"x": self.x}, store=store, **grouped(**settings))
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.x += 1
+            self.session.step()
+            self.session._finish()
+
+    def states(self) -> set[float]:
+        return set(self.x.ravel().tolist())
+
+
+def dies_between_shards() -> None:
+    """From now on the process is killed when the first of two shards has been sealed."""
+    original, alone = StoreWriter.commit, threading.Lock()
+
+    def commit(writer: StoreWriter, *args: Any, **kwargs: Any) -> Record:
+        with alone:  # shards are committed at once
+            record = original(writer, *args, **kwargs)
+            if record.sealed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return record
+
+    StoreWriter.commit = commit  # type: ignore[method-assign]
+
+
+def killed(body: Callable[[Tell], object]) -> None:
+    with Forked(body) as child:
+        assert child.wait(60) == -signal.SIGKILL
+
+
+def arenas_are_gone(arena_dir: Path) -> None:
+    """As after a restart of the machine."""
+    for folder in arena_dir.glob("scarctl-*"):
+        shutil.rmtree(folder)
+
+
+def scarctl_json(*arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "scarctl", *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 3), done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def recovered(store: Path, output: Path, *options: str) -> dict[str, Any]:
+    """The report of `scarctl recover`, which has written a file."""
+    return scarctl_json("recover", "--store", str(store), "--lost", "all", "--output", str(output), *options)
+
+
+def of_one_state(output: Path) -> bool:
+    return len(set(open_state(output).tensor("x").ravel().tolist())) == 1
+
+
+def full_then_replaced(store: Path) -> None:
+    run = Numbers(store)
+    run.train(STEP)
+    run.session.checkpoint(full=True, wait=True)
+    dies_between_shards()
+    run.x[:] = 100
+    run.session.checkpoint(full=True, wait=True)
+
+
+def superseded(store: Path) -> None:
+    first = Numbers(store)
+    first.train(STEP)
+    first.session.close()
+    again = Numbers(store)
+    again.session.supersede(STEP - 1)
+    again.x[:] = 99
+    dies_between_shards()
+    again.train(1)
+    drained([again.session])
+
+
+@pytest.mark.parametrize("history", [full_then_replaced, superseded])
+def test_a_second_state_of_a_step_that_is_cut_between_two_shards(
+    tmp_path: Path, arena_dir: Path, warm_torch: None, history: Callable[[Path], None]
+) -> None:
+    store = tmp_path / "store"
+    killed(lambda tell: history(store))
+    arenas_are_gone(arena_dir)
+    report = recovered(store, tmp_path / "mix.safetensors")
+    assert not of_one_state(tmp_path / "mix.safetensors"), "the second save was not cut"
+    assert (report["step"], report["exact"]) == (STEP, False)
+    back = recovered(store, tmp_path / "back.safetensors", "--mode", "rollback")
+    assert of_one_state(tmp_path / "back.safetensors")
+    assert (back["step"], back["exact"]) == (STEP, True)
+    run = Numbers(store)
+    resumed = run.session.resume()
+    assert (resumed.step, resumed.exact, len(run.states())) == (STEP, False, 2)
+    run.session.close()
+    assert verify(Store.open(store), read_data=True).intact
+
+
+def test_memory_that_has_the_second_state_whole(tmp_path: Path, warm_torch: None) -> None:
+    """The arena outlives the process: nothing is lost, and what waited to be sealed is sealed."""
+    store = tmp_path / "store"
+    killed(lambda tell: full_then_replaced(store))
+    run = Numbers(store)
+    resumed = run.session.resume()
+    assert (resumed.step, resumed.exact, run.states()) == (STEP, True, {100.0})
+    drained([run.session])
+    newest = complete_sets(Store.open(store))[0]
+    assert newest.step == STEP
+    run.x[:] = 0
+    assert run.session.recover("all", mode="rollback").exact
+    assert run.states() == {100.0}
+    run.session.close()
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_part_of_another_state_of_the_step(
+    tmp_path: Path, arena_dir: Path, warm_torch: None, memory: bool
+) -> None:
+    """All copies have one version then, in memory and in the store."""
+    store = tmp_path / "store"
+
+    def body(tell: Tell) -> None:
+        run = Numbers(store)
+        run.train(STEP)
+        run.session.checkpoint(full=True, wait=True)
+        run.x[:] = 100
+        run.session.checkpoint(wait=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    killed(body)
+    if not memory:
+        arenas_are_gone(arena_dir)
+        report = recovered(store, tmp_path / "mix.safetensors")
+        assert (report["step"], report["exact"]) == (STEP, False)
+    run = Numbers(store)
+    resumed = run.session.resume()
+    assert run.states() == {5.0, 100.0}
+    assert (resumed.step, resumed.exact) == (STEP, False)
+    assert run.session.recover("all", mode="rollback").exact
+    assert run.states() == {5.0}
+    run.session.close()
+
+
+def test_survivors_that_were_replaced_without_a_step(tmp_path: Path) -> None:
+    run = Numbers(tmp_path / "store")
+    run.train(STEP)
+    run.session.checkpoint(full=True, wait=True)
+    assert run.session.recover(0).exact
+    run.x[:] = 100
+    report = run.session.recover(0)
+    assert (report.step, report.exact, run.states()) == (STEP, False, {5.0, 100.0})
+    run.session.close(seal=False)
+
+
+def test_a_snapshot_of_the_second_state_of_a_step(tmp_path: Path) -> None:
+    run = Numbers(tmp_path / "store")
+    run.train(STEP)
+    run.session.snapshot("first")
+    run.x[:] = 100
+    run.session.snapshot("second")
+    run.x[:] = 7
+    run.session.close()
+    for name, value in (("first", 5.0), ("second", 100.0)):
+        again = Numbers(tmp_path / "store")
+        resumed = again.session.resume(snapshot=name)
+        assert (resumed.exact, again.states()) == (True, {value})
+        again.session.close(seal=False)
+
+
+def test_a_seal_that_waits_while_the_state_is_saved_again(tmp_path: Path) -> None:
+    """What waited first finds copies of its own version that are of the other state."""
+    run = Numbers(tmp_path / "store")
+    run.train(STEP)
+    run.session.checkpoint(full=True, wait=True)
+    run.train(1)
+    engine = run.session._started()
+    engine.saver.stop()
+    run.session.checkpoint(full=True)
+    run.x[: ROWS // 2] = 100
+    run.session.checkpoint(full=True)
+    engine.saver.resume()
+    drained([run.session])
+    sets = complete_sets(Store.open(tmp_path / "store"))
+    assert [one.step for one in sets] == [STEP + 1, STEP]
+    run.x[:] = 0
+    assert run.session.recover("all", mode="rollback").exact
+    assert run.states() == {6.0, 100.0}
+    run.session.close()
+
+
+def save(store: Path, file: Path, value: float) -> None:
+    """`scarctl checkpoint` of a file in which all is `value`."""
+    save_file({"x": np.full((ROWS, 4), value, np.float32)}, file)
+    settings = CheckpointSettings(store=str(store), step=80, policy="full", shards=2, partition_bytes=16)
+    checkpoint(open_state(file), settings)
+
+
+def test_a_file_that_is_saved_twice_as_of_one_step(tmp_path: Path, warm_torch: None) -> None:
+    store, file = tmp_path / "store", tmp_path / "state.safetensors"
+    save(store, file, 1)
+
+    def body(tell: Tell) -> None:
+        dies_between_shards()
+        save(store, file, 2)
+
+    killed(body)
+    report = recovered(store, tmp_path / "mix.safetensors")
+    assert not of_one_state(tmp_path / "mix.safetensors")
+    assert (report["step"], report["exact"]) == (80, False)
+    exported = scarctl_json("export", "--store", str(store), str(tmp_path / "exported"))
+    assert not exported["exact"]
+    back = recovered(store, tmp_path / "back.safetensors", "--mode", "rollback")
+    assert of_one_state(tmp_path / "back.safetensors")
+    assert (back["step"], back["exact"]) == (80, True)
+    save(store, file, 2)  # again, and whole
+    assert recovered(store, tmp_path / "both.safetensors")["exact"]
+
+
+def test_ranks_that_have_saved_two_states_of_a_step(tmp_path: Path) -> None:
+    """The second whole commit has come to one rank only."""
+    ranks = RankStore(tmp_path / "s", 3)
+    ranks.save(5)
+    ranks.save(5, [1], whole="cd" * 16)
+    ranks.close()
+    store = Store.open(tmp_path / "s")
+    (only,) = complete_sets(store)
+    assert only.whole == ranks.whole(5)
+    state = open_shares(store)
+    nothing = [None] * 3
+    assert not plan_lost(state, state.everything(), nothing).exact
+    back = next(plans_back(state, nothing, 0, None))
+    assert (back.exact, back.step) == (True, 5)
+    parts = find_parts(store)
+    assert parts is not None
+    assert parts.whole == ""
+
+
+def test_ranks_at_one_step_agree_that_their_states_are_not_one() -> None:
+    one, other = (Standing(5, True, True, whole=name * 16) for name in ("ab", "cd"))
+    assert agree_on_step([one, one]).exact
+    assert not agree_on_step([one, other]).exact
+    nothing = Standing(5, True, False, owns=False)
+    assert agree_on_step([one, one, nothing]).exact
+
+
+def test_all_of_an_earlier_step_with_the_extras_of_now_is_not_exact(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    with scarctl.attach(
+        model, optimizer, store=tmp_path / "s", interval=100, settings=scarctl.Settings(daemon=False)
+    ) as session:
+        session.resume()
+        for step in range(1, 8):
+            model(torch.rand(2, 4)).sum().backward()
+            optimizer.step()
+            if step == 5:
+                session.checkpoint(full=True, wait=True)
+        report = session.recover("all")
+        assert report.step == 5
+        assert not report.exact
+        session.checkpoint(full=True, wait=True)
+        assert session.recover("all").exact

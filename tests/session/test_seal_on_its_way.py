@@ -1,0 +1,86 @@
+"""A sealed state that waits for the store stays one, whatever training does meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import scarctl
+from scarctl.config import grouped
+from scarctl.daemon.request import Wish
+from scarctl.state.version import step_of
+from tests.support.training import drained
+
+
+class Job:
+    """A table of which a step changes some rows."""
+
+    def __init__(self, store: Path, **options: object) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Embedding(64, 8, sparse=True)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        given = {"rows": {"*": 1}, "fraction": 0.5, **options}
+        self.session = scarctl.attach(self.model, self.optimizer, store=store, **grouped(**given))
+
+    def step(self, rows: range) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.tensor(list(rows))).square().sum().backward()
+        self.optimizer.step()
+        self.session._finish()
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+def test_partitions_that_a_seal_found_as_they_were_saved_wait_with_it(tmp_path: Path, daemon: bool) -> None:
+    """Rows of a table that had no gradient are not copied again by a seal. They change in the steps after it."""
+    job = Job(tmp_path / "store", interval=1, daemon=daemon)
+    session, step = job.session, job.step
+    step(range(8))
+    drained([session])
+    engine = session._started()
+    engine.saver.stop()
+    step(range(8))
+    session.checkpoint(full=True)
+    sealed, weight = session.head_step, job.model.weight.detach().clone()
+    for first in (8, 16, 24):
+        step(range(first, first + 8))
+    assert step_of(engine.arena.version).max() == sealed, "nothing is copied before it"
+    engine.saver.resume()
+    drained([session])
+    assert step_of(engine.arena.sealed) == sealed
+    step(range(32, 40))
+    drained([session])
+    assert step_of(engine.arena.version).max() == sealed + 4, "then saving goes on"
+    session.close(seal=False)
+
+    again = Job(tmp_path / "store", daemon=daemon)
+    resumed = again.session.resume(mode="rollback")
+    assert resumed.exact
+    assert resumed.step == sealed
+    assert torch.equal(again.model.weight, weight)
+    again.session.close(seal=False)
+
+
+def test_who_asks_for_a_checkpoint_meanwhile_gets_it_afterwards(tmp_path: Path) -> None:
+    job = Job(tmp_path / "store", interval=1_000_000, daemon=False)
+    job.step(range(8))
+    drained([job.session])
+    engine = job.session._started()
+    engine.saver.stop()
+    job.step(range(8))
+    job.session.checkpoint(full=True)
+    sealed = job.session.head_step
+    assert not engine.arena.pending().all()
+    job.session._requests.add(Wish("partial"))
+    for _ in range(3):
+        job.step(range(8, 16))
+    assert step_of(engine.arena.version).max() == sealed
+    engine.saver.resume()
+    drained([job.session])
+    job.step(range(8, 16))
+    assert step_of(engine.arena.version).max() == sealed + 4
+    job.step(range(8, 16))
+    assert step_of(engine.arena.version).max() == sealed + 4, "once"
+    job.session.close()

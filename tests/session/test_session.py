@@ -1,0 +1,527 @@
+"""A session beside a real training loop, against a real store."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import scarctl
+import scarctl.errors
+from scarctl.daemon.request import Wish
+from scarctl.errors import Contention, Corruption, LayoutMismatch, NoIntactCopy, SettingsConflict, UsageError
+from scarctl.store import Store, verify
+from tests.support.training import Loop, differing, drained
+
+pytestmark = pytest.mark.usefixtures("both_savers")
+
+
+def assert_store_is_sound(folder: Path) -> None:
+    store = Store.open(str(folder))
+    assert verify(store, read_data=True).problems == []
+    store.close()
+
+
+def test_resume_from_a_sealed_state_is_exact(tmp_path: Path) -> None:
+    whole = Loop(tmp_path / "whole")
+    whole.train(30)
+    expected = whole.state()
+    whole.session.close()
+
+    first = Loop(tmp_path / "store")
+    first.train(17)
+    first.session.close()
+    second = Loop(tmp_path / "store", seed=99)
+    resumed = second.session.resume()
+    assert (resumed.step, resumed.exact) == (17, True)
+    assert second.position == {"batches": 17}
+    assert second.scheduler.last_epoch == 17
+    second.train(13)
+    assert differing(second.state(), expected) == []
+    second.session.close()
+    assert_store_is_sound(tmp_path / "store")
+
+
+def test_resume_on_an_empty_store_changes_nothing(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store")
+    before = loop.state()
+    resumed = loop.session.resume()
+    assert (resumed.step, resumed.exact, resumed.report) == (0, True, None)
+    assert differing(loop.state(), before) == []
+    loop.session.close()
+
+
+def test_partial_recovery_restores_the_lost_rows_and_touches_no_other(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", shards=4)
+    loop.train(21)
+    engine = loop.session._engine
+    assert engine is not None
+    drained([loop.session])
+    before = loop.state()
+    lost = np.flatnonzero(np.isin(engine.shard_of, [1, 3]))
+    for group, start, stop in poisoned_rows(engine.layout, lost):
+        for tensor in {g.name: g for g in loop.session.adapter.groups()}[group].tensors.values():
+            if tensor.is_floating_point():
+                tensor.reshape(-1 if tensor.dim() == 0 else tensor.shape)[start:stop] = float("nan")
+    report = loop.session.recover(lost=[1, 3])
+    assert report.lost_partitions == report.restored_partitions == lost.size
+    assert report.mode == "partial"
+    assert "Layout" not in repr(report)  # one line, for whoever prints it
+    after = loop.state()
+    assert all(torch.isfinite(t).all() for t in after.values())
+    for group in engine.layout.groups:
+        ids = engine.layout.match(group.name)
+        for spec, key in zip(group.tensors, (group.key(t) for t in range(len(group.tensors))), strict=True):
+            del spec
+            starts, stops = engine.layout.row_ranges(ids)
+            for pid, a, b in zip(ids, starts, stops, strict=True):
+                rows = slice(a, b) if after[key].dim() else ...
+                if pid not in lost:
+                    assert torch.equal(after[key][rows], before[key][rows])
+    loop.train(5)
+    loop.session.close()
+    assert_store_is_sound(tmp_path / "store")
+
+
+def poisoned_rows(layout, ids):  # type: ignore[no-untyped-def]
+    for g, start, stop in zip(layout.group_of(ids), *layout.row_ranges(ids), strict=True):
+        yield layout.groups[g].name, int(start), int(stop)
+
+
+def test_recovered_values_are_those_last_saved_with_their_moments(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", interval=5, policy="full")
+    loop.train(5, settle=True)
+    saved = loop.state()
+    loop.train(3, settle=True)
+    report = loop.session.recover(lost="embed.*")
+    now = loop.state()
+    for name in ("embed.weight", "embed.weight/exp_avg", "embed.weight/exp_avg_sq"):
+        assert torch.equal(now[name], saved[name])
+    assert not torch.equal(now["out.weight"], saved["out.weight"])
+    assert report.perturbation.kind == "measured"
+    assert report.perturbation.value > 0
+    assert not report.exact
+    loop.session.close()
+
+
+def test_a_part_is_asked_for_while_all_is_on_its_way(tmp_path: Path, both_savers: str) -> None:
+    loop = Loop(tmp_path / "store", interval=1000)
+    loop.session._requests.add(Wish("partial"))
+    loop.train(1)
+    engine = loop.session._started()
+    engine.saver.stop()
+    loop.session.checkpoint(full=True)
+    loop.session._requests.add(Wish("partial"))
+    loop.train(3)
+    assert engine.arena.pending().all()
+    before = loop.session.stats.checkpoints
+    engine.saver.resume()
+    drained([loop.session])
+    loop.train(2)
+    loop.session._finish()
+    assert loop.session.stats.checkpoints == before + 1
+    loop.session.close()
+
+
+def test_a_partition_that_is_not_finite_keeps_its_last_good_copy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(tmp_path / "store", interval=100)
+    loop.train(3)
+    loop.session.checkpoint(full=True, wait=True)
+    good = loop.state()["embed.weight"]
+    with torch.no_grad():
+        loop.model.embed.weight[5] = float("nan")
+    with caplog.at_level(logging.WARNING, "scarctl"):
+        loop.session.checkpoint(full=True)
+    assert "1 partitions are not finite" in caplog.text
+    assert loop.session.stats.nonfinite_partitions == 1
+    loop.session.recover(lost="embed.weight")
+    assert torch.isfinite(loop.model.embed.weight).all()
+    rows = loop.session._engine.layout.groups[0].rows_per_partition  # type: ignore[union-attr]
+    first = 5 // rows * rows
+    assert torch.equal(loop.model.embed.weight[first : first + rows], good[first : first + rows])
+    loop.session.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: setattr(m, "extra", nn.Linear(2, 2)), "extra"),
+        (lambda m: setattr(m, "out", nn.Linear(8, 5)), "out.weight"),
+        (lambda m: m.out.to(torch.float64), "out.weight"),
+        (lambda m: delattr(m, "norm"), "norm"),
+    ],
+    ids=["new", "resized", "dtype", "missing"],
+)
+def test_a_changed_model_is_refused_and_nothing_is_changed(tmp_path: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
+    loop = Loop(tmp_path / "store")
+    loop.train(3)
+    loop.session.close()
+    other = Loop(tmp_path / "other")
+    other.session.close()
+    model = other.model
+    change(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    session = scarctl.attach(model, torch.optim.Adam(model.parameters()), store=tmp_path / "store")
+    with pytest.raises(LayoutMismatch, match=message):
+        session.resume()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    session.close()
+    assert_store_is_sound(tmp_path / "store")
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store")
+    loop.train(3)
+    loop.session.close()
+    session = scarctl.attach(loop.model, torch.optim.SGD(loop.model.parameters()), store=tmp_path / "store")
+    with pytest.raises(LayoutMismatch, match="optimizer Adam -> SGD"):
+        session.resume()
+    session.close()
+
+
+def test_an_earlier_run_is_not_overwritten_by_a_loop_that_did_not_resume(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store")
+    loop.train(3)
+    loop.session.close()
+    again = Loop(tmp_path / "store")
+    with pytest.raises(UsageError, match=r"call session.resume\(\)"):
+        again.train(1)
+    again.session.close()
+
+
+def test_two_sessions_on_one_store(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store")
+    with loop.session:
+        with pytest.raises(Contention, match=str(os.getpid())):
+            Loop(tmp_path / "store")
+        loop.train(3)
+    assert_store_is_sound(tmp_path / "store")
+
+
+def test_settings_that_contradict_the_store(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", shards=2)
+    loop.train(1)
+    loop.session.close()
+    with pytest.raises(SettingsConflict, match="shards"):
+        Loop(tmp_path / "store", shards=3)
+    loop = Loop(tmp_path / "store", shards=2, fraction=0.5, policy="round")
+    loop.session.close()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"fraction": float("nan")},
+        {"fraction": 0.0},
+        {"fraction": 1.5},
+        {"interval": 0},
+        {"policy": "best"},
+        {"norm": "l3"},
+        {"shards": 0},
+        {"on_error": "ignore"},
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path, bad: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        Loop(tmp_path / "store", **bad)
+    assert not (tmp_path / "store").exists()
+
+
+def test_an_object_without_adapter(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no adapter is installed for builtins"):
+        scarctl.attach(3, store=tmp_path / "store")
+
+
+def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(scarctl.errors.NoStore):
+        Loop(tmp_path)
+    assert [f.name for f in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_step_counted_by_the_loop_may_not_go_backwards(tmp_path: Path) -> None:
+    session = scarctl.attach({"w": np.zeros(4)}, store=tmp_path / "store")
+    session.step(5)
+    for bad in (5, 4, -1):
+        with pytest.raises(UsageError):
+            session.step(bad)
+    session.step(6)
+    session.close()
+
+
+def test_a_dict_of_arrays(tmp_path: Path) -> None:
+    generator = np.random.default_rng(3)
+    state = {"w": np.zeros((100, 4)), "count": np.zeros((), dtype=np.int64)}
+    session = scarctl.attach(state, store=tmp_path / "store", interval=1, extras={"generator": generator})
+    for _ in range(5):
+        state["w"] = state["w"] + generator.normal(size=(100, 4))  # replaced, not changed in place
+        state["count"] += 1
+        session.step()
+    session.close()
+    draws = generator.normal(size=3)
+
+    again = {"w": np.ones((100, 4)), "count": np.ones((), dtype=np.int64)}
+    generator = np.random.default_rng(9)
+    session = scarctl.attach(again, store=tmp_path / "store", interval=1, extras={"generator": generator})
+    resumed = session.resume()
+    assert (resumed.step, resumed.exact) == (5, True)
+    np.testing.assert_array_equal(again["w"], state["w"])
+    assert again["count"] == 5
+    np.testing.assert_array_equal(generator.normal(size=3), draws)
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"w": [1, 2]}, "no adapter"),
+        ({"w": np.zeros(2), "lr": 0.1}, "not a numpy array"),
+        ({"w": np.array(["a"])}, "dtype"),
+    ],
+)
+def test_a_dict_of_other_things(tmp_path: Path, state: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        scarctl.attach(state, store=tmp_path / "store")
+
+
+def test_groups_that_change_while_they_are_copied_are_copied_again(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", interval=2, fraction=1.0)
+    loop.train(1)
+    loop.session._finish()
+    drained([loop.session])
+    loop.train(1)
+    with torch.no_grad():
+        loop.model.out.weight += 1.0  # between the optimizer's steps, as an average or a constraint would
+    changed = loop.model.out.weight.detach().clone()
+    loop.session._finish()
+    assert loop.session.stats.torn_copies == 1
+    loop.session.recover("out.weight")
+    assert torch.equal(loop.model.out.weight, changed)
+    loop.session.close()
+
+
+def test_a_copy_is_not_repeated_with_values_that_are_not_finite(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", interval=2, fraction=1.0)
+    loop.train(1)
+    loop.session._finish()
+    drained([loop.session])
+    first = loop.state()["out.weight"]
+    loop.train(1)
+    with torch.no_grad():
+        loop.model.out.weight[:] = float("nan")
+    loop.session._finish()
+    assert loop.session.stats.nonfinite_partitions > 0
+    loop.session.recover("out.weight")  # torn in memory: the store's older copy
+    assert torch.equal(loop.model.out.weight, first)
+    loop.session.close()
+
+
+def test_validate_finds_writes_that_torch_does_not_see(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", interval=1, fraction=1.0, validate=True, on_error="raise")
+    loop.train(2)
+    loop.session._finish()
+    drained([loop.session])
+    under_way_copy = loop.session._saving.worker.submit
+    release = []
+
+    def late(call):  # type: ignore[no-untyped-def]
+        def delayed():  # type: ignore[no-untyped-def]
+            while not release:
+                pass
+            return call()
+
+        return under_way_copy(delayed)
+
+    loop.session._saving.worker.submit = late  # type: ignore[method-assign]
+    loop.train(1)
+    expected = loop.model.out.weight.detach().clone()
+    loop.model.out.weight.data += 1.0
+    release.append(True)
+    with pytest.raises(Corruption, match=r"out\.weight"):
+        loop.session._finish()
+    loop.session._saving.worker.submit = under_way_copy  # type: ignore[method-assign]
+    loop.session.recover("out.weight")  # the copy is that of the step, not what was written after it
+    assert torch.equal(loop.model.out.weight, expected)
+    loop.session.close()
+    assert_store_is_sound(tmp_path / "store")
+
+
+def test_a_forked_child_is_inert(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", interval=1)
+    loop.train(3)
+    pid = os.fork()
+    if pid == 0:  # a data loader's worker that, oddly, trains: nothing of it may be saved
+        try:
+            torch.set_num_threads(1)
+            loop.optimizer.step()
+            loop.session.close()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    expected = loop.state()
+    loop.session.close()
+    again = Loop(tmp_path / "store")
+    assert again.session.resume().step == 3
+    assert differing(again.state(), expected) == []
+    again.session.close()
+
+
+def test_an_exception_inside_an_optimizer_step_does_not_seal_half_a_step(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", interval=100)
+    loop.train(4)
+    loop.session.checkpoint(full=True)
+    expected = loop.state()
+
+    def fails() -> torch.Tensor:
+        with torch.no_grad():
+            loop.model.out.weight += 100.0
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"), loop.session:
+        loop.optimizer.step(fails)
+    again = Loop(tmp_path / "store")
+    assert again.session.resume().step == 4
+    assert differing(again.state(), expected) == []
+    again.session.close()
+
+
+def test_unused_parameters_join_later_without_a_new_layout(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    optimizer = torch.optim.Adam(model.parameters())
+    session = scarctl.attach(model, optimizer, store=tmp_path / "store", interval=1)
+    for step in range(6):
+        optimizer.zero_grad()
+        model[0 if step < 3 else 1](torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        if step == 1:
+            assert session.recover("1.*").restored_partitions == 2
+            assert not optimizer.state[model[1].weight], "there is nothing to restore into yet"
+    assert session.stats.errors == 0
+    session.close()
+    expected = {k: v.clone() for k, v in model.state_dict().items()}
+    moments = optimizer.state[model[1].weight]["exp_avg_sq"].clone()
+
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    optimizer = torch.optim.Adam(model.parameters())
+    session = scarctl.attach(model, optimizer, store=tmp_path / "store", interval=1)
+    assert session.resume().exact
+    assert all(torch.equal(v, expected[k]) for k, v in model.state_dict().items())
+    assert torch.equal(optimizer.state[model[1].weight]["exp_avg_sq"], moments)
+    session.close()
+
+
+def test_the_copy_leaves_half_of_the_threads_to_training(tmp_path: Path) -> None:
+    found: dict[str, int] = {}
+
+    def norm(live: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> torch.Tensor:
+        found["copy"] = torch.get_num_threads()
+        return (live[""] - saved[""]).norm(dim=1)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        loop = Loop(tmp_path / "store", norm=norm, interval=1)
+        loop.train(3)
+        later = threading.Thread(target=lambda: found.update(later=torch.get_num_threads()))
+        later.start()
+        later.join()
+        loop.session.close()
+        assert (torch.get_num_threads(), found) == (4, {"copy": 2, "later": 4})
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_frozen_parameters_are_saved_once(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    session = scarctl.attach(
+        model, optimizer, store=tmp_path / "store", interval=2, selection=scarctl.Selection(policy="full")
+    )
+    for _ in range(9):
+        optimizer.zero_grad()
+        model(torch.randn(4, 256)).square().sum().backward()
+        optimizer.step()
+    session.close()
+    frozen = model[0].weight.nbytes
+    written = sum(f.stat().st_size for f in (tmp_path / "store").rglob("seg/*"))
+    assert frozen <= written < 1.5 * frozen
+
+
+def test_nothing_to_restore_from_changes_nothing(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", interval=2)
+    loop.train(7)
+    drained([loop.session])
+    engine = loop.session._engine
+    assert engine is not None
+    ids = engine.layout.match("embed.weight")
+    engine.arena.begin(ids)  # torn in memory
+    for segment in (tmp_path / "store").rglob("seg/*"):
+        segment.unlink()
+    before = loop.state()
+    with pytest.raises(NoIntactCopy, match="embed"):
+        loop.session.recover("embed.weight")
+    assert differing(loop.state(), before) == []
+    loop.session.close(seal=False)
+
+
+def test_a_snapshot_of_nothing_is_no_new_run(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store")
+    with pytest.raises(UsageError, match="has no snapshot 'five': nothing is saved there"):
+        loop.session.resume(snapshot="five")
+    loop.session.close()
+
+
+def test_a_snapshot_is_resumed_exactly_whatever_came_after(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", interval=2)
+    loop.train(5)
+    assert loop.session.snapshot("five") == 5
+    wanted = loop.state()
+    with pytest.raises(UsageError, match="already"):
+        loop.session.snapshot("five")
+    loop.train(6)
+    loop.session.checkpoint(full=True, wait=True)
+    loop.session.close()
+    again = Loop(tmp_path / "store", interval=2)
+    resumed = again.session.resume(snapshot="five")
+    assert (resumed.step, resumed.exact) == (5, True)
+    assert differing(again.state(), wanted) == []
+    again.session.close()
+
+
+def test_a_session_shows_its_layout_and_its_adapter(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store")
+    with pytest.raises(UsageError, match="before the first step"):
+        _ = loop.session.layout
+    assert {group.name for group in loop.session.adapter.groups()} >= {"embed.weight", "out.bias"}
+    loop.train(1)
+    assert [group.name for group in loop.session.layout.groups] == [
+        group.name for group in loop.session.adapter.groups()
+    ]
+    loop.session.close()
+    assert loop.session.layout.partitions > 0, "also afterwards"
+
+
+def test_of_two_wishes_the_whole_state_is_saved_once(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", interval=1000)
+    loop.train(1)
+    loop.session._finish()
+    drained([loop.session])
+    for kind in ("full", "partial"):
+        loop.session._requests.add(Wish(kind))
+    loop.train(3)
+    loop.session._finish()
+    assert loop.session.stats.checkpoints == 2
+    assert loop.session._started().arena.sealed >= 0
+    loop.session.close()

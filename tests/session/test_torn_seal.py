@@ -1,0 +1,139 @@
+"""A seal that waits for the store while one of its copies is lost: it must not pass for a state of one step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import scarctl
+from scarctl.config import grouped
+from scarctl.errors import Unavailable
+from scarctl.store import Store, sealed_sets
+from tests.support.process import Forked
+from tests.support.training import drained
+
+
+class Counting:
+    """Every value is the number of iterations."""
+
+    def __init__(self, store: Path, **options: Any) -> None:
+        self.x = np.zeros((8, 4))
+        settings: dict[str, Any] = {"interval": 1000, "fraction": 1.0, "rows": {"x": 1}, "daemon": False}
+        settings |= {"flush_on_signal": False, **options}
+        self.session = scarctl.attach({"x": self.x}, store=store, **grouped(**settings))
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.x += 1
+            self.session.step()
+            self.session._finish()
+
+    def seal_that_waits(self) -> None:
+        """Sealed and durable after 10 iterations, sealed and waiting after 20."""
+        self.train(10)
+        self.session.checkpoint(full=True, wait=True)
+        self.train(10)
+        self.session._started().saver.stop()
+        self.session.checkpoint(full=True)
+
+
+def sealed_steps(store: Path) -> list[int]:
+    opened = Store.open(store)
+    try:
+        return [one.step for one in sealed_sets(opened.states(opened.shards()).values())]
+    finally:
+        opened.close()
+
+
+def test_a_run_that_was_killed_in_the_copy_of_the_next_seal(tmp_path: Path, warm_torch: None) -> None:
+    store = tmp_path / "store"
+
+    def body(tell: Callable[[str], None]) -> None:
+        run = Counting(store)
+        run.seal_that_waits()
+        run.train(5)
+        arena = run.session._started().arena
+        arena.begin(np.array([3]))
+        arena.rows(0, 0)[3] = 7
+        tell("there")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with Forked(body) as child:
+        child.expect("there")
+        assert child.wait() == -signal.SIGKILL
+    run = Counting(store)
+    resumed = run.session.resume()
+    assert (resumed.step, resumed.exact) == (20, False)
+    assert run.x[:, 0].tolist() == [20, 20, 20, 10, 20, 20, 20, 20]
+    drained([run.session])
+    assert sealed_steps(store)[0] == 10
+    assert run.session.recover("all", mode="rollback").step == 10
+    assert (run.x == 10).all()
+    run.session.close()
+
+
+def test_a_repair_of_what_a_stopped_run_left_in_memory(
+    tmp_path: Path, arena_dir: Path, warm_torch: None
+) -> None:
+    store = tmp_path / "store"
+
+    def body(tell: Callable[[str], None]) -> None:
+        run = Counting(store)
+        run.seal_that_waits()
+        tell("there")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with Forked(body) as child:
+        child.expect("there")
+        assert child.wait() == -signal.SIGKILL
+    arguments = ["recover", "--store", str(store), "--lost", "x[3:4]", "--arena-dir", str(arena_dir)]
+    found = subprocess.run(
+        [sys.executable, "-m", "scarctl", *arguments], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    run = Counting(store)
+    assert not run.session.resume().exact
+    assert run.x[:, 0].tolist() == [20, 20, 20, 10, 20, 20, 20, 20]
+    drained([run.session])
+    assert sealed_steps(store)[0] == 10
+    run.session.close()
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_a_rollback_that_failed_after_it_had_read_an_older_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    """changed: the seal that waits has copies of its own; else all were copied, but not sealed, before."""
+    run = Counting(tmp_path / "store", timeout=0.2, fraction=0.5)
+    session = run.session
+    if changed:
+        run.seal_that_waits()
+    else:
+        run.train(10)
+        session.checkpoint(full=True, wait=True)
+        run.train(10)
+        for _ in range(2):  # a half each time
+            session.checkpoint(wait=True)
+        session._started().saver.stop()
+        session.checkpoint(full=True)
+    engine = session._started()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.saver, "resume", lambda: None)
+        patch.setattr(engine.saver, "drain", lambda timeout: False)
+        patch.setattr(engine, "forget_after", lambda plan: (_ for _ in ()).throw(Unavailable("away")))
+        with pytest.raises(Unavailable):
+            session.recover("all", mode="rollback")
+    engine.saver.resume()
+    drained([session])
+    assert sealed_steps(tmp_path / "store")[0] == 10
+    assert (run.x == 20).all()
+    session.close()
+    assert sealed_steps(tmp_path / "store")[0] == 20

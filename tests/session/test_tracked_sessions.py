@@ -1,0 +1,248 @@
+"""Sessions that choose what to save by estimates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import scarctl
+from scarctl.checkpoint import tracker as trackers
+from scarctl.config import grouped
+from scarctl.errors import Unavailable, UsageError
+from scarctl.store import Store, verify
+from tests.support.training import Loop, differing, drained
+
+TRACKERS = ["overlapped", "sampled", "touched", "auto"]
+
+
+@pytest.fixture(autouse=True)
+def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "SMALL", 0)
+
+
+class Recommender(torch.nn.Module):
+    """A table with sparse gradients, and layers whose partitions are large enough for samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.EmbeddingBag(500, 64, mode="sum", sparse=True)
+        self.hidden = torch.nn.Linear(64, 128)
+        self.out = torch.nn.Linear(128, 1)
+
+    def forward(self, bags: torch.Tensor) -> torch.Tensor:
+        return self.out(self.hidden(self.table(bags)).relu())  # type: ignore[no-any-return]
+
+
+class Job:
+    """A loop with an optimizer of its own for the table."""
+
+    def __init__(self, store: Path, seed: int = 0, **options: object) -> None:
+        torch.manual_seed(seed)
+        self.model = Recommender()
+        dense = [*self.model.hidden.parameters(), *self.model.out.parameters()]
+        self.optimizers = [
+            torch.optim.SparseAdam(self.model.table.parameters(), lr=0.01),
+            torch.optim.Adam(dense, lr=0.01),
+        ]
+        settings = {"rows": {"table.*": 1, "hidden.weight": 64}, "interval": 2, **options}
+        self.session = scarctl.attach(self.model, self.optimizers, store=store, **grouped(**settings))  # type: ignore[arg-type]
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            bags = (500 * torch.rand(8, 4) ** 3).long()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            self.model(bags).square().mean().backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.session._finish()
+            drained([self.session])
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{group.name}/{slot}": tensor.detach().clone()
+            for group in self.session.adapter.groups()
+            for slot, tensor in group.tensors.items()
+        }
+
+
+def exact_and_found(session: scarctl.Session) -> tuple[np.ndarray, np.ndarray]:
+    engine = session._started()
+    live = session._binding.live(engine.arena)
+    return live.distances(), engine.tracker.distances(live, session.head_step)
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_a_run_goes_on_exactly_from_its_sealed_state(tmp_path: Path, tracker: str) -> None:
+    whole = Job(tmp_path / "whole")
+    whole.train(12)
+    expected = whole.state()
+    whole.session.close()
+
+    first = Job(tmp_path / "store", tracker=tracker)
+    first.train(7)
+    assert first.session.settings.tracker == tracker
+    assert first.session.stats.errors == 0
+    first.session.close()
+    second = Job(tmp_path / "store", seed=9, tracker=tracker)
+    assert second.session.resume().exact
+    second.train(5)
+    assert differing(second.state(), expected) == []
+    second.session.close()
+    store = Store.open(str(tmp_path / "store"))
+    assert verify(store, read_data=True).problems == []
+    store.close()
+
+
+@pytest.mark.parametrize("tracker", ["touched", "auto"])
+@pytest.mark.parametrize("seal", [True, False])
+def test_scores_are_right_after_a_restart_a_recovery_and_a_rollback(
+    tmp_path: Path, tracker: str, seal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "SMALL", 1 << 20)
+    rows = {"table.*": 1, "hidden.weight": 1}  # too narrow for samples
+    first = Job(tmp_path / "store", tracker=tracker, rows=rows)
+    first.train(9)
+    first.session.close(seal=seal)
+    job = Job(tmp_path / "store", seed=9, tracker=tracker, rows=rows)
+    assert job.session.resume().exact is seal
+    exact, found = exact_and_found(job.session)
+    assert not exact.any()
+    assert not found.any()
+    job.train(3)
+    for change in (
+        lambda: job.session.recover("table.weight[100:300]"),
+        lambda: job.session.checkpoint(full=True, wait=True),
+        lambda: job.session.recover("all", mode="rollback"),
+    ):
+        np.testing.assert_allclose(*exact_and_found(job.session), rtol=1e-4)
+        change()
+        np.testing.assert_allclose(*exact_and_found(job.session), rtol=1e-4)
+        job.train(3)
+    assert job.session.stats.errors == 0
+    job.session.close()
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_what_is_not_finite_is_never_saved(tmp_path: Path, tracker: str) -> None:
+    job = Job(tmp_path / "store", tracker=tracker, fraction=1.0)
+    job.train(4)
+    good = job.model.hidden.weight.detach().clone()
+    with torch.no_grad():
+        job.model.hidden.weight[40, 7] = float("nan")
+        job.model.table.weight[490, 3] = float("inf")
+    for _ in range(4):
+        job.session.checkpoint(wait=True)
+    engine = job.session._started()
+    saved = [torch.from_numpy(engine.arena.rows(g, 0).view(np.float32).copy()) for g in range(2)]
+    assert all(torch.isfinite(rows).all() for rows in saved)
+    job.session.recover("hidden.weight")
+    assert torch.equal(job.model.hidden.weight[:64], good[:64])
+    job.session.close(seal=False)
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_the_loop_of_all_tests_with_dense_gradients_and_buffers(tmp_path: Path, tracker: str) -> None:
+    loop = Loop(tmp_path / "store", tracker=tracker)
+    loop.train(10, settle=True)
+    report = loop.session.recover("embed.*")
+    assert report.perturbation.kind == "measured"
+    with torch.no_grad():
+        loop.model.embed.weight.fill_(float("nan"))
+    assert loop.session.recover("embed.*").perturbation.kind == "estimated"
+    assert loop.session.flush()
+    assert loop.session.stats.errors == 0
+    loop.session.close()
+
+
+def test_rows_of_the_optimizer_that_is_about_to_step(tmp_path: Path) -> None:
+    """Gradients that another optimizer has left, or will use later, are not counted twice."""
+    job = Job(tmp_path / "store", tracker="touched", interval=1000)
+    job.train(2)
+    seen = []
+    tracker = job.session._started().tracker
+    touch = tracker.touch
+    tracker.touch = lambda rows: seen.append(sorted(rows)) or touch(rows)  # type: ignore[func-returns-value, method-assign, assignment]
+    job.train(2)
+    assert seen == [["table.weight"], [], ["table.weight"], []]
+    job.session.close(seal=False)
+
+
+def test_a_gradient_that_cannot_be_read_ends_no_training(tmp_path: Path) -> None:
+    job = Job(tmp_path / "store", tracker="touched", interval=1000)
+    job.train(2)
+
+    def broken(*, dense: bool) -> None:
+        raise RuntimeError("no gradients today")
+
+    job.session._steps.touched = lambda: broken(dense=True)
+    job.train(2)
+    assert "no gradients today" in job.session.stats.last_error
+    np.testing.assert_allclose(*exact_and_found(job.session), rtol=1e-4)
+    job.session.close(seal=False)
+
+
+def test_the_setting_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCARCTL_TRACKER", "auto")
+    job = Job(tmp_path / "store")
+    assert job.session.settings.tracker == "auto"
+    job.session.close(seal=False)
+
+
+def test_what_cannot_be_tracked_is_refused(tmp_path: Path) -> None:
+    state = {"a": np.zeros((4, 4))}
+    with pytest.raises(UsageError, match="adapter cannot read gradients"):
+        scarctl.attach(state, store=tmp_path / "a", selection=scarctl.Selection(tracker="touched"))
+    with pytest.raises(UsageError, match="no hook reports steps"):
+        Job(tmp_path / "b", tracker="touched", hooks="off")
+    with pytest.raises(UsageError, match="has to see all values"):
+        scarctl.attach(
+            state,
+            store=tmp_path / "c",
+            selection=scarctl.Selection(tracker="sampled", norm=lambda now, then: now[""]),
+        )
+    with pytest.raises(UsageError, match="unknown tracker"):
+        scarctl.attach(state, store=tmp_path / "d", selection=scarctl.Selection(tracker="guessed"))
+    scarctl.attach(state, store=tmp_path / "e", selection=scarctl.Selection(tracker="auto")).close()
+
+
+def test_copies_that_a_failed_rollback_has_left_are_compared_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"table": torch.nn.EmbeddingBag(4000, 4, mode="sum", sparse=True)})
+    model["scale"] = torch.nn.Linear(4, 80)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = {"table.weight": 1, "scale.weight": 1}
+    with scarctl.attach(
+        model,
+        optimizer,
+        store=tmp_path / "store",
+        interval=2,
+        fraction=1.0,
+        partitioning=scarctl.Partitioning(rows=rows),
+        selection=scarctl.Selection(tracker="touched"),
+    ) as session:
+        for step in range(10):
+            if step == 5:
+                model["scale"].requires_grad_(False)
+            optimizer.zero_grad()
+            model["scale"](model["table"](torch.tensor([[3 * step, 3 * step + 1]]))).square().sum().backward()
+            optimizer.step()
+            session._finish()
+            drained([session])
+        exact_and_found(session)
+        exact_and_found(session)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                session._started(), "forget_after", lambda plan: (_ for _ in ()).throw(Unavailable("away"))
+            )
+            with pytest.raises(Unavailable):
+                session.recover("all", mode="rollback")
+        exact, found = exact_and_found(session)
+        # The arena has copies of the first step now.
+        assert np.count_nonzero(exact) > 18 + 80
+        assert np.array_equal(found > 0, exact > 0)

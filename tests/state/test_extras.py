@@ -1,0 +1,100 @@
+"""Extras of a checkpoint: what a session stored comes back, and what nobody can have stored is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scarctl.errors import Corruption
+from scarctl.state import codec
+from scarctl.state.caveats import Caveat
+from scarctl.state.extras import Extras, Notes, PolicyMemory
+
+POINTS = np.array([[0.0, 1.0, 2.5], [1.0, 1.0, 2.0]])
+
+
+def full() -> Extras:
+    return Extras(
+        early={"rng": None, "extras": {"position": {"done": 3}}},
+        late=None,
+        following={"rank": 0, "usual": []},
+        loop={"epoch": 1, "begun": None, "passes": [], "left": []},
+        policy=PolicyMemory(17, 4),
+        notes=Notes(POINTS, "l2", (Caveat("k", "m", inexact=False),), np.zeros((4, 2))),
+    )
+
+
+def test_a_tree_has_the_fields_of_the_format_in_their_order() -> None:
+    tree = full().to_tree()
+    assert list(tree) == ["early", "late", "next", "loop", "policy", "history", "caveats", "extrapolation"]
+    assert tree["policy"] == {"credit": 17, "cursor": 4}
+    assert tree["history"]["norm"] == "l2"
+    assert tree["caveats"] == [{"kind": "k", "message": "m", "inexact": False}]
+    assert list(Extras(early=1, late=None).to_tree()) == ["early", "late", "policy"]
+
+
+def test_what_was_stored_comes_back() -> None:
+    found = Extras.from_tree(codec.decode(*codec.encode(full().to_tree())))
+    assert (found.early, found.late, found.following) == (full().early, None, full().following)
+    assert (found.loop, found.policy, found.notes.caveats) == (
+        full().loop,
+        full().policy,
+        full().notes.caveats,
+    )
+    assert np.array_equal(found.notes.points, POINTS)
+    assert found.to_tree().keys() == full().to_tree().keys()
+
+
+@pytest.mark.parametrize("tree", [None, 5, [], {}, {"early": 1}, {"late": 1}, {"retired": True}, {"step": 3}])
+def test_what_no_session_stored_is_refused(tree: object) -> None:
+    with pytest.raises(Corruption, match="extras"):
+        Extras.from_tree(tree)
+
+
+def test_a_position_that_is_none_is_refused() -> None:
+    with pytest.raises(Corruption, match="position of the loop"):
+        Extras.from_tree({"early": 1, "late": 2, "loop": [1]})
+
+
+def test_older_extras_have_defaults_for_what_they_lack() -> None:
+    assert Extras.from_tree({"early": 1, "late": 2}) == Extras(1, 2)
+
+
+@pytest.mark.parametrize(
+    "memory", [None, {"credit": -1}, {"credit": True}, {"cursor": 1.5}, {"seed": 1 << 64}]
+)
+def test_a_policy_that_cannot_be_has_forgotten(memory: object) -> None:
+    assert PolicyMemory.from_tree(memory) == PolicyMemory()
+
+
+def test_a_policy_remembers_its_seed_only_without_a_session() -> None:
+    assert PolicyMemory(1, 2, 0).to_tree() == {"credit": 1, "cursor": 2, "seed": 0}
+    assert PolicyMemory.from_tree({"credit": 1, "cursor": 2, "seed": 0}) == PolicyMemory(1, 2, 0)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.just(np.zeros(2)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(["early", "late", "next", "loop", "policy", "history", "caveats", "extrapolation"])
+
+
+@given(st.dictionaries(FIELDS, VALUES) | VALUES)
+def test_hostile_trees_are_read_or_refused(tree: Any) -> None:
+    assert isinstance(Notes.from_tree(tree), Notes)
+    try:
+        found = Extras.from_tree(tree)
+    except Corruption:
+        return
+    codec.encode(found.to_tree())
+
+
+def test_notes_of_another_process_keep_its_caveats_only() -> None:
+    mixed = full().notes.of_part(Notes())
+    assert mixed == Notes(caveats=full().notes.caveats)
+    assert mixed.to_tree().keys() == {"caveats"}

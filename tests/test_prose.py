@@ -1,0 +1,167 @@
+"""The product's prose keeps the rules that a program can check: docstrings, comments and messages.
+
+`PENDING` lists what is not rewritten yet. Rewrite an entry, then delete its line.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PENDING = (
+    "scarctl/arena",
+    "scarctl/checkpoint",
+    "scarctl/daemon",
+    "scarctl/distributed",
+    "scarctl/ops",
+    "scarctl/persist",
+    "scarctl/session",
+    "scarctl/store",
+)
+"""Files and folders that do not keep the rules yet. The list only shrinks."""
+DONE = {
+    "scarctl/checkpoint": (
+        "__init__ batched behind distance motion overlapped pinning randomness sampled streams touched tracker trend"
+    ),
+    "scarctl/session": "__init__ gate loop progress signals witness",
+}
+"""Modules of pending folders that keep the rules already."""
+
+MOST_WORDS = 25
+BANNED = {
+    r"besides?": "alongside, next to, compared with",
+    r"go(?:es|ing)? on|went on|gone on": "continue, start, run",
+    r"tells?|telling|told": "estimate, report, log, raise, distinguish",
+    r"(?:some|no|any|every)body|who(?:ever|soever)": "name the subject",
+    r"(?:is|are) (?-i:none)": "say what is missing",
+    r"of (?:now|then)": "say of which step or moment",
+    r"lets? go of|has let go": "release",
+    r"all the same": "anyway, still",
+    r"what it is|what its": "name it",
+    r"by (?:it|them)sel(?:f|ves)": "name what acts",
+}
+NO_VERB = re.compile(
+    r"""[`(\d]|(?:
+    a|all|an|and|any|are|as|at|by|each|every|for|from|has|how|if|in|is|it|its|most|no|none|not|of|on|one|only|or|same|so|
+    some|such|that|the|their|them|then|there|these|they|this|those|to|until|what|whatever|when|where|whether|which|who|
+    whole|whose|why|with|without|
+    bytes|distances?|extras|fields|first|history|ids|index|indices|last|names|norm|numbers?|path|rows|seconds|shape|
+    squared|steps|text|time|values
+    )\b""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""Beginnings that no instruction has: the docstring of a function is one."""
+PROPERTIES = frozenset({"property", "cached_property"})
+SHORTENED = re.compile(r"\b(?:al|e\.g|i\.e|vs|cf|Nr|resp)\.|\.\.\.")
+CITATION = re.compile(r"\([^()]*\b(?:1[89]|20)\d\d\b[^()]*\)")
+CODE = re.compile(r"`[^`]*`|\"[^\"\n]*\"")
+
+
+def product() -> list[str]:
+    """Python files of the product, relative to the root."""
+    files = [path for top in ("scarctl", "adapters") for path in (ROOT / top).rglob("*.py")]
+    return sorted(path.relative_to(ROOT).as_posix() for path in files)
+
+
+def is_pending(path: str) -> bool:
+    """Return whether the file still waits to be rewritten."""
+    folder, _, name = path.rpartition("/")
+    if name.removesuffix(".py") in DONE.get(folder, "").split():
+        return False
+    return any(path == entry or path.startswith(f"{entry}/") for entry in PENDING)
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Yield the running text of a docstring. Tables, trees and examples, which are indented by four, are left out."""
+    for block in re.split(r"\n\s*\n", re.sub(r"\n {0,3}(?=[-*] )", "\n\n", text)):
+        lines = block.split("\n")
+        yield " ".join(
+            line.strip() for line in lines if not line.startswith("    ") or re.match(r"\w+.*: ", lines[0])
+        )
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield sentences. A semicolon, and a colon before an explanation or a list, end one too."""
+    plain = CODE.sub("code", SHORTENED.sub("", CITATION.sub("", text)))
+    for paragraph in paragraphs(plain):
+        yield from re.split(r"(?<=[.?!;:])\s+", paragraph)
+
+
+def words(sentence: str) -> int:
+    """Count the words of a sentence."""
+    return len(re.findall(r"[^\W_][\w'.,/-]*", sentence))
+
+
+def banned(text: str) -> Iterator[str]:
+    """Yield a reason for each banned expression in a text."""
+    for pattern, instead in BANNED.items():
+        if found := re.search(rf"\b(?:{pattern})\b", text, re.IGNORECASE):
+            yield f"{found[0]!r}: {instead}"
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every docstring, those of fields included."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            yield node.lineno, inspect.cleandoc(node.value.value)
+
+
+def instructions(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and docstring of every function that does something when it is called, unlike a property."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if node.name == "__init__" or node.name.startswith("test_"):
+            continue
+        names = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
+        if (text := ast.get_docstring(node)) and not names & PROPERTIES:
+            yield node.lineno, text
+
+
+def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every literal of several words: messages, hints and help."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every comment."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def faults(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and reason of everything in a module that breaks a rule."""
+    tree = ast.parse(source)
+    if source.strip() and not ast.get_docstring(tree):
+        yield 1, "the module has no docstring"
+    for line, text in docstrings(tree):
+        for sentence in sentences(text):
+            if words(sentence) > MOST_WORDS:
+                yield line, f"{words(sentence)} words, at most {MOST_WORDS}: {sentence}"
+    for line, text in instructions(tree):
+        if NO_VERB.match(text):
+            yield line, f"does not begin with a verb: {text.splitlines()[0]}"
+    for line, text in sorted({*messages(tree), *comments(source)}):
+        for reason in banned(text):
+            yield line, reason
+
+
+@pytest.mark.parametrize("path", [path for path in product() if not is_pending(path)])
+def test_prose_keeps_the_rules(path: str) -> None:
+    found = [f"{path}:{line}: {reason}" for line, reason in faults((ROOT / path).read_text(encoding="utf-8"))]
+    assert not found, "\n".join(found)

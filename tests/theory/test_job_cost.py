@@ -1,0 +1,233 @@
+"""The cost model: against a Monte Carlo of the same job, event by event, and against what is known of its limits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scarctl.errors import UsageError
+from scarctl.theory.bounds import rework_bound_of_ages
+from scarctl.theory.job_cost import (
+    HOUR,
+    SHARE,
+    Cost,
+    Job,
+    Way,
+    advise,
+    cost_of_background,
+    cost_of_full,
+    cost_of_nothing,
+    cost_of_scar,
+    daly_interval,
+    mean_rework,
+)
+
+JOBS = {
+    "large": Job(state_bytes=100e9, step_seconds=1.0, bandwidth=1e9, mtbf=3 * HOUR, shards=16),
+    "unreliable": Job(
+        state_bytes=20e9, step_seconds=0.2, bandwidth=0.5e9, mtbf=600.0, shards=8, restart=20.0, gain=0.3
+    ),
+    "fast": Job(state_bytes=5e9, step_seconds=0.1, bandwidth=1e9, mtbf=HOUR, shards=4, c=0.999, gain=0.5),
+    "alone": Job(state_bytes=8e9, step_seconds=0.5, bandwidth=0.4e9, mtbf=2 * HOUR, shards=1),
+}
+FAILURES = 8_000
+
+
+class Clock:
+    """Wall time, and when the next failure comes."""
+
+    def __init__(self, mtbf: float, seed: int) -> None:
+        self.random, self.mtbf = np.random.default_rng(seed), mtbf
+        self.now, self.failures = 0.0, 0
+        self.next = self.random.exponential(mtbf)
+
+    def work(self, seconds: float) -> float:
+        """Go on for so long, or until a failure; returns how long it was."""
+        done = min(seconds, self.next - self.now)
+        self.now += done
+        return done
+
+    @property
+    def failed(self) -> bool:
+        if self.now < self.next:
+            return False
+        self.failures += 1
+        self.next = self.now + self.random.exponential(self.mtbf)
+        return True
+
+
+def rolled_back(job: Job, interval: float, stall: float, latency: float, restart: float, seed: int) -> Cost:
+    """A run that goes back to its newest durable checkpoint, played out."""
+    clock, restarting, saved = Clock(job.mtbf, seed), 0.0, 0.0
+    while clock.failures < FAILURES:
+        # From here: train `interval`, stall, and so on; checkpoint k is durable `latency` after its stall.
+        done = clock.work(math.inf)
+        secured = max(0, math.floor((done - latency) / (interval + stall)))
+        saved += secured * interval
+        assert clock.failed
+        while True:
+            began = clock.now
+            clock.work(restart)
+            restarting += clock.now - began
+            if clock.now - began == restart or not clock.failed:
+                break
+    dump = saved * stall / interval
+    scale = HOUR / saved
+    return Cost(dump * scale, (clock.now - saved - dump - restarting) * scale, restarting * scale)
+
+
+def with_scar(job: Job, fraction: float, interval: float, seed: int) -> Cost:
+    """A run that is never taken back: every copy's age is looked up when a shard is lost."""
+    clock = Clock(job.mtbf, seed)
+    parts = round(1 / fraction)
+    stall = (1 + fraction) * job.state_bytes / job.shards / job.memory_bandwidth
+    latency = fraction * job.state_bytes / job.bandwidth
+    restart = job.restart + job.state_bytes / job.shards / job.bandwidth
+    gain = job.gain ** (math.log2(1 / fraction) / 3)
+    trained = begun = parts * interval  # every part has a copy
+    owed = restarting = pending = 0.0
+    while clock.failures < FAILURES:
+        if pending:
+            done = clock.work(pending)
+            restarting, pending = restarting + done, pending - done
+        else:
+            trained += clock.work(math.inf) / (1 + stall / interval)
+        if clock.failed:
+            newest = math.floor((trained - latency) / interval)
+            ages = trained - interval * (newest - np.arange(parts))
+            share = math.sqrt(gain / job.shards)
+            owed += rework_bound_of_ages(job.c, ages / job.step_seconds, share) * job.step_seconds
+            pending += restart
+    solved = trained - begun - owed
+    scale = HOUR / solved
+    return Cost(solved * stall / interval * scale, owed * (1 + stall / interval) * scale, restarting * scale)
+
+
+def close(one: Cost, other: Cost) -> None:
+    assert one.total == pytest.approx(other.total, rel=0.05)
+    for part in ("dump", "rework", "restart"):
+        assert getattr(one, part) == pytest.approx(getattr(other, part), rel=0.05, abs=0.01 * other.total), (
+            part
+        )
+
+
+@pytest.mark.parametrize("name", JOBS)
+class TestAgainstMonteCarlo:
+    def test_full(self, name: str) -> None:
+        job = JOBS[name]
+        dump = job.state_bytes / job.bandwidth
+        for interval in (advise(job).full.interval, 300.0):
+            close(
+                cost_of_full(job, interval), rolled_back(job, interval, dump, 0.0, job.restart + dump, seed=1)
+            )
+
+    def test_background(self, name: str) -> None:
+        job = JOBS[name]
+        written = job.state_bytes / job.bandwidth
+        stall = job.state_bytes / job.shards / job.memory_bandwidth
+        for interval in (advise(job).background.interval, 300.0):
+            found = rolled_back(job, interval, stall, written, job.restart + written, seed=2)
+            close(cost_of_background(job, interval), found)
+
+    def test_scar(self, name: str) -> None:
+        job = JOBS[name]
+        best = advise(job).scar
+        assert best.fraction is not None
+        for fraction, interval in (
+            (best.fraction, best.interval),
+            (1.0, 400.0),
+            (1 / 8, 60.0),
+            (1 / 4, 30.0),
+        ):
+            close(cost_of_scar(job, fraction, interval), with_scar(job, fraction, interval, seed=3))
+
+    def test_nothing(self, name: str) -> None:
+        job = replace(JOBS[name], duration=2 * JOBS[name].mtbf)
+        close(cost_of_nothing(job), rolled_back(job, job.duration, 0.0, 0.0, job.restart, seed=4))
+
+
+def test_the_advice_is_the_best_there_is() -> None:
+    for job in JOBS.values():
+        scar = advise(job).scar
+        for fraction in (1.0, 1 / 2, 1 / 8, 1 / 32):
+            least = fraction * job.state_bytes / job.bandwidth / SHARE
+            for interval in np.geomspace(max(least, job.step_seconds), 2 * job.mtbf, 60).tolist():
+                assert cost_of_scar(job, fraction, interval).total >= scar.cost.total * 0.99
+
+
+def test_the_store_keeps_up_with_what_is_advised() -> None:
+    for job in JOBS.values():
+        for way in (advise(job).scar, advise(job).background):
+            assert way.fraction is not None
+            assert way.fraction * job.state_bytes / way.interval <= job.bandwidth * SHARE * (1 + 1e-9)
+            assert way.interval >= job.step_seconds
+        assert advise(job).scar.interval / job.step_seconds == pytest.approx(
+            round(advise(job).scar.interval / job.step_seconds)
+        )
+
+
+def test_daly_is_near_the_true_optimum_and_young_his_limit() -> None:
+    job = Job(state_bytes=60e9, step_seconds=1.0, bandwidth=1e9, mtbf=6 * HOUR)
+    best = min(cost_of_full(job, interval).total for interval in np.geomspace(10, 1e5, 2000).tolist())
+    assert cost_of_full(job, daly_interval(60.0, job.mtbf)).total == pytest.approx(best, rel=1e-3)
+    assert daly_interval(1e-3, 1e6) == pytest.approx(math.sqrt(2 * 1e-3 * 1e6), rel=1e-3)
+    assert daly_interval(100.0, 10.0) == 10.0
+
+
+class TestLimits:
+    @settings(max_examples=10)
+    @given(st.floats(1e3, 1e5), st.floats(1.1, 20))
+    def test_a_more_reliable_job_costs_less(self, mtbf: float, factor: float) -> None:
+        job = Job(state_bytes=1e9, step_seconds=0.5, bandwidth=1e9, mtbf=mtbf, shards=8)
+        for one, other in zip(advise(job).ways, advise(replace(job, mtbf=mtbf * factor)).ways, strict=True):
+            assert other.cost.total <= one.cost.total * (1 + 1e-6)
+
+    def test_more_shards_and_a_better_policy_cost_less(self) -> None:
+        job = JOBS["large"]
+        for change in ({"shards": 64}, {"gain": 0.2}):
+            assert mean_rework(replace(job, **change), 1 / 8, 60.0) < mean_rework(job, 1 / 8, 60.0)
+        assert mean_rework(replace(job, gain=0.2), 1.0, 60.0) == mean_rework(job, 1.0, 60.0)
+
+    def test_an_age_of_all_costs_the_age(self) -> None:
+        """One shard, everything saved at once: a partial recovery is a full one."""
+        job = replace(JOBS["alone"], bandwidth=1e15)
+        assert mean_rework(job, 1.0, 100.0) == pytest.approx(100.0 / 2 / job.step_seconds)
+
+    def test_a_job_that_never_ends_costs_infinitely_much(self) -> None:
+        job = Job(state_bytes=1e12, step_seconds=1.0, bandwidth=1e8, mtbf=10.0)
+        assert all(math.isinf(way.cost.total) for way in advise(job).ways)
+        assert not advise(job).pays
+
+    def test_it_pays_for_a_large_state_in_many_parts_and_not_for_a_small_one(self) -> None:
+        assert advise(JOBS["large"]).pays
+        small = Job(state_bytes=1e6, step_seconds=0.1, bandwidth=1e9, mtbf=24 * HOUR, shards=1)
+        assert not advise(small).pays
+        assert advise(small).rival == min(
+            (way for way in advise(small).ways if way.name != "scar"), key=lambda way: way.cost.total
+        )
+        assert isinstance(advise(small).rival, Way)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"state_bytes": 0.0},
+        {"step_seconds": -1.0},
+        {"bandwidth": math.inf},
+        {"mtbf": math.nan},
+        {"shards": 0},
+        {"restart": -1.0},
+        {"c": 0.0},
+        {"c": 1.5},
+        {"gain": 0.0},
+        {"duration": 0.0},
+    ],
+)
+def test_nonsense_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(UsageError):
+        replace(JOBS["large"], **wrong)  # type: ignore[arg-type]

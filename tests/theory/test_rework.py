@@ -1,0 +1,145 @@
+"""Predicted rework: what it is on runs whose truth is known, and the way back that is taken for it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scarctl.errors import ScarError
+from scarctl.theory.bounds import rework_at_angle, rework_bound_of_ages
+from scarctl.theory.convergence import NoEstimate
+from scarctl.theory.history import History
+from scarctl.theory.rework import Outlook, Rework, choose, grouped, rework_of_loss
+
+
+def straight(c: float, steps: int, noise: float = 0.0, seed: int = 0) -> Outlook:
+    """Of a run that began at a distance of 1."""
+    rng, history = np.random.default_rng(seed), History()
+    for k in range(steps):
+        history.add(k, 1, (c**k - c ** (k + 1)) * (1 + noise * rng.normal()))
+    return Outlook(steps, history.convergence(steps))
+
+
+UNTOLD = Outlook(9, NoEstimate("5 points"))
+
+
+@pytest.mark.parametrize("share", [1 / 8, 1 / 2, 1.0])
+def test_of_a_run_that_goes_straight_it_is_the_truth(share: float) -> None:
+    """Every eighth coordinate, or half of them, goes back to where it was 10 iterations ago."""
+    c, steps, age, size = 0.95, 60, 10, 64
+    x = np.full(size, 1 / math.sqrt(size))
+    lost = np.arange(size) < share * size
+    end, then = x * c**steps, x * c ** (steps - age)
+    mixed = np.where(lost, then, end)
+    truth = math.log(np.linalg.norm(mixed) / np.linalg.norm(end)) / -math.log(c)
+    outlook = straight(c, steps)
+    by_distance = outlook.of_perturbation(float(np.linalg.norm(mixed - end)), share)
+    by_age = outlook.of_ages([age], share)
+    for found in (by_distance, by_age):
+        assert found.iterations == pytest.approx(truth, rel=1e-3)
+        assert found.low is not None
+        assert found.high is not None
+        assert found.low <= truth * 1.001
+        assert truth * 0.999 <= found.high
+    assert by_age.iterations == pytest.approx(age, rel=1e-3) if share == 1 else by_age.iterations < age
+    # What was measured a while ago has grown since.
+    before = np.linalg.norm((then - x * c ** (steps - 4))[lost])
+    later = outlook.of_perturbation(float(before), share, since=4)
+    assert later.iterations == pytest.approx(truth, rel=1e-3)
+
+
+def test_noise_widens_the_interval_which_has_the_truth() -> None:
+    c, norm = 0.96, 0.05
+    truth = math.log1p(norm / c**80) / -math.log(c)
+    widths = {}
+    for noise in (0.01, 0.1):
+        found = [straight(c, 80, noise, seed).of_perturbation(norm, 1.0) for seed in range(40)]
+        told = [(f.low, f.high) for f in found if f.low is not None and f.high is not None]
+        assert len(told) >= 35
+        assert sum(low <= truth <= high for low, high in told) >= 0.85 * len(told)
+        widths[noise] = np.mean([high - low for low, high in told])
+    assert widths[0.1] > 2 * widths[0.01]
+
+
+def test_nothing_lost_costs_nothing_also_where_nothing_else_can_be_told() -> None:
+    for norm, ages in ((0.0, [5.0]), (None, [0.0, 0.0]), (None, [])):
+        found = rework_of_loss(UNTOLD, norm, ages, 0.5)
+        assert (found.iterations, found.high) == (0.0, 0.0)
+    found = rework_of_loss(UNTOLD, 1.0, [5.0], 0.5)
+    assert (found.iterations, found.reason, str(found)) == (None, "5 points", "no estimate")
+
+
+def test_a_perturbation_beyond_all_measure_costs_very_much() -> None:
+    outlook = straight(0.9, 40)
+    found = outlook.of_perturbation(1e200, 0.5)
+    assert found.iterations is not None
+    assert 1000 < found.iterations < 10_000
+    assert outlook.of_perturbation(math.inf, 0.5).iterations is None
+
+
+@given(st.floats(0.5, 0.999), st.floats(0, 1e4), st.floats(0, 1))
+def test_no_angle_costs_more_than_the_bound(c: float, bound: float, cosine: float) -> None:
+    found = rework_at_angle(c, bound, cosine)
+    assert -1e-9 <= found <= bound * (1 + 1e-9) + 1e-9
+    assert rework_at_angle(c, bound, 1.0) == pytest.approx(bound, rel=1e-9, abs=1e-9)
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.sampled_from([0.9, 0.999, 1.0]))
+def test_ages_may_be_counted(ages: list[int], c: float) -> None:
+    old, counts = grouped(np.array(ages))
+    assert np.repeat(old, counts).tolist() == sorted(ages)
+    assert rework_bound_of_ages(c, old, 0.5, counts=counts) == pytest.approx(
+        rework_bound_of_ages(c, ages, 0.5)
+    )
+    assert grouped(np.empty(0, np.int64))[0].size == 0
+
+
+KNOWN = Rework(10.0, 8.0, 15.0, "distances")
+NONE = Rework(None, reason="5 points")
+
+
+@pytest.mark.parametrize(
+    ("mode", "rework", "back", "most", "taken"),
+    [
+        ("partial", KNOWN, 3, None, "partial"),
+        ("rollback", KNOWN, 30, None, "rollback"),
+        ("auto", KNOWN, 12, None, "partial"),
+        ("auto", KNOWN, 9, None, "rollback"),
+        ("auto", KNOWN, None, None, "partial"),
+        ("auto", NONE, 3, None, "partial"),
+        ("partial", KNOWN, 3, 15.0, "partial"),
+        ("auto", KNOWN, 12, 13.0, "rollback"),
+        ("auto", NONE, 3, 5.0, "rollback"),
+        ("partial", KNOWN, 3, 14.0, None),
+        ("partial", NONE, 3, 1e9, None),
+        ("rollback", KNOWN, 30, 20.0, None),
+        ("rollback", KNOWN, None, 20.0, None),
+        ("auto", NONE, 30, 20.0, None),
+        ("auto", KNOWN, 14, 13.0, None),
+    ],
+)
+def test_the_way_back(
+    mode: str, rework: Rework, back: int | None, most: float | None, taken: str | None
+) -> None:
+    if taken is None:
+        with pytest.raises(ScarError) as refused:
+            choose(mode, rework, back, most)
+        assert refused.value.kind == "too-much-rework"
+        assert "nothing was changed" in refused.value.hint
+        return
+    choice = choose(mode, rework, back, most)
+    assert choice.mode == taken
+    assert (choice.reason is None) == (mode != "auto")
+    cost = choice.cost(rework, back)
+    assert cost.rework == (rework if taken == "partial" else Rework(back, back, back, "steps"))
+
+
+def test_auto_says_why_where_it_cannot_tell() -> None:
+    reason = choose("auto", NONE, 3).reason
+    assert reason is not None
+    assert "no estimate" in reason
+    assert "Theorem 4.1" in reason
