@@ -314,6 +314,11 @@ class Arena(Fields):
             newer = ids[self.generation[ids] != generation]
             self.durable[newer] = NEVER
 
+    def confirm(self, ids: Ids, versions: Ids) -> None:
+        """The store has the copies of these partitions, as of `versions` (int64, one for each)."""
+        self.version[ids] = versions
+        self.durable[ids] = versions
+
     def mark_all_durable(self, whole: str) -> None:
         """Note that the store's newest state is the one that the arena has, the commit `whole`: it was rolled back."""
         self.durable[:] = self.version

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,8 @@ from scarctl.arena.queue import HandOver, HandOverQueue
 from scarctl.errors import Corruption, Overwritten, ScarError
 from scarctl.persist.speed import Meter
 from scarctl.state.layout import members_by_shard
-from scarctl.state.version import pack, step_of
-from scarctl.store import Collector, StoreWriter
+from scarctl.state.version import NEVER, pack, step_of
+from scarctl.store import Collector, ShardState, StoreWriter
 from scarctl.util.arrays import Ids
 
 log = logging.getLogger("scarctl")
@@ -230,10 +231,10 @@ def adopt_orphans(arena: Arena, queue: HandOverQueue) -> int:
     return int(ids.size)
 
 
-def reconcile(arena: Arena, queue: HandOverQueue, stored: Ids, epoch: int) -> None:
+def reconcile(arena: Arena, queue: HandOverQueue, states: Mapping[int, ShardState], epoch: int) -> None:
     """Bring an arena that a dead process left, and its queue, into the epoch that begins now.
 
-    stored: newest version in the store of every partition, int64 of shape (layout.partitions,).
+    states: of the shards in the store.
 
     Copies that the store has newer, since the run has continued elsewhere, are spoiled and never reach the store. All
     others count as saved in `epoch`: what of them still waits will be committed in it, and must not look newer in the
@@ -241,6 +242,12 @@ def reconcile(arena: Arena, queue: HandOverQueue, stored: Ids, epoch: int) -> No
     """
     queue.sweep()
     arena.unseal()
+    stored = np.full(arena.layout.partitions, NEVER, dtype=np.int64)
+    for state in states.values():
+        stored[state.ids] = state.version
+        if state.whole and state.whole == arena.whole:
+            # The process died after it had committed the whole state, and before it had noted that here.
+            arena.confirm(state.ids, state.version)
     stale = arena.lifted(stored) > arena.lifted(arena.version)
     arena.begin(np.flatnonzero(stale))
     old, waiting = arena.version.copy(), arena.pending()

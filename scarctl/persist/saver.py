@@ -16,7 +16,6 @@ from scarctl.errors import ScarError, Unavailable
 from scarctl.persist.persister import Persister, reconcile
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import PersisterThread
-from scarctl.state.version import NEVER
 from scarctl.store import Store, StoreWriter, open_writer
 from scarctl.store.saved import last_saved
 
@@ -117,11 +116,8 @@ class LocalSaver:
         except BaseException:
             writer.close()
             raise
-        stored = np.full(arena.layout.partitions, NEVER, dtype=np.int64)
-        for state in writer.states.values():
-            stored[state.ids] = state.version
         if not again:
-            reconcile(arena, HandOverQueue(arena.folder), stored, writer.epoch)
+            reconcile(arena, HandOverQueue(arena.folder), writer.states, writer.epoch)
         arena.begin_epoch(writer.epoch, again=again)
         writer.accompany(arena)
         self.arena = arena

@@ -31,7 +31,7 @@ from scarctl.recovery import plan as planning
 from scarctl.recovery.plan import Plan, plan_partial, plan_rollback
 from scarctl.state.identity import Identities
 from scarctl.state.layout import Layout, TensorSpec, build_layout
-from scarctl.state.version import NEVER, step_of
+from scarctl.state.version import step_of
 from scarctl.store import Record, ShardState, Store, StoreWriter, sealed_sets
 from scarctl.util.arrays import Ids
 from tests.daemon.rig import Rig, values
@@ -169,10 +169,7 @@ class History:
         rig = self.rig
         rig.die()
         self.rig = rig = Rig(self._folder / "store", self._folder / "arenas", shards=SHARDS, layout=_layout())
-        stored = np.full(rig.layout.partitions, NEVER, dtype=np.int64)
-        for state in rig.writer.states.values():
-            stored[state.ids] = state.version
-        reconcile(rig.arena, rig.queue, stored, rig.writer.epoch)
+        reconcile(rig.arena, rig.queue, rig.writer.states, rig.writer.epoch)
         rig.arena.begin_epoch(rig.writer.epoch, again=True)
 
     def _kill(self) -> None:
