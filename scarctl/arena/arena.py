@@ -96,10 +96,19 @@ class Arena(Fields):
     # -- making and finding -------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, folder: Path, layout: Layout, *, run_id: str, epoch: int, place: str = "") -> Arena:
+    def create(
+        cls,
+        folder: Path,
+        layout: Layout,
+        *,
+        run_id: str,
+        epoch: int,
+        place: str = "",
+        populate: bool = True,
+    ) -> Arena:
         """Create an arena in `folder`, and the folder if it is missing. It appears there only when it is complete.
 
-        place: of the store, for people.
+        place: of the store, for people. populate: see `map_file`.
 
         Hand-overs that lie there without an arena mean nothing any more: they are deleted.
 
@@ -118,7 +127,7 @@ class Arena(Fields):
             fd = create_file(temporary)
             try:
                 reserve(fd, geometry.size, folder)
-                memory = map_file(fd, geometry.size)
+                memory = map_file(fd, geometry.size, populate=populate)
             finally:
                 os.close(fd)
             write_header(memory, layout, layout_json, geometry, run_id, place)
@@ -154,7 +163,8 @@ class Arena(Fields):
             fd = open_file(path)
             try:
                 layout, geometry = read_header(fd, path, run_id)
-                return cls(map_file(fd, geometry.size), layout, geometry, folder, lock)
+                # Its pages exist: whoever reads them first maps them, several at a time and in its own thread.
+                return cls(map_file(fd, geometry.size, populate=False), layout, geometry, folder, lock)
             finally:
                 os.close(fd)
         except FileNotFoundError:

@@ -134,8 +134,8 @@ def take(folder: Path, store: Store) -> Arena | None:
     return believed(arena, store, set_aside=True)
 
 
-def arena_for(folder: Path, layout: Layout, store: Store) -> Arena:
-    """Open a run's arena: the one that a process left when it died, or a new one.
+def arena_for(folder: Path, layout: Layout, store: Store, *, populate: bool = True) -> Arena:
+    """Open a run's arena: the one that a process left when it died, or a new one. populate: see `map_file`.
 
     Raises what `take` and `Arena.create` raise.
     """
@@ -147,14 +147,16 @@ def arena_for(folder: Path, layout: Layout, store: Store) -> Arena:
         log.warning("the arena in %s is of another layout: replaced", folder)
         HandOverQueue(folder).clear()
         arena.remove()
-    return _create(folder, layout, store)
+    return _create(folder, layout, store, populate=populate)
 
 
-def _create(folder: Path, layout: Layout, store: Store) -> Arena:
+def _create(folder: Path, layout: Layout, store: Store, *, populate: bool) -> Arena:
     """Create an arena. What was set aside gives way."""
 
     def make() -> Arena:
-        return Arena.create(folder, layout, run_id=store.run_id, epoch=1, place=store.where)
+        return Arena.create(
+            folder, layout, run_id=store.run_id, epoch=1, place=store.where, populate=populate
+        )
 
     try:
         return make()

@@ -35,7 +35,8 @@ def create_file(path: Path) -> int:
 def map_file(fd: int, size: int, *, populate: bool = True) -> mmap.mmap:
     """Map a file of `size` bytes, shared and writable.
 
-    populate: map all pages now. With page faults on first touch, the first checkpoint takes several times as long.
+    populate: map all pages now. With page faults on first touch, the first checkpoint takes several times as long. But
+    what several threads fill they also fault in together.
     """
     flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
     return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)

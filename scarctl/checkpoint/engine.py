@@ -62,10 +62,12 @@ class Engine:
         *,
         selector: Selector,
         caveats: Caveats,
+        resuming: bool = False,
     ) -> None:
         """Open or create the arena in `folder`, and begin a new epoch.
 
-        selector: chooses what a partial checkpoint saves. caveats: to which is added that the store is behind.
+        selector: of what a partial checkpoint saves. caveats: to which is added that the store is behind. resuming: a
+        new arena is filled at once.
 
         Raises Contention, Unavailable (arena or store is full), AccessDenied, Corruption.
         """
@@ -89,14 +91,13 @@ class Engine:
             divisible=settings.policy != "full" and not selector.shared,
             shared=selector.shared,
         )
-        self.arena = arena_for(folder, layout, store)
+        self.arena = arena_for(folder, layout, store, populate=not resuming)
         self.pinning = Pinning(self.arena.memory())
         self.queue = HandOverQueue(self.arena.folder)
         self.copies = Copies(self.arena, self.queue, store, self.shard_of)
         self._sealing: int | None = None
         """Number of the newest hand-over that seals the state; None once it is known to be durable."""
-        self._due_at = -1
-        """The step of the newest regular checkpoint."""
+        self._due_at = -1  # the step of the newest regular checkpoint
         self._orphaned = False
         """Copies could not be queued, and have to be queued later."""
         self._behind = Behind(

@@ -18,6 +18,7 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.movements import Movements
 from scarctl.checkpoint.batched import distances_of_groups
 from scarctl.checkpoint.distance import Norm, Scratch, changed, distances_of, finite
+from scarctl.checkpoint.loading import Piece, copy_all, pieces_of
 from scarctl.checkpoint.sampled import sampled_squares
 from scarctl.state.layout import Layout
 from scarctl.state.rows import take_rows
@@ -231,12 +232,21 @@ class LiveState:
 
     def load(self, ids: Ids) -> None:
         """Copy the partitions `ids` (ascending) from the arena into the live tensors."""
+        large: list[Piece] = []
         with torch.no_grad():
             # No generations here, so nothing calls for small pieces.
             for g, _, starts, stops in self._batches(ids, limit=1 << 62):
+                rows = take_rows(starts, stops)
                 for saved, live in zip(self._saved[g], self.tensors[g], strict=True):
-                    if not is_placeholder(live):
+                    if is_placeholder(live):
+                        continue
+                    pieces = (
+                        pieces_of(live[rows], saved[rows]) if isinstance(rows, slice) and live.dim() else []
+                    )
+                    if not pieces:
                         _copy_rows(live, saved, starts, stops)
+                    large += pieces
+            copy_all(large)
 
     def load_extrapolated(
         self, g: int, ids: Ids, movements: Movements, weights: NDArray[np.float64]

@@ -44,6 +44,9 @@ class FileSink:
         """No: the file appears when it is whole."""
         return False
 
+    def room(self, group: int, ids: Ids) -> None:
+        """Return None: there is no memory of it to read into."""
+
     def put(
         self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Bytes]
     ) -> NDArray[np.float64] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ from scarctl.recovery.plan import (
 from scarctl.state.rows import rows_of
 from scarctl.state.version import NEVER
 from scarctl.store import ShardState, Store
+from scarctl.store.read import Room
 from scarctl.store.saved import last_saved
 from scarctl.theory.extrapolation import Extrapolation
 from scarctl.theory.rework import Cost
@@ -47,6 +49,12 @@ class Sink(Protocol):
 
     def overwrites(self, ids: Ids, versions: Ids) -> bool:
         """Return whether writing these would destroy newer copies: then all are verified before any is written."""
+
+    def room(self, group: int, ids: Ids) -> Sequence[Bytes] | None:
+        """Return where copies of partitions `ids` may be read to before they are verified: `scarctl.store.read.Room`.
+
+        Nothing that is there may be worth keeping, and nothing may take it for a copy before `put`.
+        """
 
     def put(
         self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Bytes]
@@ -212,16 +220,21 @@ class _Run:
         self.same = True
         """Whether every substituted copy has the bytes of the planned one, or belongs to the same whole state."""
         self.skip_memory = False
+        self.room: Room | None = None
+        """Where copies are read to from the store; None: into memory of their own."""
 
     def deliver(self, sink: Sink) -> NDArray[np.float64]:
         """Write every piece; return the squared changes, float64 parallel to the plan's ids, NaN where unknown."""
         squared = np.full(len(self.plan.ids), np.nan)
         # If the arena is the destination, its own copies need no writing.
         self.skip_memory = sink.arena is not None and sink.arena is self.arena
-        for piece in self.pieces():
-            changes = sink.put(piece.group, piece.ids, piece.versions, piece.tensors)
-            if changes is not None:
-                squared[places(self.plan.ids, piece.ids)] = changes
+        self.room = sink.room
+        # Closed at once after a failure: until then threads may be reading into the sink's room.
+        with closing(self.pieces()) as pieces:
+            for piece in pieces:
+                changes = sink.put(piece.group, piece.ids, piece.versions, piece.tensors)
+                if changes is not None:
+                    squared[places(self.plan.ids, piece.ids)] = changes
         return squared
 
     def outcome(self) -> Plan:
@@ -239,7 +252,7 @@ class _Run:
             whole=self.plan.whole if self.same else "",
         )
 
-    def pieces(self) -> Iterator[_Piece]:
+    def pieces(self) -> Generator[_Piece, None, None]:
         """Yield every partition of the plan once; with `skip_memory` only those from the store."""
         plan = self.plan
         near = plan.tier == MEMORY
@@ -272,7 +285,10 @@ class _Run:
             corrupt: list[tuple[Ids, str]] = []
             versions = versions_of(state, ids)
             found = versions >= 0
-            for batch in self.store.read(state, ids[found], corrupt=corrupt) if found.any() else ():
+            wanted = ids[found]
+            for batch in (
+                self.store.read(state, wanted, corrupt=corrupt, room=self.room) if wanted.size else ()
+            ):
                 # If a writer collects garbage concurrently, a newer copy may have replaced the planned one.
                 self._note(batch.ids, batch.versions)
                 yield _Piece(STORE, batch.group, batch.ids, batch.versions, batch.tensors)
@@ -344,10 +360,19 @@ class ArenaSink:
     def __init__(self, arena: Arena) -> None:
         self.arena: Arena | None = arena
         self._arena = arena
+        self._free = ~arena.intact()
+        """Partitions without an intact copy: what is written over them destroys nothing."""
 
     def overwrites(self, ids: Ids, versions: Ids) -> bool:
         """Return whether the arena has a newer intact copy of any of them."""
         return bool((self._arena.intact()[ids] & (self._arena.newest()[ids] > versions)).any())
+
+    def room(self, group: int, ids: Ids) -> Sequence[Bytes] | None:
+        """Return the rows themselves of partitions that have no intact copy, and have none until `put`."""
+        if not self._free[ids].all():
+            return None
+        rows, tensors = rows_of(self._arena.layout, ids), self._arena.layout.groups[group].tensors
+        return [self._arena.rows(group, t)[rows].reshape(-1) for t in range(len(tensors))]
 
     def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Bytes]) -> None:
         """Write partitions and their versions. Their distances from the live values become unknown (NaN)."""
@@ -357,7 +382,11 @@ class ArenaSink:
             arena.unseal()
         arena.begin(ids)
         for t, data in enumerate(tensors):
-            arena.rows(group, t)[rows] = data
+            target = arena.rows(group, t)
+            # What was read into `room` is there.
+            if not np.may_share_memory(target, data):
+                target[rows] = data
+        self._free[ids] = False
         found = distinct(versions).tolist()
         for version in found:
             of_version = ids[versions == version] if len(found) > 1 else ids

@@ -258,6 +258,9 @@ class Nowhere:
         """Return False."""
         return False
 
+    def room(self, group: int, ids: Ids) -> None:
+        """Return None."""
+
     def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Any]) -> None:
         """Discard the partitions."""
 

@@ -60,8 +60,8 @@ class Opening:
         self._superseding = False
         """The session gives up what the store has."""
 
-    def open(self, layout: Layout) -> Engine:
-        """Open the arena, unless that is done already. Nothing is saved before `Engine.start`."""
+    def open(self, layout: Layout, *, resuming: bool = False) -> Engine:
+        """Open the arena, unless that is done already. Nothing is saved before `Engine.start`. resuming: `Engine`'s."""
         if self.opened is None:
             folder = arena_folder(self._settings.arena_dir, self.store.run_id)
             self._together.begin(self.store)
@@ -74,6 +74,7 @@ class Opening:
                     self._saver,
                     selector=self._together.selector(),
                     caveats=self._caveats,
+                    resuming=resuming,
                 ),
                 undo=lambda engine: engine.leave(),
             )

@@ -70,7 +70,7 @@ class Resumption:
         agree(lambda: self._binding.check(layout))
         remove_slots = self._adapter.create_slots(layout)
         # What a dead process left becomes durable only when it is clear from which step this one continues.
-        engine = self._opening.open(layout)
+        engine = self._opening.open(layout, resuming=True)
         live = self._binding.live(engine.arena)
         try:
             resumed, extras = resume_live(
@@ -87,7 +87,7 @@ class Resumption:
     def _from(self, elsewhere: Elsewhere) -> Outcome:
         """Resume from a state that was saved in other parts."""
         remove_slots = self._adapter.create_slots(elsewhere.layout)
-        engine = self._opening.open(elsewhere.layout)
+        engine = self._opening.open(elsewhere.layout, resuming=True)
         # What a failed attempt left there must not pass for a copy of what is written over it.
         engine.start_over()
         try:

@@ -26,15 +26,20 @@ class Wanted:
     last: int
     """Bytes of the last piece."""
     out: Bytes
+    """Room for all of them, one after another: exactly as many bytes, or as if the last piece were a full one."""
 
     @property
     def data(self) -> Bytes:
         """The pieces, one after another."""
-        return self.out[: self.out.size - self.piece + self.last]
+        return self.out[: len(self.position) * self.piece - (self.piece - self.last)]
+
+    def short(self, j: int) -> int:
+        """Return by how many bytes piece `j - 1` is shorter than a full one."""
+        return self.piece - self.last if j == len(self.position) else 0
 
     def covers(self, i: int, j: int) -> int:
         """Return the bytes from piece `i` to piece `j - 1`, and what lies between."""
-        return (int(self.position[j - 1] - self.position[i]) + 1) * self.piece
+        return (int(self.position[j - 1] - self.position[i]) + 1) * self.piece - self.short(j)
 
     def spans(self, gap: int) -> list[tuple[int, int]]:
         """`(i, j)`: the pieces in runs that are read as one range each, at most SPAN long."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,10 @@ from scarctl.store.segment import by_group, partition_checksums, partition_rows
 from scarctl.store.segment_reader import open_segment
 from scarctl.store.shard_state import ShardState
 from scarctl.util.arrays import Bytes, Ids
+
+Room: TypeAlias = Callable[[int, Ids], Sequence[Bytes] | None]
+"""Returns where copies of adjacent partitions of a group may be read to before they are verified: of every tensor
+uint8[bytes], their rows one after another. None: nowhere. Called in several threads."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,8 @@ def units(state: ShardState, layout: Layout, at: NDArray[np.int64], batch: int) 
             yield Unit(int(segments[a]), at[a:b], int(nbytes[a:b].sum()))
 
 
-def read_unit(blobs: Blobs, state: ShardState, layout: Layout, unit: Unit) -> Found:
-    """Read a unit's copies, in the order of the layout."""
+def read_unit(blobs: Blobs, state: ShardState, layout: Layout, unit: Unit, room: Room | None = None) -> Found:
+    """Read a unit's copies, in the order of the layout. What is read into `room` is verified there."""
     ref = state.segments[unit.segment]
     path = segment_path(state.shard, ref.name)
     ids, position = state.ids[unit.at], state.position[unit.at]
@@ -74,8 +79,12 @@ def read_unit(blobs: Blobs, state: ShardState, layout: Layout, unit: Unit) -> Fo
         with open_segment(blobs, path, ref) as segment:
             for g, i, j in by_group(layout, ids):
                 group, local = layout.groups[g], ids[i:j] - layout.base[g]
+                there = room(g, ids[i:j]) if room is not None and ids[j - 1] - ids[i] == j - i - 1 else None
                 try:
-                    pieces = [segment.want(group, t, local, position[i:j]) for t in range(len(group.tensors))]
+                    pieces = [
+                        segment.want(group, t, local, position[i:j], None if there is None else there[t])
+                        for t in range(len(group.tensors))
+                    ]
                 except Corruption as error:
                     found.corrupt.append((ids[i:j], error.message))
                 else:

@@ -103,12 +103,13 @@ class SegmentReader:
                 )
         return self.header.metadata.get("extras", ""), found
 
-    def want(self, group: Group, t: int, local: Ids, position: Ids) -> Wanted:
+    def want(self, group: Group, t: int, local: Ids, position: Ids, room: Bytes | None = None) -> Wanted:
         """Return room for pieces of tensor `t` of partitions `local` (numbers within the group, ascending): see
         `fetch`.
 
-        `position` is where they stand among the segment's partitions of the group. Raises Corruption when the
-        tensor is missing or the positions lie outside it.
+        `position` is where they stand among the segment's partitions of the group. room: as many bytes as they have,
+        one after another, to be read into if they lie side by side in the segment. Raises Corruption when the tensor is
+        missing or the positions lie outside it.
         """
         spec = group.tensors[t]
         entry = self.header.entry(group.key(t), spec.dtype, (-1, *spec.shape[1:]), self._what)
@@ -118,7 +119,9 @@ class SegmentReader:
         last = partition_rows(group, int(local[-1])) * spec.row_bytes
         if int(position[-1]) * piece + last > entry.stop - entry.start:
             raise corrupt(self._what, f"tensor {group.key(t)!r} is too short")
-        return Wanted(entry.start, position, piece, last, np.empty(count * piece, np.uint8))
+        if room is None or position[-1] - position[0] != count - 1:
+            room = np.empty(count * piece, np.uint8)
+        return Wanted(entry.start, position, piece, last, room)
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Read all that is wanted."""
@@ -129,13 +132,13 @@ class SegmentReader:
         ranges: list[tuple[int, memoryview]] = []
         scattered: list[tuple[Wanted, int, int, Bytes]] = []
         for want, i, j in spans:
-            into = want.out[i * want.piece : j * want.piece]
-            if want.covers(i, j) != into.size:
-                into = np.empty(want.covers(i, j), np.uint8)
+            covered, short = want.covers(i, j), want.short(j)
+            into = want.out[i * want.piece : j * want.piece - short]
+            if covered != into.size:
+                into = np.empty(covered + short, np.uint8)
                 scattered.append((want, i, j, into))
-            short = want.piece - want.last if j == len(want.position) else 0
             start = want.start + int(want.position[i]) * want.piece
-            ranges.append((start, memoryview(into[: into.size - short])))
+            ranges.append((start, memoryview(into[:covered])))
         self._file.read_ranges(ranges)
         for want, i, j, into in scattered:
             rows = want.position[i:j] - want.position[i]

@@ -44,7 +44,7 @@ from scarctl.store.format import (
 from scarctl.store.line import number_of
 from scarctl.store.lock import BothLocks, NoLock, StoreLock
 from scarctl.store.log import ShardLog
-from scarctl.store.read import Batch, read_unit, units
+from scarctl.store.read import Batch, Room, read_unit, units
 from scarctl.store.record import Record, now, who
 from scarctl.store.segment import ascending
 from scarctl.store.segment_reader import open_segment
@@ -341,11 +341,15 @@ class Store:
 
     # data
 
-    def read(self, state: ShardState, ids: Ids, *, corrupt: list[tuple[Ids, str]]) -> Iterator[Batch]:
+    def read(
+        self, state: ShardState, ids: Ids, *, corrupt: list[tuple[Ids, str]], room: Room | None = None
+    ) -> Iterator[Batch]:
         """Read the copies of `ids` that `state` names, every one verified, about `Blobs.batch` bytes at a time.
 
         Partitions whose copy is missing or damaged, or that were never saved, are appended to `corrupt` as
         `(ids, reason)` and not yielded. Order is by segment, group and id. Raises Unavailable, AccessDenied.
+
+        room: where copies may be read to; what is there means nothing until they are yielded.
         """
         if state.layout is None:
             if len(ids):
@@ -357,17 +361,23 @@ class Store:
         if not saved.all():
             corrupt.append((ids[~saved], f"never saved in shard {state.shard}"))
         gone: list[tuple[Ids, str]] = []
-        read = partial(read_unit, self.blobs, state, state.layout)
+        # A remote read that nobody wants any more ends by its own deadline. It must not write anywhere by then.
+        room = room if self.address.root is not None else None
+        read = partial(read_unit, self.blobs, state, state.layout, room=room)
         parts = units(state, state.layout, at[saved], self.blobs.batch)
         for found in self.blobs.each(read, parts, attrgetter("nbytes")):
             yield from found.batches
             corrupt += found.corrupt
             gone += found.gone
         if gone:
-            yield from self._read_again(state, gone, corrupt)
+            yield from self._read_again(state, gone, corrupt, room)
 
     def _read_again(
-        self, state: ShardState, gone: list[tuple[Ids, str]], corrupt: list[tuple[Ids, str]]
+        self,
+        state: ShardState,
+        gone: list[tuple[Ids, str]],
+        corrupt: list[tuple[Ids, str]],
+        room: Room | None,
     ) -> Iterator[Batch]:
         """Yield copies whose segment is missing, from where the writer has moved them since.
 
@@ -382,7 +392,7 @@ class Store:
             moved.append(ids[taken])
         again = np.concatenate(moved)
         if len(again):
-            yield from self.read(state, again, corrupt=corrupt)
+            yield from self.read(state, again, corrupt=corrupt, room=room)
 
     def read_extras(self, state: ShardState) -> tuple[int, object] | None:
         """Return the newest extras, verified, as `(version, object)`; None if none were saved. Raises Corruption."""

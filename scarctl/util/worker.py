@@ -1,13 +1,51 @@
-"""Run jobs in order in one background thread: the copies made during the next forward and backward pass."""
+"""Run jobs in order in one background thread: the copies made during the next forward and backward pass.
+
+Or run a call for many items in several threads at once.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+
+def run_all(call: Callable[[T], object], items: Iterable[T], threads: int) -> None:
+    """Call `call` with every item, in up to `threads` threads, the caller's own included; return when all have ended.
+
+    Raises what one of them raised. Then not all items may have been taken.
+    """
+    todo = deque(items)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not errors:
+            try:
+                item = todo.popleft()
+            except IndexError:
+                return
+            try:
+                call(item)
+            except BaseException as error:
+                errors.append(error)
+
+    helpers: list[threading.Thread] = []
+    try:
+        for _ in range(min(threads, len(todo)) - 1):
+            helper = threading.Thread(target=work, name="scarctl-helper", daemon=True)
+            helper.start()
+            helpers.append(helper)
+        work()
+    finally:
+        todo.clear()
+        for helper in helpers:
+            helper.join()
+    if errors:
+        raise errors[0]
 
 
 class Job(Generic[T]):

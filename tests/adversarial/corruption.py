@@ -159,6 +159,8 @@ class Kept:
     def overwrites(self, ids: NDArray[np.int64], versions: NDArray[np.int64]) -> bool:
         return True
 
+    def room(self, group: int, ids: NDArray[np.int64]) -> None: ...
+
     def put(
         self,
         group: int,

@@ -111,6 +111,8 @@ class Collect:
     def overwrites(self, ids: Ids, versions: Ids) -> bool:
         return False
 
+    def room(self, group: int, ids: Ids) -> None: ...
+
     def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[NDArray[np.uint8]]) -> None:
         ArenaSink(self.target).put(group, ids, versions, tensors)
         self.seen += ids.tolist()

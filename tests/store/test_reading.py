@@ -256,3 +256,24 @@ class TestHelpers:
         count = len(begun)
         time.sleep(0.05)
         assert len(begun) <= count + AT_ONCE < 1000
+
+    def test_patient_ones_leave_nothing_under_way(self) -> None:
+        begun, under_way = threading.Event(), [0]
+
+        def work(n: int) -> int:
+            if n:
+                under_way[0] += 1
+                begun.set()
+                time.sleep(0.05)
+                under_way[0] -= 1
+            else:
+                begun.wait()
+            return n
+
+        results = Helpers(1, patient=True).each(work, range(100))
+        assert next(results) == 0
+        results.close()  # type: ignore[attr-defined]
+        assert under_way == [0]
+        begun.clear()
+        time.sleep(0.1)
+        assert not begun.is_set()

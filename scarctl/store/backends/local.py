@@ -30,7 +30,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-_HELPERS = Helpers(1)
+# More than four threads read no faster than memory is written.
+_HELPERS = Helpers(max(1, min(4, os.cpu_count() or 1) - 1), patient=True)
 _SYNCING = Helpers()
 
 

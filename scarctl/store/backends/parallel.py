@@ -6,6 +6,8 @@ way at a time, a local one two if they are large.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -36,15 +38,20 @@ class Helpers:
     The caller works, too, so work may itself be made of such work: when all helpers are busy the caller does it alone.
     """
 
-    def __init__(self, count: int = AT_ONCE - 1) -> None:
+    def __init__(self, count: int = AT_ONCE - 1, *, patient: bool = False) -> None:
+        """patient: when results are not wanted any more, wait until the work under way has ended. It may write."""
+        self._patient = patient
         # A forked child may find some of them taken for ever. It is slower then, and waits for nobody.
         self._free = threading.Semaphore(count)
 
     def each(
         self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
     ) -> Iterator[R]:
-        """See `Blobs.each`. What is under way when a result is not wanted any more ends by its own deadline."""
-        left = iter(items)
+        """See `Blobs.each`. What is under way when a result is not wanted any more ends by its own deadline.
+
+        Unless this is patient: then it has ended when this generator has.
+        """
+        left, process = iter(items), os.getpid()
         ahead: deque[tuple[int, Job[R]]] = deque()
         todo: deque[Job[R]] = deque()
         waiting = 0  # bytes
@@ -68,7 +75,11 @@ class Helpers:
                 waiting -= nbytes
                 yield job.wait()
         finally:
-            todo.clear()
+            left_out = set(_take_all(todo))
+            # In a child that was forked meanwhile nobody does it.
+            for _, job in ahead if self._patient and os.getpid() == process else ():
+                if job not in left_out:
+                    job.settle()
 
     def _hire(self, todo: deque[Job[R]]) -> None:
         if self._free.acquire(blocking=False):
@@ -80,6 +91,13 @@ class Helpers:
                 pass
         finally:
             self._free.release()
+
+
+def _take_all(todo: deque[Job[R]]) -> Iterator[Job[R]]:
+    """Take out all work that nobody has begun: by now no other thread can begin it."""
+    with contextlib.suppress(IndexError):
+        while True:
+            yield todo.popleft()
 
 
 def _help(todo: deque[Job[R]]) -> bool:

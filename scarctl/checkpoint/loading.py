@@ -1,0 +1,60 @@
+"""Copy large runs of bytes into live tensors in several threads, each of which takes the next piece when it is done.
+
+Torch's own threads share a copy evenly and wait for the slowest. Next to other processes that takes several times as
+long.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from scarctl.util.arrays import Bytes
+from scarctl.util.worker import run_all
+
+Piece: TypeAlias = tuple[Bytes, Bytes]
+"""Target and source."""
+
+_LARGE = 1 << 20
+"""Bytes from which on several threads are worth their start."""
+_PIECE = 4 << 20
+_THREADS = 4
+"""More threads copy no faster than memory is written."""
+
+
+def pieces_of(target: torch.Tensor, source: torch.Tensor) -> list[Piece]:
+    """Return pieces that make up the copy of `source` into `target`, and count it as one write in place to `target`.
+
+    Return [] for what torch has to copy itself: small tensors, and those that are not plain memory of the host.
+    """
+    if target.nbytes < _LARGE or not (_is_plain(target) and _is_plain(source)):
+        return []
+    if target.shape != source.shape or target.dtype != source.dtype:
+        return []
+    # Torch refuses here what it would refuse for the whole, and caches see that the tensor has changed.
+    target.narrow(0, 0, 0).copy_(source.narrow(0, 0, 0))
+    into, there = _bytes_of(target), _bytes_of(source)
+    return [(into[i : i + _PIECE], there[i : i + _PIECE]) for i in range(0, into.size, _PIECE)]
+
+
+def copy_all(pieces: list[Piece]) -> None:
+    """Copy the pieces, in as many threads as torch may use, up to four. Returns when all is done."""
+    run_all(lambda piece: np.copyto(*piece), pieces, min(_THREADS, torch.get_num_threads()))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_complex()
+        and not tensor.is_neg()
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    flat: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return flat

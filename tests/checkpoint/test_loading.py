@@ -1,0 +1,50 @@
+"""Large tensors are loaded in pieces, as torch would have copied them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scarctl.checkpoint.loading import copy_all, pieces_of
+
+ROWS, WIDE = 700, 1025
+
+
+def numbers(dtype: torch.dtype) -> torch.Tensor:
+    return torch.randint(0, 100, (ROWS, WIDE), generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.float64])
+def test_rows_arrive_and_the_tensor_counts_it(dtype: torch.dtype) -> None:
+    source, target = numbers(dtype), torch.zeros(ROWS, WIDE, dtype=dtype)
+    before = target._version
+    pieces = pieces_of(target[3:], source[3:])
+    assert pieces
+    assert target._version > before
+    copy_all(pieces)
+    assert torch.equal(target[3:], source[3:])
+    assert not target[:3].any()
+
+
+def test_what_torch_has_to_copy_is_left_to_it() -> None:
+    source = numbers(torch.float32)
+    assert not pieces_of(torch.zeros(WIDE, ROWS).t(), source)
+    assert not pieces_of(torch.zeros(ROWS, WIDE, dtype=torch.float64), source)
+    assert not pieces_of(torch.zeros(3, 4), torch.ones(3, 4))
+    assert not pieces_of(
+        torch.zeros(ROWS, WIDE, dtype=torch.complex64), torch.zeros(ROWS, WIDE, dtype=torch.complex64)
+    )
+    assert not pieces_of(torch.zeros(ROWS, WIDE, device="meta"), source)
+
+
+def test_what_torch_refuses_is_refused() -> None:
+    with torch.inference_mode():
+        target = torch.zeros(ROWS, WIDE)
+    with pytest.raises(RuntimeError, match="inference"):
+        pieces_of(target, numbers(torch.float32))
+    parameter = torch.nn.Parameter(torch.zeros(ROWS, WIDE))
+    with pytest.raises(RuntimeError, match="leaf"):
+        pieces_of(parameter, numbers(torch.float32))
+    with torch.no_grad():
+        copy_all(pieces_of(parameter, numbers(torch.float32)))
+    assert torch.equal(parameter.detach(), numbers(torch.float32))

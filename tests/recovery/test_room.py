@@ -1,0 +1,178 @@
+"""Copies that are read from the store into the memory of an arena, and verified there."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from scarctl.arena.arena import Arena
+from scarctl.errors import NoIntactCopy
+from scarctl.recovery.execute import ArenaSink, execute
+from scarctl.recovery.plan import Plan, plan_partial
+from scarctl.state.layout import TensorSpec, build_layout
+from scarctl.state.version import pack
+from scarctl.store import Store, open_writer
+from scarctl.util.arrays import Ids
+
+LAYOUT = build_layout(
+    [
+        ("wide", "parameter", (TensorSpec("", "F32", (70, 1030)), TensorSpec("m", "BF16", (70, 1030)))),
+        ("small", "parameter", (TensorSpec("", "F32", (11, 3)),)),
+        ("none", "parameter", (TensorSpec("", "F32", (4, 0)),)),
+        ("one", "buffer", (TensorSpec("", "I64", ()),)),
+    ],
+    rows={"wide": 8, "small": 2},
+)
+EVERYTHING = np.arange(LAYOUT.partitions)
+SHARD_OF = np.zeros(LAYOUT.partitions, dtype=np.int32)
+
+
+class Saved:
+    """A store with one commit of the whole state per entry of `values`."""
+
+    def __init__(self, folder: Path, commits: int = 1) -> None:
+        self.store = Store.create(str(folder / "store"))
+        random = np.random.default_rng(3)
+        self.values: list[list[bytes]] = []
+        with open_writer(self.store, layout=LAYOUT, shard_of=SHARD_OF) as writer:
+            self.epoch = writer.epoch
+            for step in range(commits):
+                live = Arena.anonymous(LAYOUT)
+                live.memory()[:] = random.integers(0, 255, live.memory().size, np.uint8)
+                writer.commit(0, EVERYTHING, live.source, step=step)
+                self.values.append(bytes_of(live))
+
+    def plan(self, arena: Arena) -> Plan:
+        return plan_partial(EVERYTHING, LAYOUT, SHARD_OF, {0: self.store.state(0)}, arena)
+
+    def segments(self) -> list[Path]:
+        """Those with data, oldest first."""
+        found = [f for f in (self.store.root / "shards/0/seg").iterdir() if f.stat().st_size > LAYOUT.nbytes]
+        return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+
+
+def bytes_of(arena: Arena) -> list[bytes]:
+    """The bytes of every partition."""
+    found = []
+    for i in EVERYTHING.tolist():
+        g = int(LAYOUT.group_of([i])[0])
+        (start,), (stop,) = LAYOUT.row_ranges([i])
+        found.append(
+            b"".join(arena.rows(g, t)[start:stop].tobytes() for t in range(len(LAYOUT.groups[g].tensors)))
+        )
+    return found
+
+
+def damage(path: Path, partition: int) -> None:
+    """Change one byte of the first tensor's data of this partition of the group "wide"."""
+    data = bytearray(path.read_bytes())
+    head = 8 + int.from_bytes(data[:8], "little")
+    start = json.loads(data[8:head])["wide"]["data_offsets"][0]
+    data[head + start + partition * 8 * 1030 * 4 + 5] ^= 1
+    path.write_bytes(data)
+
+
+class Watched(ArenaSink):
+    """Counts the partitions whose data were in the arena before they were put there."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__(arena)
+        self.straight: list[int] = []
+
+    def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[NDArray[np.uint8]]) -> None:
+        assert self.arena is not None
+        if all(np.may_share_memory(self.arena.memory(), data) for data in tensors):
+            self.straight += ids.tolist()
+        super().put(group, ids, versions, tensors)
+
+
+def test_what_has_no_copy_is_read_straight_into_its_place(tmp_path: Path) -> None:
+    saved, arena = Saved(tmp_path), Arena.anonymous(LAYOUT)
+    sink = Watched(arena)
+    execute(saved.plan(arena), saved.store, arena, sink)
+    full = [i for i in EVERYTHING.tolist() if LAYOUT.partition_bytes[i]]
+    assert set(full) <= set(sink.straight)
+    assert bytes_of(arena) == saved.values[0]
+    assert arena.intact().all()
+
+
+def test_an_intact_copy_is_never_read_over(tmp_path: Path) -> None:
+    saved, arena = Saved(tmp_path, commits=2), Arena.anonymous(LAYOUT)
+    kept = EVERYTHING[:4]
+    arena.begin(kept)
+    for t in range(2):
+        arena.rows(0, t)[:32] = 7
+    arena.end(kept, pack(saved.epoch, 0))
+    before = bytes_of(arena)
+    for path in saved.segments():
+        damage(path, 2)
+    sink = Watched(arena)
+    report = execute(saved.plan(arena), saved.store, arena, sink)
+    assert not set(sink.straight) & set(kept.tolist())
+    after = bytes_of(arena)
+    assert after[2] == before[2]
+    assert [after[i] for i in EVERYTHING.tolist() if i != 2] == [
+        saved.values[1][i] for i in EVERYTHING.tolist() if i != 2
+    ]
+    assert (report.tiers["memory"], report.degraded) == (1, True)
+
+
+def test_a_damaged_copy_that_was_read_into_the_arena_is_no_copy(tmp_path: Path) -> None:
+    saved, arena = Saved(tmp_path), Arena.anonymous(LAYOUT)
+    damage(saved.segments()[0], 3)
+    with pytest.raises(NoIntactCopy, match=r"wide\[24:32\]"):
+        execute(saved.plan(arena), saved.store, arena, ArenaSink(arena))
+    assert not arena.intact()[3]
+    wrong = [i for i in np.flatnonzero(arena.intact()) if bytes_of(arena)[i] != saved.values[0][i]]
+    assert not wrong
+
+
+def test_a_cut_file_is_an_error_and_no_copy(tmp_path: Path) -> None:
+    saved, arena = Saved(tmp_path), Arena.anonymous(LAYOUT)
+    plan = saved.plan(arena)
+    path = saved.segments()[0]
+    path.write_bytes(path.read_bytes()[:-4096])
+    with pytest.raises(NoIntactCopy):
+        execute(plan, saved.store, arena, ArenaSink(arena))
+    assert not arena.intact().any()
+
+
+def test_what_was_brought_back_is_not_read_over(tmp_path: Path) -> None:
+    saved, arena = Saved(tmp_path), Arena.anonymous(LAYOUT)
+    sink = ArenaSink(arena)
+    assert sink.room(0, EVERYTHING[:2]) is not None
+    execute(saved.plan(arena), saved.store, arena, sink)
+    assert all(sink.room(0, EVERYTHING[i : i + 1]) is None for i in range(9))
+
+
+class Failing(ArenaSink):
+    """Fails when the first partitions arrive."""
+
+    def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[NDArray[np.uint8]]) -> None:
+        raise OSError("no")
+
+
+def test_nobody_reads_into_the_arena_after_a_failure(tmp_path: Path) -> None:
+    saved, arena = Saved(tmp_path), Arena.anonymous(LAYOUT)
+    saved.store.blobs.batch = 1 << 15  # type: ignore[misc]  # many units
+    began: list[int] = []
+
+    class Slow(Failing):
+        def room(self, group: int, ids: Ids) -> Sequence[NDArray[np.uint8]] | None:
+            began.append(threading.get_ident())
+            return super().room(group, ids)
+
+    with pytest.raises(OSError, match="no"):
+        execute(saved.plan(arena), saved.store, arena, Slow(arena))
+    before, count = arena.memory().copy(), len(began)
+    time.sleep(0.1)
+    assert len(began) == count
+    assert (arena.memory() == before).all()
+    assert not arena.intact().any()
