@@ -28,6 +28,9 @@ T = TypeVar("T")
 PATIENCE = 120.0
 """Seconds that a rank waits for the others, at most."""
 
+_FIRST = 1016
+"""Bytes of a value that are exchanged at once. The rest of longer ones takes a second exchange."""
+
 _GONE = "the ranks that are there saved what they could; start the job again"
 
 
@@ -64,25 +67,33 @@ class Team:
 
     def gather(self, value: object) -> list[Any]:
         """Every rank's value, by rank. Values are plain values and arrays, as in `scarctl.state.codec`."""
-        mine = torch.from_numpy(_pack(value))
-        sizes = torch.zeros(self.world, dtype=torch.int64)
-        sizes[self.rank] = len(mine)
-        self.told(lambda: dist.all_reduce(sizes, group=self.group))
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-        padded[: len(mine)] = mine
-        found = [torch.empty_like(padded) for _ in range(self.world)]
-        self.told(lambda: dist.all_gather(found, padded, group=self.group))
-        return [_unpack(data[:size].numpy()) for data, size in zip(found, sizes.tolist(), strict=True)]
+        mine = _pack(value)
+        heads = self._all(_head_of(mine))
+        longest = max(_size_in(head) for head in heads)
+        rests: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)] * self.world
+        if longest > _FIRST:
+            padded = np.zeros(longest - _FIRST, np.uint8)
+            padded[: max(0, len(mine) - _FIRST)] = mine[_FIRST:]
+            rests = self._all(padded)
+        return [_unpack(_joined(head, rest)) for head, rest in zip(heads, rests, strict=True)]
+
+    def _all(self, mine: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+        """Every rank's bytes, of equal length, by rank."""
+        own = torch.from_numpy(mine)
+        found = [torch.empty_like(own) for _ in range(self.world)]
+        self.told(lambda: dist.all_gather(found, own, group=self.group))
+        return [data.numpy() for data in found]
 
     def from_rank(self, rank: int, value: object = None) -> Any:
         """The value that `rank` has, on all of them; what the others give counts for nothing."""
-        mine = torch.from_numpy(_pack(value)) if self.rank == rank else torch.empty(0, dtype=torch.uint8)
-        size = torch.tensor([len(mine)], dtype=torch.int64)
-        self.told(lambda: dist.broadcast(size, src=rank, group=self.group))
-        if self.rank != rank:
-            mine = torch.empty(int(size), dtype=torch.uint8)
-        self.told(lambda: dist.broadcast(mine, src=rank, group=self.group))
-        return _unpack(mine.numpy())
+        mine = _pack(value) if self.rank == rank else np.empty(0, np.uint8)
+        head = _head_of(mine)
+        self.told(lambda: dist.broadcast(torch.from_numpy(head), src=rank, group=self.group))
+        rest = np.zeros(max(0, _size_in(head) - _FIRST), np.uint8)
+        rest[: max(0, len(mine) - _FIRST)] = mine[_FIRST:]
+        if rest.size:
+            self.told(lambda: dist.broadcast(torch.from_numpy(rest), src=rank, group=self.group))
+        return _unpack(_joined(head, rest))
 
     def agree(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
         """Make the call on every rank; when it fails on one it has failed on all.
@@ -90,18 +101,33 @@ class Team:
         undo: takes back what succeeded here, when it failed elsewhere.
         Raises what it raised here, else the first other rank's error, naming that rank.
         """
+        value, _ = self._agree(call, undo, lambda _: None)
+        return value
+
+    def collect(self, call: Callable[[], T]) -> list[T]:
+        """Make the call on every rank, and return every rank's result, by rank; when it fails on one it has failed on
+        all. Results are as in `gather`.
+        """
+        _, found = self._agree(call, None, lambda value: value)
+        return found
+
+    def _agree(
+        self, call: Callable[[], T], undo: Callable[[T], object] | None, shown: Callable[[T], object]
+    ) -> tuple[T, list[Any]]:
+        """Return what the call returns here, and what is `shown` of it everywhere. See `agree`."""
         value, error = None, None
         try:
             value = call()
         except Exception as caught:
             error = caught
         try:
-            answers = self.gather(None if error is None else _fields(error))
+            mine = [_fields(error), None] if error is not None else [None, shown(value)]  # type: ignore[arg-type]
+            answers = self.gather(mine)
         except BaseException:
             if error is None and undo is not None:
                 undo(value)  # type: ignore[arg-type]
             raise
-        failed = [(rank, fields) for rank, fields in enumerate(answers) if fields is not None]
+        failed = [(rank, fields) for rank, (fields, _) in enumerate(answers) if fields is not None]
         if error is not None:
             raise error
         if failed:
@@ -109,7 +135,7 @@ class Team:
                 undo(value)  # type: ignore[arg-type]
             rank, fields = failed[0]
             raise error_from({**fields, "message": f"rank {rank}: {fields['message']}"})
-        return value  # type: ignore[return-value]
+        return value, [found for _, found in answers]  # type: ignore[return-value]
 
     def close(self) -> None:
         """Leave. Waits for nobody."""
@@ -145,6 +171,10 @@ class Solo(Team):
         """See `Team`."""
         return call()
 
+    def collect(self, call: Callable[[], T]) -> list[T]:
+        """See `Team`."""
+        return [call()]
+
     def close(self) -> None:
         """See `Team`."""
 
@@ -167,6 +197,24 @@ def _pack(value: object) -> NDArray[np.uint8]:
     head = canonical({"text": text, "tensors": [[n, t.dtype, list(t.shape)] for n, t in tensors.items()]})
     parts = [len(head).to_bytes(8, "little"), head, *(bytes(t.data) for t in tensors.values())]
     return np.frombuffer(bytearray(b"".join(parts)), dtype=np.uint8)
+
+
+def _head_of(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return the length of `data` and its first bytes: what one exchange carries of a value, and usually all of it."""
+    head = np.zeros(8 + _FIRST, np.uint8)
+    head[:8] = np.frombuffer(len(data).to_bytes(8, "little"), np.uint8)
+    head[8 : 8 + len(data)] = data[:_FIRST]
+    return head
+
+
+def _size_in(head: NDArray[np.uint8]) -> int:
+    return int.from_bytes(head[:8].tobytes(), "little")
+
+
+def _joined(head: NDArray[np.uint8], rest: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    size = _size_in(head)
+    first = head[8 : 8 + min(size, _FIRST)]
+    return first if size <= _FIRST else np.concatenate([first, rest[: size - _FIRST]])
 
 
 def _unpack(data: NDArray[np.uint8]) -> Any:

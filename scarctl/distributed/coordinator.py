@@ -117,9 +117,9 @@ class Crew:
                 f"shards={settings.shards}: with several ranks each of them is one shard",
                 hint="leave shards out",
             )
-        mine = team.agree(lambda: [holding.to_json() for holding in holdings_of(adapter.groups())])
-        everyone = team.gather(mine)
-        division = team.agree(lambda: divide([[Holding.from_json(h) for h in held] for held in everyone]))
+        everyone = team.collect(lambda: [holding.to_json() for holding in holdings_of(adapter.groups())])
+        # Of the same values, so it comes to the same on all ranks, or fails on all.
+        division = divide([[Holding.from_json(h) for h in held] for held in everyone])
         return cls(adapter, division, team, settings, rank_extras)
 
     # -- the store ----------------------------------------------------------------------------------------------
@@ -140,18 +140,18 @@ class Crew:
 
     def _view(self, store: Store, settings: SessionSettings) -> Store:
         """The store as this rank sees it, once all know which shards they have."""
-        ids = self.team.gather(store.id)
-        if len(set(ids)) > 1:
+        found = self.team.collect(lambda: [store.id, self._is_divided_otherwise(store)])
+        if len({identity for identity, _ in found}) > 1:
             raise UsageError(
                 f"{store.url} is not the same store on all ranks", hint="put it where every host can reach it"
             )
-        otherwise = self.agree(lambda: self._is_divided_otherwise(store))
-        if any(self.team.gather(otherwise)):
+        if any(otherwise for _, otherwise in found):
             self.moved = True
             save_leftovers(store, settings, self.team)
             self.agree(lambda: fence(store) if self.team.rank == 0 else None)
-        decided = self.agree(lambda: self._decide(store) if self.team.rank == 0 else None)
-        self._epoch, shards, self._earlier, self.start = self.team.from_rank(0, decided)
+        decided = self.team.collect(lambda: self._decide(store) if self.team.rank == 0 else None)[0]
+        assert decided is not None, "rank 0 has decided"
+        self._epoch, shards, self._earlier, self.start = decided
         self.shards = tuple(shards)
         if self._earlier and not self.moved:
             self.adapter.learn_slots(self.agree(lambda: slots_of(self._layouts(store))))

@@ -14,7 +14,7 @@ from scarctl.session.recover import Resumed, resume_live
 from scarctl.state.caveats import reasons
 from scarctl.state.extras import Extras
 from scarctl.state.layout import Layout
-from scarctl.store import read_snapshot
+from scarctl.store import Snapshot, read_snapshot
 from scarctl.store.saved import last_saved
 
 log = logging.getLogger("scarctl")
@@ -64,10 +64,13 @@ class Resumption:
 
     def _in_place(self, layout: Layout, mode: str, name: str | None) -> Outcome:
         """Resume from a state that was saved in the same parts."""
-        agree = self._together.agree
-        snapshot = agree(lambda: None if name is None else read_snapshot(self._store, name))
-        saved_at = agree(lambda: last_saved(self._store))
-        agree(lambda: self._binding.check(layout))
+
+        def look() -> tuple[Snapshot | None, str | None]:
+            found = None if name is None else read_snapshot(self._store, name), last_saved(self._store)
+            self._binding.check(layout)
+            return found
+
+        snapshot, saved_at = self._together.agree(look)
         remove_slots = self._adapter.create_slots(layout)
         # What a dead process left becomes durable only when it is clear from which step this one continues.
         engine = self._opening.open(layout, resuming=True)

@@ -1,0 +1,74 @@
+"""Values between ranks that are real processes, over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from scarctl.distributed.collectives import Team
+from scarctl.errors import UsageError
+from tests.distributed.launch import launch
+
+T = TypeVar("T")
+LENGTHS = (0, 1, 900, *range(960, 1040, 3), 5000, 200_000)
+"""Of texts: those in the middle have about as many bytes as one exchange carries."""
+
+
+class Counting(Team):
+    """Counts its exchanges."""
+
+    exchanges = 0
+
+    def told(self, call: Callable[[], T]) -> T:
+        self.exchanges += 1
+        return super().told(call)
+
+
+def exchange(rank: int, world: int) -> dict[str, Any]:
+    """Exchange values of many lengths; return what went wrong, and how many exchanges some took."""
+    team, wrong = Counting(), []
+    for n in LENGTHS:
+        for theirs in (n, 3):  # all of about one length, or one of them long
+            lengths = [n + other if other == 0 else theirs for other in range(world)]
+            if team.gather("x" * lengths[rank]) != ["x" * length for length in lengths]:
+                wrong.append(f"gather {lengths}")
+        for source in range(world):
+            given = {"text": "y" * n, "array": np.arange(n % 7)} if rank == source else None
+            found = team.from_rank(source, given)
+            if found["text"] != "y" * n or found["array"].tolist() != list(range(n % 7)):
+                wrong.append(f"from rank {source}: {n}")
+    before = team.exchanges
+    team.gather([rank, "short"])
+    team.agree(lambda: rank)
+    found = team.collect(lambda: [rank, rank * rank])
+    if found != [[one, one * one] for one in range(world)]:
+        wrong.append(f"collect: {found}")
+    short = team.exchanges - before
+    errors = []
+    for ask in (team.agree, team.collect):
+        try:
+            ask(lambda: fail_on(rank, 1))
+        except UsageError as error:
+            errors.append(error.message)
+    if team.gather(rank) != list(range(world)):
+        wrong.append("after a failure")
+    team.close()
+    return {"wrong": wrong, "exchanges": short, "errors": errors}
+
+
+def fail_on(rank: int, failing: int) -> int:
+    if rank == failing:
+        raise UsageError("it cannot be " + "long " * 400)
+    return rank
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_values_of_every_length_arrive_and_failures_are_told(world: int) -> None:
+    for rank, found in enumerate(launch("tests.distributed.test_collectives:exchange", world)):
+        assert not found["wrong"]
+        assert found["exchanges"] == 3  # one each
+        prefix = "" if rank == 1 else "rank 1: "
+        assert [text.startswith(f"{prefix}it cannot be long") for text in found["errors"]] == [True, True]
