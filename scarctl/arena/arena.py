@@ -57,7 +57,7 @@ from scarctl.arena.mapping import create_file, map_file, open_file
 from scarctl.errors import UsageError
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, epoch_of, pack, step_of
-from scarctl.util.arrays import Ids
+from scarctl.util.arrays import Ids, adjacent
 
 __all__ = ["Arena", "arena_folder"]
 
@@ -267,17 +267,18 @@ class Arena(Fields):
         """A copy into these partitions starts: until `end` they are not intact."""
         if len(ids):
             self.name_whole("")
-        self.generation[ids] |= np.uint64(1)
+        self.generation[adjacent(ids)] |= np.uint64(1)
 
     def end(self, ids: Ids, version: int) -> None:
         """The copy into these partitions is complete, and is `version`.
 
         Where the store has that version already, from before what was written now, the copy is pending again.
         """
-        self.version[ids] = version
-        again = ids[self.durable[ids] == version]
+        at = adjacent(ids)
+        self.version[at] = version
+        again = ids[self.durable[at] == version]
         self.durable[again] = NEVER
-        self.generation[ids] += self.generation[ids] & np.uint64(1)
+        self.generation[at] += self.generation[at] & np.uint64(1)
 
     def newest(self) -> Ids:
         """Return the version that every copy is good for: its own, or the newest sealed one if that came later."""
@@ -318,7 +319,7 @@ class Arena(Fields):
         generation: of `ids` when they were read for the store. What was copied again since then stays pending, also
         when it is of the same version.
         """
-        self.durable[ids] = version
+        self.durable[adjacent(ids)] = version
         if generation is not None:
             # Looked at only now: a copy that begins later finds `version` in durable, and `end` takes it back.
             newer = ids[self.generation[ids] != generation]
@@ -345,7 +346,7 @@ class Arena(Fields):
 
     def note_distances(self, distance: float | NDArray[np.float64], ids: Ids | None = None) -> None:
         """Note how far live values are from the copies of `ids`, or of all partitions; NaN when unknown."""
-        self.distance[slice(None) if ids is None else ids] = distance
+        self.distance[slice(None) if ids is None else adjacent(ids)] = distance
 
     def pending(self) -> NDArray[np.bool_]:
         """Return the partitions whose copy still waits for the store: bool of shape (layout.partitions,)."""

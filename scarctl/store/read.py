@@ -18,7 +18,7 @@ from scarctl.store.ranges import Wanted
 from scarctl.store.segment import by_group, partition_checksums, partition_rows
 from scarctl.store.segment_reader import open_segment
 from scarctl.store.shard_state import ShardState
-from scarctl.util.arrays import Bytes, Ids
+from scarctl.util.arrays import Bytes, Ids, adjacent
 
 Room: TypeAlias = Callable[[int, Ids], Sequence[Bytes] | None]
 """Returns where copies of adjacent partitions of a group may be read to before they are verified: of every tensor
@@ -58,9 +58,10 @@ class Found:
 
 def units(state: ShardState, layout: Layout, at: NDArray[np.int64], batch: int) -> Iterator[Unit]:
     """Yield the saved members `at` (ascending) by segment, at most about `batch` bytes each."""
-    segments = state.segment[at]
-    order = np.argsort(segments, kind="stable")
-    at, segments = at[order], segments[order]
+    segments = state.segment[adjacent(at)]
+    if (segments[1:] < segments[:-1]).any():
+        order = np.argsort(segments, kind="stable")
+        at, segments = at[order], segments[order]
     nbytes = layout.bytes_of(state.ids[at])
     for i, j in pairwise([*np.flatnonzero(np.diff(segments, prepend=-1)).tolist(), len(at)]):
         cuts = np.flatnonzero(np.diff((np.cumsum(nbytes[i:j]) - 1) // batch) > 0) + i + 1
@@ -72,7 +73,13 @@ def read_unit(blobs: Blobs, state: ShardState, layout: Layout, unit: Unit, room:
     """Read a unit's copies, in the order of the layout. What is read into `room` is verified there."""
     ref = state.segments[unit.segment]
     path = segment_path(state.shard, ref.name)
-    ids, position = state.ids[unit.at], state.position[unit.at]
+    at = adjacent(unit.at)
+    ids, position, checksums, of = (
+        state.ids[at],
+        state.position[at],
+        state.checksum[at],
+        state.version[at].copy(),
+    )
     found = Found()
     wanted: list[tuple[int, int, int, list[Wanted]]] = []
     try:
@@ -96,13 +103,12 @@ def read_unit(blobs: Blobs, state: ShardState, layout: Layout, unit: Unit, room:
         return Found(gone=[(ids, f"{blobs.where(path)}: the segment is missing")])
     for g, i, j, pieces in wanted:
         data = [one.data for one in pieces]
-        intact = partition_checksums(layout.groups[g], j - i, data) == state.checksum[unit.at[i:j]]
+        intact = partition_checksums(layout.groups[g], j - i, data) == checksums[i:j]
         if not intact.all():
             reason = f"{blobs.where(path)}: data do not match their checksum"
             found.corrupt.append((ids[i:j][~intact], reason))
         if intact.any():
-            versions = state.version[unit.at[i:j]]
-            found.batches.append(_batch(g, layout, ids[i:j], versions, data, intact))
+            found.batches.append(_batch(g, layout, ids[i:j], of[i:j], data, intact))
     return found
 
 
