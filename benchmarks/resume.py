@@ -13,12 +13,14 @@ were. Files are in the page cache. Every case checks what it got, unmeasured.
   torch.load         torch.load(weights_only=True), load_state_dict of model and optimizer
   safetensors        load_file; copied into the parameters, cloned into the optimizer's slots: what load_file gives is
                      the mapped file, which is read when it is used
+  safetensors, checked  the same, and a checksum (XXH3) of every tensor: the limit for what checks all that it reads
   DCP load           slots of zeros, then torch.distributed.checkpoint.load into the tensors
   plain copy         copy_ of as many bytes, tensor by tensor, between two states that exist already (the aim for
                      memory is at least 0.7 of its speed)
   plain copy, new    the same into slots of zeros that are made first, as a resume has to
 
-One line per case: speed relative to the plain copy of the same round, seconds with the range, GB/s.
+One line per case: speed relative to the plain copy of the same round, time relative to the case's limit in the same
+round, seconds with the range, CPU seconds, GB/s.
 """
 
 from __future__ import annotations
@@ -32,18 +34,39 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from timing import arenas, interleaved, parser, print_table, ratio, scratch, settle, spread
 from training import Model, build, tensors, whole_state
 
 import scarctl
 
 SLOTS = ("exp_avg", "exp_avg_sq")
+LIMITS = {
+    "scarctl, memory": "plain copy, new",
+    "scarctl, attach": "plain copy, new",
+    "scarctl, store": "safetensors, checked",
+}
+"""What a case cannot be faster than, as far as is known."""
+
+
+Taken: TypeAlias = tuple[float, float]
+"""Seconds, and CPU seconds of the process: those say something on a busy machine, too."""
+
+
+def now() -> Taken:
+    return time.perf_counter(), time.process_time()
+
+
+def since(start: Taken) -> Taken:
+    wall, cpu = now()
+    return wall - start[0], cpu - start[1]
 
 
 class Bench:
@@ -63,7 +86,7 @@ class Bench:
             interval=1 << 30,
         )
 
-    def train(self) -> float:
+    def train(self) -> Taken:
         """The first process: one step, saved in every form. Leaves the arena behind."""
         model, optimizer = build(self.scale)
         session = self.attach(model, optimizer, self.arena_dir)
@@ -73,61 +96,63 @@ class Bench:
         torch.save(whole_state(model, optimizer), self.folder / "torch")
         safetensors.torch.save_file(state, self.folder / "safetensors")
         dcp.save(state, checkpoint_id=self.folder / "dcp", no_dist=True)
-        return 0.0
+        return 0.0, 0.0
 
-    def memory(self, *, attach: bool = False) -> float:
+    def memory(self, *, attach: bool = False) -> Taken:
         """From the arena that the process before has left."""
         model, optimizer = build(self.scale)
-        began = time.perf_counter()
+        began = now()
         session = self.attach(model, optimizer, self.arena_dir)
-        start = began if attach else time.perf_counter()
+        start = began if attach else now()
         resumed = session.resume()
-        taken = time.perf_counter() - start
+        taken = since(start)
         assert resumed.exact
         assert resumed.report is not None
         assert set(resumed.report.tiers) == {"memory"}, resumed.report.tiers
         return self.checked(taken, model, optimizer)
 
-    def store(self) -> float:
+    def store(self) -> Taken:
         """From the store, on a host that has no arena."""
         model, optimizer = build(self.scale)
         elsewhere = self.folder / "elsewhere"
         with arenas(elsewhere.parent) as folder:
             session = self.attach(model, optimizer, folder)
-            start = time.perf_counter()
+            start = now()
             resumed = session.resume()
-            taken = time.perf_counter() - start
+            taken = since(start)
             assert resumed.report is not None
             assert set(resumed.report.tiers) == {"store"}, resumed.report.tiers
             session.close(seal=False)
         return self.checked(taken, model, optimizer)
 
-    def torch_load(self) -> float:
+    def torch_load(self) -> Taken:
         model, optimizer = build(self.scale)
-        start = time.perf_counter()
+        start = now()
         state = torch.load(self.folder / "torch", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        return self.checked(time.perf_counter() - start, model, optimizer)
+        return self.checked(since(start), model, optimizer)
 
-    def safetensors(self) -> float:
+    def safetensors(self, *, check: bool = False) -> Taken:
         model, optimizer = build(self.scale)
-        start = time.perf_counter()
+        start = now()
         state = safetensors.torch.load_file(self.folder / "safetensors")
+        for tensor in state.values() if check else ():
+            xxhash.xxh3_64_intdigest(tensor.numpy())
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(state[name])
                 optimizer.state[parameter] |= {slot: state[f"{name}/{slot}"].clone() for slot in SLOTS}
-        return self.checked(time.perf_counter() - start, model, optimizer)
+        return self.checked(since(start), model, optimizer)
 
-    def dcp(self) -> float:
+    def dcp(self) -> Taken:
         model, optimizer = build(self.scale)
-        start = time.perf_counter()
+        start = now()
         make_slots(model, optimizer)
         dcp.load(dict(tensors(model, optimizer)), checkpoint_id=self.folder / "dcp", no_dist=True)
-        return self.checked(time.perf_counter() - start, model, optimizer)
+        return self.checked(since(start), model, optimizer)
 
-    def copy(self, *, new: bool = False) -> float:
+    def copy(self, *, new: bool = False) -> Taken:
         model, optimizer = build(self.scale)
         saved = safetensors.torch.load_file(self.folder / "safetensors")
         source = {name: tensor.clone() for name, tensor in saved.items()}
@@ -135,14 +160,14 @@ class Bench:
             make_slots(model, optimizer)
             for _, tensor in tensors(model, optimizer):
                 tensor.fill_(1)
-        start = time.perf_counter()
+        start = now()
         if new:
             make_slots(model, optimizer)
         for name, tensor in tensors(model, optimizer):
             tensor.copy_(source[name])
-        return self.checked(time.perf_counter() - start, model, optimizer)
+        return self.checked(since(start), model, optimizer)
 
-    def checked(self, taken: float, model: Model, optimizer: torch.optim.AdamW) -> float:
+    def checked(self, taken: Taken, model: Model, optimizer: torch.optim.AdamW) -> Taken:
         """`taken`, if the state is what was saved."""
         with safetensors.safe_open(self.folder / "safetensors", "pt") as file:
             wrong = [n for n, t in tensors(model, optimizer) if not torch.equal(t, file.get_tensor(n))]
@@ -155,7 +180,7 @@ def make_slots(model: Model, optimizer: torch.optim.AdamW) -> None:
         optimizer.state[parameter] |= {slot: torch.zeros_like(parameter) for slot in SLOTS}
 
 
-def in_new_process(call: Callable[[], float]) -> float:
+def in_new_process(call: Callable[[], Taken]) -> Taken:
     """What `call` returns in a process that is killed afterwards, so that it can tidy nothing up."""
     readable, writable = os.pipe()
     pid = os.fork()
@@ -173,7 +198,8 @@ def in_new_process(call: Callable[[], float]) -> float:
     if not answer:
         sys.exit("a case failed")
     settle()
-    return float(json.loads(answer))
+    wall, cpu = json.loads(answer)
+    return wall, cpu
 
 
 def main() -> None:
@@ -188,28 +214,37 @@ def main() -> None:
         bench = Bench(folder, arena_dir, args.scale)
         in_new_process(bench.train)
         nbytes = sum(f.stat().st_size for f in [folder / "safetensors"])
-        made: dict[str, Callable[[], float]] = {
+        made: dict[str, Callable[[], Taken]] = {
             "scarctl, memory": bench.memory,
             "scarctl, attach": lambda: bench.memory(attach=True),
             "scarctl, store": bench.store,
             "torch.load": bench.torch_load,
             "safetensors": bench.safetensors,
+            "safetensors, checked": lambda: bench.safetensors(check=True),
             "DCP load": bench.dcp,
             "plain copy": bench.copy,
             "plain copy, new": lambda: bench.copy(new=True),
         }
-        cases: dict[str, Any] = {n: lambda call=call: in_new_process(call) for n, call in made.items()}
-        seconds = interleaved(cases, args.rounds)
+        cpu: dict[str, list[float]] = {name: [] for name in made}
+
+        def measured(name: str) -> float:
+            wall, used = in_new_process(made[name])
+            cpu[name].append(used)
+            return wall
+
+        seconds = interleaved({name: partial(measured, name) for name in made}, args.rounds)
     rows = [
         (
             name,
             f"{ratio(seconds['plain copy'], taken):.2f}",
+            f"{ratio(taken, seconds[LIMITS[name]]):.2f}x" if name in LIMITS else "",
             spread(taken),
+            spread(cpu[name][1:], digits=2),
             f"{nbytes / statistics.median(taken) / 1e9:.2f}",
         )
         for name, taken in seconds.items()
     ]
-    print_table(("resume: way", "of a plain copy", "s (range)", "GB/s"), rows)
+    print_table(("resume: way", "of a plain copy", "of its limit", "s (range)", "CPU s", "GB/s"), rows)
 
 
 if __name__ == "__main__":
