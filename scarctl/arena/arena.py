@@ -306,13 +306,13 @@ class Arena(Fields):
         """The store has `version` of these partitions, durably.
 
         generation: of `ids` when they were read for the store. What was copied again since then stays pending, also
-        when it is of the same version.
+        when it is of the same version, or its copy is under way.
         """
         self.durable[ids] = version
         if generation is not None:
             # Looked at only now: a copy that begins later finds `version` in durable, and `end` takes it back.
             newer = ids[self.generation[ids] != generation]
-            self.durable[newer] = NEVER
+            self.durable[newer[self.version[newer] == version]] = NEVER
 
     def confirm(self, ids: Ids, versions: Ids) -> None:
         """The store has the copies of these partitions, as of `versions` (int64, one for each)."""

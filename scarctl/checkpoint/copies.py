@@ -57,13 +57,13 @@ class Copies:
         require_same_line(self._arena, self._store)
 
     def believe_newest_seal(self) -> None:
-        """Count what the newest hand-over seals as whole in memory, also while the store does not have it yet."""
-        arena, waiting = self._arena, self._queue.pending()
-        if not waiting or not waiting[-1].sealed or not arena.intact().all():
+        """Count what a hand-over that waits seals as whole in memory, also while the store does not have it yet."""
+        arena = self._arena
+        if not arena.whole or not arena.intact().all():
             return
-        sealed = waiting[-1]
-        if arena.whole == sealed.whole and (arena.version <= sealed.version).all():
-            arena.seal(max(arena.sealed, sealed.version))
+        for handover in self._queue.pending():
+            if handover.whole == arena.whole and (arena.version <= handover.version).all():
+                arena.seal(max(arena.sealed, handover.version))
 
     def fetch_all(self, states: States) -> Report:
         """Bring the newest copy of every partition into the arena. Raises NoIntactCopy."""

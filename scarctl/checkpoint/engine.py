@@ -27,6 +27,7 @@ from scarctl.checkpoint.copies import Copies
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.motion import Motion
 from scarctl.checkpoint.pinning import Pinning
+from scarctl.checkpoint.protection import Protection
 from scarctl.checkpoint.selector import Selector
 from scarctl.checkpoint.tracker import Tracker
 from scarctl.checkpoint.trend import Trend
@@ -93,8 +94,7 @@ class Engine:
         self.pinning = Pinning(self.arena.memory())
         self.queue = HandOverQueue(self.arena.folder)
         self.copies = Copies(self.arena, self.queue, store, self.shard_of)
-        self._sealing: int | None = None
-        """Number of the newest hand-over that seals the state; None once it is known to be durable."""
+        self._protection = Protection(self.arena, self.queue)
         self._due_at = -1
         """The step of the newest regular checkpoint."""
         self._orphaned = False
@@ -142,12 +142,13 @@ class Engine:
         distance = self.tracker.distances(live, step)
         pending = self.arena.pending()
         self._behind.look(pending, step, self.saver)
+        self._protection.look()
         chosen = self.selector.select(
             self.settings.policy,
             distance_sq=squared(distance),
             nbytes=self.layout.partition_bytes,
             staleness=self._staleness(step),
-            eligible=self._eligible(pending),
+            eligible=~self._protection.covers(pending),
             budget=self.budget_now,
             credit=self.policy_memory.credit,
             cursor=self.policy_memory.cursor,
@@ -165,24 +166,16 @@ class Engine:
     def may_copy(self) -> bool:
         """Whether there is something that a partial checkpoint may copy, if it has changed."""
         try:
-            return not self._is_sealing() and not self.arena.pending().all()
+            return not self._protection.covers(self.arena.pending()).all()
         except ScarError:
             return True  # the checkpoint will meet the same fault, and report it
 
-    def _eligible(self, pending: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return what a partial checkpoint may copy: what does not wait for the store; nothing while a seal does."""
-        return np.zeros_like(pending) if self._is_sealing() else ~pending
-
-    def _is_sealing(self) -> bool:
-        """Whether a sealed state is on its way to the store.
-
-        What it has found as it was saved does not wait, and with a newer copy of that the state would not be of one
-        step any more.
-        """
-        # A daemon that takes over gives waiting hand-overs larger numbers, and nothing else comes after a seal.
-        if self._sealing is not None and max(self.queue.numbers(), default=-1) < self._sealing:
-            self._sealing = None
-        return self._sealing is not None
+    def owes_seal(self) -> bool:
+        """Return, once for each, whether a sealed state never came to the store, and should be saved again."""
+        try:
+            return self._protection.owes_seal()
+        except ScarError:
+            return False  # the checkpoint will meet the same fault, and report it
 
     def _staleness(self, step: int) -> Ids:
         """Return the iterations since every copy; zeros where no policy needs them: they take long to compute."""
@@ -289,8 +282,12 @@ class Engine:
         """Queue what was copied, sealed if it has the name `whole`. Returns at once: the queue is in the arena."""
         self.arena.name_whole(whole or self.arena.whole)  # before the persister looks
         number = self.queue.put(version=copied.version, ids=copied.ids, whole=whole, extras=extras.to_tree())
-        self._sealing = number if whole else self._sealing
-        nbytes = int(self.layout.partition_bytes[copied.ids].sum())
+        dropped = self._protection.queued(number, copied.version, sealed=bool(whole))
+        ids = copied.ids
+        if dropped:
+            self.cadence.superseded(dropped)
+            ids = np.flatnonzero(self.arena.pending())
+        nbytes = int(self.layout.partition_bytes[ids].sum())
         self.cadence.handed_over(time.monotonic(), number, nbytes)
         self.saver.notify()
 
@@ -367,9 +364,8 @@ class Engine:
         return head in map(step_of, waiting) or bool((copies == head).all())
 
     def lag(self) -> int:
-        """Return the iterations since the oldest copy that is not durable yet; 0 when all copies are."""
-        waiting = self.arena.version[self.arena.pending()]
-        return max(0, self.arena.head_step - int(step_of(waiting).min())) if waiting.size else 0
+        """Return the iterations since the oldest change that was copied and is not durable yet; 0: all copies are."""
+        return self._behind.lag(self.arena.pending(), self.arena.head_step)
 
     def start_over(self) -> None:
         """Forget what the arena has: its run was superseded, or died before its first whole checkpoint.
@@ -403,6 +399,7 @@ class Engine:
 
     def stop(self) -> None:
         """Write nothing to the store until `start`; what is queued stays queued."""
+        self._protection.forget_seal()
         self.saver.stop()
 
     @contextmanager

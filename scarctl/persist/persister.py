@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -69,16 +70,26 @@ class Persister:
         if self._sealed[0] != handover.number:
             self._sealed = handover.number, set()
         already = self._sealed[1]
-        self._persist_older(handover)
-        ids = handover.ids[arena.version[handover.ids] == version]
-        ids = ids[arena.durable[ids] != version]
-        shard_of = self._shard_of[ids]
-        parts = [(shard, ids[shard_of == shard]) for shard in self._members if shard not in already]
-        parts = [(shard, own) for shard, own in parts if own.size or handover.sealed]
-        written = self._commit_all(parts, handover, already)
+        with self._reading(handover):
+            self._persist_older(handover)
+            ids = handover.ids[arena.version[handover.ids] == version]
+            ids = ids[arena.durable[ids] != version]
+            shard_of = self._shard_of[ids]
+            parts = [(shard, ids[shard_of == shard]) for shard in self._members if shard not in already]
+            parts = [(shard, own) for shard, own in parts if own.size or handover.sealed]
+            written = self._commit_all(parts, handover, already)
         if len(already) == len(self._members):
             arena.seal(version)
         return written
+
+    @contextmanager
+    def _reading(self, handover: HandOver) -> Iterator[None]:
+        """Note in the arena what is read inside. It may be noted earlier that the reading has ended."""
+        self._arena.read_begins(handover.version)
+        try:
+            yield
+        finally:
+            self._arena.read_ends(0)
 
     def tidy(self, limit: int) -> bool:
         """Keep the store small: work that moves about `limit` bytes. Returns whether there may be more to do.
@@ -115,40 +126,67 @@ class Persister:
     def _commit_all(self, parts: list[tuple[int, Ids]], handover: HandOver, already: set[int]) -> int:
         """Commit the ids of every shard of `parts`, all at once, and add those that are sealed now to `already`.
 
-        What one shard raises is raised when all have ended. Returns the bytes written.
+        Returns the bytes written.
         """
-        carrier = parts[0][0] if parts else None  # extras belong to the whole process: once is enough
         sizes = self._arena.layout.partition_bytes
+        unread = {shard for shard, _ in parts}
+        committed: dict[int, tuple[Ids, bool]] = {}
 
-        def commit(part: tuple[int, Ids]) -> tuple[Ids, bool] | BaseException:
-            try:
-                with self.meter.commit():
-                    return self._commit(*part, handover, handover.extras if part[0] == carrier else None)
-            except BaseException as error:  # not to be raised while other commits are under way
-                return error
+        def read(shard: int) -> None:
+            unread.discard(shard)
+            if not unread:
+                # The rest, which may take long, is up to the store: what is in memory may change now.
+                self._arena.read_ends(handover.number)
 
-        outcomes = self._writer.store.blobs.write_each(commit, parts, lambda part: int(sizes[part[1]].sum()))
-        written, carried, faults = 0, True, []
-        for (shard, _), outcome in zip(parts, list(outcomes), strict=True):
-            if isinstance(outcome, BaseException):
-                faults.append(outcome)
-                continue
-            done, sealed = outcome
-            written += int(sizes[done].sum())
-            if sealed:
-                already.add(shard)
-            if shard == carrier:
-                carried = bool(done.size or sealed)
-        if faults:
-            raise next((fault for fault in faults if not isinstance(fault, Exception)), faults[0])
-        if written and not carried and carrier is not None and handover.extras is not None:
-            # Newer copies took the place of all of them meanwhile; what others have saved needs extras nonetheless.
-            step, none = step_of(handover.version), np.empty(0, dtype=np.int64)
-            self._writer.commit(carrier, none, self._source, step=step, extras=handover.extras)
+        try:
+            self._commit_each(parts, handover, committed, read)
+        finally:
+            already.update(shard for shard, (_, sealed) in committed.items() if sealed)
+        written = sum(int(sizes[ids].sum()) for ids, _ in committed.values())
+        carrier = parts[0][0] if parts else None
+        if written and carrier is not None and handover.extras is not None:
+            ids, sealed = committed[carrier]
+            if not ids.size and not sealed:
+                # Newer copies took the place of all of them meanwhile; what others have saved needs extras nonetheless.
+                step, none = step_of(handover.version), np.empty(0, dtype=np.int64)
+                self._writer.commit(carrier, none, self._source, step=step, extras=handover.extras)
         return written
 
-    def _commit(self, shard: int, ids: Ids, handover: HandOver, extras: Any) -> tuple[Ids, bool]:
+    def _commit_each(
+        self,
+        parts: list[tuple[int, Ids]],
+        handover: HandOver,
+        committed: dict[int, tuple[Ids, bool]],
+        read: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Commit the ids of every shard of `parts`, all at once, and note in `committed` what `_commit` returned.
+
+        The first shard carries the extras. read: called for each shard when its copies are not needed any more. What
+        one shard raises is raised when all have ended.
+        """
+        sizes = self._arena.layout.partition_bytes
+        carrier = parts[0][0] if parts else None  # extras belong to the whole process: once is enough
+
+        def commit(part: tuple[int, Ids]) -> BaseException | None:
+            shard, ids = part
+            try:
+                with self.meter.commit():
+                    extras = handover.extras if shard == carrier else None
+                    committed[shard] = self._commit(shard, ids, handover, extras, partial(read, shard))
+            except BaseException as error:  # not to be raised while other commits are under way
+                return error
+            return None
+
+        ended = self._writer.store.blobs.write_each(commit, parts, lambda part: int(sizes[part[1]].sum()))
+        if faults := [fault for fault in ended if fault is not None]:
+            raise next((fault for fault in faults if not isinstance(fault, Exception)), faults[0])
+
+    def _commit(
+        self, shard: int, ids: Ids, handover: HandOver, extras: Any, read: Callable[[], object] = lambda: None
+    ) -> tuple[Ids, bool]:
         """Commit what of `ids` has no newer copy, and acknowledge it.
+
+        read: called when no copy is needed any more, and the commit is still under way.
 
         Returns which that were, and whether the shard is sealed now.
         """
@@ -161,17 +199,18 @@ class Persister:
             ids, before = ids[good], before[good]
             sealed = handover.sealed and self._is_of(handover, shard, ids)
             if not ids.size and not sealed:
+                read()
                 return ids, False
             try:
                 self._writer.commit(
                     shard,
                     ids,
-                    self._source,
+                    partial(self._source_of, ids, before),
                     step=step_of(handover.version),
                     sealed=sealed,
                     whole=handover.whole if sealed else "",
                     extras=extras,
-                    verify_source=partial(self._unchanged, ids, before),
+                    verify_source=partial(self._unchanged, ids, before, read),
                 )
             except Overwritten:
                 continue
@@ -182,26 +221,41 @@ class Persister:
         )
 
     def _persist_older(self, handover: HandOver) -> None:
-        """Copies older than the hand-over that still wait: their own was lost, or could not be written.
+        """Commit the copies older than the hand-over that still wait: it took the place of theirs, or theirs was lost.
 
-        They go first, for steps in the store do not go back. All hand-overs before this one are durable by now.
+        They go first, for steps in the store do not go back.
         """
         arena = self._arena
         ids = np.flatnonzero(arena.pending() & arena.intact() & (arena.version < handover.version))
         versions = arena.version[ids]
         for version in np.unique(versions).tolist():
             of_version = ids[versions == version]
+            shard_of = self._shard_of[of_version]
             older = HandOver(handover.number, version, of_version, whole="", extras=None)
-            for shard in np.unique(self._shard_of[of_version]).tolist():
-                self._commit(shard, of_version[self._shard_of[of_version] == shard], older, None)
+            parts = [(shard, of_version[shard_of == shard]) for shard in np.unique(shard_of).tolist()]
+            self._commit_each(parts, older, {})
 
     def _source(self, g: int, t: int, start: int, stop: int) -> memoryview:
         if self.put_off.is_set():
             raise PutOff
+        self._arena.read_on()
         return self._arena.source(g, t, start, stop)
 
-    def _unchanged(self, ids: Ids, before: NDArray[np.uint64]) -> bool:
-        return bool((self._arena.generation[ids] == before).all())
+    def _source_of(
+        self, ids: Ids, before: NDArray[np.uint64], g: int, t: int, start: int, stop: int
+    ) -> memoryview:
+        """Return rows of the arena. Raises Overwritten, before more is written in vain, when a copy in them changed."""
+        base, rows = int(self._arena.layout.base[g]), self._arena.layout.groups[g].rows_per_partition
+        first, last = np.searchsorted(ids, (base + start // rows, base + -(-stop // rows)))
+        if (self._arena.generation[ids[first:last]] != before[first:last]).any():
+            raise Overwritten("copies have changed while they were written", hint="it is tried again")
+        return self._source(g, t, start, stop)
+
+    def _unchanged(self, ids: Ids, before: NDArray[np.uint64], read: Callable[[], object]) -> bool:
+        unchanged = bool((self._arena.generation[ids] == before).all())
+        if unchanged:
+            read()
+        return unchanged
 
     def _is_of(self, handover: HandOver, shard: int, ids: Ids) -> bool:
         """Return whether the whole shard is of the version once `ids` are committed: nothing newer, nothing waiting."""
@@ -221,8 +275,11 @@ def adopt_orphans(arena: Arena, queue: HandOverQueue) -> int:
 
     Returns how many partitions those are. Their extras are lost: they come back with the newest older ones.
     """
-    orphans = arena.pending() & arena.intact()
-    for handover in queue.pending():
+    waiting = queue.pending()
+    # What is older than a hand-over that waits is saved with that.
+    newest = max((handover.version for handover in waiting), default=NEVER)
+    orphans = arena.pending() & arena.intact() & (arena.version >= newest)
+    for handover in waiting:
         orphans[handover.ids[arena.version[handover.ids] == handover.version]] = False
     ids = np.flatnonzero(orphans)
     versions = arena.version[ids]
