@@ -146,7 +146,7 @@ class Progress:
     def _settle(self, moment: Moment) -> None:
         early, light = plain(self._adapter.capture_early()), self._light()
         late = plain(self._adapter.capture_late()) if self.loop.between_passes else moment.late
-        # All of it is of now, or nothing.
+        # All of the moment, or nothing of it.
         moment.early, moment.light, moment.late = early, light, late
         moment.position = self.loop.position(moment.step)
         moment.settled = True

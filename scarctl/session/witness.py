@@ -192,7 +192,7 @@ class Witness:
 
 def _reads_a_loader() -> bool:
     """Return whether this process has an iterator over a DataLoader."""
-    # Not isinstance: it asks objects for their class, and some of anybody's answer with a warning, or by loading more.
+    # Not isinstance: it reads __class__ of every object, and some objects of torch warn when an attribute is read.
     return any(issubclass(type(item), _BaseDataLoaderIter) for item in gc.get_objects())
 
 
