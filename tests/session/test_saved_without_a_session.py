@@ -15,6 +15,7 @@ from scarctl.config import grouped
 from scarctl.errors import NoIntactCopy
 
 
+@pytest.mark.leaves_arena
 @pytest.mark.parametrize("mode", ["partial", "rollback"])
 def test_resuming_says_once_what_restores_it(tmp_path: Path, mode: str) -> None:
     state = {"a": np.ones((64, 32), np.float32)}
