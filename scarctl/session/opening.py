@@ -84,8 +84,12 @@ class Opening:
         engine = self.open(layout)
         if self._superseding:
             engine.start_over()
-        engine.start()
+        self.begin_saving(engine)
         return self.run_on(engine, head_step)
+
+    def begin_saving(self, engine: Engine) -> None:
+        """Start the engine, on all ranks or on none."""
+        self._together.agree(engine.start, undo=lambda _: engine.stop())
 
     def run_on(self, engine: Engine, head_step: int) -> Engine:
         """Let the engine run, from `head_step`: now it is the session's."""

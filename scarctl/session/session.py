@@ -74,6 +74,7 @@ class Session:
             self.caveats,
             self._together.rank,
             self._origin,
+            lambda error: self._saving.fault(error),
             hooked=hooks == "auto",
             framework=hooks == "begin",
         )
