@@ -20,7 +20,6 @@ PENDING = (
     "scarctl/arena",
     "scarctl/checkpoint",
     "scarctl/daemon",
-    "scarctl/distributed",
     "scarctl/ops",
     "scarctl/persist",
     "scarctl/session",
