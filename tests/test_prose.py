@@ -17,11 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PENDING = (
-    "scarctl/arena",
     "scarctl/checkpoint",
-    "scarctl/daemon",
-    "scarctl/ops",
-    "scarctl/persist",
     "scarctl/session",
     "scarctl/store",
 )

@@ -34,6 +34,7 @@ from scarctl.config import SessionSettings
 from scarctl.errors import ScarError
 from scarctl.persist.persister import adopt_orphans
 from scarctl.persist.saver import Saver
+from scarctl.persist.thread import Current
 from scarctl.policy.interval import Cadence
 from scarctl.policy.select import squared
 from scarctl.recovery.plan import Plan
@@ -439,7 +440,7 @@ class Engine:
         self.selector.close()
         self.pinning.end()
         durable = self.saver.drain(timeout)
-        self.saver.close(put_off=not durable)
+        self.saver.close(Current.FINISH if durable else Current.INTERRUPT)
         durable = durable and not self.arena.pending().any()
         if durable:
             self.queue.clear()

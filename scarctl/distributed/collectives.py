@@ -59,7 +59,9 @@ class Team:
 
     def subgroup(self) -> dist.ProcessGroup:
         """Create another group of all ranks for a second thread, because two threads cannot share a group."""
-        group: dist.ProcessGroup = self.collectively(lambda: dist.new_group(backend="gloo", timeout=self._patience))
+        group: dist.ProcessGroup = self.collectively(
+            lambda: dist.new_group(backend="gloo", timeout=self._patience)
+        )
         return group
 
     def gather(self, value: object) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Coordinate the sessions of all ranks: the owner of each row, the shard of each rank, the step after which all continue.
+"""Coordinate the sessions of all ranks: the owner of each row, the shard of each rank, the step of a resume.
 
 The session of a rank is an ordinary one. It sees only the rows that its rank owns, and only its own shard of the store.
 `Crew` makes both views, and answers a session's questions to the other ranks (`scarctl.session.peers`).
@@ -107,8 +107,9 @@ class Crew:
         team: Team,
         rank_extras: frozenset[str] = frozenset(),
     ) -> Crew:
-        """Agree with the other ranks on the owner of every row. rank_extras: names of extras that every rank saves itself.
+        """Agree with the other ranks on the owner of every row.
 
+        rank_extras: names of extras that every rank saves itself.
         Raises UsageError on every rank if settings, versions or models differ between ranks.
         """
         _check_alike(team.gather(_settings_of(settings)))
@@ -178,7 +179,7 @@ class Crew:
         return [store.layout(record.layout) for record in newest if record is not None]
 
     def writes(self) -> int:
-        """See `Together`. Counts all parameters, not only those that this rank owns, so that all ranks count the same."""
+        """See `Together`. Counts all parameters, not only owned ones, so that all ranks count the same."""
         if self._parameters is None:
             groups = self._whole.groups()
             self._parameters = [group.tensors[""] for group in groups if group.kind == "parameter"]
@@ -257,14 +258,14 @@ class Crew:
         return GoOn(agreement.step, extras, agreement.exact, summary)
 
     def _completed(self, extras: Extras) -> Extras:
-        """Return the extras. Parts of this rank that were never saved, or were saved by another rank, keep their value."""
+        """Return the extras. Parts of this rank that it never saved itself keep their current value."""
         early = Early.of(extras.early)
         if early.rng is not None and not self._rank_extras - early.objects.keys():
             return extras
         return completed(extras, Early.of(self.adapter.capture_early()), self._rank_extras)
 
     def _mixed(self, theirs: Extras, own: Extras) -> Extras:
-        """Return another rank's extras of the step after which all continue, with the parts that every rank saves itself."""
+        """Return another rank's extras of the common step, with the parts that every rank saves itself from `own`."""
         late = self.adapter.mix_late(theirs.late, own.late)
         mixed = with_own(theirs, Early.of(own.early), self._rank_extras)
         return replace(mixed, late=late, notes=theirs.notes.of_part(own.notes))

@@ -26,7 +26,9 @@ class Early:
     def of(cls, early: Any) -> Early:
         """Read `Extras.early`. Raises Corruption."""
         if not isinstance(early, dict) or "rng" not in early or not isinstance(early.get("extras"), dict):
-            raise Corruption("extras: random generators and objects are missing: no rank has stored these extras")
+            raise Corruption(
+                "extras: random generators and objects are missing: no rank has stored these extras"
+            )
         return cls(early["rng"], early["extras"])
 
 

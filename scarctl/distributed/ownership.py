@@ -166,7 +166,7 @@ class _Part(NamedTuple):
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Pause garbage collection. Thousands of ranks make millions of objects that stay; scanning them doubles the time."""
+    """Pause garbage collection. Thousands of ranks make millions of live objects; scanning them doubles the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -160,7 +160,7 @@ def _bring_up(
             tree = _for_owner(extras, known, names).to_tree()
             queue.put(version=version, ids=ids, whole=whole, extras=tree)
             arena.reach(step)
-        elif ids.size:  # other partitions keep their older copies, so that extras of `step` would not match them
+        elif ids.size:  # the other copies are older: extras of `step` would not match them
             queue.put(version=version, ids=ids, extras=None)
     finally:
         arena.close()
@@ -181,7 +181,7 @@ def _for_owner(extras: Extras, known: Extras | None, names: Collection[str]) -> 
 
 
 def _tensors(arena: Arena, held: _Held, groups: Sequence[StateGroup]) -> list[list[torch.Tensor]]:
-    """Return this rank's tensors, parallel to the owner's layout. Where it has none, the arena's rows take their place."""
+    """Return this rank's tensors, parallel to the owner's layout; the arena's own rows where this rank has none."""
     found = []
     for g, group in enumerate(arena.layout.groups):
         if group.name not in held:

@@ -92,7 +92,7 @@ class Moved:
         return GoOn(agreement.step, mixed, exact, summary)
 
     def _standings(self) -> tuple[list[Standing], list[int]]:
-        """Return the standing of every shard with extras, and these shards. A single process has extras in one shard."""
+        """Return the standing of every shard with extras, and its number. A single process has extras in one shard."""
         states = {s: state for s, state in self._parts.states.items() if state.extras is not None}
         if not self._parts.of_ranks and states:
             newest = max(states, key=lambda shard: states[shard].extras or (0, 0))
@@ -113,7 +113,7 @@ class Moved:
         return found, list(states)
 
     def _is_exact(self, state: ShardState, step: int) -> bool:
-        """Return whether extras and copies of a shard are of one commit; for a single process, those of all its shards."""
+        """Return whether a shard's extras and copies are of one commit; for a single process, those of all shards."""
         whole = state.whole if self._parts.of_ranks else self._parts.whole
         same = not len(state.ids) or (bool(whole) and state.extras_whole == whole)
         return same and bool((step_of(state.version) == step).all())

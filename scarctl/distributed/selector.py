@@ -22,7 +22,7 @@ class GlobalSelector:
     """Selects with the other ranks at regular checkpoints, and alone at requested ones.
 
     The calls of a regular checkpoint: `expect` when it is due; `select` in the copy thread, concurrently with forward
-    and backward; `hurry` when training begins to wait for the copy; `settle` when the copy has ended, even if it failed.
+    and backward; `hurry` when training begins to wait for the copy; `settle` when the copy has ended, or has failed.
     Only one checkpoint runs at a time. All calls but `select` come from the training thread.
     """
 
