@@ -44,7 +44,7 @@ from scarctl.distributed.selector import GlobalSelector
 from scarctl.errors import Unavailable, UsageError
 from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
 from scarctl.recovery.reshard import find_parts
-from scarctl.session.peers import Found, GoOn
+from scarctl.session.peers import AgreedState, Found
 from scarctl.state.extras import Extras
 from scarctl.state.layout import Layout
 from scarctl.state.torch_dtypes import plain, torched
@@ -229,7 +229,7 @@ class Crew:
         """See `Together`."""
         return self.team.gather(value)
 
-    def go_on(self, found: Found | None, store: Store) -> GoOn | None:
+    def agree_on_state(self, found: Found | None, store: Store) -> AgreedState | None:
         """See `Together`."""
         mine = None
         if found is not None:
@@ -255,7 +255,7 @@ class Crew:
         moved = self.team.gather([list(point) for point in points] if measures else None)
         outlook = _outlook(agreement.step, [points for points in moved if points is not None])
         summary = self._summary(agreement, everyone, store, outlook)
-        return GoOn(agreement.step, extras, agreement.exact, summary)
+        return AgreedState(agreement.step, extras, agreement.exact, summary)
 
     def _completed(self, extras: Extras) -> Extras:
         """Return the extras. Parts of this rank that it never saved itself keep their current value."""

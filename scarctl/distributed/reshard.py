@@ -11,7 +11,7 @@ from scarctl.distributed.ownership import Division
 from scarctl.distributed.resume_step import MAX_APART, Standing, agree_on_step, perturbation_of
 from scarctl.errors import NoIntactCopy, UsageError
 from scarctl.recovery.reshard import Parts, check_fits, with_slots
-from scarctl.session.peers import GoOn
+from scarctl.session.peers import AgreedState
 from scarctl.state.extras import Extras
 from scarctl.state.group import Group, TensorSpec
 from scarctl.state.layout import Layout, build_layout
@@ -63,7 +63,7 @@ class Moved:
         """Shards, and the newest record of each. All ranks have to see the same ones."""
         return [[shard, state.seq] for shard, state in self._parts.states.items()]
 
-    def fill(self, arena: Arena) -> GoOn:
+    def fill(self, arena: Arena) -> AgreedState:
         """See `Elsewhere`."""
         self._parts.copy_into(arena.layout, arena.rows)
         standings, shards = self._standings()
@@ -89,7 +89,7 @@ class Moved:
             "rework": Rework(None, reason="the state was saved under another division").to_json(),
             "rollback_steps": None,
         }
-        return GoOn(agreement.step, mixed, exact, summary)
+        return AgreedState(agreement.step, mixed, exact, summary)
 
     def _standings(self) -> tuple[list[Standing], list[int]]:
         """Return the standing of every shard with extras, and its number. A single process has extras in one shard."""
