@@ -1,4 +1,4 @@
-"""Decide which copies must stay as they are for now, because the persister reads them, or because a seal waits."""
+"""Decide which copies must not change yet: the persister reads them, or a seal was not read."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from scarctl.arena.queue import HandOverQueue
 from scarctl.state.version import NEVER
 
 _INTERVALS = 2
-"""Checkpoints that a reader may take without reading anything before its copies are given up."""
+"""Intervals without progress of the persister after which its copies are given up."""
 _LEAST = 1.0
-"""The same in seconds, at least: a store answers slower than a training loop steps."""
+"""Seconds without progress, at least: a store is slower than a training loop."""
 _MOST = 300.0
 _NEW = 0.3  # weight of a new measurement
 
 
 class Protection:
-    """The protected copies of one session. All times are seconds on one monotonic clock.
+    """Tracks the protected copies of one session. All times are seconds on one monotonic clock.
 
-    A store that reads slowly gets what it has begun to read. A store that has stopped protects nothing: copies in
-    memory stay as young as with a store that keeps up. What the store had begun is read again later, with the newer
-    copies. So that a store which only pauses for long does not begin for ever, the patience doubles each time.
+    Copies that the persister reads are protected while it makes progress, however slow the store is. If it stops, they
+    are given up: memory stays as young as with a fast store, and the persister starts again with the newer copies. The
+    patience then doubles, so that a store with long pauses finishes at some point.
     """
 
     def __init__(
@@ -36,22 +36,22 @@ class Protection:
         self._queue = queue
         self._clock = clock
         self._waiting: dict[int, int] = {}
-        """Version of each hand-over that was queued and perhaps not read yet, by number."""
+        """Version of each hand-over that may not have been read yet, by number."""
         self._seal: int | None = None
-        """Number of the newest hand-over that seals the state; None once it was read."""
+        """Number of the newest hand-over with a seal; None once it was read."""
         self._sealed = NEVER
         """Version of the newest seal."""
         self._looked_at: float | None = None
         self._period: float | None = None
         """Seconds between two checkpoints."""
         self._moved = -1, -math.inf
-        """The reader's count, and when it changed last."""
+        """The persister's count of reads, and the time of its last change."""
         self._patience = _LEAST
         self._gave_up: int | None = None
-        """The reader's count when its copies were given up."""
+        """The persister's count of reads when its copies were given up; None: they were not."""
 
     def look(self) -> None:
-        """Note that a regular checkpoint is made now. To be called once for each."""
+        """Note that a regular checkpoint is made. Call it once for each."""
         now = self._clock()
         if self._looked_at is not None:
             seconds = now - self._looked_at
@@ -60,9 +60,9 @@ class Protection:
         self._looked_at = now
 
     def queued(self, number: int, version: int, *, sealed: bool) -> list[int]:
-        """Note a new hand-over. Return the earlier ones that it makes superfluous, which are not in the queue any more.
+        """Note a new hand-over, and remove earlier ones from the queue that were not read. Return their numbers.
 
-        Their copies that have no newer one are saved together with this hand-over: see `Persister.persist`.
+        Those of their copies that are still the newest are saved together with this hand-over: see `Persister.persist`.
         """
         if not self._waiting:
             self._moved = self._arena.progress, self._clock()
@@ -78,9 +78,9 @@ class Protection:
         return dropped
 
     def covers(self, pending: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return the copies that must stay as they are: bool of shape (layout.partitions,). pending: what waits.
+        """Return the copies that must not change: bool of shape (layout.partitions,). pending: see `Arena.pending`.
 
-        Raises ScarError when the queue cannot be read.
+        Raises ScarError if the queue cannot be read.
         """
         if self._seal_waits():
             protected = np.ones_like(pending)
@@ -94,9 +94,9 @@ class Protection:
         return protected
 
     def owes_seal(self) -> bool:
-        """Return, once for each, whether a seal was given up and the store has time for another.
+        """Return whether a seal was given up, and the store has time for another one. Return so once for each.
 
-        Raises ScarError when the queue cannot be read.
+        Raises ScarError if the queue cannot be read.
         """
         if self._sealed == NEVER or self._queue.numbers():
             return False
@@ -105,16 +105,16 @@ class Protection:
         return owed
 
     def forget_seal(self) -> None:
-        """Note that copies are about to be replaced by older ones: what is missing of a seal then is no fault."""
+        """Note that older copies are about to replace the present ones: a seal that is lost by that is not owed."""
         self._sealed = NEVER
 
     def _seal_waits(self) -> bool:
-        """Return whether a sealed state was not read yet.
+        """Return whether a seal was not read yet.
 
-        What it has found as it was saved does not wait, and with a newer copy of that the state would not be of one
-        step any more.
+        Partitions that the seal found unchanged are not pending. With a newer copy of one of them, the state would not
+        be of one step any more.
         """
-        # A daemon that takes over gives waiting hand-overs larger numbers, and nothing else comes after a seal.
+        # A new daemon gives waiting hand-overs larger numbers, and no other hand-over follows a seal.
         if self._seal is not None and (
             self._arena.taken >= self._seal or max(self._queue.numbers(), default=-1) < self._seal
         ):
@@ -122,7 +122,7 @@ class Protection:
         return self._seal is not None
 
     def _has_stopped(self) -> bool:
-        """Return whether the persister has read nothing for so long that its copies are given up."""
+        """Return whether the persister made no progress for so long that its copies are given up."""
         now, progress = self._clock(), self._arena.progress
         if progress != self._moved[0]:
             self._moved = progress, now
