@@ -1,7 +1,7 @@
-"""The ranks of one job: plain values between them, and failures that all of them learn of.
+"""Exchange plain values between the ranks of one job, and raise on all ranks what fails on one.
 
-Everything goes over a gloo group of its own, beside the one that training uses, so that it works the same for NCCL and
-never gets between training's own collectives. Every call here is a collective: all ranks make it, in the same order.
+Everything is sent over a separate gloo group, next to the group of the training. So it works the same for NCCL, and
+never comes between collectives of the training. Every call here is a collective: all ranks make it, in the same order.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ PATIENCE = 120.0
 _FIRST = 1016
 """Bytes of a value that are exchanged at once. The rest of longer ones takes a second exchange."""
 
-_GONE = "the ranks that are there saved what they could; start the job again"
+_GONE = "the remaining ranks saved their state as far as possible; restart the job"
 
 
 def world_size() -> int:
-    """Number of ranks that train together; 1 without `torch.distributed`."""
+    """Return the number of ranks that train together; 1 without `torch.distributed`."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -43,30 +43,32 @@ class Team:
     """All ranks of the default process group. Made and closed by all of them."""
 
     def __init__(self) -> None:
-        """Waits for the others, `PATIENCE` seconds at most.
+        """Wait for the other ranks, `PATIENCE` seconds at most.
 
-        Raises Unavailable (kind "rank-missing") when not all ranks come.
+        Raises Unavailable (kind "rank-missing") if a rank does not join.
         """
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._patience = timedelta(seconds=PATIENCE)
         try:
             self.group = dist.new_group(backend="gloo", timeout=self._patience)
-            # Names those that are missing, which an ordinary collective does not.
+            # Its error names the missing ranks. That of an ordinary collective does not.
             dist.monitored_barrier(self.group, timeout=self._patience, wait_all_ranks=True)
         except (RuntimeError, ValueError) as error:
             raise Unavailable(
-                f"not all {self.world} ranks have come within {PATIENCE:g} s{_who(str(error))}",
+                f"not all {self.world} ranks joined within {PATIENCE:g} s{_missing(str(error))}",
                 hint="every rank has to call scarctl.attach; nothing was changed",
                 kind="rank-missing",
             ) from error
 
     def subgroup(self) -> dist.ProcessGroup:
-        """One more group of all ranks, for a thread of its own: a group is not for two threads."""
-        group: dist.ProcessGroup = self.told(lambda: dist.new_group(backend="gloo", timeout=self._patience))
+        """Create another group of all ranks for a second thread, because two threads cannot share a group."""
+        group: dist.ProcessGroup = self.collectively(
+            lambda: dist.new_group(backend="gloo", timeout=self._patience)
+        )
         return group
 
     def gather(self, value: object) -> list[Any]:
-        """Every rank's value, by rank. Values are plain values and arrays, as in `scarctl.state.codec`."""
+        """Return the values of all ranks, by rank. Values are plain values and arrays, as in `scarctl.state.codec`."""
         mine = _pack(value)
         heads = self._all(_head_of(mine))
         longest = max(_size_in(head) for head in heads)
@@ -78,35 +80,36 @@ class Team:
         return [_unpack(_joined(head, rest)) for head, rest in zip(heads, rests, strict=True)]
 
     def _all(self, mine: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
-        """Every rank's bytes, of equal length, by rank."""
+        """Return the bytes of all ranks, of equal length, by rank."""
         own = torch.from_numpy(mine)
         found = [torch.empty_like(own) for _ in range(self.world)]
-        self.told(lambda: dist.all_gather(found, own, group=self.group))
+        self.collectively(lambda: dist.all_gather(found, own, group=self.group))
         return [data.numpy() for data in found]
 
     def from_rank(self, rank: int, value: object = None) -> Any:
-        """The value that `rank` has, on all of them; what the others give counts for nothing."""
+        """Return the value of `rank` on all ranks. The values that other ranks pass are ignored."""
         mine = _pack(value) if self.rank == rank else np.empty(0, np.uint8)
         head = _head_of(mine)
-        self.told(lambda: dist.broadcast(torch.from_numpy(head), src=rank, group=self.group))
+        self.collectively(lambda: dist.broadcast(torch.from_numpy(head), src=rank, group=self.group))
         rest = np.zeros(max(0, _size_in(head) - _FIRST), np.uint8)
         rest[: max(0, len(mine) - _FIRST)] = mine[_FIRST:]
         if rest.size:
-            self.told(lambda: dist.broadcast(torch.from_numpy(rest), src=rank, group=self.group))
+            self.collectively(lambda: dist.broadcast(torch.from_numpy(rest), src=rank, group=self.group))
         return _unpack(_joined(head, rest))
 
     def agree(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
-        """Make the call on every rank; when it fails on one it has failed on all.
+        """Make the call on every rank. If it fails on one rank, raise on all ranks.
 
-        undo: takes back what succeeded here, when it failed elsewhere.
-        Raises what it raised here, else the first other rank's error, naming that rank.
+        undo: called with the result of this rank when another rank failed.
+        Raises the exception of the call on this rank, else the error of the first rank that failed, with its number.
         """
         value, _ = self._agree(call, undo, lambda _: None)
         return value
 
     def collect(self, call: Callable[[], T]) -> list[T]:
-        """Make the call on every rank, and return every rank's result, by rank; when it fails on one it has failed on
-        all. Results are as in `gather`.
+        """Make the call on every rank, and return the results of all ranks, by rank. Values are as in `gather`.
+
+        Raises as `agree` does.
         """
         _, found = self._agree(call, None, lambda value: value)
         return found
@@ -138,13 +141,13 @@ class Team:
         return value, [found for _, found in answers]  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Leave. Waits for nobody."""
-        # Whoever has ended all groups has ended this one.
+        """Leave the group, without waiting for other ranks."""
+        # `destroy_process_group()` without an argument has destroyed this group, too.
         if dist.is_initialized():
             dist.destroy_process_group(self.group)
 
-    def told(self, call: Callable[[], T]) -> T:
-        """Make a call of the group; what it raises is that another rank is gone, or does not come."""
+    def collectively(self, call: Callable[[], T]) -> T:
+        """Call a collective, and return its result. Raises Unavailable if another rank has died or does not join."""
         try:
             return call()
         except RuntimeError as error:
@@ -179,8 +182,8 @@ class Solo(Team):
         """See `Team`."""
 
 
-def _who(text: str) -> str:
-    """Who is missing, from what torch says: it waits for a key of the rank's, or tells."""
+def _missing(text: str) -> str:
+    """Return the missing rank that torch's error names, if it waited for a key of that rank, else the error."""
     key = re.search(r"keys: \S*/(\d+)$", text)
     return f": rank {key[1]} is missing" if key else f": {text}"
 
@@ -192,7 +195,7 @@ def _fields(error: Exception) -> dict[str, str]:
 
 
 def _pack(value: object) -> NDArray[np.uint8]:
-    """A value as bytes: the length of the head, the head, the tensors' bytes."""
+    """Encode a value as bytes: the length of the header, the header, the bytes of the tensors."""
     text, tensors = codec.encode(value)
     head = canonical({"text": text, "tensors": [[n, t.dtype, list(t.shape)] for n, t in tensors.items()]})
     parts = [len(head).to_bytes(8, "little"), head, *(bytes(t.data) for t in tensors.values())]

@@ -1,7 +1,7 @@
-"""Run several requests concurrently: the only place where a store makes threads.
+"""Run several requests concurrently: the only place where a store starts threads.
 
-Code that reads many things says so (`Blobs.each`) and stays ordinary; a remote store then has some of them under
-way at a time, a local one two if they are large.
+Code that reads many files passes them to `Blobs.each`. A remote store then reads some of them concurrently, a local
+store two of them if they are large.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 AT_ONCE = 16
-"""Pieces of work under way at a time, the caller's own included."""
+"""Most concurrent pieces of work, the caller's own included."""
 AHEAD = 2 * AT_ONCE
-"""Results that wait for a caller that takes them in order."""
+"""Most results that wait for the caller, which takes them in order."""
 AHEAD_BYTES = 64 << 20
-"""Bytes that they may have together, unless it is one alone."""
+"""Most bytes of waiting results, unless it is a single one."""
 
 
 def no_bytes(_: Any) -> int:
@@ -33,23 +33,23 @@ def no_bytes(_: Any) -> int:
 
 
 class Helpers:
-    """A bounded number of threads that take part in whatever is to be done.
+    """A bounded number of threads that help callers with their work.
 
-    The caller works, too, so work may itself be made of such work: when all helpers are busy the caller does it alone.
+    The caller works, too, so work may be nested: if all helpers are busy, the caller does it alone.
     """
 
     def __init__(self, count: int = AT_ONCE - 1, *, patient: bool = False) -> None:
-        """patient: when results are not wanted any more, wait until the work under way has ended. It may write."""
+        """patient: if the caller stops early, wait until current work has ended: it may write somewhere."""
         self._patient = patient
-        # A forked child may find some of them taken for ever. It is slower then, and waits for nobody.
+        # In a forked child some helpers may be taken for ever. That costs speed, but never blocks.
         self._free = threading.Semaphore(count)
 
     def each(
         self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
     ) -> Iterator[R]:
-        """See `Blobs.each`. What is under way when a result is not wanted any more ends by its own deadline.
+        """See `Blobs.each`. If the caller stops early, current work ends by its own deadline.
 
-        Unless this is patient: then it has ended when this generator has.
+        With `patient`, it has ended when this generator has.
         """
         left, process = iter(items), os.getpid()
         ahead: deque[tuple[int, Job[R]]] = deque()
@@ -76,7 +76,7 @@ class Helpers:
                 yield job.wait()
         finally:
             left_out = set(_take_all(todo))
-            # In a child that was forked meanwhile nobody does it.
+            # A child that was forked meanwhile has no helpers that could end it.
             for _, job in ahead if self._patient and os.getpid() == process else ():
                 if job not in left_out:
                     job.settle()
@@ -94,7 +94,7 @@ class Helpers:
 
 
 def _take_all(todo: deque[Job[R]]) -> Iterator[Job[R]]:
-    """Take out all work that nobody has begun: by now no other thread can begin it."""
+    """Take out all work that no thread has begun. No thread begins it later."""
     with contextlib.suppress(IndexError):
         while True:
             yield todo.popleft()
