@@ -114,6 +114,10 @@ class Together(Lockstep, Protocol):
     def moved(self) -> bool:
         """Whether the state in the store was saved under another division than that of these processes."""
 
+    @property
+    def brought(self) -> bool:
+        """Whether this process's arena was brought from another host when it started."""
+
     def elsewhere(self, store: Store, mode: str, snapshot: str | None) -> Elsewhere | None:
         """Return the state that a previous set of processes has saved; None if the store has no such state."""
 
@@ -146,7 +150,7 @@ class WrittenByRanks(UsageError):
 class Alone:
     """A process that trains on its own."""
 
-    moved = several = False
+    moved = several = brought = False
     leads = True
     rank = 0
 
