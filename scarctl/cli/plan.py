@@ -1,4 +1,4 @@
-"""`scarctl plan`: recommend how often to save how much, and report whether that pays."""
+"""`scarctl plan`: recommend the interval and size of checkpoints, and report whether they pay."""
 
 from __future__ import annotations
 

@@ -10,11 +10,13 @@ import click
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
+    arena_option,
     common_options,
     emit,
     human_bytes,
     note,
     options_for,
+    recovery_options,
     warn,
 )
 from scarctl.store import Store
@@ -37,14 +39,7 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@click.option(
-    "--lost",
-    required=True,
-    multiple=True,
-    metavar="SPEC",
-    help="Shards (shard:2,5), ranks (rank:1,3), patterns of names ('layers.3.*', 'emb.weight[0:512]'), or all. "
-    "A number alone is a shard of one process, or a rank of several. May be repeated.",
-)
+@recovery_options
 @click.option(
     "--into",
     type=click.Path(path_type=Path),
@@ -64,17 +59,11 @@ Examples:
     "to cost fewer iterations, partial if there is no prediction.",
 )
 @click.option(
-    "--max-rework",
-    type=click.FloatRange(min=0),
-    metavar="N",
-    help="Refuse, and change nothing, if the predicted cost exceeds N iterations or is unknown.",
-)
-@click.option(
     "--snapshot",
     metavar="NAME",
     help="With --mode rollback: to this snapshot, exactly.",
 )
-@click.option("--arena-dir", metavar="DIR", help="Where arenas are, if not the default.")
+@arena_option
 @click.option("--dry-run", is_flag=True, help="Print the plan; change nothing.")
 @common_options
 def command(

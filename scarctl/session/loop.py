@@ -286,14 +286,14 @@ class _Pass:
             caveats.say(
                 "persistent-workers",
                 "a DataLoader's workers stay over epochs (persistent_workers=True), and their random numbers are not "
-                "saved: what they draw comes out otherwise after resuming. Leave out persistent_workers",
+                "saved, so that they differ after a resume. Omit persistent_workers",
             )
         streams = isinstance(getattr(self._loader, "dataset", None), IterableDataset)
         if streams and self.count and not self._loader.num_workers and not _same(self._before):
             caveats.say(
                 "stream-draws",
-                "an IterableDataset draws from the global random generators, as the loop does: it comes out otherwise "
-                "after resuming. Give it a generator of its own, or read it with num_workers=1",
+                "an IterableDataset draws from the global random generators, as the loop does, so that its data differ "
+                "after a resume. Give it its own generator, or read it with num_workers=1",
             )
 
     def end(self) -> None:

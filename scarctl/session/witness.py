@@ -181,7 +181,7 @@ class Witness:
             same = drawn is not None and usual and all(list(counts) == drawn for counts in usual)
             if not same:
                 found.append(
-                    "random numbers are drawn before the first forward, perhaps not those that came next"
+                    "random numbers are drawn before the first forward, perhaps others than the earlier run would have drawn"
                 )
         if by_hand and _reads_a_loader():
             found.append("a DataLoader is read, and which batch came next is not saved")

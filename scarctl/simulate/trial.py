@@ -139,7 +139,7 @@ class _Keeper:
         *,
         extrapolates: bool = False,
     ) -> None:
-        """extrapolates: keep what an extrapolating recovery needs."""
+        """extrapolates: keep the data that an extrapolating recovery needs."""
         self.every = int(interval * fraction)
         self.arena = Arena.anonymous(layout)
         self._trend = Trend(layout) if extrapolates else None

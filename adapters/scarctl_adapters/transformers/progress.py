@@ -133,7 +133,7 @@ class Progress:
         return self.restored["rng"] if self.restored is not None else None
 
     def _values(self, *, drawn: bool = False) -> _Values:
-        """Return the current values. drawn: with random numbers, but not for several ranks, whose numbers differ."""
+        """Return the current values. drawn: include the random generators, except with several ranks: theirs differ."""
         state = self._trainer.state
         fields = {name: getattr(state, name, None) for name in _FIELDS}
         # The TrainerState lacks the operations since the last log.
