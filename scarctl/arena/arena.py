@@ -303,14 +303,14 @@ class Arena(Fields):
     def acknowledge(self, ids: Ids, version: int, generation: NDArray[np.uint64] | None = None) -> None:
         """Note that `version` of these partitions is durable.
 
-        generation: generations of `ids` when they were read. A partition that was copied again since then stays
-            pending, even if its version is the same.
+        generation: generations of `ids` when they were read. A partition that was copied again since then, or is being
+            copied, stays pending, even if its version is the same.
         """
         self.durable[ids] = version
         if generation is not None:
             # Read after `durable` was written: a copy that begins later finds `version` there, and `end` resets it.
             newer = ids[self.generation[ids] != generation]
-            self.durable[newer] = NEVER
+            self.durable[newer[self.version[newer] == version]] = NEVER
 
     def confirm(self, ids: Ids, versions: Ids) -> None:
         """Note that the copies of these partitions are durable, as of `versions` (int64, one for each)."""

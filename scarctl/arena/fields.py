@@ -1,4 +1,4 @@
-"""Hold an arena's counters: eight numbers in its header about the run that writes it, and about its progress."""
+"""Hold an arena's counters: numbers in its header about the run that writes it, and about its progress."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from scarctl.state.version import NEVER
 
 _EPOCH, _HEAD_STEP, _PID, _SEALED, _ERRORS, _BASE_EPOCH = range(6)
 _WHOLE = slice(6, 8)
+_READING, _TAKEN, _PROGRESS = range(8, 11)
 
 
 class Fields:
-    """The counters, int64 of shape (8,) in a mapped file. Another process may read each at any time."""
+    """The counters, int64 of shape (11,) in a mapped file. Another process may read each at any time."""
 
     def __init__(self, words: NDArray[np.int64]) -> None:
         assert words.size == len(FIELDS)
@@ -39,6 +40,8 @@ class Fields:
         # In this order, a process that dies in between leaves an empty range of epochs: `lifted` lifts nothing.
         if not again:
             self._words[_BASE_EPOCH] = epoch
+            self._words[_TAKEN] = 0  # the queue may count from 1 again
+        self._words[_READING] = 0
         self._words[_EPOCH] = epoch
 
     @property
@@ -91,8 +94,41 @@ class Fields:
         # A process killed between two words leaves a name that no commit has.
         self._words[_WHOLE] = np.frombuffer(bytes.fromhex(whole or "0" * 32), ">i8")
 
+    # -- what the persister reads: the session copies other partitions meanwhile ----------------------------------
+
+    @property
+    def reading(self) -> int:
+        """Version of the hand-over that the persister is reading, with all older pending copies; 0 for none."""
+        return int(self._words[_READING])
+
+    @property
+    def taken(self) -> int:
+        """Number of the newest hand-over that the persister has read completely."""
+        return int(self._words[_TAKEN])
+
+    @property
+    def progress(self) -> int:
+        """A count that changes with every read of the persister."""
+        return int(self._words[_PROGRESS])
+
+    def read_begins(self, version: int) -> None:
+        """Note that the persister begins to read copies of `version` and older ones."""
+        self._words[_READING] = version
+        self.note_read()
+
+    def note_read(self) -> None:
+        """Note a read of the persister. Concurrent counts may be lost, because any change of the count is enough."""
+        self._words[_PROGRESS] += 1
+
+    def read_ends(self, number: int) -> None:
+        """Note that the persister has read hand-over `number`, or has given it up for the moment (0)."""
+        self._words[_TAKEN] = max(number, self.taken)
+        self._words[_READING] = 0
+        self.note_read()
+
     def _clear(self) -> None:
         """Reset the counters that describe copies, for a process that begins without any."""
         self.take_over()
         self.seal(NEVER)
         self.name_whole("")
+        self._words[[_READING, _TAKEN]] = 0

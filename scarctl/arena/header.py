@@ -26,7 +26,10 @@ _HEADER = 4096
 _FIXED = struct.Struct("<8sIIQQQQQQ32s16s16s")
 # magic, format, header, file, partitions, json at, json, arrays, tensors, layout digest, store, boot
 FIELDS_AT = 256
-FIELDS = ("epoch", "head_step", "pid", "sealed", "errors", "base_epoch", "whole", "whole_low")
+FIELDS = (
+    *("epoch", "head_step", "pid", "sealed", "errors", "base_epoch", "whole", "whole_low"),
+    *("reading", "taken", "progress"),
+)
 _PLACE_AT = 512
 _PAGE = 4096
 _ALIGNED = 64

@@ -57,13 +57,13 @@ class Copies:
         require_same_line(self._arena, self._store)
 
     def believe_newest_seal(self) -> None:
-        """Count the arena as sealed if the newest hand-over seals the state, even before that is durable."""
-        arena, waiting = self._arena, self._queue.pending()
-        if not waiting or not waiting[-1].sealed or not arena.intact().all():
+        """Count the arena as sealed if a waiting hand-over seals its copies, even before that is durable."""
+        arena = self._arena
+        if not arena.whole or not arena.intact().all():
             return
-        sealed = waiting[-1]
-        if arena.whole == sealed.whole and (arena.version <= sealed.version).all():
-            arena.seal(max(arena.sealed, sealed.version))
+        for handover in self._queue.pending():
+            if handover.whole == arena.whole and (arena.version <= handover.version).all():
+                arena.seal(max(arena.sealed, handover.version))
 
     def fetch_all(self, states: States) -> Report:
         """Bring the newest copy of every partition into the arena. Raises NoIntactCopy."""

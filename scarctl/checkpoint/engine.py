@@ -27,6 +27,7 @@ from scarctl.checkpoint.copies import Copies
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.motion import Motion
 from scarctl.checkpoint.pinning import Pinning
+from scarctl.checkpoint.protection import Protection
 from scarctl.checkpoint.selector import Selector
 from scarctl.checkpoint.tracker import Tracker
 from scarctl.checkpoint.trend import Trend
@@ -96,8 +97,7 @@ class Engine:
         self.pinning = Pinning(self.arena.memory())
         self.queue = HandOverQueue(self.arena.folder)
         self.copies = Copies(self.arena, self.queue, store, self.shard_of)
-        self._sealing: int | None = None
-        """Number of the newest hand-over that seals the state; None once it is known to be durable."""
+        self._protection = Protection(self.arena, self.queue)
         self._due_at = -1
         """The step of the newest regular checkpoint."""
         self._orphaned = False
@@ -145,12 +145,13 @@ class Engine:
         distance = self.tracker.distances(live, step)
         pending = self.arena.pending()
         self._behind.look(pending, step, self.saver)
+        self._protection.look()
         chosen = self.selector.select(
             self.settings.policy,
             distance_sq=squared(distance),
             nbytes=self.layout.partition_bytes,
             staleness=self._staleness(step),
-            eligible=self._eligible(pending),
+            eligible=~self._protection.covers(pending),
             budget=self.budget_now,
             credit=self.policy_memory.credit,
             cursor=self.policy_memory.cursor,
@@ -168,24 +169,16 @@ class Engine:
     def may_copy(self) -> bool:
         """Return whether a partial checkpoint may copy any partition, if it has changed."""
         try:
-            return not self._is_sealing() and not self.arena.pending().all()
+            return not self._protection.covers(self.arena.pending()).all()
         except ScarError:
             return True  # the checkpoint will meet the same fault, and report it
 
-    def _eligible(self, pending: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return the partitions that a partial checkpoint may copy: those not pending; none while a seal waits."""
-        return np.zeros_like(pending) if self._is_sealing() else ~pending
-
-    def _is_sealing(self) -> bool:
-        """Return whether a seal waits for the store.
-
-        Partitions that the seal found unchanged are not pending. With a newer copy of one of them, the state would not
-        be of one step any more.
-        """
-        # A new daemon gives waiting hand-overs larger numbers, and no other hand-over follows a seal.
-        if self._sealing is not None and max(self.queue.numbers(), default=-1) < self._sealing:
-            self._sealing = None
-        return self._sealing is not None
+    def owes_seal(self) -> bool:
+        """Return whether a sealed state was never saved, and should be sealed again. True once for each such state."""
+        try:
+            return self._protection.owes_seal()
+        except ScarError:
+            return False  # the checkpoint will meet the same fault, and report it
 
     def _staleness(self, step: int) -> Ids:
         """Return the iterations since each copy; zeros if the policy does not use them: they take long to compute."""
@@ -292,8 +285,12 @@ class Engine:
         """Queue the copies, sealed if they have the name `whole`. Returns at once: the queue is local."""
         self.arena.name_whole(whole or self.arena.whole)  # before the persister reads it
         number = self.queue.put(version=copied.version, ids=copied.ids, whole=whole, extras=extras.to_tree())
-        self._sealing = number if whole else self._sealing
-        nbytes = int(self.layout.partition_bytes[copied.ids].sum())
+        dropped = self._protection.queued(number, copied.version, sealed=bool(whole))
+        ids = copied.ids
+        if dropped:
+            self.cadence.superseded(dropped)
+            ids = np.flatnonzero(self.arena.pending())
+        nbytes = int(self.layout.partition_bytes[ids].sum())
         self.cadence.handed_over(time.monotonic(), number, nbytes)
         self.saver.notify()
 
@@ -367,9 +364,8 @@ class Engine:
         return head in map(step_of, waiting) or bool((copies == head).all())
 
     def lag(self) -> int:
-        """Return the iterations since the oldest copy that is not durable yet; 0 if all copies are."""
-        waiting = self.arena.version[self.arena.pending()]
-        return max(0, self.arena.head_step - int(step_of(waiting).min())) if waiting.size else 0
+        """Return the iterations since the oldest copied change that is not durable yet; 0 if all copies are."""
+        return self._behind.lag(self.arena.pending(), self.arena.head_step)
 
     def start_over(self) -> None:
         """Discard the arena's copies: their run was superseded, or died before its first whole checkpoint.
@@ -403,6 +399,7 @@ class Engine:
 
     def stop(self) -> None:
         """Write nothing to the store until `start`. Hand-overs stay in the queue."""
+        self._protection.forget_seal()
         self.saver.stop()
 
     @contextmanager

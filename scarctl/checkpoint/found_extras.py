@@ -45,7 +45,7 @@ def newest_extras(queue: HandOverQueue, store: Store, states: Mapping[int, Shard
             candidates.append(found)
     if not candidates and damaged:
         raise NoIntactCopy(
-            f"{store.url}: the extras (step counts, random generators) are damaged: {'; '.join(damaged)}",
+            f"{store.url}: the extras (step counts, random generators) cannot be used: {'; '.join(damaged)}",
             hint="nothing was changed; `scarctl verify` lists the damage",
         )
     return max(candidates, key=lambda found: found.version, default=None)
@@ -73,7 +73,8 @@ def stored_extras(store: Store, state: ShardState, damaged: list[str]) -> Iterat
             found = store.read_extras(candidate)
             extras = None if found is None else Extras.from_tree(torched(found[1]))
         except Corruption as error:
-            damaged.append(error.message)
+            if error.message not in damaged:  # the newest record is read twice
+                damaged.append(error.message)
         else:
             if found is not None and extras is not None:
                 yield Saved(found[0], candidate.extras_whole, extras)

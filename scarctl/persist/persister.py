@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -69,16 +70,26 @@ class Persister:
         if self._sealed[0] != handover.number:
             self._sealed = handover.number, set()
         already = self._sealed[1]
-        self._persist_older(handover)
-        ids = handover.ids[arena.version[handover.ids] == version]
-        ids = ids[arena.durable[ids] != version]
-        shard_of = self._shard_of[ids]
-        parts = [(shard, ids[shard_of == shard]) for shard in self._members if shard not in already]
-        parts = [(shard, own) for shard, own in parts if own.size or handover.sealed]
-        written = self._commit_all(parts, handover, already)
+        with self._reading(handover):
+            self._persist_older(handover)
+            ids = handover.ids[arena.version[handover.ids] == version]
+            ids = ids[arena.durable[ids] != version]
+            shard_of = self._shard_of[ids]
+            parts = [(shard, ids[shard_of == shard]) for shard in self._members if shard not in already]
+            parts = [(shard, own) for shard, own in parts if own.size or handover.sealed]
+            written = self._commit_all(parts, handover, already)
         if len(already) == len(self._members):
             arena.seal(version)
         return written
+
+    @contextmanager
+    def _reading(self, handover: HandOver) -> Iterator[None]:
+        """Note in the arena that the block reads the hand-over's copies. The end may be noted earlier."""
+        self._arena.read_begins(handover.version)
+        try:
+            yield
+        finally:
+            self._arena.read_ends(0)
 
     def tidy(self, limit: int) -> bool:
         """Collect old copies, moving about `limit` bytes. Return whether more may be left to do.
@@ -115,40 +126,68 @@ class Persister:
     def _commit_all(self, parts: list[tuple[int, Ids]], handover: HandOver, already: set[int]) -> int:
         """Commit the ids of every shard of `parts`, all at once, and add newly sealed shards to `already`.
 
-        The error of one shard is raised when all shards have ended. Returns the bytes written.
+        Returns the bytes written.
         """
-        carrier = parts[0][0] if parts else None  # extras belong to the whole process: one shard has them
         sizes = self._arena.layout.partition_bytes
+        unread = {shard for shard, _ in parts}
+        committed: dict[int, tuple[Ids, bool]] = {}
 
-        def commit(part: tuple[int, Ids]) -> tuple[Ids, bool] | BaseException:
-            try:
-                with self.meter.commit():
-                    return self._commit(*part, handover, handover.extras if part[0] == carrier else None)
-            except BaseException as error:  # raised once the other commits have ended
-                return error
+        def read(shard: int) -> None:
+            unread.discard(shard)
+            if not unread:
+                # The copies in memory may change from here on. The rest of the commit may take long.
+                self._arena.read_ends(handover.number)
 
-        outcomes = self._writer.store.blobs.write_each(commit, parts, lambda part: int(sizes[part[1]].sum()))
-        written, carried, faults = 0, True, []
-        for (shard, _), outcome in zip(parts, list(outcomes), strict=True):
-            if isinstance(outcome, BaseException):
-                faults.append(outcome)
-                continue
-            done, sealed = outcome
-            written += int(sizes[done].sum())
-            if sealed:
-                already.add(shard)
-            if shard == carrier:
-                carried = bool(done.size or sealed)
-        if faults:
-            raise next((fault for fault in faults if not isinstance(fault, Exception)), faults[0])
-        if written and not carried and carrier is not None and handover.extras is not None:
-            # Newer copies replaced all of the carrier's, but the commits of other shards need these extras.
-            step, none = step_of(handover.version), np.empty(0, dtype=np.int64)
-            self._writer.commit(carrier, none, self._source, step=step, extras=handover.extras)
+        try:
+            self._commit_each(parts, handover, committed, read)
+        finally:
+            already.update(shard for shard, (_, sealed) in committed.items() if sealed)
+        written = sum(int(sizes[ids].sum()) for ids, _ in committed.values())
+        carrier = parts[0][0] if parts else None
+        if written and carrier is not None and handover.extras is not None:
+            ids, sealed = committed[carrier]
+            if not ids.size and not sealed:
+                # Newer copies replaced all of the carrier's, but the commits of other shards need these extras.
+                step, none = step_of(handover.version), np.empty(0, dtype=np.int64)
+                self._writer.commit(carrier, none, self._source, step=step, extras=handover.extras)
         return written
 
-    def _commit(self, shard: int, ids: Ids, handover: HandOver, extras: Any) -> tuple[Ids, bool]:
+    def _commit_each(
+        self,
+        parts: list[tuple[int, Ids]],
+        handover: HandOver,
+        committed: dict[int, tuple[Ids, bool]],
+        read: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Commit the ids of every shard of `parts`, all at once, and note the results of `_commit` in `committed`.
+
+        The first shard carries the extras. The error of one shard is raised when all shards have ended.
+
+        read: called for each shard when its copies are not needed any more.
+        """
+        sizes = self._arena.layout.partition_bytes
+        carrier = parts[0][0] if parts else None  # extras belong to the whole process: one shard has them
+
+        def commit(part: tuple[int, Ids]) -> BaseException | None:
+            shard, ids = part
+            try:
+                with self.meter.commit():
+                    extras = handover.extras if shard == carrier else None
+                    committed[shard] = self._commit(shard, ids, handover, extras, partial(read, shard))
+            except BaseException as error:  # raised once the other commits have ended
+                return error
+            return None
+
+        ended = self._writer.store.blobs.write_each(commit, parts, lambda part: int(sizes[part[1]].sum()))
+        if faults := [fault for fault in ended if fault is not None]:
+            raise next((fault for fault in faults if not isinstance(fault, Exception)), faults[0])
+
+    def _commit(
+        self, shard: int, ids: Ids, handover: HandOver, extras: Any, read: Callable[[], object] = lambda: None
+    ) -> tuple[Ids, bool]:
         """Commit and acknowledge those of `ids` that have no newer copy.
+
+        read: called when no copy is needed any more, before the commit has ended.
 
         Returns these ids, and whether the shard is sealed.
         """
@@ -161,17 +200,18 @@ class Persister:
             ids, before = ids[good], before[good]
             sealed = handover.sealed and self._is_of(handover, shard, ids)
             if not ids.size and not sealed:
+                read()
                 return ids, False
             try:
                 self._writer.commit(
                     shard,
                     ids,
-                    self._source,
+                    partial(self._source_of, ids, before),
                     step=step_of(handover.version),
                     sealed=sealed,
                     whole=handover.whole if sealed else "",
                     extras=extras,
-                    verify_source=partial(self._unchanged, ids, before),
+                    verify_source=partial(self._unchanged, ids, before, read),
                 )
             except Overwritten:
                 continue
@@ -182,26 +222,41 @@ class Persister:
         )
 
     def _persist_older(self, handover: HandOver) -> None:
-        """Commit pending copies that are older than the hand-over: theirs was lost, or could not be written.
+        """Commit pending copies that are older than the hand-over: it replaced theirs, or theirs was lost.
 
-        They are committed first, because steps in the store never decrease. All earlier hand-overs are durable.
+        They are committed first, because steps in the store never decrease.
         """
         arena = self._arena
         ids = np.flatnonzero(arena.pending() & arena.intact() & (arena.version < handover.version))
         versions = arena.version[ids]
         for version in np.unique(versions).tolist():
             of_version = ids[versions == version]
+            shard_of = self._shard_of[of_version]
             older = HandOver(handover.number, version, of_version, whole="", extras=None)
-            for shard in np.unique(self._shard_of[of_version]).tolist():
-                self._commit(shard, of_version[self._shard_of[of_version] == shard], older, None)
+            parts = [(shard, of_version[shard_of == shard]) for shard in np.unique(shard_of).tolist()]
+            self._commit_each(parts, older, {})
 
     def _source(self, g: int, t: int, start: int, stop: int) -> memoryview:
         if self.interrupt.is_set():
             raise Interrupted
+        self._arena.note_read()
         return self._arena.source(g, t, start, stop)
 
-    def _unchanged(self, ids: Ids, before: NDArray[np.uint64]) -> bool:
-        return bool((self._arena.generation[ids] == before).all())
+    def _source_of(
+        self, ids: Ids, before: NDArray[np.uint64], g: int, t: int, start: int, stop: int
+    ) -> memoryview:
+        """Return rows of the arena. Raises Overwritten if a copy in them has changed, to stop writing early."""
+        base, rows = int(self._arena.layout.base[g]), self._arena.layout.groups[g].rows_per_partition
+        first, last = np.searchsorted(ids, (base + start // rows, base + -(-stop // rows)))
+        if (self._arena.generation[ids[first:last]] != before[first:last]).any():
+            raise Overwritten("copies have changed while they were written", hint="saving retries")
+        return self._source(g, t, start, stop)
+
+    def _unchanged(self, ids: Ids, before: NDArray[np.uint64], read: Callable[[], object]) -> bool:
+        unchanged = bool((self._arena.generation[ids] == before).all())
+        if unchanged:
+            read()
+        return unchanged
 
     def _is_of(self, handover: HandOver, shard: int, ids: Ids) -> bool:
         """Return whether committing `ids` seals the shard: no copy is newer, and no other one pending."""
@@ -221,8 +276,11 @@ def adopt_orphans(arena: Arena, queue: HandOverQueue) -> int:
 
     Returns the number of these partitions. Their extras are lost, so a resume combines them with older extras.
     """
-    orphans = arena.pending() & arena.intact()
-    for handover in queue.pending():
+    waiting = queue.pending()
+    # Older copies than a waiting hand-over are saved with it.
+    newest = max((handover.version for handover in waiting), default=NEVER)
+    orphans = arena.pending() & arena.intact() & (arena.version >= newest)
+    for handover in waiting:
         orphans[handover.ids[arena.version[handover.ids] == handover.version]] = False
     ids = np.flatnonzero(orphans)
     versions = arena.version[ids]

@@ -83,11 +83,15 @@ class Opening:
         engine = self.open(layout)
         if self._superseding:
             engine.start_over()
-        engine.start()
+        self.begin_saving(engine)
         return self.run_on(engine, head_step)
 
+    def begin_saving(self, engine: Engine) -> None:
+        """Start the engine, on all ranks or on none."""
+        self._together.agree(engine.start, undo=lambda _: engine.stop())
+
     def run_on(self, engine: Engine, head_step: int) -> Engine:
-        """Start the engine at `head_step`, and return it."""
+        """Make the engine the session's, at `head_step`, and return it."""
         self.engine = engine
         engine.arena.reach(head_step)
         return engine

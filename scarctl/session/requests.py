@@ -55,7 +55,8 @@ class Requests:
         """
         requested = self._requested
         if requested is Extent.WHOLE or (requested is not None and engine.may_copy):
-            self._requested = None
+            # Another thread may have requested a larger checkpoint meanwhile.
+            requested, self._requested = self._requested, None
             return requested
         if not regular:
             return None

@@ -101,7 +101,7 @@ class Resumption:
         engine.start_over()
         resumed = Resumed(agreed.step, agreed.exact, None, agreed.summary, saved_at=last_saved(self._store))
         stored = self._continue(engine, resumed, agreed.extras)
-        engine.start()
+        self._opening.begin_saving(engine)
         return Outcome(resumed, stored, reshaped=True)
 
     def _continue(self, engine: Engine, resumed: Resumed, extras: Extras | None) -> tuple[str, ...]:

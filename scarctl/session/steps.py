@@ -72,6 +72,8 @@ class Steps:
             return None
         engine.arena.reach(progress.head_step)
         self._regular = engine.due(progress.head_step)
+        if self._regular and engine.owes_seal():
+            self._requests.add(Wish("full"))
         try:
             return self._requests.recovery(engine.selector, regular=self._regular)
         except ScarError as error:

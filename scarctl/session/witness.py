@@ -181,7 +181,7 @@ class Witness:
             same = drawn is not None and usual and all(list(counts) == drawn for counts in usual)
             if not same:
                 found.append(
-                    "random numbers are drawn before the first forward, perhaps others than the earlier run would have drawn"
+                    "random numbers are drawn before the first forward, perhaps others than the earlier run had next"
                 )
         if by_hand and _reads_a_loader():
             found.append("a DataLoader is read, and which batch came next is not saved")
@@ -192,7 +192,8 @@ class Witness:
 
 def _reads_a_loader() -> bool:
     """Return whether this process has an iterator over a DataLoader."""
-    return any(isinstance(item, _BaseDataLoaderIter) for item in gc.get_objects())
+    # isinstance would read __class__ of every object, and some objects of torch warn when an attribute is read.
+    return any(issubclass(type(item), _BaseDataLoaderIter) for item in gc.get_objects())
 
 
 def _tensors(args: Any) -> Iterator[torch.Tensor]:
