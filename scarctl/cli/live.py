@@ -37,7 +37,7 @@ Examples:
 def command() -> None:
     """Ask the session that runs on this host to save, or to restore lost parts in place.
 
-    The session has to save through this host's daemon. It does what it was asked for after its next step.
+    The session has to save through this host's daemon. It carries out the request after its next step.
     """
 
 
@@ -149,5 +149,5 @@ def recover(
     }
     emit(fields, as_json=as_json, text="\n".join(lines))
     if report["problems"] and not report["degraded"]:
-        note("exit code 3: what is named above could not be restored whole")
+        note("exit code 3: the parts named above could not be restored completely")
     return EXIT_PARTLY if report["degraded"] or report["problems"] else EXIT_OK

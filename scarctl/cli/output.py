@@ -178,7 +178,7 @@ def logging_to_stderr() -> Iterator[None]:
 
 
 def human_bytes(count: int) -> str:
-    """Return a size for people: 1536 -> "1.5 KiB"."""
+    """Return a readable size: 1536 -> "1.5 KiB"."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":

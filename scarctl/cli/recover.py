@@ -116,7 +116,7 @@ def command(
 
 
 def cost_lines(cost: Cost, mode: str) -> list[str]:
-    """Return lines on what a recovery costs, and why it was made in this way."""
+    """Return lines about the cost of a recovery, and the reason for its mode."""
     rework, back = cost.rework, cost.rollback_steps
     if rework.basis == "steps":
         lines = [f"rework: {rework} iterations, which are done again"]

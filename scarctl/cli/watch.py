@@ -14,7 +14,7 @@ Look: TypeAlias = Callable[[], Survey]
 
 
 def watch(look: Look, every: float, *, as_json: bool, on_screen: bool, limit: int | None) -> None:
-    """Show what `look` returns every `every` seconds until the run has ended.
+    """Show the result of `look` every `every` seconds until the run has ended.
 
     With `as_json`, every look is a line of JSON with at most `limit` partitions (None: all). With `on_screen`, one page
     is refreshed in place. Otherwise every look is a line of text. Ctrl-C raises KeyboardInterrupt.

@@ -1,6 +1,6 @@
 """Groups of options that `scarctl.attach` takes. The class docstrings here document every option in them.
 
-None always means: take the environment's value, else that of `scarctl.toml`, else the default.
+None always means: the environment's value, then that of `scarctl.toml`, then the default.
 """
 
 from __future__ import annotations

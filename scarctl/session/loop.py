@@ -32,7 +32,7 @@ class Host(Protocol):
 
     @property
     def caveats(self) -> Caveats:
-        """Caveats to which the loop reports what is not exact."""
+        """Caveats to which the loop reports why it is not exact."""
 
     @property
     def head_step(self) -> int:
@@ -124,7 +124,7 @@ class Loop:
             if self._rank != saved["rank"]:
                 self._host.caveats.say(
                     "another-ranks-order",
-                    "the order of the data is drawn anew: what it was drawn from was saved by another rank",
+                    "the order of the data is drawn again, because another rank saved the generator of the old one",
                 )
         while not this.done:
             self._proceed()

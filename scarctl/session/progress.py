@@ -78,7 +78,7 @@ class Progress:
         """Whether the loop usually changes each of them after a step."""
         self._checks = _CHECKED
 
-    # -- what happens in the loop -------------------------------------------------------------------------------
+    # -- events of the loop -------------------------------------------------------------------------------------
 
     @property
     def patience(self) -> float:
@@ -201,7 +201,7 @@ class Progress:
         return None if newest.position is None else newest
 
     def extras(self, moment: Moment) -> Extras:
-        """Return what the adapter and the loop give to the extras of the step of `moment`."""
+        """Return the extras of the adapter and the loop for the step of `moment`."""
         if self._is_settled(moment):
             self.caveats.withdraw("not-settled")
         else:

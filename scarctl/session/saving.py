@@ -107,7 +107,7 @@ class Saving:
             self.fault(error)
 
     def finish(self) -> bool:
-        """Do the second half, if one is under way. Return whether it has sealed the state."""
+        """Do the second half of the current checkpoint, if any. Return whether it has sealed the state."""
         engine = self._opening.engine
         if engine is None:
             return False

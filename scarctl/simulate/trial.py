@@ -43,7 +43,7 @@ from scarctl.theory.rework import Outlook
 from scarctl.util.arrays import Ids
 
 PATIENCE = 4
-"""A run is given up after so many times the iterations of the undisturbed one."""
+"""A run is given up after this multiple of the undisturbed run's iterations."""
 _SAME = 1e-6
 """Largest relative difference of the metric between two equal runs of one seed."""
 

@@ -123,7 +123,7 @@ class Progress:
             self._settled.value = dataclasses.replace(self._settled.value, rng=rng)
 
     def forget(self) -> None:
-        """Drop what was restored."""
+        """Drop the restored values."""
         self._settled.drop()
         self.restored, self._step, self._log, self._logged = None, 0, "", 0
 
