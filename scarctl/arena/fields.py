@@ -94,7 +94,7 @@ class Fields:
         # A process killed between two words leaves a name that no commit has.
         self._words[_WHOLE] = np.frombuffer(bytes.fromhex(whole or "0" * 32), ">i8")
 
-    # -- what the persister reads: the session copies other partitions meanwhile ----------------------------------
+    # -- reads of the persister: the session copies other partitions meanwhile ------------------------------------
 
     @property
     def reading(self) -> int:

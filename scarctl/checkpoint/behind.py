@@ -108,12 +108,12 @@ class Behind:
     def _text(self, lag: int, step: int, speed: Speed | None) -> str:
         turn, interval = self.turn, self._cadence.interval
         text = (
-            f"step {step}: the store is {lag} iterations behind. All of the state is to be saved every {turn}. "
-            "What this host's memory holds is younger, and is lost with the host."
+            f"step {step}: the store is {lag} iterations behind. The whole state should be saved every {turn}. "
+            "Newer copies are in this host's memory only, and lost if the host fails."
         )
         period = interval * self._step_seconds if self._step_seconds else None
         if speed is None or period is None:
-            return f"{text} Nothing was measured yet: `scarctl daemon status` shows what waits."
+            return f"{text} Nothing was measured yet: `scarctl daemon status` shows the pending copies."
         text += (
             f" Measured: {speed.handover_seconds:.3g} s for a checkpoint, one every {period:.3g} s; "
             f"{speed.bytes_per_second / 1e6:.3g} MB/s and {speed.commits_per_second:.3g} commits/s."

@@ -55,7 +55,7 @@ Examples:
     type=click.Choice(["partial", "rollback", "auto"]),
     default="partial",
     show_default=True,
-    help="Restore only what was lost, or everything to the newest state of one step. auto: the one that is predicted "
+    help="Restore only lost partitions, or everything to the newest state of one step. auto: the one that is predicted "
     "to cost fewer iterations, partial if there is no prediction.",
 )
 @click.option(
@@ -137,9 +137,9 @@ def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
     if plan.exact:
         label = f"the state is exact, of step {plan.step}"
     elif plan.step is not None:
-        label = f"what was restored is of step {plan.step}; exact only if the survivors are of that step too"
+        label = f"restored copies are of step {plan.step}; the state is exact only if the survivors are, too"
     else:
-        label = "what was restored is of several steps: the state is perturbed"
+        label = "restored copies are of several steps: the state is perturbed"
     lines = [
         f"{'would restore' if dry_run else 'restored'} {fields['restored_partitions']} partitions ({tiers}), "
         f"{human_bytes(plan.nbytes)}, to {done.output or 'the arena'}",

@@ -133,8 +133,8 @@ class Progress:
         if self.witness.seen(self.head_step):
             self.caveats.say(
                 "fetched-ahead",
-                "the loop asks for a batch while it still has one to use, or runs the model in training mode after the "
-                "step: what it has at hand then is lost when it stops. Ask for each batch right before it is used",
+                "the loop requests a batch while it still has one to use, or runs the model in training mode after the "
+                "step: batches requested ahead are lost when it stops. Request each batch right before it is used",
             )
         with self._gate.held():
             moment = self._newest
@@ -187,8 +187,8 @@ class Progress:
             if name in before and not _equal(before[name], plain(now[name])):
                 self.caveats.say(
                     f"changes-late:{name}",
-                    f"the loop changes extras[{name!r}] after the optimizer's step, and what is saved of it is of "
-                    "before that: pass scarctl.Extra(..., after_step=True), or read the data from session.batches()",
+                    f"the loop changes extras[{name!r}] after the optimizer's step, but its value from before "
+                    "that is saved: pass scarctl.Extra(..., after_step=True), or read the data from session.batches()",
                 )
 
     # -- checkpoints --------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ class Witness:
             self._seen()
 
     def following(self, step: int) -> dict[str, Any] | None:
-        """Return what `differences` compares with, for `Extras.following`; None without a model to watch."""
+        """Return the digests that `differences` compares with, for `Extras.following`; None without a model."""
         gap = next((gap for gap in self._gaps if gap.step == step), None)
         if not self.looks:
             return None

@@ -1,6 +1,6 @@
 """Define the extras of a checkpoint, its state next to the partitions, and their stored form.
 
-`Extras` is what a training session stores, `Notes` the part that any program may read. Both are stored as a tree of
+`Extras` is the state that a session stores, `Notes` the part that any program may read. Both are stored as a tree of
 plain values and arrays; `scarctl.state.codec` turns a tree into bytes.
 """
 
