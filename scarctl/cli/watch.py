@@ -36,7 +36,7 @@ def _follow(look: Look, every: float, show: Callable[[Survey], None]) -> None:
         if view.run is None or not view.run.alive:
             note("no run is alive on this host" if turns == 0 else "the run has ended")
             return
-        # On a fixed beat: looking at a large store takes a while itself.
+        # At fixed times, because reading a large store takes a while itself.
         turns = max(turns + 1, int((time.monotonic() - started) / every))
         time.sleep(max(0.0, started + turns * every - time.monotonic()))
 

@@ -191,7 +191,7 @@ class _Keeper:
         self._copy(live, chosen.ids, iteration)
 
     def load(self, adapter: Adapter, ids: Ids, iteration: int | None = None) -> None:
-        """Restore the partitions `ids`; iteration: extrapolate them to it."""
+        """Restore the partitions `ids`. iteration: the iteration to which they are extrapolated."""
         live = self.live(adapter)
         if iteration is None:
             live.load(ids)
