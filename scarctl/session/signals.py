@@ -153,7 +153,7 @@ class _Watch:
     """Handlers, wakeup file and threads, from the first `watch` to the end of the last one."""
 
     def __init__(self) -> None:
-        """Install everything, in the main thread."""
+        """Install handlers and wakeup file, and start the thread. Only in the main thread."""
         self._machine = Machine()
         self._through: set[int] = set()
         """Signals that the next run of the handler passes on."""
