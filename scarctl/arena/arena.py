@@ -303,8 +303,8 @@ class Arena(Fields):
     def acknowledge(self, ids: Ids, version: int, generation: NDArray[np.uint64] | None = None) -> None:
         """Note that `version` of these partitions is durable.
 
-        generation: generations of `ids` when they were read. A partition that was copied again since then, or is being
-            copied, stays pending, even if its version is the same.
+        generation: generations of `ids` when they were read. A partition that was copied again since then stays
+            pending, even if its version is the same.
         """
         self.durable[ids] = version
         if generation is not None:

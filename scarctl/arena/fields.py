@@ -94,11 +94,11 @@ class Fields:
         # A process killed between two words leaves a name that no commit has.
         self._words[_WHOLE] = np.frombuffer(bytes.fromhex(whole or "0" * 32), ">i8")
 
-    # -- reads of the persister: the session copies other partitions meanwhile ------------------------------------
+    # -- what the persister reads: these copies must not change -----------------------------------------------------
 
     @property
     def reading(self) -> int:
-        """Version of the hand-over that the persister is reading, with all older pending copies; 0 for none."""
+        """Version of the hand-over that the persister reads, with all older pending copies; 0 if it reads none."""
         return int(self._words[_READING])
 
     @property
@@ -108,23 +108,23 @@ class Fields:
 
     @property
     def progress(self) -> int:
-        """A count that changes with every read of the persister."""
+        """Count of the persister's reads."""
         return int(self._words[_PROGRESS])
 
     def read_begins(self, version: int) -> None:
-        """Note that the persister begins to read copies of `version` and older ones."""
+        """Note that the persister starts to read copies of `version` and older ones."""
         self._words[_READING] = version
-        self.note_read()
+        self.read_on()
 
-    def note_read(self) -> None:
-        """Note a read of the persister. Concurrent counts may be lost, because any change of the count is enough."""
+    def read_on(self) -> None:
+        """Count a read. Threads may lose each other's counts: only a change matters."""
         self._words[_PROGRESS] += 1
 
     def read_ends(self, number: int) -> None:
-        """Note that the persister has read hand-over `number`, or has given it up for the moment (0)."""
+        """Note that the persister has read hand-over `number`; 0 if it stopped before the end."""
         self._words[_TAKEN] = max(number, self.taken)
         self._words[_READING] = 0
-        self.note_read()
+        self.read_on()
 
     def _clear(self) -> None:
         """Reset the counters that describe copies, for a process that begins without any."""

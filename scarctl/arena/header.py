@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import stat
@@ -15,6 +14,7 @@ import numpy as np
 from scarctl.errors import AccessDenied, Corruption
 from scarctl.state.layout import Layout
 from scarctl.state.version import MAX_EPOCH, MAX_STEP, NEVER, pack
+from scarctl.store.format import MAX_LAYOUT_VALUES, parse_json
 from scarctl.util.text import printable
 
 FILE = "arena"
@@ -107,8 +107,8 @@ def read_header(fd: int, path: Path, run_id: str) -> tuple[Layout, Geometry]:
         raise not_an_arena(path, "its size differs from its header")
     layout_json = os.pread(fd, json_size, json_at)
     try:
-        layout = Layout.from_json(json.loads(layout_json))
-    except (ValueError, RecursionError, Corruption) as error:
+        layout = Layout.from_json(parse_json(layout_json, path, values=MAX_LAYOUT_VALUES))
+    except Corruption as error:
         raise not_an_arena(path, f"its layout cannot be read: {error}") from error
     geometry = Geometry(layout, layout_json)
     mine = (geometry.size, layout.partitions, geometry.arrays_at, geometry.tensors_at, layout.digest)

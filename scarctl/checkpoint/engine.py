@@ -174,7 +174,7 @@ class Engine:
             return True  # the checkpoint will meet the same fault, and report it
 
     def owes_seal(self) -> bool:
-        """Return whether a sealed state was never saved, and should be sealed again. True once for each such state."""
+        """Return whether a seal was lost before it was durable, and has to be made again. Return so once."""
         try:
             return self._protection.owes_seal()
         except ScarError:

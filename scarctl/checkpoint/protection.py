@@ -1,4 +1,4 @@
-"""Decide which copies must not be replaced yet, because the persister is reading them, or because a seal waits."""
+"""Decide which copies must not change yet: the persister reads them, or a seal was not read."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from scarctl.arena.queue import HandOverQueue
 from scarctl.state.version import NEVER
 
 _INTERVALS = 2
-"""Checkpoint periods without a read after which the protected copies are given up."""
+"""Intervals without progress of the persister after which its copies are given up."""
 _LEAST = 1.0
-"""Least time without a read before that, in seconds: a store may answer more slowly than a training loop steps."""
+"""Seconds without progress, at least: a store is slower than a training loop."""
 _MOST = 300.0
 _NEW = 0.3  # weight of a new measurement
 
 
 class Protection:
-    """The protected copies of one session. All times are seconds on one monotonic clock.
+    """Tracks the protected copies of one session. All times are seconds on one monotonic clock.
 
-    While the persister reads slowly, its copies are protected. If it has stopped, no copy is protected, so that copies
-    in memory stay as new as with a fast store. The interrupted hand-over is read again later, with the newer copies.
-    The patience doubles each time, so that a store with long pauses still finishes a hand-over.
+    Copies that the persister reads are protected while it makes progress, however slow the store is. If it stops, they
+    are given up: memory stays as young as with a fast store, and the persister starts again with the newer copies. The
+    patience then doubles, so that a store with long pauses finishes at some point.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class Protection:
         self._queue = queue
         self._clock = clock
         self._waiting: dict[int, int] = {}
-        """Versions of queued hand-overs that may not have been read yet, by number."""
+        """Version of each hand-over that may not have been read yet, by number."""
         self._seal: int | None = None
-        """Number of the newest hand-over that seals the state; None once it has been read."""
+        """Number of the newest hand-over with a seal; None once it was read."""
         self._sealed = NEVER
         """Version of the newest seal."""
         self._looked_at: float | None = None
@@ -48,10 +48,10 @@ class Protection:
         """The persister's count of reads, and the time of its last change."""
         self._patience = _LEAST
         self._gave_up: int | None = None
-        """The persister's count of reads when its copies were given up."""
+        """The persister's count of reads when its copies were given up; None: they were not."""
 
     def look(self) -> None:
-        """Note that a regular checkpoint begins. Call it once for each."""
+        """Note that a regular checkpoint is made. Call it once for each."""
         now = self._clock()
         if self._looked_at is not None:
             seconds = now - self._looked_at
@@ -60,9 +60,9 @@ class Protection:
         self._looked_at = now
 
     def queued(self, number: int, version: int, *, sealed: bool) -> list[int]:
-        """Note a new hand-over. Remove the earlier ones that it makes superfluous from the queue, and return them.
+        """Note a new hand-over, and remove earlier ones from the queue that were not read. Return their numbers.
 
-        Their copies that have no newer one are saved together with this hand-over: see `Persister.persist`.
+        Those of their copies that are still the newest are saved together with this hand-over: see `Persister.persist`.
         """
         if not self._waiting:
             self._moved = self._arena.progress, self._clock()
@@ -78,7 +78,7 @@ class Protection:
         return dropped
 
     def covers(self, pending: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return which copies must not be replaced: bool of shape (layout.partitions,). pending: as `Arena.pending`.
+        """Return the copies that must not change: bool of shape (layout.partitions,). pending: see `Arena.pending`.
 
         Raises ScarError if the queue cannot be read.
         """
@@ -94,7 +94,7 @@ class Protection:
         return protected
 
     def owes_seal(self) -> bool:
-        """Return whether a seal was given up and the store has time for another. True once for each such seal.
+        """Return whether a seal was given up, and the store has time for another one. Return so once for each.
 
         Raises ScarError if the queue cannot be read.
         """
@@ -105,11 +105,11 @@ class Protection:
         return owed
 
     def forget_seal(self) -> None:
-        """Forget the newest seal, because copies are about to be replaced by older ones."""
+        """Note that older copies are about to replace the present ones: a seal that is lost by that is not owed."""
         self._sealed = NEVER
 
     def _seal_waits(self) -> bool:
-        """Return whether the persister has not read the newest seal completely.
+        """Return whether a seal was not read yet.
 
         Partitions that the seal found unchanged are not pending. With a newer copy of one of them, the state would not
         be of one step any more.
@@ -122,7 +122,7 @@ class Protection:
         return self._seal is not None
 
     def _has_stopped(self) -> bool:
-        """Return whether the last read of the persister is so long ago that its copies are given up."""
+        """Return whether the persister made no progress for so long that its copies are given up."""
         now, progress = self._clock(), self._arena.progress
         if progress != self._moved[0]:
             self._moved = progress, now

@@ -27,7 +27,16 @@ from scarctl.state.extras import FILE_POLICY, PolicyMemory
 from scarctl.state.layout import Layout, build_layout
 from scarctl.state.rows import take_rows
 from scarctl.state.version import MAX_STEP, pack, step_of
-from scarctl.store import Collector, ShardState, Store, StoreWriter, create_snapshot, open_writer, sealed_sets
+from scarctl.store import (
+    Collector,
+    ShardState,
+    Store,
+    StoreWriter,
+    check_cut,
+    create_snapshot,
+    open_writer,
+    sealed_sets,
+)
 from scarctl.store.snapshot import check_new_snapshot, check_snapshot_name
 from scarctl.store.topology import refuse_ranks
 from scarctl.util.arrays import Ids
@@ -206,6 +215,7 @@ def _open(state: StateFile, settings: CheckpointSettings, *, dry_run: bool) -> t
     current = store.current_layout()
     if current is not None and current != layout:
         raise store.mismatch(current, layout)
+    check_cut(store, layout, asked=settings.partition_bytes is not None)
     return store, layout
 
 

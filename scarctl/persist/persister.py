@@ -84,7 +84,7 @@ class Persister:
 
     @contextmanager
     def _reading(self, handover: HandOver) -> Iterator[None]:
-        """Note in the arena that the block reads the hand-over's copies. The end may be noted earlier."""
+        """Note in the arena that copies are read inside. `_commit_all` may note the end earlier."""
         self._arena.read_begins(handover.version)
         try:
             yield
@@ -135,7 +135,7 @@ class Persister:
         def read(shard: int) -> None:
             unread.discard(shard)
             if not unread:
-                # The copies in memory may change from here on. The rest of the commit may take long.
+                # The rest of the commits, which may take long, needs no copies: they may change.
                 self._arena.read_ends(handover.number)
 
         try:
@@ -159,11 +159,10 @@ class Persister:
         committed: dict[int, tuple[Ids, bool]],
         read: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Commit the ids of every shard of `parts`, all at once, and note the results of `_commit` in `committed`.
+        """Commit the ids of every shard of `parts`, all at once, and add what `_commit` returns to `committed`.
 
-        The first shard carries the extras. The error of one shard is raised when all shards have ended.
-
-        read: called for each shard when its copies are not needed any more.
+        The first shard carries the extras. read: called with each shard once its copies are read. The error of one
+        shard is raised when all shards have ended.
         """
         sizes = self._arena.layout.partition_bytes
         carrier = parts[0][0] if parts else None  # extras belong to the whole process: one shard has them
@@ -187,7 +186,7 @@ class Persister:
     ) -> tuple[Ids, bool]:
         """Commit and acknowledge those of `ids` that have no newer copy.
 
-        read: called when no copy is needed any more, before the commit has ended.
+        read: called once the copies are read, before the commit is complete.
 
         Returns these ids, and whether the shard is sealed.
         """
@@ -239,7 +238,7 @@ class Persister:
     def _source(self, g: int, t: int, start: int, stop: int) -> memoryview:
         if self.interrupt.is_set():
             raise Interrupted
-        self._arena.note_read()
+        self._arena.read_on()
         return self._arena.source(g, t, start, stop)
 
     def _source_of(

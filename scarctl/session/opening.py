@@ -20,7 +20,7 @@ from scarctl.session.peers import Together
 from scarctl.session.requests import Requests
 from scarctl.state.caveats import Caveats
 from scarctl.state.layout import Layout
-from scarctl.store import Store
+from scarctl.store import Store, check_cut
 
 log = logging.getLogger("scarctl")
 
@@ -62,21 +62,25 @@ class Opening:
     def open(self, layout: Layout) -> Engine:
         """Open the arena, unless it is open. Nothing is saved before `Engine.start`."""
         if self.opened is None:
-            folder = arena_folder(self._settings.arena_dir, self.store.run_id)
             self._together.begin(self.store)
             self.opened = self._together.agree(
-                lambda: Engine(
-                    self.store,
-                    layout,
-                    self._settings,
-                    folder,
-                    self._saver,
-                    selector=self._together.selector(),
-                    caveats=self._caveats,
-                ),
+                lambda: self._engine(layout),
                 undo=lambda engine: engine.leave(),
             )
         return self.opened
+
+    def _engine(self, layout: Layout) -> Engine:
+        settings = self._settings
+        check_cut(self.store, layout, asked=settings.partition_bytes is not None or bool(settings.rows))
+        return Engine(
+            self.store,
+            layout,
+            settings,
+            arena_folder(settings.arena_dir, self.store.run_id),
+            self._saver,
+            selector=self._together.selector(),
+            caveats=self._caveats,
+        )
 
     def start(self, layout: Layout, head_step: int) -> Engine:
         """Save from now on, beginning with the live state."""

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.state.layout import Layout
+from scarctl.errors import UsageError
+from scarctl.state.layout import MIN_PARTITION_BYTES, Layout
 from scarctl.store.format import corrupt, layout_path
 from scarctl.store.shard_state import ShardState
 from scarctl.store.store import Store
@@ -35,6 +36,23 @@ def check_backed(store: Store, states: Iterable[ShardState]) -> None:
                 store.blobs.where(layout_path(layout.digest)),
                 f"it claims {layout.partitions} partitions, but the store's shards have {count}",
             )
+
+
+def check_cut(store: Store, layout: Layout, *, asked: bool) -> None:
+    """Raise UsageError when the store alone demands that a state is cut into far more partitions than it has saved.
+
+    asked: the caller has given the size of partitions, too. A store of one rank is not checked.
+    """
+    free = FREE + layout.nbytes // MIN_PARTITION_BYTES
+    if asked or store.part is not None or layout.partitions <= free:
+        return
+    members = sum(len(state.ids) for state in store.states(store.shards()).values())
+    if layout.partitions > free + members:
+        raise UsageError(
+            f"{store.where} cuts this state into {layout.partitions} partitions, and has {members} of them",
+            hint="if that is right, give the size of partitions yourself, as when the store was created",
+            kind="unasked-partitions",
+        )
 
 
 def backed_shards(store: Store, layout: Layout) -> NDArray[np.int32]:

@@ -32,6 +32,10 @@ INDEX_RECORDS = 512
 INDEX_BYTES = 36
 """Bytes of an index per partition."""
 
+_HEADER_BYTES, _PER_MEMBER = 64 << 10, 512
+"""Bytes of an index's header without segments, and for each partition: there are no more segments than partitions."""
+_OTHERS, _OF_SEGMENT = 64, 8
+"""Lists and objects of an index that are no segments; fields that a segment has, and more."""
 _WHOLE = 16
 """Bytes of an identity in an index."""
 _COLUMNS = {"ids": "I64", "version": "I64", "position": "I64", "segment": "I32", "checksum": "U64"}
@@ -103,10 +107,17 @@ def parse_index(raw: NDArray[np.uint8], what: object, *, shard: int, seq: int) -
     if raw.size < 40 or hashlib.sha256(raw[:-32]).digest() != raw[-32:].tobytes():
         raise corrupt(what, "the index's digest does not match its content")
     length = header_length(raw[:8].tobytes(), raw.size, what)
+    if length > _HEADER_BYTES + _PER_MEMBER * ((raw.size - length) // INDEX_BYTES):
+        raise corrupt(what, f"a header of {length} bytes is too long for the partitions that follow")
     header = parse_header(raw[:length].tobytes(), raw.size, what)
     number = header.metadata.get("format", "")
     check_format(int(number) if number.isdecimal() and len(number) < 9 else None, what)
-    f = Fields(parse_json(header.metadata.get("state", ""), what), what)
+    # Each segment has a partition, or the extras.
+    most = header.entry("ids", "I64", (-1,), what).shape[0] + _OTHERS
+    state_json = parse_json(
+        header.metadata.get("state", ""), what, containers=most, values=_OF_SEGMENT * most
+    )
+    f = Fields(state_json, what)
     if f.integer("seq", 0, MAX_SEQ) != seq or f.integer("shard") != shard:
         raise corrupt(what, "it is the index of another place")
 

@@ -26,6 +26,7 @@ from scarctl.store.format import (
     FORMAT,
     LOCK,
     MAX_LAYOUT,
+    MAX_LAYOUT_VALUES,
     MAX_SETTINGS,
     SETTINGS,
     SNAPSHOTS,
@@ -51,6 +52,7 @@ from scarctl.store.segment_reader import open_segment
 from scarctl.store.settings import Settings
 from scarctl.store.shard_state import ShardState
 from scarctl.util.arrays import Ids
+from scarctl.util.json_size import too_much
 
 _RACES = 4
 
@@ -253,7 +255,7 @@ class Store:
             path = layout_path(digest)
             what = self.blobs.where(path)
             try:
-                obj = load_json(self.blobs.read(path, MAX_LAYOUT), what)
+                obj = load_json(self.blobs.read(path, MAX_LAYOUT), what, values=MAX_LAYOUT_VALUES)
             except FileNotFoundError:
                 raise corrupt(what, "this layout is missing") from None
             f = Fields(obj, what)
@@ -273,6 +275,8 @@ class Store:
         )
         if len(data) > MAX_LAYOUT:
             raise UsageError(f"the layout has {len(data)} bytes of names and shapes, more than {MAX_LAYOUT}")
+        if reason := too_much(data, values=MAX_LAYOUT_VALUES):
+            raise UsageError(f"the layout cannot be stored: {reason}")
         self.blobs.prepare("layout")
         try:
             self.blobs.create_exclusive(layout_path(layout.digest), [data])

@@ -93,7 +93,7 @@ def test_a_store_that_reads_slowly_gets_what_it_reads(desk: Desk) -> None:
     desk.hand_over([0, 1], 1)
     desk.arena.read_begins(pack(1, 1))
     for _ in range(50):
-        desk.arena.note_read()
+        desk.arena.read_on()
         assert desk.pass_by(0.9) == [[0, 1]] * 9
 
 
@@ -106,16 +106,16 @@ def test_a_store_that_has_stopped_protects_nothing_and_its_patience_grows(desk: 
     assert found == [[0, 1]] * kept + [[]] * (30 - kept), (
         "once given up, it stays so while the store stands still"
     )
-    desk.arena.note_read()
+    desk.arena.read_on()
     found = desk.pass_by(3.0)
     assert 18 <= found.index([]) <= 21
-    desk.arena.note_read()
+    desk.arena.read_on()
     assert 35 <= desk.pass_by(6.0).index([]) <= 41
     # What is read without a stop makes it shorter again.
-    desk.arena.note_read()
+    desk.arena.read_on()
     desk.pass_by(1.0)
     for _ in range(4):
-        desk.arena.note_read()
+        desk.arena.read_on()
         desk.pass_by(0.1)
     assert desk.pass_by(3.0).index([]) <= 11
 
