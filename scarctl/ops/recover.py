@@ -130,7 +130,7 @@ def _refuse_inside(store: Store, settings: RecoverSettings) -> None:
 
 
 class _Recovery:
-    """One call of `recover`. `stack` closes what it opens."""
+    """One call of `recover`. `stack` closes stores and arenas."""
 
     def __init__(
         self,

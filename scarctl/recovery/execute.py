@@ -1,6 +1,6 @@
 """Carry out a recovery plan: verify every copy, and replace damaged ones by the next best.
 
-The result is a `Report`: the plan as it was carried out, and the changes that it made.
+The result is a `Report`: the executed plan, and the changes that it made.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Report:
     perturbation: Perturbation
     seconds: float
     problems: tuple[str, ...] = ()
-    """Descriptions of damaged copies, for people."""
+    """Descriptions of damaged copies, for display."""
     output: str | None = None
     """Path of the written file."""
     cost: Cost | None = None
@@ -187,7 +187,7 @@ def execute_once(plan: Plan, store: Store | None, arena: Arena | None, sink: Sin
 
 
 class SealedStateDamaged(NoIntactCopy):
-    """A copy of the sealed state that a rollback goes back to is damaged. The message names the copy."""
+    """A copy of the sealed state that a rollback restores is damaged. The message names the copy."""
 
     kind = "no-sealed-state"
 
@@ -231,7 +231,7 @@ class _Run:
         return squared
 
     def outcome(self) -> Plan:
-        """Return the plan as it was carried out."""
+        """Return the executed plan."""
         if not self.fell_back and not self.moved_on:
             return self.plan
         step = only_step(self.version)

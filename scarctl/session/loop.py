@@ -32,7 +32,7 @@ class Host(Protocol):
 
     @property
     def caveats(self) -> Caveats:
-        """Caveats to which the loop reports what is not exact."""
+        """Caveats to which the loop reports why it is not exact."""
 
     @property
     def head_step(self) -> int:
@@ -124,7 +124,7 @@ class Loop:
             if self._rank != saved["rank"]:
                 self._host.caveats.say(
                     "another-ranks-order",
-                    "the order of the data is drawn anew: what it was drawn from was saved by another rank",
+                    "the order of the data is drawn again, because another rank saved the generator of the old one",
                 )
         while not this.done:
             self._proceed()
@@ -286,14 +286,14 @@ class _Pass:
             caveats.say(
                 "persistent-workers",
                 "a DataLoader's workers stay over epochs (persistent_workers=True), and their random numbers are not "
-                "saved: what they draw comes out otherwise after resuming. Leave out persistent_workers",
+                "saved, so that they differ after a resume. Omit persistent_workers",
             )
         streams = isinstance(getattr(self._loader, "dataset", None), IterableDataset)
         if streams and self.count and not self._loader.num_workers and not _same(self._before):
             caveats.say(
                 "stream-draws",
-                "an IterableDataset draws from the global random generators, as the loop does: it comes out otherwise "
-                "after resuming. Give it a generator of its own, or read it with num_workers=1",
+                "an IterableDataset draws from the global random generators, as the loop does, so that its data differ "
+                "after a resume. Give it its own generator, or read it with num_workers=1",
             )
 
     def end(self) -> None:

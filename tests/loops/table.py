@@ -1,4 +1,4 @@
-"""Every program of `tests.loops.programs`, stopped in each way and started again: exact and the same, or said.
+"""Every program of `tests.loops.programs`, stopped in each way and started again: exact and the same, or reported.
 
 python -m tests.loops.table [PROGRAM ...]
 """
@@ -23,7 +23,7 @@ STOPS = ("close", "SIGTERM", "SIGKILL")
 AT = (5, 7)
 """After the last step of an epoch, and in the middle of one."""
 IMPORTS = (*forkserver.TORCH, "tests.loops.programs")
-SAID = {
+REPORTED = {
     "mnist, persistent workers",
     "mnist, stream that draws",
     "mnist by hand",
@@ -85,7 +85,7 @@ class Row:
     def outcome(self) -> str:
         if self.exact:
             return "exact and same" if self.same else "silent: exact and different"
-        return "said, and same" if self.same else "said"
+        return "reported, and same" if self.same else "reported"
 
 
 def rows(folder: Path, name: str, stops: tuple[str, ...], at: int) -> Iterator[Row]:
@@ -101,18 +101,18 @@ def rows(folder: Path, name: str, stops: tuple[str, ...], at: int) -> Iterator[R
 
 def wrong(row: Row) -> bool:
     """What must never be: exact and different; or not exact, and nobody expects that."""
-    expected = row.name in SAID or (row.name, row.stop) in DOUBTED
+    expected = row.name in REPORTED or (row.name, row.stop) in DOUBTED
     return not row.same if row.exact else not expected
 
 
 def show(found: list[Row]) -> str:
     lines = [
-        f"  {r.name:34} {r.stop:8} step {r.step:2}  {r.outcome:16} {'; '.join(r.reasons)}" for r in found
+        f"  {r.name:34} {r.stop:8} step {r.step:2}  {r.outcome:18} {'; '.join(r.reasons)}" for r in found
     ]
     exact = sum(row.exact and row.same for row in found)
     silent = sum(row.exact and not row.same for row in found)
-    said = len(found) - exact - silent
-    return "\n".join(["", *lines, f"cases {len(found)}, exact {exact}, said {said}, silent {silent}"])
+    reported = len(found) - exact - silent
+    return "\n".join(["", *lines, f"cases {len(found)}, exact {exact}, reported {reported}, silent {silent}"])
 
 
 def table(folder: Path, cases: Iterable[tuple[str, tuple[str, ...], int]], threads: int = 1) -> list[Row]:
