@@ -27,6 +27,7 @@ from scarctl.config import SessionSettings
 from scarctl.distributed.own_extras import NOTHING, Early, with_own
 from scarctl.distributed.ownership import Division
 from scarctl.errors import Contention, Unavailable
+from scarctl.state.caveats import Caveat
 from scarctl.state.extras import Extras, Notes
 from scarctl.state.torch_dtypes import torch_of
 from scarctl.state.version import pack, step_of
@@ -94,6 +95,11 @@ class Rescue:
         return rescued
 
 
+_OLDER = Caveat(
+    "rescued",
+    "a rank died, and what is its own (random numbers, extras with per_rank) is not of this step: where the loop draws "
+    "random numbers, as for dropout, it draws others",
+)
 _Held: TypeAlias = dict[str, tuple[int, int, int]]
 """By stored name: my group, and the rows of it that the owner owns."""
 
@@ -175,7 +181,8 @@ def _is_of(arena: Arena, store: Store) -> bool:
 def _for_owner(extras: Extras, known: Extras | None, names: Collection[str]) -> Extras:
     """Return the survivor's extras. What is each rank's own comes from what the owner queued last, or is left out."""
     early, notes = (NOTHING, Notes()) if known is None else (Early.of(known.early), known.notes)
-    return replace(with_own(extras, early, names), notes=extras.notes.of_part(notes))
+    notes = extras.notes.of_part(notes)
+    return replace(with_own(extras, early, names), notes=replace(notes, caveats=(*notes.caveats, _OLDER)))
 
 
 def _tensors(arena: Arena, held: _Held, groups: Sequence[StateGroup]) -> list[list[torch.Tensor]]:

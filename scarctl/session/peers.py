@@ -95,6 +95,9 @@ class Together(Lockstep, Protocol):
     def go_on(self, found: Found | None, store: Store) -> GoOn | None:
         """Agree on the state from which all continue. None: one process at least has no complete state."""
 
+    def completed(self, extras: Extras) -> Extras:
+        """Return the extras; what is this rank's own and was never saved, or by another rank, stays as it is now."""
+
     @property
     def rank(self) -> int:
         """The number of this process among them."""
@@ -189,6 +192,10 @@ class Alone:
     def go_on(self, found: Found | None, store: Store) -> GoOn | None:
         """See `Together`."""
         return None if found is None else GoOn(found.step, found.extras, found.exact)
+
+    def completed(self, extras: Extras) -> Extras:
+        """See `Together`."""
+        return extras
 
     def elsewhere(self, store: Store, mode: str, snapshot: str | None) -> Elsewhere | None:
         """See `Together`."""
