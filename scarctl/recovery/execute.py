@@ -18,6 +18,7 @@ from scarctl.arena.arena import Arena
 from scarctl.errors import NoIntactCopy
 from scarctl.recovery.plan import (
     MEMORY,
+    PEER,
     STORE,
     Perturbation,
     Plan,
@@ -76,6 +77,11 @@ class Report:
     """UTC time of the store's newest commit; None if no copy came from the store, or its records lack the time."""
     extrapolation: Extrapolation | None = None
     """Values extrapolated beyond their copies; None if not requested, or if all copies are of one step."""
+
+    def from_peer(self) -> Report:
+        """Return the report of a recovery whose copies in memory were brought from another host."""
+        tier = np.where(self.plan.tier == MEMORY, np.int8(PEER), self.plan.tier)
+        return replace(self, plan=replace(self.plan, tier=tier))
 
     @property
     def mode(self) -> str:

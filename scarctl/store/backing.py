@@ -1,7 +1,7 @@
 """Bound what a store's files can back: a layout of a few bytes may claim any number of partitions.
 
 Every member of a shard takes bytes in a file whose checksum was verified. A layout that claims far more partitions than
-there are members is refused before there is an array over all of them.
+all shards have members is refused before an array over its partitions is allocated.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ FREE = 1 << 20
 
 
 def check_backed(store: Store, states: Iterable[ShardState]) -> None:
-    """Raise Corruption when a layout of these states has more partitions than members, and more than `FREE`.
+    """Raise Corruption if a layout of these states has more partitions than members, and more than `FREE`.
 
-    Between the openings of two shards an honest store may have that, too; then nothing is saved in it.
+    An intact store may be in that state between the openings of two shards, while nothing is saved in it.
     """
     members: dict[Layout, int] = {}
     for state in states:
@@ -34,7 +34,7 @@ def check_backed(store: Store, states: Iterable[ShardState]) -> None:
         if layout.partitions > FREE + count:
             raise corrupt(
                 store.blobs.where(layout_path(layout.digest)),
-                f"it claims {layout.partitions} partitions, the store's shards have {count}",
+                f"it claims {layout.partitions} partitions, but the store's shards have {count}",
             )
 
 
@@ -56,10 +56,9 @@ def check_cut(store: Store, layout: Layout, *, asked: bool) -> None:
 
 
 def backed_shards(store: Store, layout: Layout) -> NDArray[np.int32]:
-    """Return the shard of every partition (`Store.shard_of`), if files back so many. Reads states only if the layout is
-    large.
+    """Return the shard of every partition (`Store.shard_of`), once `check_backed` has passed.
 
-    Raises what `check_backed` raises.
+    Reads states only if the layout is large. Raises as `check_backed` does.
     """
     if layout.partitions > FREE:
         check_backed(store, store.states(store.shards()).values())

@@ -1,4 +1,4 @@
-"""Encode, read and check indexes: the files that spare readers most of a shard's log (docs/FORMAT.md, section 6)."""
+"""Encode, read and check indexes, which replace most of a shard's log for readers (docs/FORMAT.md, section 6)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from scarctl.store.segment import SegmentRef
 from scarctl.store.shard_state import KEEP_SEALED, Seal, ShardState
 
 INDEX_RECORDS = 512
-"""A writer writes an index at the latest after so many records, however few partitions they hold."""
+"""Most records between two indexes of a writer."""
 INDEX_BYTES = 36
 """Bytes of an index per partition."""
 
@@ -43,7 +43,7 @@ _NUMPY = {"I64": "<i8", "I32": "<i4", "U64": "<u8", "U8": "u1"}
 
 
 def dump_index(state: ShardState) -> list[bytes | memoryview]:
-    """Return the content of the index file of a state whose unused segments were dropped, in parts."""
+    """Return the content of a state's index file, in parts. Unused segments must have been dropped from the state."""
     assert state.layout is not None
     obj = {
         "layout": state.layout.digest,
@@ -85,12 +85,14 @@ class Index:
     state: ShardState
     layout: str
     names_whole: bool
-    """Whether it says of which commits of the whole state things are; one of an earlier format does not."""
+    """Whether it has the names of commits of the whole state. Earlier formats do not."""
 
 
 def read_index(blobs: Blobs, path: str, partitions: int) -> NDArray[np.uint8]:
-    """Return the bytes of an index file, uint8. Raises FileNotFoundError; Corruption, before reading, if it has more
-    bytes than one of a layout with so many partitions.
+    """Return the bytes of an index file, uint8.
+
+    Raises FileNotFoundError. Raises Corruption before reading if the file is too large for a layout of so many
+    partitions.
     """
     with blobs.reader(path) as file:
         if file.size > 8 + MAX_HEADER + INDEX_BYTES * partitions + (24 + _WHOLE) * KEEP_SEALED + 32:
@@ -164,7 +166,7 @@ def _text_of(whole: bytes) -> str:
 
 
 def _sound(state: ShardState) -> bool:
-    """Return whether every number points to something."""
+    """Return whether all indices in the arrays are in range."""
     last = len(state.segments)
     if state.extras is not None and not (state.extras[0] >= 0 and 0 <= state.extras[1] < last):
         return False
