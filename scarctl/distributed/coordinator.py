@@ -253,7 +253,7 @@ class Crew:
         if extras is None or found.step != agreement.step:
             own = extras or Extras(self.adapter.capture_early(), self.adapter.capture_late())
             extras = self._mixed(Extras.from_tree(torched(theirs)), own)
-        extras = self._completed(extras)
+        extras = self.completed(extras)
         stored = History() if found.extras is None else History.from_array(found.extras.notes.points)
         points = stored.until(agreement.step).points
         measures = any(group.kind == "parameter" for group in self.adapter.groups())
@@ -262,8 +262,8 @@ class Crew:
         summary = self._summary(agreement, everyone, store, outlook)
         return AgreedState(agreement.step, extras, agreement.exact, summary)
 
-    def _completed(self, extras: Extras) -> Extras:
-        """Return the extras. Parts of this rank that it never saved itself keep their current value."""
+    def completed(self, extras: Extras) -> Extras:
+        """See `Together`."""
         early = Early.of(extras.early)
         if early.rng is not None and not self._rank_extras - early.objects.keys():
             return extras

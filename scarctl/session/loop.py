@@ -44,6 +44,9 @@ class Host(Protocol):
     def handed_out(self) -> None:
         """Note that the loop continues with a batch."""
 
+    def doubt(self, reason: str) -> None:
+        """Note that the loop may not continue as the earlier run would have."""
+
 
 class Loop:
     """The epochs and batches of one session."""
@@ -77,6 +80,8 @@ class Loop:
         """The session's step at that moment."""
         self._since = 0
         """Batches handed out since that moment."""
+        self._restored: int | None = None
+        """The step from which the loop resumed."""
         self._workers: dict[int, dict[str, Any]] = {}
         """Random numbers with which persistent workers were started, by id of their loader."""
 
@@ -104,6 +109,11 @@ class Loop:
                 "session.batches() is read several times without session.epochs(): where a loop does something after "
                 "each time, such as stepping a schedule, it does that at other steps after resuming",
             )
+            if self._restored == self._host.head_step:
+                self._host.doubt(
+                    "session.batches() had nothing left where the run was stopped and is read again without "
+                    "session.epochs(): the loop may count that as one more epoch"
+                )
             self._next_epoch()
         saved = self._again.pop(0) if self._again else None
         number = len(self._passes)
@@ -201,7 +211,7 @@ class Loop:
             return
         self.epoch, self._begun = position["epoch"], position["begun"]
         self._again, self._left = list(position["passes"]), list(position["left"])
-        self._position, self._head = dict(position), head
+        self._position, self._head, self._restored = dict(position), head, head
         self._held = capture_rng()
 
 

@@ -95,6 +95,9 @@ class Together(Lockstep, Protocol):
     def agree_on_state(self, found: Found | None, store: Store) -> AgreedState | None:
         """Agree on the state from which all continue. Return None if a process has no complete state."""
 
+    def completed(self, extras: Extras) -> Extras:
+        """Return the extras; what is this rank's own and was never saved, or by another rank, stays as it is now."""
+
     @property
     def rank(self) -> int:
         """The number of this process."""
@@ -195,6 +198,10 @@ class Alone:
     def agree_on_state(self, found: Found | None, store: Store) -> AgreedState | None:
         """See `Together`."""
         return None if found is None else AgreedState(found.step, found.extras, found.exact)
+
+    def completed(self, extras: Extras) -> Extras:
+        """See `Together`."""
+        return extras
 
     def elsewhere(self, store: Store, mode: str, snapshot: str | None) -> Elsewhere | None:
         """See `Together`."""

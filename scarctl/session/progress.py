@@ -157,6 +157,10 @@ class Progress:
         """See `Host`."""
         self.witness.given(self.head_step)
 
+    def doubt(self, reason: str) -> None:
+        """See `Host`."""
+        self._origin.doubt((reason,))
+
     def _forward_begins(self) -> None:
         with self._gate.held():
             moment = self._newest

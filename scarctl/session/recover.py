@@ -274,7 +274,7 @@ def _roll_back(
     live.load(everything)
     together.spread()
     engine.equal(everything)
-    return report, extras
+    return report, together.completed(extras)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,11 @@ REPORTED = {
     "mnist by hand",
     "mnist by hand, 2 workers",
     "mnist by hand, generator",
+    "distributed sampler by hand",
+    "distributed sampler, own epochs",
+    "own epochs",
+    "own epochs and schedule",
+    "stateful loader by hand, 2 workers",
     "vae by hand",
     "dcgan by hand",
     "words by hand",
@@ -40,7 +45,7 @@ REPORTED = {
     "scaler by hand, step",
 }
 """Programs that do not resume exactly, but where they were stopped between two epochs, and are told so."""
-DOUBTED = {("seeded by step", "close")}
+DOUBTED = {("seeded by step", "close"), ("stateful loader by hand, extras", "close")}
 """Nothing came after what was saved that would show how the loop continues."""
 
 
