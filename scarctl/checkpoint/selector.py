@@ -26,6 +26,10 @@ class Selector(Protocol):
     interval: int
     """The interval that `agreed` has learnt; 0: nothing new."""
 
+    @property
+    def expecting(self) -> bool:
+        """Whether an expected checkpoint is not settled."""
+
     def agreed(self) -> int:
         """Return the `wish` that won some rounds ago. To be asked once before each `expect`."""
 
@@ -62,7 +66,7 @@ class Selector(Protocol):
 class OwnSelector:
     """Choose for one session, which asks nobody: `policy.select`."""
 
-    shared = False
+    shared = expecting = False
     wish = proposed = interval = 0
 
     def agreed(self) -> int:

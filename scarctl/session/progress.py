@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from scarctl.adapter import Adapter, loop_known
+from scarctl.checkpoint.randomness import Raw
 from scarctl.checkpoint.step_end import Moment
 from scarctl.session.gate import SETTLE, Gate
 from scarctl.session.loop import Loop
@@ -20,7 +21,7 @@ from scarctl.session.witness import Witness
 from scarctl.state.caveats import Caveats
 from scarctl.state.codec import encode
 from scarctl.state.extras import Extras
-from scarctl.state.torch_dtypes import plain
+from scarctl.state.torch_dtypes import plain, private
 
 _ASKS = 8.0
 """Seconds after a step that a flush waits for a loop with `batches` to request the next one."""
@@ -93,7 +94,9 @@ class Progress:
             moment.settled = not self.loop.used and not self._hooked
             self._ended = self._light()
         self.caveats.withdraw("not-settled")
-        self.witness.begin(step, self._forward_begins)
+        kept = moment.early if moment is not None else None
+        rng = kept.get("rng") if isinstance(kept, dict) else None
+        self.witness.begin(step, self._forward_begins, rng if isinstance(rng, Raw) else None)
 
     def step_begins(self) -> None:
         """Note that the next step is about to change parameters."""
@@ -126,7 +129,7 @@ class Progress:
         with self._gate.held():
             moment = self._newest
             if moment is not None and moment.step == self.head_step:
-                moment.early = plain(self._adapter.capture_early())
+                moment.early = private(self._adapter.capture_early())
                 moment.light = self._light()
                 moment.position = self.loop.position(moment.step)
                 moment.settled = True
@@ -188,7 +191,7 @@ class Progress:
                 f"step {moment.step} was saved before the loop was done with it: a schedule or an average that it "
                 "changes after the step may be one step behind",
             )
-        early = moment.early if moment.early is not None else plain(self._adapter.capture_early())
+        early = plain(moment.early if moment.early is not None else self._adapter.capture_early())
         late = moment.late if moment.late is not None else plain(self._adapter.capture_late())
         if moment.light is not None and self._known is not None:
             late = plain(self._known.with_light(late, moment.light))
