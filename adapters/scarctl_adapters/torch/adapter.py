@@ -264,7 +264,7 @@ class TorchAdapter:
         """Return optimizers' extras, schedulers, gradient scaler and modules' extra state."""
         return {
             "optimizers": [
-                {**state.capture(self._unsavable), **self._names(optimizer)}
+                {**state.capture(self._unsavable, self._known[0]), **self._names(optimizer)}
                 for optimizer, state in zip(self._optimizers, self._states, strict=True)
             ],
             "objects": {name: state_of(item) for name, item in self._late.items()},
