@@ -198,7 +198,9 @@ def _report(base: list[Rank] | None, before: list[Rank], after: list[Rank], kill
             f"nothing of rank {len(after) // 2} had come into the store: all have begun again with step 1"
         )
     lost = ", ".join(map(str, ranks["lost"]))
-    print(f"lost {len(ranks['lost'])} of {ranks['world']} ranks ({lost}); all go on after step {step}\n")
+    print(
+        f"lost {len(ranks['lost'])} of {ranks['world']} ranks ({lost}); all ranks continue after step {step}\n"
+    )
     _print_origins(after, step, ranks["lost"])
     _print_work(before, ranks["lost"])
     _print_losses(base, before, after, step)

@@ -1,7 +1,4 @@
-"""The product's prose keeps the rules that a program can check: docstrings, comments and messages.
-
-`PENDING` lists what is not rewritten yet. Rewrite an entry, then delete its line.
-"""
+"""The product's prose keeps the rules that a program can check: docstrings, comments and messages."""
 
 from __future__ import annotations
 
@@ -16,24 +13,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PENDING = (
-    "scarctl/arena",
-    "scarctl/checkpoint",
-    "scarctl/daemon",
-    "scarctl/distributed",
-    "scarctl/ops",
-    "scarctl/persist",
-    "scarctl/session",
-    "scarctl/store",
-)
-"""Files and folders that do not keep the rules yet. The list only shrinks."""
-DONE = {
-    "scarctl/checkpoint": (
-        "__init__ batched behind distance motion overlapped pinning randomness sampled streams touched tracker trend"
-    ),
-    "scarctl/session": "__init__ gate loop progress signals witness",
-}
-"""Modules of pending folders that keep the rules already."""
 
 MOST_WORDS = 25
 BANNED = {
@@ -69,14 +48,6 @@ def product() -> list[str]:
     """Python files of the product, relative to the root."""
     files = [path for top in ("scarctl", "adapters") for path in (ROOT / top).rglob("*.py")]
     return sorted(path.relative_to(ROOT).as_posix() for path in files)
-
-
-def is_pending(path: str) -> bool:
-    """Return whether the file still waits to be rewritten."""
-    folder, _, name = path.rpartition("/")
-    if name.removesuffix(".py") in DONE.get(folder, "").split():
-        return False
-    return any(path == entry or path.startswith(f"{entry}/") for entry in PENDING)
 
 
 def paragraphs(text: str) -> Iterator[str]:
@@ -161,7 +132,7 @@ def faults(source: str) -> Iterator[tuple[int, str]]:
             yield line, reason
 
 
-@pytest.mark.parametrize("path", [path for path in product() if not is_pending(path)])
+@pytest.mark.parametrize("path", product())
 def test_prose_keeps_the_rules(path: str) -> None:
     found = [f"{path}:{line}: {reason}" for line, reason in faults((ROOT / path).read_text(encoding="utf-8"))]
     assert not found, "\n".join(found)

@@ -1,20 +1,20 @@
-"""Map the arena: one file that is staging buffer, last-saved cache and recovery tier in one.
+"""Map the arena: one file that is the staging buffer, the copy to compare with, and the nearest recovery tier.
 
     header (4096 bytes) | layout as JSON | per-partition arrays | tensors
 
-It holds one copy of the state, with every partition as it was last saved. A process that dies leaves it behind, whole:
-the next one maps it again. Per partition there are
+It holds one copy of the state: every partition as it was last saved. It outlives a process that dies, and the next
+process maps it again. Each partition has these fields:
 
-    generation uint64   odd while a copy is under way, even after it: what a killed process spoiled is known
-    version    int64    (epoch, step) of the copy, see `scarctl.state.version`; -1 when there is none
-    durable    int64    version that the store has; a difference means that the copy still waits for the store
-    distance   float64  last known distance of the live values from the copy; NaN when unknown
+    generation uint64   odd while a copy is under way, even after it, so that torn copies are known
+    version    int64    (epoch, step) of the copy, see `scarctl.state.version`; -1 without a copy
+    durable    int64    version that the store has; if it differs, the copy is pending
+    distance   float64  last known distance of the live values from the copy; NaN if unknown
 
-The owner locks the folder, not the file. Views of a map keep its file open, in forked children too, and a lock on the
+The owner locks the folder, not the file: views of a map keep its file open, in forked children too, and a lock on the
 file would stay as long.
 
 One process writes copies, one thread acknowledges them. On x86-64 stores become visible in order, which the generations
-rely on; elsewhere the interpreter's own locks between the two calls do the same.
+rely on. On other processors the interpreter's locks between the two calls have the same effect.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ log = logging.getLogger("scarctl")
 
 _TEMPORARY = ".arena-new"
 _CHUNK = 1 << 16
-"""Partitions that are looked at together, so that temporaries stay in the cache."""
+"""Partitions that are processed together, so that temporary arrays stay in the cache."""
 
 
 class Arena(Fields):
-    """See the module. Made by `create`, `open_existing` or `anonymous`.
+    """The mapped file described above. Made by `create`, `open_existing`, `share` or `anonymous`.
 
     `generation`, `version`, `durable` and `distance` are views of the map, of shape (layout.partitions,).
     """
@@ -97,14 +97,14 @@ class Arena(Fields):
 
     @classmethod
     def create(cls, folder: Path, layout: Layout, *, run_id: str, epoch: int, place: str = "") -> Arena:
-        """Create an arena in `folder`, and the folder if it is missing. It appears there only when it is complete.
+        """Create an arena in `folder`, and the folder if it is missing. The file appears only when it is complete.
 
-        place: of the store, for people.
+        place: address of the store, for display.
 
-        Hand-overs that lie there without an arena mean nothing any more: they are deleted.
+        Hand-overs in a folder without an arena are obsolete, and deleted.
 
-        Raises Unavailable (not enough memory: says how much), AccessDenied, Contention (there is one in use),
-        UsageError (there is one that nobody uses: open it).
+        Raises Unavailable (not enough memory: the message has the bytes needed), AccessDenied, Contention (an arena is
+        in use), UsageError (an arena exists, without an owner: open it).
         """
         layout_json = json.dumps(layout.to_json(), separators=(",", ":")).encode()
         geometry = Geometry(layout, layout_json)
@@ -112,7 +112,7 @@ class Arena(Fields):
         lock = lock_folder(folder)
         try:
             if os.path.lexists(folder / FILE):
-                raise UsageError(f"there is an arena in {folder} already", hint="open it, or remove it")
+                raise UsageError(f"an arena exists already in {folder}", hint="open it, or remove it")
             clear_queue(folder)
             (folder / LINES).unlink(missing_ok=True)
             fd = create_file(temporary)
@@ -136,15 +136,15 @@ class Arena(Fields):
 
     @classmethod
     def open_existing(cls, folder: Path, *, run_id: str, patience: float = LOCK_SECONDS) -> Arena | None:
-        """Open the arena that a run of this store left in `folder`; None if there is none.
+        """Open the arena of a dead run of this store in `folder`; None if the folder has no arena.
 
-        patience: seconds to wait for a live process to let go of it.
+        patience: seconds to wait for a live process to release it.
 
-        One from before the machine's last start, which on a disk survives, is deleted: its pages were written back in
-        any order, so generations say nothing about them.
+        An arena from before the last boot, which may survive on a disk, is deleted. Its pages were written back in any
+        order, so that generations do not show which copies are intact.
 
-        Raises Contention when a live process uses it, AccessDenied when it is not ours, Corruption when it is not an
-        arena of this store.
+        Raises Contention if a live process uses it, AccessDenied if it belongs to another user, Corruption if it is not
+        an arena of this store.
         """
         path = folder / FILE
         if not os.path.isdir(folder):
@@ -161,7 +161,7 @@ class Arena(Fields):
             os.close(lock)
             return None
         except BeforeBoot as error:
-            log.warning("%s: what it had that the store has not is lost", error.message)
+            log.warning("%s: its pending copies are lost", error.message)
             clear_queue(folder)
             (folder / MOVEMENTS).unlink(missing_ok=True)
             path.unlink()
@@ -174,10 +174,9 @@ class Arena(Fields):
 
     @classmethod
     def share(cls, folder: Path, *, run_id: str) -> Arena | None:
-        """Return the arena of a live process, mapped by another one that reads copies and acknowledges them. Takes no
-        lock.
+        """Map the arena of a live process, to read and acknowledge copies; None without an arena. Takes no lock.
 
-        None when there is none. Raises AccessDenied, Corruption as `open_existing`.
+        Raises AccessDenied, Corruption as `open_existing`.
         """
         check_both(folder)
         try:
@@ -192,7 +191,7 @@ class Arena(Fields):
 
     @classmethod
     def anonymous(cls, layout: Layout, *, epoch: int = 1) -> Arena:
-        """Make an arena without a file, for one process's use."""
+        """Create an arena without a file, for use in one process."""
         geometry = Geometry(layout, b"")
         arena = cls(mmap.mmap(-1, geometry.size), layout, geometry, None, -1)
         arena.reset()
@@ -212,15 +211,15 @@ class Arena(Fields):
         assert self._folder is not None, "an anonymous arena has no folder"
         return self._folder
 
-    # -- the store that it belongs to: see `scarctl.arena.kinship` ---------------------------------------------
+    # -- the store of the arena: see `scarctl.arena.kinship` ----------------------------------------------------
 
     @property
     def lines(self) -> Noted:
-        """By shard, the last known line of its log, and the line once the record under way is there."""
+        """By shard: the last known line of its log, and its line after the record that is being created."""
         return {} if self._folder is None else noted(self._folder)
 
     def begin_lines(self, lines: Mapping[int, int]) -> None:
-        """See `scarctl.store.line.Companion`. Raises Unavailable when the folder is full."""
+        """See `scarctl.store.line.Companion`. Raises Unavailable if the folder is full."""
         if self._folder is not None:
             self._lines = Lines(self._folder, lines)
 
@@ -254,15 +253,15 @@ class Arena(Fields):
         return np.frombuffer(self._memory, np.uint8, self._geometry.size - at, at)
 
     def begin(self, ids: Ids) -> None:
-        """A copy into these partitions starts: until `end` they are not intact."""
+        """Begin a copy into these partitions: until `end` they are not intact."""
         if len(ids):
             self.name_whole("")
         self.generation[ids] |= np.uint64(1)
 
     def end(self, ids: Ids, version: int) -> None:
-        """The copy into these partitions is complete, and is `version`.
+        """End the copy into these partitions, which is of `version`.
 
-        Where the store has that version already, from before what was written now, the copy is pending again.
+        Where the store has an earlier copy of the same version, the new copy is pending.
         """
         self.version[ids] = version
         again = ids[self.durable[ids] == version]
@@ -270,14 +269,13 @@ class Arena(Fields):
         self.generation[ids] += self.generation[ids] & np.uint64(1)
 
     def newest(self) -> Ids:
-        """Return the version that every copy is good for: its own, or the newest sealed one if that came later."""
+        """Return the newest version whose values each copy has: its own, or a later seal's, int64 (partitions,)."""
         return np.where(self.version >= 0, np.maximum(self.version, self.sealed), np.int64(NEVER))
 
     def lifted(self, versions: Ids) -> Ids:
-        """Return the versions for comparing, int64 of any shape: what this arena's process has saved counts as of one
-        epoch.
+        """Return comparable versions, int64 of any shape: all epochs of this arena's process count as the newest one.
 
-        A copy may be older, by its epoch, than the commit that made it durable: the daemon was replaced in between.
+        If the daemon is replaced in between, a copy has an earlier epoch than the commit that makes it durable.
         """
         epochs = epoch_of(versions)
         same = (epochs >= self.base_epoch) & (epochs <= self.epoch)
@@ -291,36 +289,36 @@ class Arena(Fields):
         self.seal(NEVER)
 
     def relabel(self, ids: Ids, version: int) -> None:
-        """The copies of these partitions count as `version`, and wait for the store."""
+        """Count the copies of these partitions as `version`, and as pending."""
         if len(ids):
             self.name_whole("")
         self.version[ids] = version
         self.durable[ids] = NEVER
 
     def spoil(self, ids: Ids) -> None:
-        """The copies of these partitions are no good: as if a process had died while it copied."""
+        """Mark the copies of these partitions as torn, as if a process had died while copying."""
         self.begin(ids)
         self.version[ids] = self.durable[ids]
 
     def acknowledge(self, ids: Ids, version: int, generation: NDArray[np.uint64] | None = None) -> None:
-        """The store has `version` of these partitions, durably.
+        """Note that `version` of these partitions is durable.
 
-        generation: of `ids` when they were read for the store. What was copied again since then stays pending, also
-        when it is of the same version.
+        generation: generations of `ids` when they were read. A partition that was copied again since then stays
+            pending, even if its version is the same.
         """
         self.durable[ids] = version
         if generation is not None:
-            # Looked at only now: a copy that begins later finds `version` in durable, and `end` takes it back.
+            # Read after `durable` was written: a copy that begins later finds `version` there, and `end` resets it.
             newer = ids[self.generation[ids] != generation]
-            self.durable[newer] = NEVER
+            self.durable[newer[self.version[newer] == version]] = NEVER
 
     def confirm(self, ids: Ids, versions: Ids) -> None:
-        """The store has the copies of these partitions, as of `versions` (int64, one for each)."""
+        """Note that the copies of these partitions are durable, as of `versions` (int64, one for each)."""
         self.version[ids] = versions
         self.durable[ids] = versions
 
     def mark_all_durable(self, whole: str) -> None:
-        """Note that the store's newest state is the one that the arena has, the commit `whole`: it was rolled back."""
+        """Note, after a rollback, that the store's newest state is the arena's, the commit `whole`."""
         self.durable[:] = self.version
         self.seal(NEVER)
         self.name_whole(whole)
@@ -328,17 +326,17 @@ class Arena(Fields):
     def relabel_all(self, current: NDArray[np.bool_], waiting: NDArray[np.bool_], epoch: int) -> None:
         """Count the copies `current` as saved in `epoch`, at their steps, and forget the others.
 
-        current, waiting: bool of shape (layout.partitions,). The store has all but the copies `waiting`.
+        current, waiting: bool of shape (layout.partitions,). All copies but `waiting` are durable.
         """
         self.version[:] = np.where(current, pack(epoch, 0) | step_of(self.version), NEVER)
         self.durable[:] = np.where(waiting, NEVER, self.version)
 
     def note_distances(self, distance: float | NDArray[np.float64], ids: Ids | None = None) -> None:
-        """Note how far live values are from the copies of `ids`, or of all partitions; NaN when unknown."""
+        """Note the distances of live values from the copies of `ids`, or of all partitions; NaN if unknown."""
         self.distance[slice(None) if ids is None else ids] = distance
 
     def pending(self) -> NDArray[np.bool_]:
-        """Return the partitions whose copy still waits for the store: bool of shape (layout.partitions,)."""
+        """Return which partitions have a pending copy: bool of shape (layout.partitions,)."""
         waiting = np.empty(self.version.size, dtype=bool)
         for first in range(0, waiting.size, _CHUNK):
             part = slice(first, first + _CHUNK)
@@ -347,7 +345,7 @@ class Arena(Fields):
         return waiting
 
     def intact(self) -> NDArray[np.bool_]:
-        """Return the partitions that have a complete copy: bool of shape (layout.partitions,)."""
+        """Return which partitions have a complete copy: bool of shape (layout.partitions,)."""
         whole = np.empty(self.version.size, dtype=bool)
         for first in range(0, whole.size, _CHUNK):
             part = slice(first, first + _CHUNK)
@@ -358,18 +356,18 @@ class Arena(Fields):
     # -- the end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let go of the lock. The file stays; views stay valid."""
+        """Release the lock. The file stays; views stay valid."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
 
     def remove(self) -> None:
-        """Delete the file, and the folder when nothing else is in it, then close.
+        """Delete the file, and the folder if it is empty then, and close.
 
-        Does nothing when closed before, or in a forked child: the arena may be another process's by then.
+        Does nothing after `close`, and in a forked child: another process may own the arena by then.
         """
         if self._folder is not None and self._lock >= 0:
-            # Nobody looks for movements without an arena: a process may be killed in between.
+            # Movements without an arena are ignored, so that a process may be killed in between.
             (self._folder / MOVEMENTS).unlink(missing_ok=True)
             (self._folder / FILE).unlink(missing_ok=True)
             (self._folder / LINES).unlink(missing_ok=True)

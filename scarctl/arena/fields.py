@@ -1,4 +1,4 @@
-"""Hold an arena's counters: eight numbers in its header that say whose copies it has, and how far they are."""
+"""Hold an arena's counters: numbers in its header about the run that writes it, and about its progress."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from scarctl.state.version import NEVER
 
 _EPOCH, _HEAD_STEP, _PID, _SEALED, _ERRORS, _BASE_EPOCH = range(6)
 _WHOLE = slice(6, 8)
+_READING, _TAKEN, _PROGRESS = range(8, 11)
 
 
 class Fields:
-    """The counters, int64 of shape (8,) in a mapped file. Another process may read each at any time."""
+    """The counters, int64 of shape (11,) in a mapped file. Another process may read each at any time."""
 
     def __init__(self, words: NDArray[np.int64]) -> None:
         assert words.size == len(FIELDS)
@@ -28,7 +29,7 @@ class Fields:
 
     @property
     def base_epoch(self) -> int:
-        """First epoch of the process that writes copies. A daemon that replaces another begins a later one."""
+        """First epoch of the process that writes copies. A daemon that replaces another one begins a later epoch."""
         return int(self._words[_BASE_EPOCH]) or self.epoch
 
     def begin_epoch(self, epoch: int, *, again: bool = False) -> None:
@@ -39,6 +40,8 @@ class Fields:
         # In this order, a process that dies in between leaves an empty range of epochs: `lifted` lifts nothing.
         if not again:
             self._words[_BASE_EPOCH] = epoch
+            self._words[_TAKEN] = 0  # the queue may count from 1 again
+        self._words[_READING] = 0
         self._words[_EPOCH] = epoch
 
     @property
@@ -52,7 +55,7 @@ class Fields:
 
     @property
     def pid(self) -> int:
-        """Process that writes copies."""
+        """Id of the process that writes copies."""
         return int(self._words[_PID])
 
     def take_over(self, pid: int | None = None) -> None:
@@ -61,16 +64,16 @@ class Fields:
 
     @property
     def errors(self) -> int:
-        """Faults while saving that the run has counted."""
+        """Failures of saving that the run has counted."""
         return int(self._words[_ERRORS])
 
     def note_errors(self, count: int) -> None:
-        """Note how many faults while saving the run has counted."""
+        """Note the number of failures of saving that the run has counted."""
         self._words[_ERRORS] = count
 
     @property
     def sealed(self) -> int:
-        """Version of the newest sealed commit: what was saved before was equal to the live values then."""
+        """Version of the newest sealed commit: all copies were equal to the live values then."""
         return int(self._words[_SEALED])
 
     def seal(self, version: int) -> None:
@@ -79,20 +82,53 @@ class Fields:
 
     @property
     def whole(self) -> str:
-        """Name of the commit of the whole state that all copies are of: 32 hex digits, "" when they are of none.
+        """Name of the commit of the whole state that has all copies: 32 hex digits, "" if they are of several.
 
-        Equal versions do not say as much: at one step the state may be saved, changed by no step, and saved again.
+        Equal versions are not enough: within one step the state may be saved, changed, and saved again.
         """
         words = self._words[_WHOLE].astype(">i8").tobytes()
         return words.hex() if any(words) else ""
 
     def name_whole(self, whole: str) -> None:
-        """Note of which commit of the whole state all copies are; "" for none."""
-        # A process that is killed in between leaves words that no other commit has.
+        """Note the commit of the whole state that has all copies; "" if they are of several."""
+        # A process killed between two words leaves a name that no commit has.
         self._words[_WHOLE] = np.frombuffer(bytes.fromhex(whole or "0" * 32), ">i8")
 
+    # -- what the persister reads: these copies must not change -----------------------------------------------------
+
+    @property
+    def reading(self) -> int:
+        """Version of the hand-over that the persister reads, with all older pending copies; 0 if it reads none."""
+        return int(self._words[_READING])
+
+    @property
+    def taken(self) -> int:
+        """Number of the newest hand-over that the persister has read completely."""
+        return int(self._words[_TAKEN])
+
+    @property
+    def progress(self) -> int:
+        """Count of the persister's reads."""
+        return int(self._words[_PROGRESS])
+
+    def read_begins(self, version: int) -> None:
+        """Note that the persister starts to read copies of `version` and older ones."""
+        self._words[_READING] = version
+        self.read_on()
+
+    def read_on(self) -> None:
+        """Count a read. Threads may lose each other's counts: only a change matters."""
+        self._words[_PROGRESS] += 1
+
+    def read_ends(self, number: int) -> None:
+        """Note that the persister has read hand-over `number`; 0 if it stopped before the end."""
+        self._words[_TAKEN] = max(number, self.taken)
+        self._words[_READING] = 0
+        self.read_on()
+
     def _clear(self) -> None:
-        """Forget what the copies were, for a process that begins with none."""
+        """Reset the counters that describe copies, for a process that begins without any."""
         self.take_over()
         self.seal(NEVER)
         self.name_whole("")
+        self._words[[_READING, _TAKEN]] = 0

@@ -2,9 +2,10 @@
 
     <base>/scarctl-<uid>/<run id>/
 
-A run's id is that of its store, or where several ranks save to one store, that and the number of this one's shard.
+A run's id is that of its store. If several ranks save to the store, the number of the shard follows.
 
-Other users can neither read it nor put something in its place: both levels are ours, mode 0700, and no symbolic links.
+Other users can neither read the folder nor replace it: both levels belong to this user, have mode 0700, and are no
+symbolic links.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from pathlib import Path
 from scarctl.errors import AccessDenied, Contention, ScarError, Unavailable
 
 LOCK_SECONDS = 1.0
-"""A search for arenas of dead runs holds a folder's lock for a moment: an owner to be waits that long."""
+"""Seconds to wait for a folder's lock: a search for arenas of dead runs holds it for a moment."""
 _PAUSE = 0.01
 _SHARED_MEMORY = Path("/dev/shm")
 _ZEROS = bytes(1 << 20)
 
 
 def arena_folder(base: str | None, run_id: str) -> Path:
-    """Return where the arena of the run that saves to this store lies. Creates nothing. `base` as for `host_folder`."""
+    """Return the folder of a run's arena. Creates nothing. `base` as for `host_folder`."""
     return host_folder(base) / run_id
 
 
 def host_folder(base: str | None) -> Path:
-    """Return where this user's arenas and the daemon's socket lie. Creates nothing.
+    """Return the folder of this user's arenas and of the daemon's socket. Creates nothing.
 
-    base: None means shared memory; where there is none, the temp directory (which may be on a disk: a warning says so).
+    base: None means shared memory. On a host without it, the temp directory is used, with a warning: it may be on disk.
     """
     if base is not None:
         root = Path(base).absolute()
@@ -44,21 +45,23 @@ def host_folder(base: str | None) -> Path:
         root = _SHARED_MEMORY
     else:
         root = Path(tempfile.gettempdir())
-        warnings.warn(f"no shared memory here: the arena goes to {root}, which may be slower", stacklevel=3)
+        warnings.warn(
+            f"no shared memory on this host: the arena is in {root}, which may be slower", stacklevel=3
+        )
     return root / f"scarctl-{os.getuid()}"
 
 
 def make_private(folder: Path) -> None:
-    """Create the arena's folder and the one above it, or check that they are ours alone.
+    """Create the arena's folder and its parent, or check that both belong to this user and are private.
 
-    Raises AccessDenied when another user made one of them; Unavailable when it cannot be made.
+    Raises AccessDenied if another user created one of them; Unavailable if it cannot be created.
     """
     for level in (folder.parent, folder):
         make_private_level(level)
 
 
 def make_private_level(folder: Path) -> None:
-    """Create one folder, or check that it is ours alone. Raises what `make_private` raises."""
+    """Create one folder, or check that it belongs to this user and is private. Raises as `make_private` does."""
     while True:
         try:
             os.mkdir(folder, 0o700)
@@ -69,13 +72,13 @@ def make_private_level(folder: Path) -> None:
         try:
             return check_private(folder)
         except ScarError as error:
-            # Who tidies up may have removed it in between.
+            # A process that removes empty folders may have removed it in between.
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
 
 
 def check_private(folder: Path) -> None:
-    """Raise AccessDenied unless `folder` is a real directory that belongs to this user and nobody else can enter."""
+    """Raise AccessDenied unless `folder` is a real directory of this user that no other user can enter."""
     try:
         status = os.lstat(folder)
     except OSError as error:
@@ -86,22 +89,22 @@ def check_private(folder: Path) -> None:
         or stat.S_IMODE(status.st_mode) & 0o077
     ):
         raise AccessDenied(
-            f"{folder} is not a folder of yours with mode 0700",
-            hint="another user may have made it: remove it, or give another arena_dir",
+            f"{folder} is not a folder of this user with mode 0700",
+            hint="another user may have created it: remove it, or set another arena_dir",
         )
 
 
 def check_both(folder: Path) -> None:
-    """`check_private` for an arena's folder and the one above it, where there are such. Creates nothing."""
+    """Apply `check_private` to an arena's folder and its parent, if they exist. Creates nothing."""
     for level in (folder.parent, folder):
         if os.path.lexists(level):
             check_private(level)
 
 
 def lock_folder(folder: Path, *, patience: float = LOCK_SECONDS) -> int:
-    """Make the arena's folder if need be, and lock it: the lock lasts until the descriptor returned is closed.
+    """Create the arena's folder if necessary, and lock it: the lock lasts until the returned descriptor is closed.
 
-    Raises what `make_private` raises; Contention when a live process holds the lock for more than `patience` seconds.
+    Raises as `make_private` does; Contention if a live process holds the lock for more than `patience` seconds.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -109,12 +112,13 @@ def lock_folder(folder: Path, *, patience: float = LOCK_SECONDS) -> int:
         try:
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
-            continue  # its last owner removed it just now
+            continue  # its last owner has just removed it
         except OSError as error:
             raise folder_error(error, folder) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Removed before it was locked, and perhaps made again by a third process: this is the lock of nothing.
+            # If the folder was removed before it was locked, this lock protects nothing, even if a third process has
+            # created the folder again.
             if os.path.samestat(os.fstat(fd), os.lstat(folder)):
                 return fd
         except FileNotFoundError:
@@ -135,9 +139,9 @@ def lock_folder(folder: Path, *, patience: float = LOCK_SECONDS) -> int:
 
 
 def require_room(folder: Path, nbytes: int) -> None:
-    """Raise Unavailable (`kind` "arena-full") unless an arena of at least `nbytes` fits into `folder`, or one is there.
+    """Raise Unavailable (`kind` "arena-full") unless `folder` has an arena, or room for one of at least `nbytes`.
 
-    Takes no space: the folder may still be full when the arena is made. Raises Unavailable when there is no such place.
+    Reserves no space: the folder may be full when the arena is created. Raises Unavailable if the place does not exist.
     """
     base = folder.parents[1]
     if not base.is_dir():
@@ -148,7 +152,7 @@ def require_room(folder: Path, nbytes: int) -> None:
 
 
 def reserve(fd: int, size: int, folder: Path) -> None:
-    """Take the space now: a tmpfs that is full when a page is touched kills the process with SIGBUS."""
+    """Reserve the space: if a tmpfs is full when a page is touched, SIGBUS kills the process."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, size)
@@ -165,19 +169,19 @@ def _no_room(folder: Path, nbytes: int, *, least: bool = False) -> Unavailable:
     """Return the error for an arena that does not fit."""
     return Unavailable(
         f"the arena needs {'at least ' if least else ''}{nbytes:,} bytes in {folder}, {_free_bytes(folder):,} are free",
-        hint="give arena_dir (SCARCTL_ARENA_DIR) a folder with room, on disk if need be, or enlarge /dev/shm",
+        hint="set arena_dir (SCARCTL_ARENA_DIR) to a folder with room, even on disk, or enlarge /dev/shm",
         kind="arena-full",
     )
 
 
 def _free_bytes(folder: Path) -> int:
-    """Return the bytes that this user can still write there."""
+    """Return the bytes that this user can still write to the folder's file system."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
 
 
 def clear_queue(folder: Path) -> None:
-    """Delete all hand-overs in the folder, and what was set aside of them."""
+    """Delete all hand-overs in the folder, also damaged ones that were set aside."""
     for path in (*folder.glob("handover-*"), *folder.glob(".handover-*")):
         path.unlink(missing_ok=True)
 
@@ -185,7 +189,5 @@ def clear_queue(folder: Path) -> None:
 def folder_error(error: OSError, path: Path) -> ScarError:
     """Return the scarctl error for a failed system call on something in the arena's folder."""
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return AccessDenied(f"{path}: {error.strerror}", hint="give an arena_dir that you can write to")
-    return Unavailable(
-        f"{path}: {error.strerror or error}", hint="give another arena_dir, or free some space"
-    )
+        return AccessDenied(f"{path}: {error.strerror}", hint="set an arena_dir that you can write to")
+    return Unavailable(f"{path}: {error.strerror or error}", hint="set another arena_dir, or free some space")

@@ -1,8 +1,7 @@
-"""Lay out the arena's file and check its header before anything in it is believed."""
+"""Lay out the arena's file, and check its header before its content is used."""
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import stat
@@ -15,18 +14,22 @@ import numpy as np
 from scarctl.errors import AccessDenied, Corruption
 from scarctl.state.layout import Layout
 from scarctl.state.version import MAX_EPOCH, MAX_STEP, NEVER, pack
+from scarctl.store.format import MAX_LAYOUT_VALUES, parse_json
 from scarctl.util.text import printable
 
 FILE = "arena"
 MOVEMENTS = "movements"
-"""Beside it, if there is one: see `scarctl.arena.movements`."""
+"""Name of an optional file next to the arena: see `scarctl.arena.movements`."""
 _MAGIC = b"SCARaren"
 _FORMAT = 1
 _HEADER = 4096
 _FIXED = struct.Struct("<8sIIQQQQQQ32s16s16s")
 # magic, format, header, file, partitions, json at, json, arrays, tensors, layout digest, store, boot
 FIELDS_AT = 256
-FIELDS = ("epoch", "head_step", "pid", "sealed", "errors", "base_epoch", "whole", "whole_low")
+FIELDS = (
+    *("epoch", "head_step", "pid", "sealed", "errors", "base_epoch", "whole", "whole_low"),
+    *("reading", "taken", "progress"),
+)
 _PLACE_AT = 512
 _PAGE = 4096
 _ALIGNED = 64
@@ -83,10 +86,10 @@ def read_header(fd: int, path: Path, run_id: str) -> tuple[Layout, Geometry]:
         not stat.S_ISREG(status.st_mode)
         or status.st_uid != os.getuid()
         or stat.S_IMODE(status.st_mode) & 0o077
-        or status.st_nlink > 1  # somewhere else it has another name, and is another thing
+        or status.st_nlink > 1  # under its other name it may be a file of another kind
     ):
         raise AccessDenied(
-            f"{path} is not a private file of yours", hint="another user may have made it: remove it"
+            f"{path} is not a private file of this user", hint="another user may have created it: remove it"
         )
     head = os.pread(fd, _FIXED.size, 0)
     if len(head) < _FIXED.size:
@@ -95,17 +98,17 @@ def read_header(fd: int, path: Path, run_id: str) -> tuple[Layout, Geometry]:
     magic, version, header, size, partitions, json_at, json_size, arrays_at, tensors_at, *ids = fields
     digest, store, boot = ids
     if magic != _MAGIC or header != _HEADER or json_at != _HEADER:
-        raise not_an_arena(path, "its header is not one")
+        raise not_an_arena(path, "its header is not valid")
     if version != _FORMAT:
-        raise not_an_arena(path, f"it has format {version}, this scarctl knows {_FORMAT}")
+        raise not_an_arena(path, f"it has format {version}, this scarctl reads {_FORMAT}")
     if store.hex() != run_id[:32]:
         raise not_an_arena(path, "it belongs to another store")
     if size != status.st_size or json_size > _MAX_LAYOUT_JSON or json_at + json_size > size:
-        raise not_an_arena(path, "its size is not what the header says")
+        raise not_an_arena(path, "its size differs from its header")
     layout_json = os.pread(fd, json_size, json_at)
     try:
-        layout = Layout.from_json(json.loads(layout_json))
-    except (ValueError, RecursionError, Corruption) as error:
+        layout = Layout.from_json(parse_json(layout_json, path, values=MAX_LAYOUT_VALUES))
+    except Corruption as error:
         raise not_an_arena(path, f"its layout cannot be read: {error}") from error
     geometry = Geometry(layout, layout_json)
     mine = (geometry.size, layout.partitions, geometry.arrays_at, geometry.tensors_at, layout.digest)
@@ -114,18 +117,18 @@ def read_header(fd: int, path: Path, run_id: str) -> tuple[Layout, Geometry]:
     if not _possible(os.pread(fd, 8 * len(FIELDS), FIELDS_AT)):
         raise not_an_arena(path, "its numbers are impossible")
     if boot != boot_id():
-        raise BeforeBoot(f"{path} is from before this machine's last start", hint="it is of no use any more")
+        raise BeforeBoot(f"{path} is from before this machine's last boot", hint="it cannot be used")
     return layout, geometry
 
 
 def read_place(fd: int) -> str:
-    """Return where the store is that the arena belongs to, for people; "" where it does not say."""
+    """Return the address of the arena's store, for display; "" if the header has none."""
     raw = os.pread(fd, _HEADER - _PLACE_AT, _PLACE_AT)
     return printable(os.fsdecode(raw[2 : 2 + int.from_bytes(raw[:2], "little")]))
 
 
 def _possible(fields: bytes) -> bool:
-    """Return whether the numbers after the header are such as a run writes."""
+    """Return whether a run can have written the numbers after the header."""
     numbers: list[int] = np.frombuffer(fields, np.int64).tolist()
     epoch, head_step, pid, sealed, errors, base_epoch, *_ = numbers
     return (
@@ -139,11 +142,11 @@ def _possible(fields: bytes) -> bool:
 
 
 class BeforeBoot(Corruption):
-    """The arena is from before the machine's last start: its generations say nothing about its copies."""
+    """The arena is from before the machine's last boot: its generations do not show which copies are intact."""
 
 
 def boot_id() -> bytes:
-    """Return an identity of this start of the machine: 16 bytes; zeros if the system does not say."""
+    """Return the id of this boot: 16 bytes; zeros if the system has none."""
     try:
         return bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))
     except (OSError, ValueError):

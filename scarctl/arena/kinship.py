@@ -1,8 +1,8 @@
 """Decide whether an arena belongs to a store in the store's present state.
 
-Its run may have continued on another host, its store may have been rolled back there, copied, or replaced by an older
-copy of itself. Then what the arena has, and what it calls durable, is of a state that is not this store's. So an arena
-notes the store's line (`scarctl.store.line`) with every record, and is believed only where the store still says it.
+The run may have continued on another host. The store may have been rolled back there, copied, or replaced by its own
+backup. Then the arena's copies, and its durable versions, are of another state than the store's. So an arena notes the
+store's line (`scarctl.store.line`) with every record, and is believed only if the store still has that line.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from scarctl.store import Store
 log = logging.getLogger("scarctl")
 
 ASIDE = ".aside"
-"""Ending of a folder's name whose arena belongs to no store any more."""
+"""Suffix of a folder whose arena does not belong to its store any more."""
 
 
 def belongs(lines: Callable[[], Noted], store: Store) -> bool:
-    """Return whether an arena is of the store's line. `lines` reads what it has noted: of a live run that changes
-    meanwhile.
+    """Return whether an arena is of the store's line.
 
-    Raises Corruption, AccessDenied, Unavailable when the store does not answer.
+    lines: reads the lines that the arena has noted. A live run may change them at any time.
+
+    Raises Corruption, AccessDenied, or Unavailable if the store does not answer.
     """
     before = lines()
     there = store.lines()
@@ -42,16 +43,16 @@ def belongs(lines: Callable[[], Noted], store: Store) -> bool:
 
 
 def require_kinship(arena: Arena, lines: Mapping[int, int], store: Store, *, again: bool) -> None:
-    """Raise Fenced unless an arena is of the lines that a store has now.
+    """Raise Fenced unless an arena is of the store's current lines.
 
-    again: the process that made its copies lives. Else one without copies may belong to any store.
+    again: the process that made its copies is alive. If it is dead, an arena without copies fits any store.
     """
     if not fit(arena.lines, lines) and (again or not _is_blank(arena)):
         raise _overtaken(store)
 
 
 def require_same_line(arena: Arena, store: Store) -> None:
-    """Raise Fenced unless what was just read from a store is of the line of a live run's arena."""
+    """Raise Fenced unless the store, from which copies were just read, is of the line of a live run's arena."""
     if not belongs(lambda: arena.lines, store):
         raise _overtaken(store)
 
@@ -59,14 +60,14 @@ def require_same_line(arena: Arena, store: Store) -> None:
 def _overtaken(store: Store) -> Fenced:
     return Fenced(
         f"{store.url}: another process has saved to this store meanwhile, or it has been rolled back or replaced",
-        hint="stop one of the two; what this one has in memory stays there",
+        hint="stop one of the two processes; this one's copies stay in memory",
     )
 
 
 def view_of(base: str | None, store: Store) -> ArenaView | None:
-    """Read what the arena of this store's run on this host says; None if there is none to read.
+    """Read the arena of this store's run on this host; None if there is no arena, or it cannot be read.
 
-    One that does not belong to the store is none; a warning says so. `base` as for `arena_folder`.
+    An arena that does not belong to the store is ignored, with a warning. `base` as for `arena_folder`.
     """
     found = peek(base, store.run_id)
     if found is None or not (found.version >= 0).any():
@@ -81,15 +82,15 @@ def view_of(base: str | None, store: Store) -> ArenaView | None:
 
     if fit(found.lines, store.lines()) or belongs(lines, store):
         return views[-1]
-    log.warning("%s", _stranger(store, "what is in this host's memory is not shown"))
+    log.warning("%s", _stranger(store, "copies in this host's memory are not shown"))
     return None
 
 
 def open_stopped(base: str | None, store: Store) -> Arena | None:
-    """Return the arena that a stopped run of this store left on this host.
+    """Return the arena of a stopped run of this store on this host; None if there is no arena, or its run is alive.
 
-    None when there is none, when its run is alive, or, with a warning, when it is damaged, not ours, or does not belong
-    to the store as it is: the caller has the store to fall back on.
+    Logs a warning and returns None if the arena is damaged, belongs to another user, or does not belong to the store.
+    The caller then uses the store alone.
     """
     try:
         arena = Arena.open_existing(arena_folder(base, store.run_id), run_id=store.run_id)
@@ -102,18 +103,18 @@ def open_stopped(base: str | None, store: Store) -> Arena | None:
 
 
 def believed(arena: Arena | None, store: Store, *, set_aside: bool = False) -> Arena | None:
-    """Return an arena that was opened, if it belongs to the store; else log a warning, close it, and return None.
+    """Return an open arena, if it belongs to the store; otherwise log a warning, close it, and return None.
 
-    set_aside: give a folder that does not belong to the store another name.
+    set_aside: rename the folder of an arena that does not belong to the store.
     """
     if arena is None:
         return None
-    what = f"what {arena.folder} has is not used"
+    what = f"the copies in {arena.folder} are not used"
     try:
         if _is_kin(arena, store):
             return arena
         if set_aside:
-            what = f"what was in memory is not used, and set aside in {_set_aside(arena.folder)}"
+            what = f"the copies in memory are not used, and set aside in {_set_aside(arena.folder)}"
     except BaseException:
         arena.close()
         raise
@@ -123,10 +124,10 @@ def believed(arena: Arena | None, store: Store, *, set_aside: bool = False) -> A
 
 
 def take(folder: Path, store: Store) -> Arena | None:
-    """Return the arena that a run of this store left in `folder`, to continue with; None if there is none.
+    """Return the arena of a dead run of this store in `folder`, to continue with; None if there is no arena.
 
-    One that does not belong to the store is set aside, and a warning says so. Raises what `Arena.open_existing` raises,
-    and what reading the store raises.
+    An arena that does not belong to the store is set aside, with a warning. Raises as `Arena.open_existing` does, and
+    as reading the store does.
     """
     arena = Arena.open_existing(folder, run_id=store.run_id)
     if arena is None:
@@ -135,23 +136,23 @@ def take(folder: Path, store: Store) -> Arena | None:
 
 
 def arena_for(folder: Path, layout: Layout, store: Store) -> Arena:
-    """Open a run's arena: the one that a process left when it died, or a new one.
+    """Open a run's arena: that of a dead process, or a new one.
 
-    Raises what `take` and `Arena.create` raise.
+    Raises as `take` and `Arena.create` do.
     """
     arena = take(folder, store)
     if arena is not None and arena.layout == layout:
         arena.take_over()
         return arena
     if arena is not None:
-        log.warning("the arena in %s is of another layout: replaced", folder)
+        log.warning("the arena in %s has another layout, and is replaced", folder)
         HandOverQueue(folder).clear()
         arena.remove()
     return _create(folder, layout, store)
 
 
 def _create(folder: Path, layout: Layout, store: Store) -> Arena:
-    """Create an arena. What was set aside gives way."""
+    """Create an arena. If there is no room, delete an arena that was set aside."""
 
     def make() -> Arena:
         return Arena.create(folder, layout, run_id=store.run_id, epoch=1, place=store.where)
@@ -162,7 +163,7 @@ def _create(folder: Path, layout: Layout, store: Store) -> Arena:
         aside = _aside_of(folder)
         if error.kind != "arena-full" or not aside.exists():
             raise
-        log.warning("%s is removed: there is no room for it", aside)
+        log.warning("%s was removed, to make room for the arena", aside)
         shutil.rmtree(aside)
         return make()
 
@@ -178,8 +179,8 @@ def _is_blank(arena: Arena) -> bool:
 
 def _stranger(store: Store, what: str) -> str:
     return (
-        f"{store.url}: since this host's memory was written, the store was saved to or rolled back from elsewhere, or "
-        f"replaced by another copy of it: {what}. The store alone says how far the run is"
+        f"{store.url}: since this host's memory was written, another host has saved to the store or rolled it back, or "
+        f"the store was replaced by another copy: {what}. Only the store is used"
     )
 
 
@@ -188,7 +189,7 @@ def _aside_of(folder: Path) -> Path:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Give an arena's folder another name; what had it before is deleted: of each run there is one at most."""
+    """Rename an arena's folder. An earlier folder of that name is deleted: a run has at most one."""
     aside = _aside_of(folder)
     try:
         if os.path.lexists(aside):
@@ -200,7 +201,7 @@ def _set_aside(folder: Path) -> Path:
 
 
 def _report_others(folder: Path, store: Store) -> None:
-    """Say which arenas of the same store's runs are not used, though they may have what the store has not."""
+    """Log which other arenas of the same store are not used, although they may have pending copies."""
     for path in _others(folder, store):
         view = peek(str(path.parents[1]), path.name)
         if view is None or view.alive or not (view.version >= 0).any():
@@ -212,7 +213,7 @@ def _report_others(folder: Path, store: Store) -> None:
         if ours:
             whose = f"of the store in {view.place}" if view.lines else "of an earlier version of scarctl"
             log.warning(
-                "%s: what %s has in memory is not used: it is %s, step %d",
+                "%s: the copies in %s are not used: they are %s, step %d",
                 store.url,
                 path,
                 whose,

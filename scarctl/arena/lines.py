@@ -1,10 +1,10 @@
-"""Note in a small mapped file which line each log of the store has, as far as the arena knows.
+"""Note the line of each of the store's logs in a small mapped file next to the arena.
 
     magic (8 bytes) | count int64 | count times: shard int64, noted int64, expected int64
 
-`noted` is the line of the shard's log (`scarctl.store.line`) as of the newest record that is known to be there, and
-`expected` that as of a record under way, or the same. Each shard has numbers of its own, because the records of several
-shards may be under way at once. A process that is killed leaves each shard at one of its two.
+`noted` is the line of the shard's log (`scarctl.store.line`) with the newest record that certainly exists. `expected`
+is the line with the record that is being created, or equal to `noted`. Each shard has its own numbers, because records
+of several shards may be created at once. After a kill, each shard is at one of its two lines.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Noted = Mapping[int, tuple[int, int]]
 
 
 class Lines:
-    """The file of one arena, for the writer that it accompanies. Several threads may note, each another shard."""
+    """The file of one arena, for the store's writer. Several threads may write it, each for another shard."""
 
     def __init__(self, folder: Path, lines: Mapping[int, int]) -> None:
-        """Replace the file by one with these lines, by shard. Raises Unavailable when the folder is full."""
+        """Replace the file by one with these lines, by shard. Raises Unavailable if the folder is full."""
         shards = sorted(lines)
         rows = np.array([(shard, lines[shard], lines[shard]) for shard in shards], dtype=np.int64).reshape(
             -1, 3
@@ -44,7 +44,7 @@ class Lines:
             fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 if os.write(fd, data) != len(data):
-                    raise OSError("written in part")
+                    raise OSError("only a part was written")
                 self._memory = mmap.mmap(fd, len(data))
             finally:
                 os.close(fd)
@@ -71,7 +71,7 @@ class Lines:
 
 
 def noted(folder: Path) -> Noted:
-    """Return what the arena in `folder` has noted; nothing if there is no such file, or none to believe."""
+    """Return the lines that the arena in `folder` has noted; empty if there is no such file, or it is damaged."""
     try:
         fd = os.open(folder / FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -93,5 +93,5 @@ def noted(folder: Path) -> Noted:
 
 
 def fit(found: Noted, lines: Mapping[int, int]) -> bool:
-    """Return whether each log of a store, by shard, is at one of the two lines that were noted of it."""
+    """Return whether each log of a store, by shard, is at one of its two noted lines."""
     return found.keys() == lines.keys() and all(lines[shard] in found[shard] for shard in lines)

@@ -24,7 +24,7 @@ def open_file(path: Path) -> int:
 
 
 def create_file(path: Path) -> int:
-    """Create a private file in place of one that a killed process may have left. Raise AccessDenied, Unavailable."""
+    """Create a private file. Replaces the file of a killed process. Raise AccessDenied, Unavailable."""
     try:
         path.unlink(missing_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -35,7 +35,7 @@ def create_file(path: Path) -> int:
 def map_file(fd: int, size: int, *, populate: bool = True) -> mmap.mmap:
     """Map a file of `size` bytes, shared and writable.
 
-    populate: map all pages now. With page faults on first touch, the first checkpoint takes several times as long.
+    populate: map all pages at once. With page faults on first touch, the first checkpoint takes several times as long.
     """
     flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
     return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)

@@ -1,11 +1,11 @@
-"""Keep how far partitions moved between their last two copies: a mapped file next to the arena.
+"""Keep the movements of partitions between their last two copies, in a mapped file next to the arena.
 
     header (4096 bytes) | version int64 | gap int64 | movements, 2 bytes per value
 
-The store does not have it for long: its older copies are collected. A process that dies leaves the file to the next
-one, as it leaves the arena, and it goes when the arena goes. What is in it is never saved: it only serves a guess.
+The store cannot provide movements, because it deletes older copies. The file outlives its process, like the arena, and
+is deleted with the arena. Movements are never saved: they only improve an estimate.
 
-A movement is good for one copy only, of the version that stands with it. Nothing else in the file has to be believed.
+A movement is valid for one copy only, of the version next to it. Nothing else in the file has to be trusted.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ MOVEMENT_BYTES = 2
 
 
 class Movements:
-    """A mapped file in the arena's folder, made by the process that has the arena, and so its lock.
+    """A mapped file in the arena's folder. The owner of the arena's lock creates it.
 
-    `version` and `gap` are views of the map, of shape (layout.partitions,): the version of the copy that a movement led
-    to, and the iterations that it took; 0: it is not known.
+    `version` and `gap` are views of the map, of shape (layout.partitions,): the version of the copy at the end of a
+    movement, and its duration in iterations; 0: unknown.
     """
 
     def __init__(self, folder: Path | None, layout: Layout, groups: Collection[int]) -> None:
-        """Open what is there, if it is of this layout and since the machine's start, else make it anew.
+        """Open the file, if it is of this layout and of this boot; otherwise create it anew.
 
         folder: None keeps the movements in memory without a file, for one process.
-        groups: numbers of those whose first tensor's movements are kept.
-        Raises Unavailable (not enough memory: says how much), AccessDenied.
+        groups: numbers of the groups whose first tensors' movements are kept.
+
+        Raises Unavailable (not enough memory: the message has the bytes needed), AccessDenied.
         """
         n = layout.partitions
         self._at: dict[int, tuple[int, int]] = {}
@@ -71,9 +72,9 @@ class Movements:
         return np.frombuffer(self._memory, np.int16, count, at)
 
     def relabel(self, old: Ids, new: Ids) -> None:
-        """Copies of the versions `old` count as `new` now, int64 of shape (layout.partitions,); -1: they are no good.
+        """Count copies of the versions `old` as `new`, int64 of shape (layout.partitions,); -1: they are invalid.
 
-        One that counts as newer has stood still since then, for a seal has found it so.
+        If a copy counts as newer, its partition has not moved since: a seal has found it unchanged.
         """
         same = (self.version == old) & (new >= 0)
         self.gap[:] = np.where(same & (self.gap > 0), self.gap + step_of(new) - step_of(old), 0)
@@ -81,7 +82,7 @@ class Movements:
 
 
 def _file(folder: Path, layout: Layout, size: int) -> mmap.mmap:
-    """The map of the file in `folder`, made anew if the one that is there is of no use."""
+    """Return the map of the file in `folder`. A file that cannot be used is replaced."""
     path = folder / MOVEMENTS
     header = _FIXED.pack(_MAGIC, _FORMAT, layout.partitions, size, bytes.fromhex(layout.digest), boot_id())
     try:
@@ -91,7 +92,7 @@ def _file(folder: Path, layout: Layout, size: int) -> mmap.mmap:
 
 
 def _map(path: Path, header: bytes, size: int) -> mmap.mmap | None:
-    """Return an existing file, None when there is none, or none of use."""
+    """Return the map of an existing file; None if it is missing or cannot be used."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -112,6 +113,6 @@ def _map_new(path: Path, header: bytes, size: int) -> mmap.mmap:
         memory = mmap.mmap(fd, size)
     finally:
         os.close(fd)
-    # Last: a file without it is none. Zeros are gaps that are not known.
+    # Written last, because a file without header is ignored. The zeros are unknown gaps.
     memory[: len(header)] = header
     return memory

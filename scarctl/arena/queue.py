@@ -1,9 +1,8 @@
 """Queue hand-overs from the training process to the persister: small files in the arena's folder.
 
-A hand-over names partitions whose copies in the arena are complete, and brings the extras of their step. It is a
-safetensors file that appears at once, under a number of its own. So the queue outlives both processes, and what is
-found in it is whole. It is not synced: like the arena it means nothing any more when the machine was started
-anew.
+A hand-over names partitions whose copies in the arena are complete, and contains the extras of their step. It is a
+safetensors file that appears complete, under its own number. So the queue outlives both processes, and its files are
+never partial. Files are not synced: after a reboot the queue is obsolete, like the arena.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ log = logging.getLogger("scarctl")
 _NAME = re.compile(r"handover-([0-9]{20})\.safetensors", re.ASCII)
 _TEMPORARY = ".handover-"
 _ABANDONED = 60.0
-"""Seconds after which a file that is not in the queue yet is of a process that was killed."""
+"""Age in seconds at which a temporary file is taken for that of a killed process."""
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 _IDS = "scarctl/partitions"
 _EXTRAS = "scarctl/extras/"
@@ -52,29 +51,29 @@ _EXTRAS = "scarctl/extras/"
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Copies in the arena that are to become durable."""
+    """Copies in the arena that have to be saved to the store."""
 
     number: int
     """Place in the queue."""
     version: int
     ids: Ids
-    """Ascending."""
+    """Partitions, ascending."""
     whole: str
-    """The commit of the whole state that this is, 32 hex digits: whatever is not in `ids` equals its newest copy. ""
-    when it is of a part."""
+    """Name of this commit of the whole state, 32 hex digits: partitions not in `ids` equal their newest copies. "" for
+    a commit of a part."""
     extras: Any
-    """None if the process died before it handed them over."""
+    """Extras of the step; None if the process died before it queued them."""
 
     @property
     def sealed(self) -> bool:
-        """Whether the whole state is of this version."""
+        """Whether the hand-over is a commit of the whole state."""
         return bool(self.whole)
 
 
 class HandOverQueue:
     """Hand-overs in an arena's folder, in the order in which they were put.
 
-    By one process, as a rule; when it has died its daemon and a rank that rescues its state may both put some.
+    Usually one process puts them. After its death, its daemon and a rescuing rank may both do so.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -83,12 +82,12 @@ class HandOverQueue:
         self._next = 1
 
     def put(self, *, version: int, ids: Ids, whole: str = "", extras: Any) -> int:
-        """Queue a hand-over and return its number. Raises Unavailable when the folder is full."""
+        """Queue a hand-over and return its number. Raises Unavailable if the folder is full."""
         temporary = self._write(version, ids, whole, extras)
         with self._lock:
             try:
                 while True:
-                    # Looked up every time: others may have put into it, too.
+                    # The folder is listed every time, because other processes may have queued hand-overs, too.
                     number = max(self._next, max(_numbers(self._folder), default=0) + 1)
                     if _publish(temporary, self._path(number)):
                         break
@@ -100,7 +99,7 @@ class HandOverQueue:
         return number
 
     def unseal(self) -> None:
-        """Have nothing that waits seal the state any more, while no thread saves. Raises what `put` raises."""
+        """Replace waiting seals by hand-overs that seal nothing. No thread may save meanwhile. Raises as `put` does."""
         for one in self.pending():
             if not one.sealed:
                 continue
@@ -112,7 +111,7 @@ class HandOverQueue:
                 raise folder_error(error, temporary) from error
 
     def _write(self, version: int, ids: Ids, whole: str, extras: Any) -> Path:
-        """Write a file that is not in the queue yet."""
+        """Write a hand-over to a temporary file, and return its path."""
         text, tensors = codec.encode(extras) if extras is not None else ("", {})
         parts = [np.ascontiguousarray(ids, dtype="<i8").tobytes(), *(bytes(t.data) for t in tensors.values())]
         metadata = {"version": str(version), "whole": whole, "extras": text}
@@ -133,18 +132,18 @@ class HandOverQueue:
         return temporary
 
     def sweep(self) -> None:
-        """Delete what processes that were killed had not put into the queue yet."""
+        """Delete the temporary files of killed processes."""
         for path in self._folder.glob(f"{_TEMPORARY}*"):
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > _ABANDONED:
                     path.unlink()
 
     def numbers(self) -> list[int]:
-        """Numbers of all that waits, in order."""
+        """Return the numbers of all hand-overs, in order."""
         return sorted(_numbers(self._folder))
 
     def read(self, number: int) -> HandOver:
-        """Return one hand-over. Raises FileNotFoundError; Corruption when it is not what `put` wrote."""
+        """Return one hand-over. Raises FileNotFoundError; Corruption if `put` did not write it so."""
         path = self._path(number)
         try:
             with open(path, "rb", opener=_no_links) as file:
@@ -161,7 +160,7 @@ class HandOverQueue:
             raise Corruption(f"{path}: it claims {size} bytes") from None
         try:
             version = int(header.metadata["version"])
-            # One of an earlier version of scarctl has no identity, and seals nothing.
+            # A hand-over of an earlier version of scarctl has no identity, and seals nothing.
             whole = header.metadata.get("whole", "")
             text, digest = header.metadata["extras"], header.metadata.pop("digest")
         except (KeyError, ValueError) as error:
@@ -181,13 +180,11 @@ class HandOverQueue:
         if not 0 < version < pack(MAX_EPOCH, 0) or (ids < 0).any() or (ids[1:] <= ids[:-1]).any():
             raise Corruption(f"{path} is not a hand-over: its numbers are impossible")
         if whole and not is_hex(whole, 32):
-            raise Corruption(f"{path} is not a hand-over: it names no whole state")
+            raise Corruption(f"{path} is not a hand-over: its name of the whole state is not valid")
         return HandOver(number, version, ids, whole, codec.decode(text, tensors) if text else None)
 
     def pending(self) -> list[HandOver]:
-        """Return all that waits and can be read. What cannot is set aside as `*.bad`, and logged: its partitions are
-        still in the arena, marked as pending.
-        """
+        """Return all hand-overs. A damaged one is logged and set aside as `*.bad`; its copies stay pending."""
         found = []
         for number in self.numbers():
             try:
@@ -200,21 +197,21 @@ class HandOverQueue:
         return found
 
     def set_aside(self, number: int) -> None:
-        """Take one that cannot be used out of the queue, for people to look at."""
+        """Rename a damaged hand-over, for inspection by people."""
         path = self._path(number)
         os.replace(path, path.removesuffix(".safetensors") + ".bad")
 
     def remove(self, number: int) -> None:
-        """Take one out of the queue: it is durable."""
+        """Remove a hand-over that is durable."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path(number))
 
     def clear(self) -> None:
-        """Forget all that waits, and what was set aside."""
+        """Delete all hand-overs, also damaged ones that were set aside."""
         clear_queue(self._folder)
 
     def _path(self, number: int) -> str:
-        # No Path: each one adds its name to a table of the interpreter's.
+        # A str, because every Path adds its name to a table of the interpreter.
         return f"{self._folder}/handover-{number:020d}.safetensors"
 
 
@@ -231,7 +228,7 @@ def _digest(metadata: Mapping[str, str], data: bytes) -> str:
 
 
 def _publish(temporary: Path, path: str) -> bool:
-    """Give a file its name, unless another one has it."""
+    """Give a file its name. Return False if another file has that name."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -239,7 +236,7 @@ def _publish(temporary: Path, path: str) -> bool:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        os.rename(temporary, path)  # a folder without hard links
+        os.rename(temporary, path)  # the file system has no hard links
     return True
 
 

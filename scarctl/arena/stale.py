@@ -1,4 +1,4 @@
-"""Find the arenas of dead runs, and remove those whose copies the store has."""
+"""Find the arenas of dead runs, and remove those without pending copies."""
 
 from __future__ import annotations
 
@@ -36,40 +36,40 @@ class StaleArena:
     """An arena that no live process owns."""
 
     id: str
-    """Place of the store that its run saved to."""
+    """Id of the store that its run saved to."""
     folder: Path
     nbytes: int
     seconds: float
-    """Time since its run handed over something, or since the store took the last of it."""
+    """Time since the last change of its queue."""
     pid: int
     head_step: int
     durable_step: int
     pending: int
-    """Partitions whose newest copy the store has not; -1 when the arena cannot be read."""
+    """Partitions with a pending copy; -1 if the arena cannot be read."""
     handovers: int
-    """Hand-overs in its queue."""
+    """Number of hand-overs in its queue."""
     place: str = ""
-    """Where the store is, for people; "" where the arena does not say."""
+    """Address of the store, for display; "" if unknown."""
     foreign: bool = False
-    """Whether it does not belong to that store any more: see `scarctl.arena.kinship`."""
+    """Whether it has ceased to belong to that store: see `scarctl.arena.kinship`."""
 
     @property
     def aside(self) -> bool:
-        """Whether it was set aside: no session will look at it again."""
+        """Whether it was set aside: no session will use it again."""
         return self.folder.name.endswith(ASIDE)
 
     @property
     def durable(self) -> bool:
-        """Whether the store has all that is in it."""
+        """Whether all its copies are durable."""
         return self.pending == 0 and self.handovers == 0 and not self.foreign
 
 
 def survey(folder: Path, live: frozenset[str] = frozenset()) -> list[StaleArena]:
-    """Return the arenas in the host folder whose process is gone. Takes no lock: it disturbs nobody.
+    """Return the arenas of dead processes in the host folder. Takes no lock, so it disturbs no process.
 
-    live: stores whose runs another process, the daemon, still looks after.
+    live: stores whose runs another process, the daemon, still saves.
 
-    Raises AccessDenied when the folder is not ours.
+    Raises AccessDenied if the folder belongs to another user.
     """
     return [
         arena for path in _folders(folder) if path.name not in live and (arena := _look(path)) is not None
@@ -77,8 +77,11 @@ def survey(folder: Path, live: frozenset[str] = frozenset()) -> list[StaleArena]
 
 
 def reap(folder: Path, *, older_than: float = 0.0) -> list[StaleArena]:
-    """Remove arenas in the host folder whose run is dead, which the store has all of or which were set aside, and which
-    nothing happened to for `older_than` seconds. Returns what was removed. A fault is logged, never raised.
+    """Remove the arenas of dead runs in the host folder that are durable or were set aside. Return them.
+
+    older_than: only arenas without a change for that many seconds.
+
+    Failures are logged, never raised.
     """
     removed = []
     try:
@@ -87,12 +90,12 @@ def reap(folder: Path, *, older_than: float = 0.0) -> list[StaleArena]:
                 log.info("removed the arena of a dead run: %s, %d bytes", path, arena.nbytes)
                 removed.append(arena)
     except (ScarError, OSError) as error:
-        log.warning("arenas of dead runs cannot be looked for: %s", error)
+        log.warning("the search for arenas of dead runs failed: %s", error)
     return removed
 
 
 def _folders(folder: Path) -> Iterator[Path]:
-    """Yield the folders of arenas, in order of their names. Nothing when the host folder is not there."""
+    """Yield the folders of arenas, in order of their names. Yields nothing without a host folder."""
     if os.path.lexists(folder):
         check_private(folder)
         yield from sorted(
@@ -103,7 +106,7 @@ def _folders(folder: Path) -> Iterator[Path]:
 
 
 def _look(path: Path, *, dead: bool = False) -> StaleArena | None:
-    """Return the arena in `path`; None if there is none, or a process has its number that is not known to be dead."""
+    """Return the arena in `path`; None without an arena, or if a process with its id may be its owner."""
     try:
         nbytes = os.stat(path / FILE, follow_symlinks=False).st_size
     except FileNotFoundError:
@@ -127,7 +130,7 @@ def _look(path: Path, *, dead: bool = False) -> StaleArena | None:
 
 
 def _is_foreign(path: Path, view: ArenaView) -> bool:
-    """Return whether the store that an arena names says so. A store that is away, or is no folder, says nothing."""
+    """Return whether an arena's store is of another line. False if the store is missing, or is not a local folder."""
     run = _RUN_ID.fullmatch(path.name)
     if path.name.endswith(ASIDE):
         return True
@@ -144,7 +147,7 @@ def _is_foreign(path: Path, view: ArenaView) -> bool:
 
 
 def _remove(path: Path) -> StaleArena | None:
-    """Remove the arena if that loses nothing; None when it stays. Its lock proves that the run is dead."""
+    """Remove the arena, and return it; None if it stays, because copies would be lost or its run is alive."""
     try:
         lock = lock_folder(path, patience=0.0)
     except Contention:
@@ -162,7 +165,7 @@ def _remove(path: Path) -> StaleArena | None:
         (path / MOVEMENTS).unlink(missing_ok=True)
         (path / FILE).unlink()
         (path / LINES).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # what is set aside there is for people to look at
+        with contextlib.suppress(OSError):  # damaged hand-overs stay, for inspection by people
             path.rmdir()
         return arena
     finally:
@@ -170,9 +173,9 @@ def _remove(path: Path) -> StaleArena | None:
 
 
 def _age(path: Path) -> float:
-    """Return the seconds since something was put into the folder, or taken out of it.
+    """Return the seconds since a file was put into the folder, or removed from it.
 
-    The arena's own time says nothing: writing through a map need not change it.
+    The time of the arena's file is useless: writing through a map need not change it.
     """
     try:
         return max(0.0, time.time() - path.stat(follow_symlinks=False).st_mtime)

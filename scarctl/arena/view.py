@@ -1,4 +1,4 @@
-"""Read an arena without its lock: what a run that may be alive knows about its partitions."""
+"""Read an arena without its lock: the partitions' fields of a run that may be alive."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class ArenaView:
     head_step: int
     pid: int
     errors: int
-    """Faults while saving that the run has counted."""
+    """Failures of saving that the run has counted."""
     sealed: int
     """Version of the newest sealed commit."""
     lines: Noted
     """See `Arena.lines`."""
     place: str
-    """Where the store is, for people; "" where the arena does not say."""
+    """Address of the store, for display; "" if unknown."""
     version: NDArray[np.int64]
     durable: NDArray[np.int64]
     distance: NDArray[np.float64]
 
     @property
     def alive(self) -> bool:
-        """Whether a process with the run's number is there now."""
+        """Whether a process with the run's process id exists."""
         if self.pid <= 0:
-            return False  # to the system that is a group of processes
+            return False  # os.kill() would take it for a process group
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -53,15 +53,15 @@ class ArenaView:
 
     @property
     def pending(self) -> int:
-        """Partitions whose copy still waits for the store."""
+        """Number of partitions with a pending copy."""
         return int(((self.version != self.durable) & (self.version >= 0)).sum())
 
 
 def peek(base: str | None, run_id: str) -> ArenaView | None:
-    """Read what the arena of a run on this host says; None if there is none to read.
+    """Read the arena of a run on this host; None if there is no arena, or it cannot be read.
 
-    Takes no lock: numbers of a run that is alive may be a moment apart. Whether it belongs to the store as that is now
-    says `kinship.view_of`. `base` as for `arena_folder`.
+    Takes no lock, so the numbers of a live run may be of slightly different moments. `kinship.view_of` also checks
+    that the arena belongs to its store. `base` as for `arena_folder`.
     """
     folder = arena_folder(base, run_id)
     path = folder / FILE
@@ -71,7 +71,7 @@ def peek(base: str | None, run_id: str) -> ArenaView | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        log.warning("%s cannot be looked at: %s", path, error.strerror)
+        log.warning("%s cannot be read: %s", path, error.strerror)
         return None
     except ScarError as error:
         log.warning("%s", error)

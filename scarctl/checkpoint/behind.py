@@ -15,7 +15,7 @@ from scarctl.persist.saver import Saver
 from scarctl.persist.speed import Speed
 from scarctl.policy.interval import Cadence
 from scarctl.state.caveats import Caveats
-from scarctl.state.version import step_of
+from scarctl.state.version import NEVER, step_of
 
 log = logging.getLogger("scarctl")
 
@@ -54,10 +54,13 @@ class Behind:
         """The newest reported lag, in iterations."""
         self._behind_at = 0
         """The newest step at which the lag was more than a turn."""
+        self._since = np.full(arena.layout.partitions, NEVER, dtype=np.int64)
+        """Step of the first copy that waits since the store had the newest one; NEVER where none waits."""
+        self._durable = arena.durable.copy()
         self._seen: tuple[int, float] | None = None
         self._step_seconds: float | None = None
         self._oldest, self._oldest_since = -1, math.inf
-        """Version of the oldest copy that waits for the store, and the time since when it has been the oldest."""
+        """Step of the oldest change that waits for the store, and the time since when it has been the oldest."""
 
     @property
     def turn(self) -> int:
@@ -76,10 +79,8 @@ class Behind:
             before = seconds if self._step_seconds is None else self._step_seconds
             self._step_seconds = before + _NEW * (seconds - before)
         self._seen = step, now
-        versions = self._arena.version[pending]
-        oldest = int(versions.min()) if versions.size else -1
-        self._look_for_standstill(oldest, now)
-        lag = max(0, step - int(step_of(oldest))) if oldest >= 0 else 0
+        lag = self.lag(pending, step)
+        self._look_for_standstill(step - lag if pending.any() else NEVER, now)
         if lag <= self.turn:
             self._caveats.withdraw(KIND)
             if step > self._behind_at + _LONG * self.turn:
@@ -89,6 +90,20 @@ class Behind:
         if lag > TURNS * self.turn and lag >= 2 * self._said:
             self._said = lag
             self._caveats.say(KIND, self._text(lag, step, saver.speed), inexact=False)
+
+    def lag(self, pending: NDArray[np.bool_], step: int) -> int:
+        """Return the iterations since the oldest change that waits for the store. 0 when nothing waits.
+
+        pending, step: see `look`. A copy that waits may be replaced by a newer one, and the change waits nonetheless.
+        """
+        durable = self._arena.durable.copy()
+        # A partition that the store took meanwhile waits with another copy.
+        begins = pending & ((self._since < 0) | (durable != self._durable))
+        self._since[~pending] = NEVER
+        self._since[begins] = step_of(self._arena.version[begins])
+        self._durable = durable
+        waiting = self._since[pending]
+        return max(0, step - int(waiting.min())) if waiting.size else 0
 
     def _text(self, lag: int, step: int, speed: Speed | None) -> str:
         turn, interval = self.turn, self._cadence.interval
@@ -127,12 +142,13 @@ class Behind:
         return f"{text} {reason}"
 
     def _look_for_standstill(self, oldest: int, now: float) -> None:
+        """Warn once of changes of step `oldest`, NEVER for none, that have waited for too long."""
         if oldest < 0 or oldest != self._oldest:
             self._oldest, self._oldest_since = oldest, now
         elif now > self._oldest_since + _STUCK:
             self._oldest_since = math.inf  # said once
             log.warning(
                 "copies of step %d have waited for the store for more than %d s: `scarctl daemon status` may show why",
-                step_of(oldest),
+                oldest,
                 _STUCK,
             )

@@ -1,4 +1,4 @@
-"""The live model and the layout: which tensor is which group, and whether they still fit."""
+"""Match the live model's tensors with the groups of a layout, and check that they still fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scarctl.store.settings import Settings
 
 
 class Binding:
-    """One model and its optimizers, seen through their adapter, beside one store's layout."""
+    """One model and its optimizers, seen through their adapter, and one store's layout."""
 
     def __init__(self, adapter: Adapter, store: Store, caveats: Caveats) -> None:
         self._adapter = adapter
@@ -33,14 +33,14 @@ class Binding:
         self._views: LiveState | None = None  # mapping the arena takes longer than the rest of a hook
         self._savable = False
         self._seen: list[StateGroup] = []
-        """What the adapter had when `_views` was made, and found to fit."""
+        """The adapter's groups when `_views` was made, which fitted the layout."""
 
     def build_layout(self) -> Layout:
-        """The layout of the state as it is now, after the first step."""
+        """Return the layout of the live state, after the first step."""
         return layout_of(self._adapter, self._store.settings)
 
     def require_savable(self) -> None:
-        """After a first step, once: raise UsageError for what no store can hold, since nothing would ever be saved."""
+        """Raise UsageError after the first step if the state cannot be stored, because no checkpoint would succeed."""
         if self._savable:
             return
         try:
@@ -51,14 +51,14 @@ class Binding:
         except Exception as error:
             raise UsageError(
                 f"the state cannot be saved: {type(error).__name__}: {error}",
-                hint="nothing of this run would be saved",
+                hint="no checkpoint of this run would succeed",
             ) from error
         self._savable = True
 
     def least_bytes(self, *, movements: bool) -> int:
-        """Bytes of the state: of the stored layout if there is one, else without what the first step will add.
+        """Return the bytes of the state, from the stored layout if possible. Else slots of the first step are missing.
 
-        movements: and of what is kept of its parameters for extrapolating recovery.
+        movements: include the file of movements, for extrapolating recoveries.
         """
         layout = self._store.current_layout() or self.build_layout()
         kept = layout.groups if movements else ()
@@ -69,9 +69,9 @@ class Binding:
         )
 
     def check(self, layout: Layout) -> None:
-        """Raise LayoutMismatch, naming every difference, unless the model and optimizer are those of `layout`.
+        """Raise LayoutMismatch, naming every difference, unless the model and optimizer fit `layout`.
 
-        Before the first step the optimizer has no slots: those of the layout are taken as given.
+        Before the first step the optimizer has no slots: those of the layout are assumed.
         """
         stored = {group.name: group for group in layout.groups}
         groups = []
@@ -79,7 +79,7 @@ class Binding:
             known = stored.get(state.name)
             specs = _specs(state)
             if known is not None:
-                # What it is thought to get may be wrong.
+                # Slots expected before the first step may be wrong.
                 slots = {spec.slot for spec in known.tensors}
                 specs = tuple(
                     s for s in specs if s.slot in slots or not is_placeholder(state.tensors[s.slot])
@@ -99,7 +99,7 @@ class Binding:
             )
 
     def live(self, arena: Arena) -> LiveState:
-        """The model's tensors as they are now. Raises LayoutMismatch when they are not those of the arena's layout."""
+        """Return the model's current tensors. Raises LayoutMismatch if they do not fit the arena's layout."""
         views = self._views if self._views is not None and self._views.arena is arena else None
         there = self._adapter.groups()
         if views is not None and len(there) == len(self._seen) and all(map(operator.is_, there, self._seen)):
@@ -121,13 +121,13 @@ class Binding:
             more = f" and {len(new) - 3} more" if len(new) > 3 else ""
             self._caveats.say(
                 "new-state",
-                f"{', '.join(map(repr, new[:3]))}{more} came into the model after the first step, and is not saved. "
+                f"{', '.join(map(repr, new[:3]))}{more} was added to the model after the first step, and is not saved. "
                 "Register it before the first step, or start a new store",
             )
 
 
 def layout_of(adapter: Adapter, fixed: Settings) -> Layout:
-    """The layout of a state as it is now, cut the way that a store fixes."""
+    """Return the layout of the live state, cut by the fixed settings of a store."""
     return build_layout(
         [(group.name, group.kind, _specs(group), group.place) for group in adapter.groups()],
         partition_bytes=fixed.partition_bytes,
@@ -138,13 +138,13 @@ def layout_of(adapter: Adapter, fixed: Settings) -> Layout:
 
 
 def tensors_of(adapter: Adapter, layout: Layout) -> list[list[torch.Tensor]]:
-    """The state's tensors as they are now, parallel to the layout's. Raises LayoutMismatch when they do not fit it."""
+    """Return the live tensors, parallel to the layout's. Raises LayoutMismatch if they do not fit it."""
     states = _states_of(adapter.groups(), layout)
     return [_tensors(state, group) for state, group in zip(states, layout.groups, strict=True)]
 
 
 def _states_of(there: Sequence[StateGroup], layout: Layout) -> list[StateGroup]:
-    """An adapter's groups, parallel to the layout's. Raises LayoutMismatch when they do not fit it."""
+    """Return an adapter's groups, parallel to the layout's. Raises LayoutMismatch if they do not fit it."""
     by_name = {state.name: state for state in there}
     for group in layout.groups:
         state = by_name.get(group.name)
@@ -154,18 +154,18 @@ def _states_of(there: Sequence[StateGroup], layout: Layout) -> list[StateGroup]:
             for t, spec in zip(found, group.tensors, strict=True)
         ):
             raise LayoutMismatch(
-                f"group {group.name!r} is no longer what it was when the layout was fixed",
-                hint="parameters and their optimizer state may not be added, removed, resized or given another dtype "
+                f"group {group.name!r} has changed since the layout was fixed",
+                hint="parameters and their optimizer state must not be added, removed, resized or given another dtype "
                 "while a session is open",
             )
         assert state is not None
         known = {spec.slot for spec in group.tensors}
         if new := [s for s, t in state.tensors.items() if s not in known and not is_placeholder(t)]:
-            # Without these a run that resumes could not go on.
+            # A resumed run could not continue without these slots.
             raise LayoutMismatch(
                 f"group {group.name!r} has got optimizer state since the layout was fixed: {', '.join(new)}",
-                hint="what was frozen at first and is trained now needs a session with a new store from here on; "
-                "what was saved before is safe",
+                hint="to train a parameter that was frozen at first, start a session with a new store; "
+                "earlier checkpoints are safe",
             )
     return [by_name[group.name] for group in layout.groups]
 

@@ -1,7 +1,7 @@
-"""Make one checkpoint in two halves, and count what a session does.
+"""Make one checkpoint in two halves, and count the work of a session.
 
-The first half starts the copy on a worker thread; the second waits for it, copies again what was written meanwhile,
-reads what the loop has changed since the step, and queues the result.
+The first half starts the copy on a worker thread. The second half waits for it, and repeats the copy of groups that
+were written meanwhile. Then it reads late extras, and queues the result.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from scarctl.util.worker import Job, Worker
 log = logging.getLogger("scarctl")
 
 _ATTEMPTS = 8
-"""How often a group is copied before what another thread keeps writing to counts as torn."""
+"""Attempts to copy a group while another thread keeps writing to it. After them its copies count as torn."""
 
 
 @dataclass(slots=True)
 class Stats:
-    """What a session has done so far."""
+    """Counts of a session's work."""
 
     checkpoints: int = 0
     stall_seconds: float = 0.0
-    """Time of the training thread in hooks and waiting, all together."""
+    """Total time of the training thread in hooks and waits."""
     last_stall_seconds: float = 0.0
-    """The part of it that the newest checkpoint took."""
+    """The part of it for the newest checkpoint."""
     saved_bytes: int = 0
     """Bytes copied into the arena."""
     nonfinite_partitions: int = 0
-    """Partitions that some checkpoint left out because their values were not finite."""
+    """Partitions left out of a checkpoint because their values were not finite."""
     torn_copies: int = 0
     """Groups copied again because they changed while they were copied."""
     errors: int = 0
@@ -59,22 +59,22 @@ class Stats:
 
 
 def _leave_threads(worker: Worker) -> None:
-    """Have the worker's torch calls take half of the threads that this one's take, at least one.
+    """Have the worker's torch calls use half as many threads as this thread's calls, at least one.
 
-    OpenMP gives every thread that calls it a team of its own, for good. As soon as all teams together are larger than
-    the machine, none of them waits for its own members actively any more: each operation of forward, backward and
-    optimizer then costs a sleep, whether a copy is under way or not.
+    OpenMP gives every calling thread a team of its own, for good. If all teams together exceed the machine, their
+    members stop waiting actively. Each operation of forward, backward and optimizer then costs a sleep, even without a
+    copy in progress.
     """
     threads = torch.get_num_threads()
     if threads == 1:
         return
 
     def take_half() -> None:
-        torch.get_num_threads()  # takes the default first, or the first operation would
+        torch.get_num_threads()  # sets the default now, because the first operation would override the next line
         torch.set_num_threads(threads // 2)
 
     worker.submit(take_half).wait()
-    # It has become the default of threads that are started later, too.
+    # The worker's call has also changed the default of threads that are started later.
     torch.set_num_threads(threads)
 
 
@@ -88,7 +88,7 @@ class _UnderWay:
 
 
 class Checkpoints:
-    """A session's checkpoints, one under way at a time. Not for several threads at once."""
+    """A session's checkpoints, one at a time. Use one thread at a time."""
 
     def __init__(
         self,
@@ -100,7 +100,11 @@ class Checkpoints:
         *,
         validate: bool,
     ) -> None:
-        """fault: called with what goes wrong; what it raises is passed on. extras: returns those of a step's end."""
+        """Take the worker, and callbacks.
+
+        fault: called with every error. An exception that it raises is passed on.
+        extras: returns the extras of a moment.
+        """
         self._worker = worker
         self._streams = streams
         self._stats = stats
@@ -109,7 +113,7 @@ class Checkpoints:
         self._validate = validate
         self._under_way: _UnderWay | None = None
         self._live: LiveState | None = None
-        """As the newest checkpoint has seen it."""
+        """The live state of the newest checkpoint."""
         self._look: Job[None] | None = None
         _leave_threads(worker)
 
@@ -119,11 +123,11 @@ class Checkpoints:
         return self._under_way is not None
 
     def begin(self, engine: Engine, live: LiveState, moment: Moment, extent: Extent) -> None:
-        """Start the first half: the copy of the state as it was at `moment`."""
+        """Start the first half: copy the state of `moment`."""
         if (trouble := engine.require_saving()) is not None:
-            self._fault(trouble)  # copies continue: they are good for a process that takes over
+            self._fault(trouble)  # copying continues, because another process may take over these copies
         self._live = live
-        # A forward pass changes buffers (batch norm): the copy must not read them while it does.
+        # A forward pass changes buffers (batch norm), so the copy reads the moment's private copies instead.
         buffers = {g: [moment.buffers[live.layout.groups[g].name]] for g in live.buffers}
         live = live.with_tensors(buffers) if buffers else live
 
@@ -141,15 +145,15 @@ class Checkpoints:
         self._under_way = _UnderWay(moment, self._worker.submit(copy), live, counters, snapshot)
 
     def look(self, engine: Engine) -> None:
-        """Have the worker find distances for the checkpoints to come, after a step and after its present work.
+        """Have the worker compute distances for coming checkpoints, after a step and after its current work.
 
-        It is not waited for, and reads the tensors that the newest checkpoint has seen.
+        Returns at once. The worker reads the tensors of the newest checkpoint.
         """
         if self._live is None or not engine.tracker.overlaps:
             return
         if self._look is not None:
             if not self._look.settle(0):
-                return  # it has not kept up: what is left has its turn later
+                return  # the worker has not kept up: the rest is computed later
             look, self._look = self._look, None
             try:
                 look.wait()
@@ -164,9 +168,9 @@ class Checkpoints:
         self._look = self._worker.submit(look_at)
 
     def rest(self, engine: Engine | None) -> None:
-        """Wait for the look that is under way, which reads arena and state, and let go of both for good.
+        """Wait for the current `look`, which reads arena and state, and release both for good.
 
-        Whatever comes of it: nobody asks for distances any more.
+        Its errors are ignored: these distances are not needed any more.
         """
         look, self._look, self._live = self._look, None, None
         if look is not None and engine is not None:
@@ -178,7 +182,7 @@ class Checkpoints:
         return self._under_way is None or self._under_way.job.settle(timeout)
 
     def finish(self, engine: Engine) -> Copied | None:
-        """Do the second half, if one is under way. Return what was queued; None: nothing."""
+        """Do the second half of the current checkpoint. Return what was queued; None if no checkpoint was queued."""
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return None
@@ -193,7 +197,7 @@ class Checkpoints:
                 whole = under_way.moment.identities.of(copied.step, engine.arena.whole, changed=changed)
             engine.hand_over(copied, extras, whole)
         except BaseException as error:
-            # Ctrl-C, or what a signal's handler raises in the main thread: the copy continues without it.
+            # After Ctrl-C, or an exception of a signal handler in the main thread, the copy itself continues.
             under_way.job.settle()
             engine.adopt_orphans()
             if not isinstance(error, Exception):
@@ -203,9 +207,9 @@ class Checkpoints:
         return copied
 
     def _copy_again(self, under_way: _UnderWay, copied: Copied, engine: Engine) -> Copied:
-        """Repeat the copy of groups that were written to meanwhile.
+        """Repeat the copy of groups that were written meanwhile.
 
-        Torch counts in-place writes to a tensor (`_version`); writes through `.data` escape it: `validate` finds those.
+        Torch counts in-place writes to a tensor (`_version`), except writes through `.data`: `validate` finds those.
         """
         live, arena = under_way.live, engine.arena
         everything = copied.ids
@@ -221,8 +225,9 @@ class Checkpoints:
                     twin.save(torn, int(arena.version[torn[0]]))
                     self._fault(
                         Corruption(
-                            f"{engine.layout.name(int(torn[0]))} was written while it was copied, unseen by torch",
-                            hint="do not write through .data between optimizer steps; the copy was mended",
+                            f"{engine.layout.name(int(torn[0]))} was written while it was copied, and torch did not "
+                            "count the write",
+                            hint="do not write through .data between optimizer steps; the copy was repeated",
                         )
                     )
         if copied.sealed and _misses(copied, under_way):
@@ -230,7 +235,7 @@ class Checkpoints:
         return copied
 
     def _repeat(self, live: LiveState, copied: Copied, g: int, engine: Engine) -> Copied:
-        """Copy group `g` until no other thread writes to it meanwhile. Called in the training thread."""
+        """Repeat the copy of group `g` until no other thread writes to it meanwhile. Called in the training thread."""
         self._stats.torn_copies += 1
         for _ in range(_ATTEMPTS):
             before = live.counters(g)
@@ -258,7 +263,7 @@ class Checkpoints:
 
 
 def _misses(copied: Copied, under_way: _UnderWay) -> bool:
-    """Whether a partition that equalled its copy was written to since: then the copies are not of one moment."""
+    """Return whether a partition that equalled its copy was written since. Then the copies are not of one moment."""
     live = under_way.live
     if copied.ids.size == live.layout.partitions:
         return False

@@ -1,4 +1,4 @@
-"""Say how much of the state one checkpoint is to save, and what it did save."""
+"""Define the extent of a checkpoint, and its result."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from scarctl.util.arrays import Ids
 
 
 class Extent(Enum):
-    """How much of the state a checkpoint saves."""
+    """Extent of a checkpoint."""
 
     PART = "part"
-    """What changed most, within the budget."""
+    """The partitions that the policy selects, within the budget."""
     WHOLE = "whole"
-    """All that differs from its last copy: the state is sealed."""
+    """All partitions that differ from their last copy: the state is sealed."""
     WHOLE_UNLESS_BEHIND = "whole unless behind"
-    """The same, or nothing while an earlier copy still waits for the store. Else that copy is overtaken, and a store
-    that is always behind would never see a whole state."""
+    """As WHOLE, but nothing while an earlier copy is pending. Newer copies would replace pending ones, and a slow store
+    would never get a whole state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What one checkpoint put into the arena."""
+    """The copies that one checkpoint made in the arena."""
 
     version: int
-    """Of all its copies. Taken once: the epoch changes when the daemon is replaced meanwhile."""
+    """Version of all copies. Fixed at the start: the epoch may change meanwhile, if the daemon is replaced."""
     ids: Ids
     sealed: bool
-    """Every partition of the state is of this version: copied now, or equal to its newest copy."""
+    """Every partition of the state is of this version: just copied, or equal to its newest copy."""
     nonfinite: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """Partitions left out because their values are not finite: the last good copy is kept."""
 

@@ -1,7 +1,7 @@
 """Find the saved copies of one session's state, and bring them into its arena, verified.
 
-Copies are in three places: in the arena itself, in the queue of hand-overs, and in the store. Live values are not
-touched here.
+Copies are in three places: in the arena itself, in the queue of hand-overs, and in the store. This module does not
+change live values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scarctl.util.arrays import Ids, distinct
 
 States = dict[int, ShardState]
 Sealed = tuple[int, int, str]
-"""See `Plan.sealed`."""
+"""A sealed state; see `Plan.sealed`."""
 
 
 class Copies:
@@ -41,10 +41,10 @@ class Copies:
         return all_extras(self._queue, self._store)
 
     def newest(self) -> tuple[States, Saved | None] | None:
-        """Return the store's states and the newest extras, which are None when no extras were ever saved.
+        """Return the store's states and the newest extras, which are None if no extras were ever saved.
 
-        Return None when some partition has no copy anywhere: the run died before its first checkpoint was whole.
-        Raises NoIntactCopy when there are extras and none can be read.
+        Returns None if a partition has no copy: the run died before its first checkpoint was complete. Raises
+        NoIntactCopy if extras were saved, but cannot be read.
         """
         states = self._store.states(self._store.shards())
         there = self._arena.intact()
@@ -53,17 +53,17 @@ class Copies:
         return (states, newest_extras(self._queue, self._store, states)) if there.all() else None
 
     def require_same_line(self) -> None:
-        """Raise an error when arena and store are not of the same run."""
+        """Raise Fenced unless arena and store are of the same line."""
         require_same_line(self._arena, self._store)
 
     def believe_newest_seal(self) -> None:
-        """Count what the newest hand-over seals as whole in memory, also while the store does not have it yet."""
-        arena, waiting = self._arena, self._queue.pending()
-        if not waiting or not waiting[-1].sealed or not arena.intact().all():
+        """Count the arena as sealed if a waiting hand-over seals its copies, even before that is durable."""
+        arena = self._arena
+        if not arena.whole or not arena.intact().all():
             return
-        sealed = waiting[-1]
-        if arena.whole == sealed.whole and (arena.version <= sealed.version).all():
-            arena.seal(max(arena.sealed, sealed.version))
+        for handover in self._queue.pending():
+            if handover.whole == arena.whole and (arena.version <= handover.version).all():
+                arena.seal(max(arena.sealed, handover.version))
 
     def fetch_all(self, states: States) -> Report:
         """Bring the newest copy of every partition into the arena. Raises NoIntactCopy."""
@@ -76,11 +76,11 @@ class Copies:
     def fetch_lost(self, ids: Ids, survivors: str) -> Report:
         """Bring the newest copies of partitions `ids` into the arena. Raises NoIntactCopy.
 
-        survivors: the commit of the whole state that all other live values are of; "" for none.
+        survivors: the commit of the whole state that has all other live values; "" without one.
         """
         arena = self._arena
         torn = ids[~arena.intact()[ids]]
-        # The arena has the newest copies of all: the store is read only for what is not intact there.
+        # The arena has the newest copies of all partitions: the store is read only for torn ones.
         states = self._store.states(distinct(self._shard_of[torn]).tolist())
         if torn.size:
             self.require_same_line()
@@ -96,8 +96,9 @@ class Copies:
     ) -> tuple[Report, Extras]:
         """Bring the newest sealed state into the arena, and return its extras too. Raises NoIntactCopy.
 
-        lost: number of partitions that were lost, for the report; None: all. until: not newer than this one.
-        snapshot: this one instead of the newest.
+        lost: number of lost partitions, for the report; None: all.
+        until: the newest sealed state that may be taken.
+        snapshot: take this snapshot instead.
         """
         plan = plan_rollback(
             self._store,
@@ -112,7 +113,7 @@ class Copies:
         return report, sealed_extras(self._store, report.plan)
 
     def _fetch(self, plan: Plan) -> Report:
-        # Before other copies come into the arena: what waits may seal the state with those that were there.
+        # A waiting seal is of the arena's present copies, which are about to be replaced.
         if (plan.tier != MEMORY).any():
             self._queue.unseal()
         return execute(plan, self._store, self._arena, ArenaSink(self._arena))

@@ -1,8 +1,8 @@
-"""Save one session's state: everything that a session has once its layout is known.
+"""Save one session's state, once its layout is known.
 
 A checkpoint has two halves. `copy` runs on the worker thread, during the next forward and backward: distances,
 selection, live rows into the arena. `hand_over` runs right before the next optimizer step and only writes a small
-file; the persister does the rest in the background.
+file. The persister saves it in the background.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from scarctl.checkpoint.copies import Copies
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.motion import Motion
 from scarctl.checkpoint.pinning import Pinning
+from scarctl.checkpoint.protection import Protection
 from scarctl.checkpoint.selector import Selector
 from scarctl.checkpoint.tracker import Tracker
 from scarctl.checkpoint.trend import Trend
@@ -34,6 +35,7 @@ from scarctl.config import SessionSettings
 from scarctl.errors import ScarError
 from scarctl.persist.persister import adopt_orphans
 from scarctl.persist.saver import Saver
+from scarctl.persist.thread import Current
 from scarctl.policy.interval import Cadence
 from scarctl.policy.select import squared
 from scarctl.recovery.plan import Plan
@@ -50,7 +52,7 @@ _NONE = np.empty(0, dtype=np.int64)
 
 
 class Engine:
-    """The saving side of a session. One checkpoint is under way at a time. Nothing is saved before `start`."""
+    """The saving side of a session. It makes one checkpoint at a time. Nothing is saved before `start`."""
 
     def __init__(
         self,
@@ -65,7 +67,9 @@ class Engine:
     ) -> None:
         """Open or create the arena in `folder`, and begin a new epoch.
 
-        selector: chooses what a partial checkpoint saves. caveats: to which is added that the store is behind.
+
+        selector: selects the partitions of a partial checkpoint.
+        caveats: gets a caveat when the store falls behind.
 
         Raises Contention, Unavailable (arena or store is full), AccessDenied, Corruption.
         """
@@ -93,8 +97,7 @@ class Engine:
         self.pinning = Pinning(self.arena.memory())
         self.queue = HandOverQueue(self.arena.folder)
         self.copies = Copies(self.arena, self.queue, store, self.shard_of)
-        self._sealing: int | None = None
-        """Number of the newest hand-over that seals the state; None once it is known to be durable."""
+        self._protection = Protection(self.arena, self.queue)
         self._due_at = -1
         """The step of the newest regular checkpoint."""
         self._orphaned = False
@@ -125,29 +128,30 @@ class Engine:
             return Movements(self.arena.folder, self.layout, groups)
         except ScarError:
             if not (self.arena.version >= 0).any():
-                self.arena.remove()  # it is empty, and would keep memory that is short already
+                self.arena.remove()  # it is empty, and memory is short
             raise
 
     def copy(self, live: LiveState, step: int, extent: Extent) -> Copied:
-        """Copy the state as it is after `step`, or a part of it, into the arena. Called in the worker thread."""
-        self.tracker.go_on()
+        """Copy the state after `step`, or a part of it, into the arena. Called in the worker thread."""
+        self.tracker.allow_full_looks()
         if extent is Extent.PART:
             return self._copy_part(live, step)
         return self._seal(live, step, extent)
 
     def _copy_part(self, live: LiveState, step: int) -> Copied:
-        """Pick at most the budget, and copy it."""
+        """Select partitions within the budget, and copy them."""
         version = pack(self.arena.epoch, step)
         self._look(live, step)
         distance = self.tracker.distances(live, step)
         pending = self.arena.pending()
         self._behind.look(pending, step, self.saver)
+        self._protection.look()
         chosen = self.selector.select(
             self.settings.policy,
             distance_sq=squared(distance),
             nbytes=self.layout.partition_bytes,
             staleness=self._staleness(step),
-            eligible=self._eligible(pending),
+            eligible=~self._protection.covers(pending),
             budget=self.budget_now,
             credit=self.policy_memory.credit,
             cursor=self.policy_memory.cursor,
@@ -156,50 +160,42 @@ class Engine:
             max_staleness=self.settings.max_staleness,
         )
         self.policy_memory = PolicyMemory(chosen.credit, chosen.cursor)
-        # Estimates have not seen every value of what they choose.
+        # Estimated distances have not read every value of the chosen partitions.
         ids, bad = self.tracker.check(live, chosen.ids, distance)
         self._save(live, ids, distance, version)
         return Copied(version, ids, ids.size == self.layout.partitions, np.union1d(chosen.nonfinite, bad))
 
     @property
     def may_copy(self) -> bool:
-        """Whether there is something that a partial checkpoint may copy, if it has changed."""
+        """Return whether a partial checkpoint may copy any partition, if it has changed."""
         try:
-            return not self._is_sealing() and not self.arena.pending().all()
+            return not self._protection.covers(self.arena.pending()).all()
         except ScarError:
             return True  # the checkpoint will meet the same fault, and report it
 
-    def _eligible(self, pending: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return what a partial checkpoint may copy: what does not wait for the store; nothing while a seal does."""
-        return np.zeros_like(pending) if self._is_sealing() else ~pending
-
-    def _is_sealing(self) -> bool:
-        """Whether a sealed state is on its way to the store.
-
-        What it has found as it was saved does not wait, and with a newer copy of that the state would not be of one
-        step any more.
-        """
-        # A daemon that takes over gives waiting hand-overs larger numbers, and nothing else comes after a seal.
-        if self._sealing is not None and max(self.queue.numbers(), default=-1) < self._sealing:
-            self._sealing = None
-        return self._sealing is not None
+    def owes_seal(self) -> bool:
+        """Return whether a seal was lost before it was durable, and has to be made again. Return so once."""
+        try:
+            return self._protection.owes_seal()
+        except ScarError:
+            return False  # the checkpoint will meet the same fault, and report it
 
     def _staleness(self, step: int) -> Ids:
-        """Return the iterations since every copy; zeros where no policy needs them: they take long to compute."""
+        """Return the iterations since each copy; zeros if the policy does not use them: they take long to compute."""
         if self.settings.max_staleness is None and self.settings.policy == "priority":
             return np.broadcast_to(np.int64(0), self.layout.partitions)
         return np.maximum(step - step_of(self.arena.newest()), 0)
 
     @property
     def budget_now(self) -> int:
-        """Bytes that a partial checkpoint may take, without credit."""
+        """Return the bytes that a partial checkpoint may copy, without credit."""
         return max(1, int(self.budget * self.cadence.share))
 
     def _seal(self, live: LiveState, step: int, extent: Extent) -> Copied:
-        """Copy all that differs from its last copy: every partition is of `step` then.
+        """Copy all partitions that differ from their last copy, so that every copy is of `step`.
 
-        What is not finite is left out, and then the state is not sealed. The very first checkpoint takes everything:
-        it is the running checkpoint's x(0) (Qiao et al., section 4.2).
+        Partitions that are not finite are left out, and then the state is not sealed. The very first checkpoint copies
+        everything: it is the running checkpoint's x(0) (Qiao et al., section 4.2).
         """
         version = pack(self.arena.epoch, step)
         self._look(live, step)
@@ -212,7 +208,7 @@ class Engine:
             return Copied(version, _NONE, sealed=False)
         else:
             distance = live.distances(self.settings.norm)
-            # A spoiled copy does not count, also where its bytes happen to be right.
+            # A torn copy is replaced, even if its bytes happen to be right.
             changed = live.changed() | ~self.arena.intact()
             good = np.isfinite(distance)
             ids, nonfinite = np.flatnonzero(changed & good), np.flatnonzero(changed & ~good)
@@ -221,7 +217,7 @@ class Engine:
         return Copied(version, ids, sealed=not nonfinite.size, nonfinite=nonfinite)
 
     def _look(self, live: LiveState, step: int) -> None:
-        # Not at a checkpoint that was asked for: all ranks have to look after the same iterations.
+        # Only at regular checkpoints, because all ranks have to sample after the same iterations.
         if step == self._due_at:
             self.motion.look(live.tensors, step)
         if self.trend is not None:
@@ -258,7 +254,7 @@ class Engine:
         self.tracker.moved(ids)
 
     def copy_again(self, live: LiveState, copied: Copied, g: int) -> Copied:
-        """Copy again what was copied of group `g`. What is not finite by now has no good copy of this step."""
+        """Repeat the copy of group `g`. Partitions that are not finite by now have no good copy of this step."""
         mine = (copied.ids >= self.layout.base[g]) & (copied.ids < self.layout.base[g + 1])
         finite = np.ones(mine.size, dtype=bool)
         finite[mine] = np.isfinite(live.distances_at(copied.ids[mine], self.settings.norm))
@@ -275,7 +271,7 @@ class Engine:
         )
 
     def extras(self, settled: Extras, caveats: Iterable[Caveat]) -> Extras:
-        """Return `settled`, the extras of the adapter and the loop, with what this engine knows of the run."""
+        """Return `settled`, the extras of the adapter and the loop, with this engine's notes about the run."""
         norm = self.settings.norm
         notes = Notes(
             points=self.motion.history.to_array(),
@@ -286,16 +282,20 @@ class Engine:
         return replace(settled, policy=self.policy_memory, notes=notes)
 
     def hand_over(self, copied: Copied, extras: Extras, whole: str = "") -> None:
-        """Queue what was copied, sealed if it has the name `whole`. Returns at once: the queue is in the arena."""
-        self.arena.name_whole(whole or self.arena.whole)  # before the persister looks
+        """Queue the copies, sealed if they have the name `whole`. Returns at once: the queue is local."""
+        self.arena.name_whole(whole or self.arena.whole)  # before the persister reads it
         number = self.queue.put(version=copied.version, ids=copied.ids, whole=whole, extras=extras.to_tree())
-        self._sealing = number if whole else self._sealing
-        nbytes = int(self.layout.partition_bytes[copied.ids].sum())
+        dropped = self._protection.queued(number, copied.version, sealed=bool(whole))
+        ids = copied.ids
+        if dropped:
+            self.cadence.superseded(dropped)
+            ids = np.flatnonzero(self.arena.pending())
+        nbytes = int(self.layout.partition_bytes[ids].sum())
         self.cadence.handed_over(time.monotonic(), number, nbytes)
         self.saver.notify()
 
     def due(self, step: int) -> bool:
-        """Whether a regular checkpoint is due after `step`. To be asked once after every iteration."""
+        """Return whether a regular checkpoint is due after `step`. Call it once after every iteration."""
         try:
             waiting: Collection[int] = self.queue.numbers() if self.settings.interval == "auto" else []
         except ScarError:
@@ -314,9 +314,9 @@ class Engine:
         self.selector.expect(step, self.budget_now)
 
     def require_saving(self) -> ScarError | None:
-        """Raise what made saving stop for good. Return the fault that keeps it from saving for now; None: it saves.
+        """Raise the error that stopped saving for good. Return a fault that is being retried; None while saving works.
 
-        Queue what could not be queued before. Raises Unavailable: it still cannot.
+        Queues copies that could not be queued before. Raises Unavailable if that fails again.
         """
         if (failure := self.saver.failure) is not None:
             raise failure
@@ -326,25 +326,22 @@ class Engine:
         return trouble
 
     def pin(self, device: torch.device) -> None:
-        """Pin the arena for copies from `device`, if that is wanted."""
+        """Pin the arena for copies from `device`, if the settings allow it."""
         if self.settings.pin_memory:
             self.pinning.begin(device)
 
     def look_ahead(self, live: LiveState) -> None:
-        """Find a part of the distances for the checkpoints to come. Called in the worker thread."""
+        """Compute a part of the distances for coming checkpoints. Called in the worker thread."""
         self.tracker.look(live, 1 / self.cadence.interval)
 
     def learn(self, history: History, extras: Extras | None) -> None:
-        """Continue with what a session had learnt of the run when it saved these extras. history: of all ranks."""
-        self.motion.go_on(history)
+        """Continue with the measurements in these extras. history: the common history of all ranks."""
+        self.motion.continue_from(history)
         if self.trend is not None:
-            self.trend.go_on(None if extras is None else extras.notes.fits)
+            self.trend.continue_from(None if extras is None else extras.notes.fits)
 
     def jumped(self, live: LiveState, ids: Ids, moved: Ids) -> None:
-        """Note that the live values of partitions `ids` were restored in the running process.
-
-        moved: those of them that were extrapolated. Both ascending.
-        """
+        """Note that the live values of `ids` were restored in place. moved: extrapolated ones. Both ascending."""
         self.equal(np.setdiff1d(ids, moved, assume_unique=True))
         if moved.size:
             self.moved(live, moved)
@@ -353,28 +350,27 @@ class Engine:
             self.trend.forget(ids)
 
     def age_after(self, step: int) -> None:
-        """Give copies of after `step` the step before: the state continues from `step`, and they are not of it.
+        """Relabel copies of later steps than `step`, from which the run continues, with the step before it.
 
-        They never pass for exact then, and what is saved next comes after them.
+        So they never count as exact, and the next checkpoint is newer than they are.
         """
         ahead = np.flatnonzero(step_of(self.arena.newest()) > step)
         self.arena.relabel(ahead, pack(self.arena.epoch, max(0, step - 1)))
 
     def is_sealed(self) -> bool:
-        """Whether every copy is of the newest iteration, in the store or on its way there."""
+        """Return whether every copy is of the newest iteration, durable or pending."""
         waiting = [handover.version for handover in self.queue.pending() if handover.sealed]
         head, copies = self.arena.head_step, step_of(self.arena.newest())
         return head in map(step_of, waiting) or bool((copies == head).all())
 
     def lag(self) -> int:
-        """Return the iterations since the oldest copy that is not durable yet; 0 when all copies are."""
-        waiting = self.arena.version[self.arena.pending()]
-        return max(0, self.arena.head_step - int(step_of(waiting).min())) if waiting.size else 0
+        """Return the iterations since the oldest copied change that is not durable yet; 0 if all copies are."""
+        return self._behind.lag(self.arena.pending(), self.arena.head_step)
 
     def start_over(self) -> None:
-        """Forget what the arena has: its run was superseded, or died before its first whole checkpoint.
+        """Discard the arena's copies: their run was superseded, or died before its first whole checkpoint.
 
-        To be called while nothing is saved.
+        Call it while saving is stopped.
         """
         self.queue.clear()
         self.arena.reset()
@@ -382,9 +378,9 @@ class Engine:
             self.movements.gap[:] = 0
 
     def adopt_orphans(self) -> None:
-        """Queue what was copied and not handed over, after a fault or a death: nothing else would.
+        """Queue copies that were never handed over, after a failure or the death of a process.
 
-        Where it cannot be queued now, `require_saving` does it later.
+        If they cannot be queued now, `require_saving` does it later.
         """
         self._orphaned = True
         try:
@@ -398,16 +394,17 @@ class Engine:
         self.saver.notify()
 
     def start(self) -> None:
-        """Save to the store from now on."""
+        """Start saving to the store."""
         self.saver.resume()
 
     def stop(self) -> None:
-        """Write nothing to the store until `start`; what is queued stays queued."""
+        """Write nothing to the store until `start`. Hand-overs stay in the queue."""
+        self._protection.forget_seal()
         self.saver.stop()
 
     @contextmanager
     def nothing_saved(self) -> Iterator[None]:
-        """Write nothing to the store inside."""
+        """Write nothing to the store within the block."""
         self.stop()
         try:
             yield
@@ -415,31 +412,31 @@ class Engine:
             self.start()
 
     def drain(self) -> None:
-        """Start, and wait up to `timeout` seconds until all that is queued is durable."""
+        """Start saving, and wait up to `timeout` seconds until all hand-overs are durable."""
         self.start()
         self.saver.drain(self.settings.timeout)
 
     def forget_after(self, plan: Plan) -> None:
-        """Make the sealed state of `plan`, which the arena has now, the newest: here and in the store (a new epoch)."""
+        """Make the sealed state of `plan`, which the arena has, the newest one, also in the store (a new epoch)."""
         self.saver.roll_back(plan.seqs)
         self.arena.mark_all_durable(plan.whole)
 
     def leave(self) -> None:
-        """Let go at once. What waits becomes durable in the daemon, and the arena stays for the next session."""
+        """Close at once. The daemon saves pending copies, and the arena stays for the next session."""
         self.selector.close()
         self.saver.leave()
         self.pinning.end()
         self.arena.close()
 
     def close(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until all is durable, then let go. Return whether all is durable.
+        """Wait up to `timeout` seconds until all copies are durable, then close. Return whether they are durable.
 
-        A durable arena is removed; otherwise it stays with its queue, and the next session on this host goes on.
+        A durable arena is removed. Otherwise it stays with its queue, for the next session on this host.
         """
         self.selector.close()
         self.pinning.end()
         durable = self.saver.drain(timeout)
-        self.saver.close(put_off=not durable)
+        self.saver.close(Current.FINISH if durable else Current.INTERRUPT)
         durable = durable and not self.arena.pending().any()
         if durable:
             self.queue.clear()

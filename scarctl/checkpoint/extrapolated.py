@@ -25,8 +25,10 @@ def load_extrapolated(
 ) -> tuple[Extrapolation | None, Ids, NDArray[np.float64]]:
     """Copy the partitions of `plan` from the arena into the live tensors, extrapolated if the session extrapolates.
 
-    exact: the whole state is of one step, and must stay so: nothing is extrapolated, and the first result is None.
-    Returns what `extrapolate` returns.
+
+    exact: the whole state is of one step, and must stay so. Then nothing is extrapolated, and the first result is None.
+
+    Returns the results of `extrapolate`.
     """
     if engine.trend is None or engine.movements is None or exact:
         live.load(plan.ids)
@@ -39,17 +41,18 @@ def extrapolate(
 ) -> tuple[Extrapolation, Ids, NDArray[np.float64]]:
     """Copy the partitions `ids` (ascending) from the arena into the live tensors, extrapolated to iteration `step`.
 
-    version: the version up to which each copy is known to be right, int64 of the shape of `ids`.
-    Returns the report; the partitions (ascending) whose live values now differ from the arena; and for each of these
-    the l2 norm of the change in its parameter, NaN or Inf where the parameter was not finite.
+    version: the newest version whose values each copy has, int64 of the shape of `ids`.
+
+    Returns the report, the partitions (ascending) whose live values now differ from the arena, and the l2 norms of the
+    changes in their parameters. A norm is NaN or Inf if the parameter was not finite.
     """
     layout, arena = live.layout, live.arena
     factors, groups = trend.by_group(trend.fits.factor), layout.group_of(ids)
-    # Training does not change a frozen group, however it moved before it was frozen.
+    # Training does not change a frozen group, even if it moved before it was frozen.
     factors[list(live.frozen)] = 0.0
     elapsed = step - step_of(version)
     wanted = (factors[groups] > 0) & (elapsed > 0)
-    # A seal that found a copy unchanged lengthens the time that its last movement took.
+    # If a seal found a copy unchanged, its last movement took longer than was noted.
     own = arena.version[ids]
     gap = movements.gap[ids] + step_of(version) - step_of(own)
     known = (movements.version[ids] == own) & (movements.gap[ids] > 0)

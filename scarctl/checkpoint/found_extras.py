@@ -1,4 +1,4 @@
-"""Find the extras that were saved, in the queue of hand-overs and in the store, newest first."""
+"""Find saved extras in the queue of hand-overs and in the store, newest first."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from scarctl.store import ShardState, Store
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Extras that were saved."""
+    """Saved extras."""
 
     version: int
     whole: str
-    """The commit of the whole state that they came with; "" when they came with a part."""
+    """Name of the commit of the whole state with these extras; "" for a commit of a part."""
     extras: Extras
 
 
@@ -33,9 +33,9 @@ def all_extras(queue: HandOverQueue, store: Store) -> Iterator[Saved]:
 
 
 def newest_extras(queue: HandOverQueue, store: Store, states: Mapping[int, ShardState]) -> Saved | None:
-    """Return the newest extras, of the queue and of `states`; None when none were ever saved.
+    """Return the newest extras, of the queue and of `states`; None if no extras were ever saved.
 
-    Raises NoIntactCopy when there are some and none can be read.
+    Raises NoIntactCopy if extras were saved, but cannot be read.
     """
     candidates = list(islice(_waiting(queue), 1))
     damaged: list[str] = []
@@ -45,22 +45,22 @@ def newest_extras(queue: HandOverQueue, store: Store, states: Mapping[int, Shard
             candidates.append(found)
     if not candidates and damaged:
         raise NoIntactCopy(
-            f"{store.url}: the extras (optimizer's counts, random numbers) are damaged: {'; '.join(damaged)}",
-            hint="nothing was changed; `scarctl verify` lists what is damaged",
+            f"{store.url}: the extras (step counts, random generators) cannot be used: {'; '.join(damaged)}",
+            hint="nothing was changed; `scarctl verify` lists the damage",
         )
     return max(candidates, key=lambda found: found.version, default=None)
 
 
 def _waiting(queue: HandOverQueue) -> Iterator[Saved]:
     """Yield the extras of hand-overs that are not durable yet, newest first."""
-    # Of two of the same version the later one counts.
+    # Of two hand-overs of the same version the later one comes first.
     for handover in sorted(queue.pending(), key=lambda handover: handover.version)[::-1]:
         if handover.extras is not None:
             yield Saved(handover.version, handover.whole, Extras.from_tree(torched(handover.extras)))
 
 
 def stored_extras(store: Store, state: ShardState, damaged: list[str]) -> Iterator[Saved]:
-    """Yield a shard's extras up to `state`, newest first. Skip those that cannot be read, and add why to `damaged`."""
+    """Yield a shard's extras up to `state`, newest first. Skip unreadable ones, and add the reasons to `damaged`."""
     if state.extras is None:
         return
     older = (
@@ -73,17 +73,18 @@ def stored_extras(store: Store, state: ShardState, damaged: list[str]) -> Iterat
             found = store.read_extras(candidate)
             extras = None if found is None else Extras.from_tree(torched(found[1]))
         except Corruption as error:
-            damaged.append(error.message)
+            if error.message not in damaged:  # the newest record is read twice
+                damaged.append(error.message)
         else:
             if found is not None and extras is not None:
                 yield Saved(found[0], candidate.extras_whole, extras)
 
 
 def sealed_extras(store: Store, plan: Plan) -> Extras:
-    """Return the extras of the sealed state that `plan` goes back to. Raises NoIntactCopy."""
+    """Return the extras of the sealed state that `plan` restores. Raises NoIntactCopy."""
     damaged: list[str] = []
     own = plan.states.values()
-    # A rank that owns nothing has no part in what was sealed, and its own extras.
+    # A rank without rows has extras, although it sealed none of the partitions.
     for state in own or store.states(store.shards()).values():
         for found in stored_extras(store, state, damaged):
             if step_of(found.version) == plan.step and found.whole == (plan.whole or found.whole):

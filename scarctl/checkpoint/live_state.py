@@ -1,4 +1,4 @@
-"""The live tensors of a training process beside their last saved copy in the arena.
+"""Compare and copy between the live tensors of a training process and their last saved copies in the arena.
 
 `LiveState` is the only place where bytes move between the two: distances compare them, `save` copies live rows into
 the arena under the generation protocol, `load` copies them back.
@@ -27,26 +27,26 @@ from scarctl.state.torch_dtypes import torch_of
 from scarctl.state.version import step_of
 from scarctl.util.arrays import Ids
 
-# A process killed while it copies spoils what lies between `begin` and `end`: keep that little.
+# A kill tears all partitions between `begin` and `end`, so pieces are small.
 _ATTEMPTS = 3
-"""How often a piece is copied before it is left torn."""
+"""Attempts to copy a piece before it is left torn."""
 _BATCH_BYTES = 1 << 20
-# Below this mean length of a run of adjacent rows one gather beats one copy per run.
+# Below this mean length of a run of adjacent rows one gather is faster than one copy per run.
 _RUN_BYTES = 1 << 14
 _GATHER = 3
-"""To gather partitions and compare them takes about as long as to compare so many where they are."""
+"""Gathering and comparing one partition takes about as long as comparing this many in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Partitions that were loaded further along the way than they are saved. Arrays are parallel to `ids`."""
+    """Partitions that were loaded with extrapolated values. Arrays are parallel to `ids`."""
 
     ids: Ids
-    """Ascending."""
+    """Partitions, ascending."""
     movement: NDArray[np.float64]
-    """Squared norms of the movements, as they were noted."""
+    """Squared norms of their noted movements."""
     distance: NDArray[np.float64]
-    """Norms of the change in the live values of the parameter; NaN or Inf where those were not finite."""
+    """Norms of the change in the live values of the parameter; NaN or Inf if those were not finite."""
 
 
 class LiveState:
@@ -62,7 +62,7 @@ class LiveState:
         arena: Arena,
         frozen: Set[int] = frozenset(),
     ) -> None:
-        """frozen: numbers of groups that training does not change; see `StateGroup`."""
+        """Take tensors and arena. frozen: numbers of groups that training does not change; see `StateGroup`."""
         self.layout = layout
         self.frozen = frozen
         self.tensors = [list(group) for group in tensors]
@@ -78,7 +78,7 @@ class LiveState:
     def with_tensors(
         self, tensors: Mapping[int, Sequence[torch.Tensor]], frozen: Set[int] | None = None
     ) -> LiveState:
-        """The same state with other tensors for some groups, by number: newer ones, or private copies."""
+        """Return this state with other tensors for some groups, by number: newer ones, or private copies."""
         twin = object.__new__(LiveState)
         twin.frozen = self.frozen if frozen is None else frozen
         twin.layout, twin.arena, twin._saved = self.layout, self.arena, self._saved
@@ -86,16 +86,16 @@ class LiveState:
         return twin
 
     def distances(self, norm: Norm = "l2") -> NDArray[np.float64]:
-        """Distance of every partition from its copy in the arena: float64 of shape (layout.partitions,).
+        """Return the distance of every partition from its copy in the arena: float64 of shape (layout.partitions,).
 
-        NaN or Inf where live values that are not finite differ from the saved ones.
+        A distance is NaN or Inf if live values that are not finite differ from the saved ones.
         """
         return self.distances_at(np.arange(self.layout.partitions), norm)
 
     def distances_at(
         self, ids: Ids, norm: Norm = "l2", scratch: Scratch | None = None
     ) -> NDArray[np.float64]:
-        """Distances of the partitions `ids` (ascending): float64 of the shape of `ids`. See `distances`."""
+        """Return the distances of the partitions `ids` (ascending): float64 of the shape of `ids`. See `distances`."""
         result, scratch = np.empty(ids.size), scratch or Scratch()
         whole: dict[int, slice] = {}
         for g, part in self.parts(ids):
@@ -113,12 +113,12 @@ class LiveState:
     def distances_of(
         self, g: int, ids: Ids, norm: Norm = "l2", scratch: Scratch | None = None
     ) -> NDArray[np.float64]:
-        """Distances of the partitions `ids` (ascending) of group `g` alone: float64 of the shape of `ids`."""
+        """Return the distances of the partitions `ids` (ascending) of group `g`: float64 of the shape of `ids`."""
         mine = ids - int(self.layout.base[g])
         return distances_of(self.layout.groups[g], self.tensors[g], self._saved[g], mine, norm, scratch)
 
     def not_finite(self, ids: Ids) -> Ids:
-        """Of partitions `ids` (ascending) those with live values that are not finite where the saved ones are."""
+        """Return those of `ids` (ascending) with a live value that is not finite although the saved one is."""
         bad = []
         for g, part in self.parts(ids):
             group, mine = self.layout.groups[g], ids[part]
@@ -134,17 +134,17 @@ class LiveState:
         return any(_left(*pair, rows) for pair in zip(self.tensors[g], self._saved[g], strict=True))
 
     def finite(self, g: int, ids: Ids) -> NDArray[np.bool_]:
-        """Of which partitions `ids` (ascending) of group `g` the parameter is finite: `distance.finite`."""
+        """Return which of `ids` (ascending) of group `g` have a finite parameter. See `distance.finite`."""
         return finite(self.layout.groups[g], self.tensors[g][0], ids - int(self.layout.base[g]))
 
     def group_distances(self, g: int, norm: Norm, scratch: Scratch) -> NDArray[np.float64]:
-        """Distances of all partitions of group `g`: float64 of shape (partitions of it,)."""
+        """Return the distances of all partitions of group `g`: float64 of shape (partitions of it,)."""
         return self.groups_distances([g], norm, scratch)[0]
 
     def groups_distances(
         self, groups: Sequence[int], norm: Norm, scratch: Scratch
     ) -> list[NDArray[np.float64]]:
-        """Distances of all partitions of each of these groups: arrays parallel to `groups`."""
+        """Return the distances of all partitions of each of these groups: arrays parallel to `groups`."""
         return distances_of_groups(
             [self.layout.groups[g] for g in groups],
             [self.tensors[g] for g in groups],
@@ -154,28 +154,28 @@ class LiveState:
         )
 
     def sampled_squares(self, g: int, seed: int, turn: int) -> NDArray[np.float64]:
-        """Estimates of the squared distances of all partitions of group `g`; see `scarctl.checkpoint.sampled`."""
+        """Estimate the squared distances of all partitions of group `g`; see `scarctl.checkpoint.sampled`."""
         per_partition = self.layout.groups[g].rows_per_partition
         return sampled_squares(self.tensors[g][0], self._saved[g][0], per_partition, seed, turn)
 
     def saved_squares_of(self, g: int, ids: Ids) -> NDArray[np.float64]:
-        """Squared norms of the copies of some partitions (ascending) of group `g`: float64 of the shape of `ids`."""
+        """Return the squared norms of the copies of `ids` (ascending) of group `g`: float64 of the shape of `ids`."""
         saved = self._saved[g][:1]
         zeros = [torch.zeros((), dtype=saved[0].dtype).expand(saved[0].shape)]
         first = int(self.layout.base[g])
         return np.square(distances_of(self.layout.groups[g], saved, zeros, ids - first))
 
     def changed(self) -> NDArray[np.bool_]:
-        """Which partitions differ from their copy in the arena in any byte: bool of shape (layout.partitions,)."""
+        """Return which partitions differ from their copy in any byte: bool of shape (layout.partitions,)."""
         result = np.empty(self.layout.partitions, dtype=bool)
         for g, group in enumerate(self.layout.groups):
             result[self._span(g)] = changed(group, self.tensors[g], self._saved[g])
         return result
 
     def save(self, ids: Ids, version: int, movements: Movements | None = None) -> None:
-        """Copy the partitions `ids` (ascending) into the arena as `version`, and note by how much they have moved.
+        """Copy the partitions `ids` (ascending) into the arena as `version`, and note their movements.
 
-        What somebody keeps writing to meanwhile, as far as torch counts it, is left as it is in the middle of a copy.
+        Partitions that another thread keeps writing to meanwhile, as counted by torch, are left torn.
         """
         for g, batch, starts, stops in self._batches(ids):
             note = None if movements is None else self._before(g, batch, starts, stops, movements)
@@ -193,7 +193,7 @@ class LiveState:
     def _before(
         self, g: int, ids: Ids, starts: Ids, stops: Ids, movements: Movements
     ) -> Callable[[int], None] | None:
-        """Keep the copies of `ids`, and return what notes how far newer ones are from them."""
+        """Keep the copies of `ids`, and return a function that notes the movements from them to newer copies."""
         if g not in movements:
             return None
         arena, saved = self.arena, self._saved[g][0]
@@ -209,7 +209,7 @@ class LiveState:
         before = [_rows(saved, rows).clone() for rows in pieces]
 
         def note(version: int) -> None:
-            # In this order: a process may be killed in between.
+            # The gap is cleared first: if the process is killed in between, the movement is unknown, not wrong.
             movements.gap[ids] = 0
             target = self._movements(g, movements)
             for rows, then in zip(pieces, before, strict=True):
@@ -251,17 +251,17 @@ class LiveState:
         return set(np.searchsorted(ends, other, side="right").tolist())
 
     def counters(self, g: int) -> list[int]:
-        """How often each tensor of group `g` was written to in place, as far as torch counts it."""
+        """Return torch's counts of in-place writes to each tensor of group `g`."""
         return [t._version for t in self.tensors[g]]
 
     def mark(self, g: int) -> list[tuple[int, int]]:
-        """The same again only if nobody has written to group `g` meanwhile, as far as torch counts it."""
+        """Return a mark that stays equal while torch counts no write to group `g`."""
         return [(t.data_ptr(), t._version) for t in self.tensors[g]]
 
     def load(self, ids: Ids) -> None:
         """Copy the partitions `ids` (ascending) from the arena into the live tensors."""
         with torch.no_grad():
-            # No generations here, so nothing calls for small pieces.
+            # Loading uses no generations, so it needs no small pieces.
             for g, _, starts, stops in self._batches(ids, limit=1 << 62):
                 for saved, live in zip(self._saved[g], self.tensors[g], strict=True):
                     if not is_placeholder(live):
@@ -270,10 +270,10 @@ class LiveState:
     def load_extrapolated(
         self, g: int, ids: Ids, movements: Movements, weights: NDArray[np.float64]
     ) -> Moved:
-        """Copy the partitions `ids` (ascending) of group `g` from the arena into the live tensors, with the values
-        s + weight · movement of the parameter in place of the saved ones, s. weights: one per partition.
+        """Load the partitions `ids` (ascending) of group `g`, with extrapolated values of the parameter.
 
-        Those for which the result is not finite are left alone.
+        These are s + weight · movement instead of the saved values s. weights: one per partition. A partition is not
+        loaded if the result is not finite.
         """
         live = self.tensors[g][0].detach()
         starts, stops = self.layout.row_ranges(ids)
@@ -304,11 +304,11 @@ class LiveState:
         return result
 
     def _movements(self, g: int, movements: Movements) -> torch.Tensor:
-        """Of all rows of group `g`, each as one vector."""
+        """Return the movements of all rows of group `g`, each row as one vector."""
         return torch.from_numpy(movements.of(g)).view(torch.bfloat16).view(self.layout.groups[g].rows, -1)
 
     def parts(self, ids: Ids) -> Iterator[tuple[int, slice]]:
-        """Groups that have some of the partitions `ids` (ascending), and where in `ids` those are."""
+        """Yield the groups of the partitions `ids` (ascending), and the slice of `ids` in each."""
         if not ids.size:
             return
         first, last = np.searchsorted(self.layout.base, ids[[0, -1]], side="right") - 1
@@ -321,7 +321,7 @@ class LiveState:
         return slice(int(self.layout.base[g]), int(self.layout.base[g + 1]))
 
     def _batches(self, ids: Ids, limit: int = _BATCH_BYTES) -> Iterator[tuple[int, Ids, Ids, Ids]]:
-        """Pieces (group, ids, first rows, last rows + 1) of at most about `limit` bytes, or one partition."""
+        """Yield pieces (group, ids, first rows, last rows + 1) of at most about `limit` bytes, or one partition."""
         for g, part in self.parts(ids):
             group, mine = self.layout.groups[g], ids[part]
             step = max(1, limit // max(1, group.rows_per_partition * group.row_bytes))
@@ -332,7 +332,7 @@ class LiveState:
 
 
 def _rows(tensor: torch.Tensor, rows: slice | Ids) -> torch.Tensor:
-    """Some rows of a tensor, each as one vector."""
+    """Return some rows of a tensor, each as one vector."""
     picked = tensor[_index(rows, tensor)] if tensor.dim() else tensor.reshape(1)
     return picked.reshape(picked.shape[0], -1)
 
@@ -342,18 +342,18 @@ def _index(rows: slice | Ids, tensor: torch.Tensor) -> slice | torch.Tensor:
 
 
 def _row_squares(rows: torch.Tensor) -> NDArray[np.float64]:
-    """Squared norm of every row."""
+    """Return the squared norm of every row."""
     squares: NDArray[np.float64] = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square().numpy()
     return squares
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
-    """Whether it stands for a slot that the optimizer has not made yet (see `StateGroup`): nothing to restore."""
+    """Return whether a tensor stands for a slot that the optimizer has not created yet (see `StateGroup`)."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _copy_rows(target: torch.Tensor, source: torch.Tensor, starts: Ids, stops: Ids) -> None:
-    """target[rows] = source[rows] for the rows of all ranges, which ascend and do not overlap."""
+    """Assign target[rows] = source[rows] for the rows of all ranges, which ascend and do not overlap."""
     if not target.dim():
         target.copy_(source)
         return
@@ -377,7 +377,7 @@ def _copy_rows(target: torch.Tensor, source: torch.Tensor, starts: Ids, stops: I
 
 
 def _left(live: torch.Tensor, saved: torch.Tensor, rows: slice | Ids) -> bool:
-    """Whether some value of these rows is not finite where the saved one is."""
+    """Return whether a live value of these rows is not finite although the saved one is."""
     if not live.is_floating_point() or not live.numel():
         return False
     at = torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows

@@ -71,7 +71,7 @@ class Motion:
         """Forget the last look, because the state has jumped."""
         self._reference = None
 
-    def go_on(self, history: History) -> None:
+    def continue_from(self, history: History) -> None:
         """Continue from another state, with the history of that state."""
         self.history = history
         self.forget()

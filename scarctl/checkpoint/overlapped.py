@@ -72,7 +72,7 @@ class Sweep:
         """End a running look soon."""
         self._interrupted.set()
 
-    def go_on(self) -> None:
+    def allow_full_looks(self) -> None:
         """Allow full looks again."""
         self._interrupted.clear()
 

@@ -1,4 +1,4 @@
-"""Choose what a partial checkpoint saves: the protocol, and the choice of a session without other ranks."""
+"""Define the selector of partitions for partial checkpoints, and the one of a session without other ranks."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from scarctl.util.arrays import Ids
 
 
 class Selector(Protocol):
-    """Choose what a partial checkpoint saves: for one session, or for all ranks together.
+    """Selects the partitions of a partial checkpoint: for one session, or for all ranks together.
 
-    Other ranks may wait for the outcome of a regular checkpoint: it is expected, and settled when it has ended.
+    Other ranks may wait for this rank's part in a regular checkpoint. So the caller announces it by `expect`, and
+    reports its end by `settle`.
     """
 
     shared: bool
-    """Whether all ranks save at the same steps, and may save any share of the budget."""
+    """Whether all ranks save at the same steps, and one rank may use any part of the common budget."""
     wish: int
-    """What this process announces to all others; 0: nothing."""
+    """A number that this process announces to all others; 0: none."""
     proposed: int
     """Iterations between regular checkpoints that this process proposes; the largest of all ranks wins."""
     interval: int
-    """The interval that `agreed` has learnt; 0: nothing new."""
+    """The interval that `agreed` has received; 0: no new one."""
 
     @property
     def expecting(self) -> bool:
         """Whether an expected checkpoint is not settled."""
 
     def agreed(self) -> int:
-        """Return the `wish` that won some rounds ago. To be asked once before each `expect`."""
+        """Return the largest `wish` of a round some checkpoints ago. Call it once before each `expect`."""
 
     def expect(self, step: int, budget: int) -> None:
         """Announce that a regular checkpoint of `step` is due. budget: bytes."""
@@ -60,11 +61,11 @@ class Selector(Protocol):
         """See `policy.select`. Called in the worker thread."""
 
     def close(self) -> None:
-        """Leave. Called in the training thread, after the last copy has ended."""
+        """End this process's part. Called in the training thread, after the last copy has ended."""
 
 
 class OwnSelector:
-    """Choose for one session, which asks nobody: `policy.select`."""
+    """Selects for a session without other ranks, by `policy.select`."""
 
     shared = expecting = False
     wish = proposed = interval = 0

@@ -1,6 +1,6 @@
-"""Keep the state that the next batch overwrites: random numbers, data position and buffers, as a step left them.
+"""Keep the state that the next batch overwrites, at the end of a step: random numbers, data position and buffers.
 
-A checkpoint that is decided on later, because a signal came, needs them as they were.
+A checkpoint that starts later, because a signal has arrived, needs these values.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ class Moment:
 
     step: int
     early: Any
-    """Extras that the next batch changes, `private`. None: they are read when the loop is done with the step."""
+    """Extras that the next batch changes, `private`. None: they are read when the loop has settled."""
     buffers: Mapping[str, torch.Tensor]
-    """Private copies, by name. Good until the next moment is taken."""
+    """Private copies of buffers, by name. They are valid until the next moment is taken."""
     marks: Marks
-    """Where on a GPU it is."""
+    """Events that mark this moment on each GPU."""
     identities: Identities
-    """They name it."""
+    """Source of the state's name."""
     settled: bool = True
-    """The loop has done all that belongs to the step."""
+    """The loop had settled at this moment."""
     position: Mapping[str, Any] | None = None
-    """Where the loop is then, if it says so. See `scarctl.session.loop`."""
+    """Position of the loop at this moment, if it reports one. See `scarctl.session.loop`."""
     light: Any = None
-    """The part of the late extras that the loop changes after a step, as it was then. See `KnowsLoop`."""
+    """The part of the late extras that the loop changes after a step, read at this moment. See `KnowsLoop`."""
     late: Any = None
-    """All late extras, as they were then."""
+    """All late extras, read at this moment."""
 
 
 def captured(adapter: Adapter) -> Extras:
-    """Return the adapter's extras as they are now: a private copy, which can be stored."""
+    """Return the adapter's current extras: a private copy, which can be stored."""
     return Extras(plain(adapter.capture_early()), plain(adapter.capture_late()))
 
 
@@ -64,7 +64,7 @@ class Moments:
         self._copied: dict[str, tuple[torch.Tensor, int]] = {}
 
     def take(self, step: int, *, early: bool = True) -> Moment:
-        """Take the state as it is now, right after `step`. early: with the extras that the next batch changes."""
+        """Keep the current state, right after `step`. early: with the extras that the next batch changes."""
         self.identities.stepped(step)
         buffers = self._adapter.buffers()
         if buffers or self._copies:
@@ -102,5 +102,5 @@ def check_step(step: int, head: int) -> None:
     if step <= head:
         raise UsageError(
             f"step {step} does not come after step {head}",
-            hint='steps only grow; to go back, use session.recover("all", mode="rollback")',
+            hint='steps only increase; to restore an earlier state, use session.recover("all", mode="rollback")',
         )

@@ -188,10 +188,10 @@ class Tracker:
         if self._sweep is not None:
             self._sweep.interrupt()
 
-    def go_on(self) -> None:
+    def allow_full_looks(self) -> None:
         """Allow full looks again, because the checkpoint has begun."""
         if self._sweep is not None:
-            self._sweep.go_on()
+            self._sweep.allow_full_looks()
 
     # -- requests of a checkpoint ---------------------------------------------------------------------------------
 

@@ -104,7 +104,7 @@ class Trend:
         mine = self._among(ids)
         self._gap[mine], self._there[mine] = 0, False
 
-    def go_on(self, fits: Any) -> None:
+    def continue_from(self, fits: Any) -> None:
         """Continue from another state, with the fits in its extras (`Notes.fits`)."""
         self.fits = Fits.from_array(fits, len(self.groups))
         self._gap[:], self._there[:] = 0, False

@@ -278,7 +278,7 @@ def _wait_until_durable(
 def _go_on(folder: Path, address: Address) -> bool:
     """Have a new daemon save this store's queued copies, even after one has died. Return whether any were queued."""
     from scarctl.arena.stale import survey
-    from scarctl.daemon.client import go_on
+    from scarctl.daemon.client import adopt
     from scarctl.store import Store
     from scarctl.store.backends.address import portable_options
 
@@ -292,7 +292,7 @@ def _go_on(folder: Path, address: Address) -> bool:
         for run in found:
             shard = run.removeprefix(own).removeprefix("-")
             part = (int(shard), 1) if shard else None
-            go_on(folder, address.url, portable_options(address, address.options, os.environ), part)
+            adopt(folder, address.url, portable_options(address, address.options, os.environ), part)
         if not found:
             return False
     except NoStore:

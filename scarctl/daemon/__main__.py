@@ -1,4 +1,4 @@
-"""Start the host's daemon, detached: `python -m scarctl.daemon FOLDER`. Ends when it accepts connections."""
+"""Start the host's daemon, detached: `python -m scarctl.daemon FOLDER`. Returns when it accepts connections."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _OTHERS_MAY_NOT_WRITE = 0o022
 
 
 def main(folder: Path) -> int:
-    """Become the daemon of `folder`, unless there is one. The parent returns once the socket is bound.
+    """Become the daemon of `folder`, unless one is running. The parent returns once the socket is bound.
 
-    Raises AccessDenied when the folder, or a file in it, is not ours; Unavailable.
+    Raises AccessDenied if the folder, or a file in it, belongs to another user; Unavailable.
     """
     make_private_level(folder)
     lock = _open(folder / LOCK, os.O_RDWR)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return 0  # there is one
-    # What can fail does so now, while the caller can still report it.
+        return 0  # another daemon is running
+    # Everything that can fail is done before the fork, while the caller can still report it.
     log = _open_log(folder / LOG)
     daemon = Daemon(folder)
     if os.fork():
-        os._exit(0)  # the caller sees its child end; the daemon is nobody's child
-    _let_go(daemon)
+        os._exit(0)  # the caller sees its child end; init adopts the daemon
+    _detach(daemon)
     logging.basicConfig(stream=log, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logger = logging.getLogger("scarctl")
     logger.info("daemon %d starts", os.getpid())
@@ -50,12 +50,12 @@ def main(folder: Path) -> int:
     except BaseException:
         logger.exception("daemon %d fails", os.getpid())
     logging.shutdown()
-    # Threads of peers that are still connected must not hold up the end.
+    # Threads of connected peers must not delay the end.
     os._exit(0)
 
 
-def _let_go(daemon: Daemon) -> None:
-    """Keep nothing of the process that happened to start the daemon: session, folder, streams, signals."""
+def _detach(daemon: Daemon) -> None:
+    """Detach from the process that started the daemon: its session, working directory, streams and signals."""
     os.setsid()
     os.chdir("/")
     null = os.open(os.devnull, os.O_RDWR)
@@ -63,15 +63,15 @@ def _let_go(daemon: Daemon) -> None:
         os.dup2(null, stream)
     os.close(null)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # they are for the terminal's processes
+        signal.signal(number, signal.SIG_IGN)  # these are meant for the terminal's processes
     signal.signal(signal.SIGTERM, lambda *_: daemon.terminate())
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
-    # Linux weighs sessions against each other before processes: in one of its own, niceness alone means nothing.
+    # Linux shares the processor among sessions before processes: niceness has no effect in a session of its own.
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(_NICENESS))
-    # The mask of the process that started it may let everybody write; what a store's folder forbids stays forbidden.
+    # The inherited umask may allow writing by all users. Stricter modes of a store's folder still apply.
     os.umask(_OTHERS_MAY_NOT_WRITE)
     raise_limit()
 
@@ -85,13 +85,13 @@ def _open(path: Path, flags: int) -> int:
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(fd)
         raise AccessDenied(
-            f"{path} is not a private file of yours", hint="another user may have made it: remove it"
+            f"{path} is not a private file of this user", hint="another user may have created it: remove it"
         )
     return fd
 
 
 def _open_log(path: Path) -> TextIO:
-    """Open the log for appending; begin a new one when it has grown large."""
+    """Open the log for appending. If it has grown large, begin a new one."""
     with contextlib.suppress(FileNotFoundError):
         if path.lstat().st_size > _MAX_LOG:
             path.unlink()

@@ -1,4 +1,4 @@
-"""Choose what saves for a session: the host's daemon, or a thread of the session's own process."""
+"""Choose the saver of a session: the host's daemon, or a thread of the session's process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _WITHOUT = ("daemon-not-started", "daemon-full")
 
 
 def claim_saver(store: Store, settings: SessionSettings, on_request: Callable[[Wish], None]) -> Saver:
-    """Return the saver that has the store for a session.
+    """Claim the store for a session, and return its saver.
 
-    on_request: called in another thread when a command asks for something.
+    on_request: called in another thread when a command sends a request.
 
-    Raises Contention, AccessDenied, Unavailable; and what keeps the daemon from starting, if settings insist on it.
+    Raises Contention, AccessDenied, Unavailable; and the reason why no daemon starts, if settings require one.
     """
     if settings.daemon is not False and store.address.scheme != IN_THIS_PROCESS:
         folder = arena_folder(settings.arena_dir, store.run_id).parent
@@ -39,7 +39,7 @@ def claim_saver(store: Store, settings: SessionSettings, on_request: Callable[[W
             saver.close()
             if settings.daemon or getattr(error, "kind", None) not in _WITHOUT:
                 raise
-            log.warning("%s. Saving continues in a thread of this process, and ends with it", error)
+            log.warning("%s. Saving runs in a thread of this process, and ends with it", error)
     saver = LocalSaver(store)
     saver.claim()
     log.info("%s, saved by a thread of this process", _attached(store, settings))

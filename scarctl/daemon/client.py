@@ -20,24 +20,24 @@ from scarctl.store.backends.address import PORTABLE
 T = TypeVar("T")
 
 START_SECONDS = 20.0
-"""A daemon that does not answer by then, on a busy host, counts as not startable."""
+"""Time after which a daemon that does not answer counts as failed. Hosts may be busy."""
 REPLY_SECONDS = 60.0
 RELEASE_SECONDS = 60.0
 _ANSWER_SECONDS = 5.0
 _PAUSE = 0.1
 _LAST_MOMENTS = 0.005
-"""One that is just ending keeps others from starting: not to be tried all the time."""
+"""Seconds between attempts to start a daemon: one that is ending keeps another one from starting."""
 _PASSING = ("daemon-gone", "daemon-ending", "run-busy")
 """Kinds of errors after which the next attempt may succeed."""
 _PACKAGES = Path(__file__).parents[2]
 
 
 def start(folder: Path) -> None:
-    """Start a daemon for `folder`, unless there is one. Returns when it accepts connections.
+    """Start a daemon for `folder`, unless one is running. Returns when it accepts connections.
 
-    Raises Unavailable (`kind` "daemon-not-started") with what it said when it could not start.
+    Raises Unavailable (`kind` "daemon-not-started") with the daemon's message if it could not start.
     """
-    # The same packages as in this process, also where they were put on the path by hand.
+    # The daemon has to import the same packages, also those from an edited `sys.path`.
     path = os.pathsep.join(filter(None, [str(_PACKAGES), os.environ.get("PYTHONPATH")]))
     try:
         done = subprocess.run(
@@ -47,7 +47,7 @@ def start(folder: Path) -> None:
             stderr=subprocess.PIPE,
             start_new_session=True,
             cwd="/",
-            # It multiplies no matrices: threads for that would only take memory.
+            # The daemon multiplies no matrices: threads of OpenBLAS would only use memory.
             env={**_environment(), "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
             timeout=START_SECONDS,
             check=False,
@@ -64,16 +64,16 @@ def _environment() -> dict[str, str]:
 
 
 def connect(folder: Path, *, begin: bool = True, patience: float = START_SECONDS) -> socket.socket:
-    """Open a connection to the daemon of `folder`, started if need be (`begin`). Gives up after `patience` seconds.
+    """Open a connection to the daemon of `folder`, within `patience` seconds. With `begin`, start it if necessary.
 
-    Raises Unavailable when there is none (`kind` "no-daemon") or it cannot be started; AccessDenied.
+    Raises Unavailable if no daemon runs (`kind` "no-daemon") or it cannot be started; AccessDenied.
     """
     deadline = time.monotonic() + patience
     while True:
         try:
             return protocol.connect(folder, REPLY_SECONDS)
         except BlockingIOError as error:
-            missing: OSError = error  # there is one, and many talk to it
+            missing: OSError = error  # a daemon is running, with too many waiting connections
             time.sleep(_PAUSE)
         except (FileNotFoundError, ConnectionError) as error:
             missing = error
@@ -93,14 +93,14 @@ def connect(folder: Path, *, begin: bool = True, patience: float = START_SECONDS
 def request(
     connection: socket.socket, op: str, *, patience: float = REPLY_SECONDS, **fields: Any
 ) -> dict[str, Any]:
-    """Ask the daemon; returns its reply. Raises the error that it replies with.
+    """Send a request to the daemon, and return its reply. Raises the error that the reply contains.
 
-    Raises Unavailable (`kind` "daemon-gone") when no answer comes within `patience` seconds; the connection is of no
-    use then.
+    Raises Unavailable (`kind` "daemon-gone") if no reply arrives within `patience` seconds. The connection must not be
+    used after that.
     """
     try:
         connection.settimeout(patience)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may have said why
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the reply may be there already
             protocol.send(connection, {"v": protocol.VERSION, "op": op, **fields})
         reply = protocol.receive(connection, protocol.MAX_REPLY)
     except (protocol.Closed, OSError) as error:
@@ -109,27 +109,27 @@ def request(
 
 
 def ask(folder: Path, op: str, **fields: Any) -> dict[str, Any]:
-    """Ask a daemon that is running one question. Raises Unavailable (`kind` "no-daemon") if none runs."""
+    """Send one request to a running daemon. Raises Unavailable (`kind` "no-daemon") if no daemon runs."""
     with contextlib.closing(connect(folder, begin=False)) as connection:
         return request(connection, op, **fields)
 
 
 def ask_status(folder: Path, *, patience: float) -> DaemonStatus | None:
-    """Return the status of a daemon that may be running. See `question`, which also says what is raised."""
+    """Return the status of the daemon, None if no daemon runs. Raises as `question` does."""
     return cast("DaemonStatus | None", question(folder, "status", patience=patience))
 
 
 def question(folder: Path, op: str, *, patience: float) -> dict[str, Any] | None:
-    """Ask a daemon that may be running one question; return None if none runs, or if it has just gone.
+    """Send one request to the daemon, and return its reply, or None if no daemon runs or it has just ended.
 
-    Raises Unavailable (`kind` "daemon-silent"), which names its process, when it is there and does not answer within
-    `patience` seconds.
+    Raises Unavailable (`kind` "daemon-silent"), with the daemon's process id, if it does not answer within `patience`
+    seconds.
     """
     try:
         connection = connect(folder, begin=False, patience=patience)
     except Unavailable as error:
         if isinstance(error.__cause__, BlockingIOError):
-            raise _silent(0, patience) from error  # and nobody else's question is taken either
+            raise _silent(0, patience) from error  # it accepts no connection at all
         if error.kind == "no-daemon":
             return None
         raise
@@ -154,7 +154,7 @@ def _in_any_version(connection: socket.socket, op: str, patience: float) -> dict
 
 
 def hold(folder: Path, seconds: int) -> int:
-    """Have a daemon, started if need be, that waits that long for its first run; returns its process id."""
+    """Have the daemon wait that long for its first run. Start it if necessary. Returns its process id."""
 
     def attempt() -> int:
         with contextlib.closing(connect(folder)) as connection:
@@ -163,17 +163,17 @@ def hold(folder: Path, seconds: int) -> int:
     return insist(attempt)
 
 
-def go_on(folder: Path, store: str, options: Mapping[str, Any], part: tuple[int, int] | None = None) -> None:
-    """Have a daemon, started if need be, save what a dead training process left in its arena. Does not wait for that.
+def adopt(folder: Path, store: str, options: Mapping[str, Any], part: tuple[int, int] | None = None) -> None:
+    """Have the daemon save the arena of a dead training process. Start it if necessary. Does not wait for the end.
 
-    part: shard and least epoch, where it was one rank of several.
+    part: shard and least epoch, if the process was one of several ranks.
 
-    Raises Contention when a process saves to the store, NoStore, AccessDenied, Unavailable.
+    Raises Contention if a process saves to the store, NoStore, AccessDenied, Unavailable.
     """
 
     def attempt() -> None:
         with contextlib.closing(connect(folder)) as connection:
-            # And with the connection ends what to the daemon is a training process.
+            # The end of this connection is, to the daemon, the death of the training process.
             named = None if part is None else {"shard": part[0], "epoch": part[1]}
             request(connection, "claim", store=store, options=dict(options), part=named)
 
@@ -181,10 +181,10 @@ def go_on(folder: Path, store: str, options: Mapping[str, Any], part: tuple[int,
 
 
 def wait_until_released(folder: Path, run_id: str, seconds: float = RELEASE_SECONDS) -> None:
-    """Wait while the daemon, if there is one, still saves what a dead training process left.
+    """Wait until the daemon, if one runs, has saved the arena of a dead training process.
 
-    Returns when it has let go of the store, or has nothing to do with it. Raises Contention when a live process saves
-    to it, and when the daemon is not ready after `seconds`; AccessDenied; what `question` raises.
+    Returns when the daemon has released the store, or has not claimed it. Raises Contention if a live process saves to
+    it, or if the daemon is not ready after `seconds`; AccessDenied; and whatever `question` raises.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -200,16 +200,16 @@ def wait_until_released(folder: Path, run_id: str, seconds: float = RELEASE_SECO
         if time.monotonic() > deadline:
             why = f": {run['last_error']}" if run.get("last_error") else ""
             raise Contention(
-                f"{run['store']}: the daemon still saves what process {run['pid']} left{why}",
-                hint="`scarctl daemon status` shows how far it is; `scarctl daemon stop` leaves the rest in memory",
+                f"{run['store']}: the daemon is still saving the copies of process {run['pid']}, which has ended{why}",
+                hint="`scarctl daemon status` shows the progress; `scarctl daemon stop` leaves the rest in memory",
             )
         time.sleep(_PAUSE)
 
 
 def insist(attempt: Callable[[], T]) -> T:
-    """Try until a daemon answers, for some time: one may just be ending, and there will be a new one.
+    """Repeat the attempt for some time while no daemon answers: one may be ending, and another one about to start.
 
-    Raises what `attempt` raises; when the time is over, also what may pass.
+    Raises other errors of `attempt` at once, and its last error when the time is over.
     """
     deadline = time.monotonic() + START_SECONDS
     while True:
@@ -222,14 +222,14 @@ def insist(attempt: Callable[[], T]) -> T:
 
 
 def gone() -> Unavailable:
-    """Return the error for a daemon that does not answer any more."""
-    return Unavailable("the daemon has gone", hint="a session starts another one", kind="daemon-gone")
+    """Return the error for a daemon that has stopped answering."""
+    return Unavailable("the daemon has ended", hint="a session starts another one", kind="daemon-gone")
 
 
 def _silent(pid: int, patience: float) -> Unavailable:
     return Unavailable(
         f"the daemon{f', process {pid},' if pid else ''} has not answered for {patience:g} s",
-        hint="if it was stopped, SIGCONT lets it continue; if it is killed, what is in memory or durable stays so",
+        hint="if it was stopped, SIGCONT continues it; killing it loses nothing that is in memory or durable",
         kind="daemon-silent",
     )
 

@@ -16,18 +16,18 @@ from scarctl.daemon import protocol
 from scarctl.errors import ScarError, Unavailable
 
 BACKLOG = 4096
-"""Connections that wait to be accepted, if the system allows so many."""
+"""Most connections that wait to be accepted, if the system allows as many."""
 
 MOST_DESCRIPTORS = 1 << 16
-"""More are of no use: each session has a few threads, too."""
+"""Most open files. More are useless: each session needs a few threads, too."""
 _PER_SESSION = 6
 _SPARE = 64
-"""Descriptors for the daemon itself, and for commands that ask something."""
+"""Descriptors for the daemon itself, and for the connections of commands."""
 _MOST_SESSIONS = 2048
 
 
 def raise_limit() -> None:
-    """Have as many open files as the system allows this process."""
+    """Raise the limit of open files as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -36,7 +36,7 @@ def raise_limit() -> None:
 
 
 def most_sessions() -> int:
-    """Sessions that this process can serve."""
+    """Return the number of sessions that this process can serve."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MOST_SESSIONS
@@ -44,14 +44,14 @@ def most_sessions() -> int:
 
 
 def most_connections() -> int:
-    """Connections that this process can serve: those of its sessions, and some of commands."""
+    """Return the number of connections that this process can serve: those of sessions, and some of commands."""
     return 2 * most_sessions() + _SPARE // 2
 
 
 def full(sessions: int) -> Unavailable:
-    """Return the error for a session that is one too many."""
+    """Return the error for a session above the limit."""
     return Unavailable(
-        f"the daemon serves {sessions} sessions, and no more",
+        f"the daemon serves {sessions} sessions already, which is its limit",
         hint="raise the limit of open files (`ulimit -Hn`) before the daemon starts; or save with daemon=False "
         "(SCARCTL_DAEMON=0)",
         kind="daemon-full",
@@ -59,7 +59,7 @@ def full(sessions: int) -> Unavailable:
 
 
 def turn_away(connection: socket.socket) -> None:
-    """Close a connection that is one too many. Its peer learns why, if that can be said at once."""
+    """Close a connection above the limit. The reason is sent if that needs no waiting."""
     with contextlib.suppress(OSError, ScarError):
         connection.setblocking(False)
         protocol.send(connection, protocol.failure(full(most_sessions())))
@@ -67,7 +67,7 @@ def turn_away(connection: socket.socket) -> None:
 
 
 def listen(folder: Path) -> socket.socket:
-    """Bind a socket and listen. The caller holds the daemon's lock, so an old socket file is nobody's."""
+    """Bind a socket and listen. The caller holds the daemon's lock, so an old socket file has no owner."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Save one run in the daemon: share its arena, serve its training process, and finish what a dead one left."""
+"""Save one run in the daemon: share its arena, serve its training process, and finish saving if that process dies."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from scarctl.errors import Corruption, ScarError, UsageError
 from scarctl.persist.persister import adopt_orphans
 from scarctl.persist.saver import LocalSaver
 from scarctl.persist.speed import Speed
+from scarctl.persist.thread import Current
 from scarctl.store import Store
 
 log = logging.getLogger("scarctl")
 
 
 class HostSaver(LocalSaver):
-    """Saves what another process copies into its arena; reads copies there and acknowledges them.
+    """Saves the copies that a training process makes in its arena, and acknowledges them there.
 
     Requests come from the training process's connection, `finish` and `release` from the daemon: one at a time.
     """
 
     def __init__(self, store: Store, folder: Path, on_saved: Callable[[Speed | None], None]) -> None:
-        """folder: of the arena. on_saved: see `LocalSaver`."""
+        """Prepare, without opening the arena. folder: folder of the arena. on_saved: see `LocalSaver`."""
         super().__init__(store, on_saved)
         self._folder = folder
         self._lock = threading.Lock()
         self._released = self._adopted = self._looked = self._gives_way = False
 
     def open_shared(self, *, again: bool) -> int:
-        """Map the arena and start saving; return the epoch. Flags as for `LocalSaver.open`.
+        """Map the arena, open the store for writing, and return the epoch. The flags are those of `LocalSaver.open`.
 
-        Raises Corruption if there is no arena, UsageError if the run is open or released, and what `open` raises.
+        Raises Corruption if there is no arena, UsageError if the run is open or released, and whatever `open` raises.
         """
         with self._lock:
             if self._released or self.arena is not None:
-                raise UsageError("this run is open already, or let go", kind="not-claimed")
+                raise UsageError("this run is open already, or released", kind="not-claimed")
             arena = self._share()
             if arena is None:
                 raise Corruption(
@@ -76,9 +77,9 @@ class HostSaver(LocalSaver):
             super().roll_back(seqs)
 
     def adopt(self) -> None:
-        """Note that the training process has gone. If it has not opened its run, open what an earlier one has left.
+        """Note that the training process has died. If it had not opened its run, open the arena of an earlier process.
 
-        Raises what `open` raises.
+        Raises whatever `open` raises.
         """
         with self._lock:
             try:
@@ -90,9 +91,9 @@ class HostSaver(LocalSaver):
                 self._adopted = True
 
     def finish(self) -> bool:
-        """Continue after `adopt`, also if the training process has gone in the middle of a pause. Never waits.
+        """Continue saving after `adopt`, also if the training process died during a pause. Never waits.
 
-        Returns whether nothing waits for the store any more, or saving has stopped for good.
+        Returns whether all hand-overs are durable, or saving has stopped for good.
         """
         if not self._lock.acquire(blocking=False):
             return False  # the training process's last request is still being served
@@ -107,7 +108,7 @@ class HostSaver(LocalSaver):
                 try:
                     adopt_orphans(self.arena, HandOverQueue(self.arena.folder))
                 except ScarError as error:
-                    log.error("%s: what was copied last stays in memory: %s", self.store.url, error)
+                    log.error("%s: the newest copies stay in memory only: %s", self.store.url, error)
                 thread.notify()
                 return False
             return thread is None or thread.failure is not None or thread.settled
@@ -115,15 +116,15 @@ class HostSaver(LocalSaver):
             self._lock.release()
 
     def give_way(self) -> None:
-        """Have `release` leave what is being written in the queue: a new training process waits for the store."""
+        """Have `release` put the unfinished hand-over back: a new training process waits for the store."""
         self._gives_way = True
 
     def release(self) -> None:
-        """Finish what is being written; free the store. The arena stays for the next session."""
+        """Finish the hand-over that is being written, and release the store. The arena stays for the next session."""
         with self._lock:
             self._released = True
             try:
-                self.close(put_off=self._gives_way)
+                self.close(Current.INTERRUPT if self._gives_way else Current.FINISH)
             finally:
                 self.store.close()
                 if self.arena is not None:

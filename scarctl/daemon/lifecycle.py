@@ -1,8 +1,8 @@
 """Decide when the daemon releases a run, and when it ends: a pure state machine, like `scarctl.persist.retry`.
 
-A run is attached while its training process lives. When that dies the run is orphaned: the daemon finishes saving, then
-lets the run go, which takes as long as what is being written. A daemon without runs ends after a while. Times are
-seconds on one monotonic clock, and come in with the events.
+A run is attached while its training process lives. When that process dies, the run is orphaned: the daemon finishes
+saving, then releases the run, which takes until the current write has ended. A daemon without runs ends after a while.
+Times are seconds on one monotonic clock, and arrive with the events.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 LINGER = 0.5
-"""Seconds after which a daemon that nobody has attached a run to ends."""
+"""Idle timeout in seconds before the first run attaches."""
 BETWEEN = 5.0
-"""The same after its last run was closed: one may end just before the next begins."""
+"""Idle timeout in seconds after the last run was closed: the next run may begin soon."""
 RETURN = 60.0
-"""The same after a training process has died: if it is started again, it shall not wait for a new daemon."""
+"""Idle timeout in seconds after a training process has died: a restarted one need not wait for a new daemon."""
 LAST_WORDS = 3.0
-"""Seconds after a SIGTERM in which training processes may end; those that still run by then did not get one."""
+"""Seconds to wait for training processes after a SIGTERM. If one runs longer, the signal was for the daemon alone."""
 LAST_SAVES = 20.0
-"""Seconds after a SIGTERM that saving may take: most systems wait no longer than 30 before they kill."""
+"""Seconds after a SIGTERM that saving may take: most systems send SIGKILL after 30."""
 
 
 class Phase(Enum):
@@ -28,7 +28,7 @@ class Phase(Enum):
     ATTACHED = "attached"
     ORPHANED = "orphaned"
     CLOSING = "closing"
-    """It is being released: its store is not free yet."""
+    """The run is being released: its store is not free yet."""
 
 
 # -- events ------------------------------------------------------------------------------------------------------
@@ -36,28 +36,28 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A training process has this run, which is new here."""
+    """A training process has claimed a new run."""
 
     run: str
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerGone:
-    """The run's training process ended without saying so."""
+    """The run's training process ended without closing its run."""
 
     run: str
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Nothing of the run waits any more, or it failed for good."""
+    """All hand-overs of the run are durable, or saving failed for good."""
 
     run: str
 
 
 @dataclass(frozen=True, slots=True)
 class Detached:
-    """The training process has closed the run, or another one is to have it."""
+    """The training process has closed the run, or another process claims it."""
 
     run: str
 
@@ -71,19 +71,19 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A training process is about to start: do not end before `until`, unless a run comes and goes."""
+    """A training process is about to start: do not end before `until`, unless a run attaches and ends first."""
 
     until: float
 
 
 @dataclass(frozen=True, slots=True)
 class StopAsked:
-    """The daemon is asked to end: it releases all runs. What waits stays in their queues."""
+    """The daemon is asked to end: it releases all runs. Waiting hand-overs stay in the queues."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terminated:
-    """The daemon has got a SIGTERM. Perhaps all processes have, and some are just saving their last step."""
+    """The daemon has received SIGTERM. Perhaps all processes have, and some are still saving their last step."""
 
     now: float
 
@@ -102,7 +102,7 @@ Event = Attached | TrainerGone | Settled | Detached | Released | Held | StopAske
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Finish what of this run is being written, free its store and its arena, then report `Released`."""
+    """Finish the run's current write, release its store and its arena, then report `Released`."""
 
     run: str
 
@@ -117,21 +117,21 @@ Instruction = Release | Exit
 
 @dataclass(slots=True)
 class Lifecycle:
-    """All runs of one daemon. `handle` is the only way to change it."""
+    """All runs of one daemon. Only `handle` changes it."""
 
     runs: dict[str, Phase] = field(default_factory=dict)
     idle_since: float | None = None
     held_until: float = 0.0
     patience: float = LINGER
-    """How long it stays without a run: by how the last one ended."""
+    """Current idle timeout, in seconds."""
     terminated: float | None = None
     """Time of a SIGTERM."""
     stopping: bool = False
-    """No run may be attached any more."""
+    """New runs are refused."""
     ended: bool = False
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take one event; returns what to do, in order."""
+        """Take one event, and return the instructions to carry out, in order."""
         if self.ended:
             return []
         match event:

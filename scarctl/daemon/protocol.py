@@ -1,8 +1,8 @@
 """Exchange messages between sessions, commands and the host's daemon: small JSON over a private unix socket.
 
 A message is its length (4 bytes, big-endian) and that many bytes of JSON: at most 64 KiB to the daemon, 1 MiB from it.
-Nothing of the state travels here: that is in the arena and the hand-over files. Both sides check that the peer is the
-same user.
+Messages carry no state: that is in the arena and the hand-over files. Both sides check that their peer is a process of
+the same user.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scarctl.store.format import MAX_SHARD
 
 VERSION = 4
 EARLIER = 3
-"""Version that an earlier scarctl's daemon speaks. It can be asked for its status, and to stop."""
+"""Protocol version of an earlier scarctl's daemon, which can still be asked for its status, and to stop."""
 MAX_MESSAGE = 64 << 10
 MAX_REPLY = 1 << 20
 SOCKET = "daemon.sock"
@@ -37,14 +37,14 @@ class Closed(Exception):
 
 
 def send(connection: socket.socket, message: dict[str, Any], limit: int = MAX_MESSAGE) -> None:
-    """Send one message. Raises UsageError when it is too large, OSError when the connection is broken."""
+    """Send one message. Raises UsageError if it is too large, OSError if the connection is broken."""
     try:
         data = json.dumps(message, separators=(",", ":")).encode()
     except (TypeError, ValueError):
-        # Not repeated: storage options may be secret.
+        # Storage options may be secret, so the message does not quote them.
         raise UsageError(
-            "something in storage_options cannot be sent to the daemon",
-            hint="give plain values, or save from the training process with daemon=False (SCARCTL_DAEMON=0)",
+            "storage_options contain a value that cannot be sent to the daemon",
+            hint="use plain values, or save from the training process with daemon=False (SCARCTL_DAEMON=0)",
         ) from None
     if len(data) > limit:
         raise UsageError(f"a message of {len(data)} bytes is more than {limit}")
@@ -52,7 +52,7 @@ def send(connection: socket.socket, message: dict[str, Any], limit: int = MAX_ME
 
 
 def receive(connection: socket.socket, limit: int = MAX_MESSAGE) -> dict[str, Any]:
-    """Return the next message. Raises Closed at the end, Corruption for what is not a message, OSError."""
+    """Return the next message. Raises Closed at the end, Corruption for bytes that are not a message, OSError."""
     (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
     if length > limit:
         raise Corruption(f"a message claims {length} bytes, more than {limit}")
@@ -76,7 +76,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def readable(connection: socket.socket) -> bool:
-    """Return whether there is something to read now, the end included."""
+    """Return whether a read would not block. The end of the connection counts as readable."""
     return _ready(connection, select.POLLIN)
 
 
@@ -86,7 +86,7 @@ def writable(connection: socket.socket) -> bool:
 
 
 def _ready(connection: socket.socket, event: int) -> bool:
-    # Not select(): it knows no descriptors above 1023.
+    # select() cannot handle descriptors above 1023.
     poll = select.poll()
     poll.register(connection, event)
     return bool(poll.poll(0))
@@ -98,17 +98,17 @@ def failure(error: ScarError) -> dict[str, Any]:
 
 
 def check_reply(reply: dict[str, Any]) -> dict[str, Any]:
-    """Return the reply, if it is a good one. Raises the error that it carries."""
+    """Return the reply. If it carries an error, raise that."""
     if reply.get("ok") is True:
         return reply
     raise error_from(reply.get("error"))
 
 
 def connect(folder: Path, timeout: float) -> socket.socket:
-    """Open a connection to the daemon whose socket lies in `folder`.
+    """Open a connection to the daemon whose socket is in `folder`.
 
-    Raises FileNotFoundError or ConnectionRefusedError if there is no daemon; BlockingIOError if too many want to talk
-    to it at once; AccessDenied if the folder or the daemon is not ours.
+    Raises FileNotFoundError or ConnectionRefusedError if there is no daemon. Raises BlockingIOError if too many
+    connections wait, and AccessDenied if the folder or the daemon belongs to another user.
     """
     os.lstat(folder)
     check_private(folder)
@@ -127,9 +127,9 @@ def connect(folder: Path, timeout: float) -> socket.socket:
 
 
 def check_peer(connection: socket.socket) -> int:
-    """Raise AccessDenied unless the process at the other end runs as this user; returns its number, 0 if unknown."""
+    """Raise AccessDenied unless the peer's process runs as this user. Return its process id, 0 if unknown."""
     if not hasattr(socket, "SO_PEERCRED"):
-        return 0  # elsewhere the folder's mode, checked before, is what keeps others out
+        return 0  # on other systems the folder's mode, checked before, keeps other users out
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     if uid != os.getuid():
@@ -159,25 +159,23 @@ class short_path:  # noqa: N801
             os.close(self._fd)
 
 
-# -- what a message says -----------------------------------------------------------------------------------------
+# -- fields of a message -----------------------------------------------------------------------------------------
 
 
 def text(message: dict[str, Any], key: str) -> str:
-    """Return a text that is not empty. Raises UsageError."""
+    """Return a field as a text that is not empty. Raises UsageError."""
     value = message.get(key)
     if not isinstance(value, str) or not value or "\0" in value:
         raise UsageError(f"{key} must be a text")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise UsageError(
-            f"{key} must be a text in UTF-8"
-        ) from None  # to JSON half a character is text as well
+        raise UsageError(f"{key} must be a text in UTF-8") from None  # JSON allows half a surrogate pair
     return value
 
 
 def options(message: dict[str, Any]) -> dict[str, Any]:
-    """Storage options. Raises UsageError."""
+    """Return the storage options. Raises UsageError."""
     found = message.get("options", {})
     if not isinstance(found, dict):
         raise UsageError("options must be an object")
@@ -185,7 +183,7 @@ def options(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def number(message: dict[str, Any], key: str) -> int:
-    """Return a whole number. Raises UsageError."""
+    """Return a field as a whole number. Raises UsageError."""
     value = message.get(key)
     if type(value) is not int or not 0 <= value < 1 << 40:
         raise UsageError(f"{key} must be a whole number")

@@ -1,4 +1,4 @@
-"""Describe one run in the daemon: its training process, what is asked of it, and how far it is durable."""
+"""Describe one run in the daemon: its training process, the requests to it, and how far it is durable."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ log = logging.getLogger("scarctl")
 MAX_SHARDS_SHOWN = 1024
 _ANSWERS = 16
 _SPEED_PAUSE = 0.25
-"""Seconds between two messages to the session about the speed of saving, at least."""
+"""Least time between two messages to the session about the speed of saving."""
 
 
 class _Speeds:
-    """Sends a session now and then how fast its hand-overs become durable. Not the run's: that would be a cycle."""
+    """Sends the speed of saving to a session, now and then. It has no reference to the run, which would be a cycle."""
 
     def __init__(self, events: queue.SimpleQueue[dict[str, Any]]) -> None:
         self._events = events
         self._sent = 0.0
 
     def __call__(self, speed: Speed | None) -> None:
-        """A hand-over is durable."""
+        """Send the speed after a hand-over has become durable, unless it was just sent."""
         now = time.monotonic()
         if speed is not None and now > self._sent + _SPEED_PAUSE:
             self._sent = now
@@ -47,13 +47,13 @@ class _Speeds:
 
 
 class Run:
-    """A training process that saves to one store. `saver` makes durable what it copies into its arena."""
+    """A training process that saves to one store. `saver` saves the copies in its arena."""
 
     def __init__(self, store: Store, folder: Path, pid: int, owner: object) -> None:
         self.id = store.run_id
         self.store = store
         self.pid = pid
-        """The training process, 0 when the system does not say."""
+        """Process id of the training process, 0 if unknown."""
         self.owner = owner
         """The connection of the training process."""
         self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -65,25 +65,25 @@ class Run:
         self._rank: int | None = None
 
     def open(self, *, again: bool) -> int:
-        """Open the store for writing; return the epoch. See `HostSaver.open_shared`."""
+        """Open the store for writing, and return the epoch. See `HostSaver.open_shared`."""
         epoch = self.saver.open_shared(again=again)
         self._rank = _rank_in(self.store)
         return epoch
 
     def ask(self, wish: Wish) -> int:
-        """Pass a wish on to the training process; returns its number."""
+        """Pass a wish to the training process, and return its number."""
         self._wishes += 1
         self.events.put({"wish": replace(wish, number=self._wishes).to_json()})
         return self._wishes
 
     def answer(self, number: int, answer: dict[str, Any]) -> None:
-        """Keep what the training process says to a wish."""
+        """Keep the training process's answer to a wish."""
         self.answers[number] = answer
         for old in sorted(self.answers)[:-_ANSWERS]:
             del self.answers[old]
 
     def trainer_lives(self) -> bool:
-        """Return whether the training process exists. If that is not known, only its connection says so."""
+        """Return whether the training process exists; True if its process id is unknown."""
         try:
             if self.pid:
                 os.kill(self.pid, 0)
@@ -112,7 +112,7 @@ class Run:
         stats = thread.stats if thread is not None else PersisterStats()
         fault = thread.failure or thread.last_error if thread is not None else None
         pending = arena.pending()
-        # What is durable equals the live values of the newest sealed step as well.
+        # Sealing found all durable copies equal to the live values of the sealed step.
         durable = np.where(arena.durable >= 0, np.maximum(arena.durable, arena.sealed), np.int64(NEVER))
         seconds = max(stats.busy_seconds, 1e-9)
         figures: RunStatus = {
@@ -136,7 +136,7 @@ class Run:
         return figures
 
     def _shards(self, durable: NDArray[np.int64]) -> list[ShardSteps] | None:
-        """Return the newest and oldest durable step of every shard; None when there are too many to list."""
+        """Return the newest and oldest durable step of every shard; None if there are too many to list."""
         shards, index = np.unique(self.saver.shard_of, return_inverse=True)
         if len(shards) > MAX_SHARDS_SHOWN:
             return None
@@ -154,7 +154,7 @@ class Run:
 
 
 def _rank_in(store: Store) -> int | None:
-    """Return the rank that saves to this part of a store, for people; None where that is not known."""
+    """Return the rank that saves to this part of a store, for display; None if unknown."""
     if store.part is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Keep the runs of a host: who has claimed which store, and when each run and the daemon itself end."""
+"""Keep the runs of a host: which process has claimed which store, and when each run and the daemon end."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ from scarctl.store import Store
 log = logging.getLogger("scarctl")
 
 _LOOK_SECONDS = 1.0
-"""A hand-over whose announcement was lost is found after this time."""
+"""Time after which a hand-over is found although its announcement was lost."""
 _PATIENCE = 10.0
 """Seconds that a peer waits for a run to be released."""
 
 
 class Runs:
-    """The runs by the name of what they save to. Drives `Lifecycle`; `ended` is set when the daemon has to end."""
+    """The runs by the id of their store. Drives `Lifecycle`; `ended` is set when the daemon has to end."""
 
     def __init__(self, folder: Path) -> None:
-        """folder: of the daemon; each run's arena has a folder in it."""
+        """Begin without runs. folder: folder of the daemon; each run's arena has a folder in it."""
         self.ended = threading.Event()
         self.changed = threading.Condition(threading.RLock())
-        """Held for moments only: opening and releasing a run take long, and happen outside."""
+        """Held only briefly: opening and releasing a run take long, and run without it."""
         self.life = Lifecycle()
         self._folder = folder
         self._runs: dict[str, Run] = {}
         self._look_at = 0.0
         self._claiming = 0
-        """Claims under way: a remote store takes longer to open than a daemon without runs lives."""
+        """Claims in progress: opening a remote store may take longer than the idle timeout."""
 
     def look_after(self, *, terminated: bool) -> None:
-        """Find runs whose training process has died or which are finished, wake them, and pass time on."""
+        """Find runs whose training process has died, and runs that are finished. Wake savers, and report the time."""
         now = time.monotonic()
         with self.changed:
             if terminated:
@@ -74,9 +74,9 @@ class Runs:
                 self._apply(Tick(now))
 
     def _apply(self, event: Event) -> None:
-        """Report to the state machine, and do what it says. The caller holds the lock."""
+        """Report an event to the state machine, and carry out its instructions. The caller holds the lock."""
         if isinstance(event, TrainerGone):
-            log.info("%s: its training process is gone", self._runs[event.run].store.url)
+            log.info("%s: its training process has ended", self._runs[event.run].store.url)
         for instruction in self.life.handle(event):
             if isinstance(instruction, Release):
                 run = self._runs[instruction.run]
@@ -96,10 +96,10 @@ class Runs:
             self.changed.notify_all()
 
     def claim(self, store: Store, pid: int, owner: object) -> Run:
-        """Begin a run of the training process `pid`, at the connection `owner`. Takes the store's lock.
+        """Begin a run of the training process `pid`, with the connection `owner`. Takes the store's lock.
 
-        Raises Contention if a live process has the store, or the daemon is not yet done with a dead one's run or is
-        ending; Unavailable if there are too many sessions.
+        Raises Contention if a live process has the store, if the daemon has not finished a dead process's run, or if
+        it is ending. Raises Unavailable if there are too many sessions.
         """
         deadline = time.monotonic() + _PATIENCE
         with self.changed:
@@ -109,13 +109,13 @@ class Runs:
                         f"{store.url}: process {known.pid} is saving to this store",
                         hint="wait until it ends, or stop it; reading needs no lock",
                     )
-                # Its training process has died: the new one continues with what it left.
+                # The earlier training process has died: the new one continues with its arena.
                 known.saver.give_way()
                 self._apply(Detached(store.run_id))
                 if not self.changed.wait(deadline - time.monotonic()):
                     raise Contention(
-                        f"{store.url}: the daemon still writes what an earlier process left",
-                        hint="try again in a while",
+                        f"{store.url}: the daemon is still saving copies of an earlier process",
+                        hint="retry in a while",
                         kind="run-busy",
                     )
             self._require_staying()
@@ -139,7 +139,7 @@ class Runs:
             return self._runs.get(name)
 
     def attached(self, name: str) -> Run:
-        """Return the run of this name whose training process lives. Raises UsageError if there is none."""
+        """Return the run of this name whose training process lives. Raises UsageError if there is no such run."""
         with self.changed:
             run = self._runs.get(name)
             if run is None or self.life.runs[name] is not Phase.ATTACHED:
@@ -147,11 +147,11 @@ class Runs:
             return run
 
     def lose(self, run: Run) -> None:
-        """Note that a run's training process has ended its connection, and save what it left."""
+        """Note that a run's training process has ended its connection, and save its pending copies."""
         try:
             run.saver.adopt()
         except Exception as error:
-            log.error("%s: what is in memory cannot be saved: %s", run.store.url, error)
+            log.error("%s: the copies in memory cannot be saved: %s", run.store.url, error)
         with self.changed:
             if self._runs.get(run.id) is run:
                 self._apply(TrainerGone(run.id))
@@ -163,7 +163,7 @@ class Runs:
             self.changed.wait_for(lambda: self._runs.get(run.id) is not run, _PATIENCE)
 
     def hold(self, seconds: float) -> None:
-        """Stay that many seconds without a run: a training process is about to start."""
+        """Stay for that many seconds without a run: a training process is about to start."""
         with self.changed:
             self._require_staying()
             self._apply(Held(time.monotonic() + seconds))
@@ -175,7 +175,7 @@ class Runs:
 
     @contextlib.contextmanager
     def staying(self) -> Iterator[None]:
-        """Inside, a claim is under way: the daemon does not end for want of runs."""
+        """Keep the daemon from its idle timeout while a claim is in progress."""
         with self.changed:
             self._require_staying()
             self._claiming += 1
@@ -193,7 +193,7 @@ class Runs:
 
     def _require_staying(self) -> None:
         if self.life.stopping:
-            raise Contention("the daemon is ending", hint="try again", kind="daemon-ending")
+            raise Contention("the daemon is ending", hint="retry", kind="daemon-ending")
 
 
 def _finished(run: Run) -> bool:

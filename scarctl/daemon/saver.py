@@ -1,4 +1,4 @@
-"""Save through the host's daemon: the `Saver` of a session, with another daemon if one goes."""
+"""Save through the host's daemon: the `Saver` of a session. If the daemon dies, another one is started."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from scarctl.daemon.client import REPLY_SECONDS, connect, gone, insist, request
 from scarctl.daemon.request import Wish
 from scarctl.errors import Corruption, Fenced, ScarError, Unavailable, error_from
 from scarctl.persist.speed import Speed
+from scarctl.persist.thread import Current
 from scarctl.store import Part
 
 log = logging.getLogger("scarctl")
 
 _SLICE = 5.0
-"""Seconds that one question to drain waits: it keeps the connection busy."""
+"""Longest wait of one drain request, in seconds: no other request can be sent meanwhile."""
 _MARGIN = 10.0
-"""Seconds that an answer may come later than asked for."""
+"""Seconds that a reply may come later than requested."""
 _FAREWELL = 1.0
-"""Seconds to wait until the daemon knows that its training process goes."""
+"""Seconds to wait for the daemon's reply when the training process leaves."""
 _TROUBLE = 5.0
-"""Seconds without a daemon after which a session hears of it."""
+"""Seconds without a daemon after which the session is warned."""
 _PAUSE = 0.1
 _LONGEST_PAUSE = 2.0
 
 
 class DaemonSaver:
-    """Saves in the host's daemon. Saving continues when this process dies, and in a new daemon when that one dies."""
+    """Saves in the host's daemon. Saving continues if this process dies, and in a new daemon if the daemon dies."""
 
     outlives = True
 
@@ -49,10 +50,12 @@ class DaemonSaver:
         options: Mapping[str, Any] | None = None,
         part: Part | None = None,
     ) -> None:
-        """on_request: called from another thread when a command asks for something.
+        """Prepare, without a connection.
 
-        options: for the file system of a remote store. They are in this process's memory and the daemon's only.
-        part: the one shard that this process saves to, if it is one rank of several.
+        on_request: called from another thread when a command sends a request.
+
+        options: options of the remote store's file system. Only this process and the daemon have them, in memory.
+        part: the shard that this process saves to, if it is one of several ranks.
         """
         self._store = store
         self._options = dict(options or {})
@@ -61,7 +64,7 @@ class DaemonSaver:
         self._folder = folder
         self._on_request = on_request
         self._arena: Arena | None = None
-        # Held while a question is answered and while a new daemon is started: never to be waited for by `notify`.
+        # Held during a request and while a new daemon is started: `notify` must never wait for it.
         self._lock = threading.RLock()
         self._control: socket.socket | None = None
         self._watch: socket.socket | None = None
@@ -74,7 +77,7 @@ class DaemonSaver:
         _savers.add(self)
 
     def claim(self) -> None:
-        """See `Saver`. Starts the daemon if need be."""
+        """See `Saver`. Starts the daemon if necessary."""
         insist(self._connect)
         self._watcher.start()
 
@@ -84,15 +87,15 @@ class DaemonSaver:
         self._arena = arena
 
     def notify(self) -> None:
-        """See `Saver`. Never waits, never fails: the daemon, also a new one, looks at the queue by itself as well."""
+        """See `Saver`. Never waits, never fails: any daemon also checks the queue periodically."""
         if not self._lock.acquire(blocking=False):
             return
         try:
-            # A daemon that was stopped reads nothing: training must not wait for it.
+            # A stopped process reads nothing: training must not wait for it.
             if self._control is not None and protocol.writable(self._control):
                 protocol.send(self._control, {"v": protocol.VERSION, "op": "notify"})
         except OSError:
-            pass  # the watcher sees it, too
+            pass  # the watching thread notices it, too
         finally:
             self._lock.release()
 
@@ -119,7 +122,7 @@ class DaemonSaver:
 
     def fault(self) -> ScarError:
         """See `Saver`."""
-        return self._failure or self._last or Unavailable("the store is slower than the time given")
+        return self._failure or self._last or Unavailable("the store did not finish in time")
 
     @property
     def failure(self) -> ScarError | None:
@@ -133,12 +136,12 @@ class DaemonSaver:
 
     @property
     def speed(self) -> Speed | None:
-        """See `Saver`. As the daemon has said it last."""
+        """See `Saver`. The daemon's newest report."""
         return self._speed
 
     def stop(self) -> None:
         """See `Saver`."""
-        self._stopped = True  # from here on for a new daemon as well
+        self._stopped = True  # first, so that a new daemon does not start saving either
         self._done("pause")
 
     def resume(self) -> None:
@@ -154,22 +157,22 @@ class DaemonSaver:
 
     def answer(self, number: int, fields: Mapping[str, Any]) -> None:
         """See `Saver`."""
-        with contextlib.suppress(ScarError):  # the command waits for some time, and no longer
+        with contextlib.suppress(ScarError):  # without an answer the command ends after its timeout
             self._ask("answer", number=number, answer=dict(fields))
 
     def leave(self) -> None:
         """See `Saver`."""
-        # The end of the connection says the same: no need to wait for a daemon that does not answer now.
+        # The end of the connection has the same effect, so a daemon that does not answer is not waited for.
         self._part("leave", _FAREWELL)
 
-    def close(self, *, put_off: bool = False) -> None:
+    def close(self, current: Current = Current.FINISH) -> None:
         """See `Saver`."""
         self._part("close", _SLICE + _MARGIN)
 
     def _part(self, op: str, patience: float) -> None:
         self._closing = True
         with contextlib.suppress(ScarError):
-            # A daemon that has gone has let go of the store as well.
+            # A daemon that has ended has released the store as well.
             self._ask(op, patience=patience)
         self._hang_up()
         if self._watcher.ident is not None:
@@ -177,7 +180,7 @@ class DaemonSaver:
         self._disconnect()
 
     def abandon(self) -> None:
-        """Give up in a forked child: the connections are the parent's."""
+        """Give up in a forked child: the connections belong to the parent."""
         self._closing = True
         for connection in (self._control, self._watch):
             if connection is not None:
@@ -204,7 +207,7 @@ class DaemonSaver:
             self._control = self._watch = None
 
     def _hang_up(self) -> None:
-        """Wake up every thread that waits for the daemon's answer."""
+        """Wake every thread that waits for a reply of the daemon."""
         for connection in (self._control, self._watch):
             if connection is not None:
                 with contextlib.suppress(OSError):
@@ -212,28 +215,28 @@ class DaemonSaver:
 
     def _ask(self, op: str, *, patience: float = REPLY_SECONDS, **fields: Any) -> dict[str, Any]:
         if not self._lock.acquire(timeout=patience):
-            raise gone()  # another one is still being started
+            raise gone()  # the watching thread is still starting another one
         try:
             if self._control is None:
                 raise gone()
             return request(self._control, op, patience=patience, **fields)
         except ScarError as error:
             if error.kind == "not-claimed" and op != "claim":
-                # A daemon that is ending has released this run already: another one continues with it.
+                # An ending daemon has released this run already. Another daemon will continue it.
                 self._disconnect()
                 raise gone() from error
             if error.kind == "daemon-gone":
-                self._disconnect()  # its answer may still come, and would be taken for another one
+                self._disconnect()  # a late reply would be taken for the reply to the next request
             raise
         finally:
             self._lock.release()
 
     def _done(self, op: str, **fields: Any) -> dict[str, Any]:
-        """Ask until a daemon answers. All that is asked this way may be done twice."""
+        """Send a request until a daemon answers. Only for requests that may be carried out twice."""
         return insist(lambda: self._ask(op, **fields))
 
     def _look(self) -> None:
-        """The watcher: takes the daemon's events, and starts another daemon when this one dies."""
+        """Receive the daemon's events, and start another daemon when this one dies: the watching thread."""
         while not self._closing:
             watch = self._watch
             try:
@@ -250,7 +253,7 @@ class DaemonSaver:
                 self._begin_again()
 
     def _begin_again(self) -> None:
-        """Have another daemon continue with the run."""
+        """Start another daemon, and have it continue the run."""
         pause, since = 0.0, time.monotonic()
         while not self._closing:
             try:
@@ -262,7 +265,7 @@ class DaemonSaver:
                         self._arena.begin_epoch(self._ask("open", again=True)["epoch"], again=True)
                         if not self._stopped:
                             self._ask("resume")
-                    log.warning("the daemon had gone: another one continues")
+                    log.warning("the daemon has ended: another one continues")
                     self._trouble = None
                     return
             except ScarError as error:
@@ -274,7 +277,7 @@ class DaemonSaver:
                     self._failure = error
                     self._closing = True
                 if not pause:
-                    log.warning("the daemon has gone, another one cannot continue yet: %s", error)
+                    log.warning("the daemon has ended, and another one cannot continue yet: %s", error)
             pause = min(_LONGEST_PAUSE, pause + _PAUSE)
             time.sleep(pause)
 

@@ -1,4 +1,4 @@
-"""Serve the host's daemon: one process per user that makes hand-overs of all runs durable, also of dead ones.
+"""Serve the host's daemon: one process per user that saves the hand-overs of all runs, also of dead ones.
 
 It imports neither torch nor a training framework. Per run it maps the arena, holds the store's lock and epoch, and
 drives a persister thread. `scarctl.daemon.lifecycle` decides when a run is released and when the daemon ends.
@@ -32,17 +32,17 @@ log = logging.getLogger("scarctl")
 
 _TICK = 0.1
 _REAP_SECONDS = 3600.0
-"""Time between two looks for arenas that dead runs left."""
+"""Time between two searches for arenas of dead runs."""
 _PATIENCE = 10.0
 """Seconds that a peer may take to send a request."""
 _FAREWELL = 2.0
-"""Seconds that answers under way get when the daemon ends."""
+"""Seconds to finish current replies when the daemon ends."""
 _MAX_HOLD = 3600
 _WARN_SECONDS = 60.0
 
 
 class Daemon:
-    """Serves the socket in `folder`, which is `<base>/scarctl-<uid>`, until it has nothing to do any more."""
+    """Serves the socket in `folder`, which is `<base>/scarctl-<uid>`, until `Lifecycle` ends the daemon."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,9 +55,9 @@ class Daemon:
         self._listener = listen(folder)
 
     def terminate(self) -> None:
-        """Let all runs go, then end: not before those that lose their training process now, as when the whole job gets
-        a SIGTERM, are durable, which may take some time. The second time: end at once. For signal handlers: takes no
-        lock.
+        """Release all runs, then end. The second call ends at once. For signal handlers: takes no lock.
+
+        If the whole job receives SIGTERM, training processes die now. Their runs are saved first, within some time.
         """
         if self._terminated:
             os._exit(1)
@@ -65,7 +65,9 @@ class Daemon:
 
     def serve(self) -> None:
         """Accept connections until the daemon has no run left, or is asked to stop."""
-        self._listener.listen(BACKLOG)  # again, in this process: peers see the process that did so last
+        self._listener.listen(
+            BACKLOG
+        )  # again, after the fork: peers see the id of the process that listened last
         self._listener.settimeout(_TICK)
         while not self.runs.ended.is_set():
             try:
@@ -74,14 +76,14 @@ class Daemon:
             except TimeoutError:
                 pass
             except (OSError, RuntimeError) as error:  # out of descriptors, or of threads
-                self._warn("a connection cannot be served: %s", error)
+                self._warn("a connection was refused: %s", error)
                 self.runs.ended.wait(_TICK)
             self.runs.look_after(terminated=self._terminated)
             self._reap()
         self._say_farewell()
 
     def _say_farewell(self) -> None:
-        # The name goes first, so that nobody connects to a daemon that ends.
+        # The socket's file is removed first, so that no peer connects to an ending daemon.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.folder / protocol.SOCKET)
         self._listener.close()
@@ -89,7 +91,7 @@ class Daemon:
             peers = dict(self._peers)
         for connection in peers.values():
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RD)  # it may still get its answer
+                connection.shutdown(socket.SHUT_RD)  # the current reply may still be sent
         deadline = time.monotonic() + _FAREWELL
         for thread in peers:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -99,7 +101,7 @@ class Daemon:
         try:
             with self._peers_lock:
                 if len(self._peers) >= most_connections():
-                    raise OSError(f"there are {most_connections()} already")
+                    raise OSError(f"{most_connections()} connections are open already")
                 thread.start()
                 self._peers[thread] = connection
         except BaseException:
@@ -119,7 +121,7 @@ class Daemon:
     # -- one connection -----------------------------------------------------------------------------------------
 
     def _converse(self, connection: socket.socket) -> None:
-        """Answer one peer until it goes. Nothing that it sends ends the daemon."""
+        """Answer one peer until it disconnects. No message of a peer ends the daemon by an exception."""
         peer = _Peer()
         try:
             with connection:
@@ -132,7 +134,7 @@ class Daemon:
         except (protocol.Closed, OSError):
             pass  # the usual end
         except ScarError as error:
-            self._warn("a peer is turned away: %s", error)
+            self._warn("a peer was refused: %s", error)
         except Exception:
             log.exception("a peer's connection failed unexpectedly")
         finally:
@@ -147,7 +149,7 @@ class Daemon:
         try:
             if message.get("v") != protocol.VERSION:
                 raise UsageError(
-                    f"the daemon speaks version {protocol.VERSION} of its protocol, not {message.get('v')!r:.40}",
+                    f"the daemon uses version {protocol.VERSION} of its protocol, not {message.get('v')!r:.40}",
                     hint="`scarctl daemon stop` ends it; the next session starts a new one",
                     kind="daemon-version",
                 )
@@ -162,11 +164,11 @@ class Daemon:
             reply = protocol.failure(ScarError(f"the daemon failed: {error!r:.200}", kind="defect"))
         if name != "notify":
             protocol.send(connection, reply, protocol.MAX_REPLY)
-        # A training process says nothing for as long as it likes.
+        # A training process may be silent for any time.
         connection.settimeout(None if peer.run else _PATIENCE)
 
     def _watch(self, connection: socket.socket, run: Run) -> NoReturn:
-        """Send a session what happens to its run, until it goes. The end of the connection reports our end."""
+        """Send a session the events of its run until it disconnects. The end of the connection reports our end."""
         reported = False
         while not self.runs.ended.is_set():
             with contextlib.suppress(queue.Empty):
@@ -176,11 +178,11 @@ class Daemon:
                 reported = True
                 protocol.send(connection, {"failed": error_fields(failed)})
             if protocol.readable(connection):
-                break  # it says nothing more: this is its end
+                break  # a watching session sends nothing: this is the end of its connection
         raise protocol.Closed
 
     def _warn(self, text: str, error: Exception) -> None:
-        """Log a warning, at most one per minute: garbage must not fill the log."""
+        """Log a warning, at most one per minute, so that bad peers do not fill the log."""
         if time.monotonic() >= self._warn_at:
             self._warn_at = time.monotonic() + _WARN_SECONDS
             log.warning(text, error)
@@ -188,7 +190,7 @@ class Daemon:
     # -- operations ---------------------------------------------------------------------------------------------
 
     def claim(self, peer: _Peer, message: dict[str, Any]) -> None:
-        """A training process wants to save to a store."""
+        """Claim a store for a training process."""
         with self.runs.staying():
             store = Store.open(protocol.text(message, "store"), storage_options=protocol.options(message))
             part = protocol.part(message)
@@ -197,11 +199,11 @@ class Daemon:
             peer.run = self.runs.claim(store if part is None else store.of_shard(*part), peer.pid, peer).id
 
     def open(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """Open the run, whose arena is there. Nothing is saved before `resume`."""
+        """Open the run. Its arena has to exist. Nothing is saved before `resume`."""
         return {"epoch": self._run(peer).open(again=message.get("again") is True)}
 
     def notify(self, peer: _Peer, message: dict[str, Any]) -> None:
-        """Look at the queue: something was handed over."""
+        """Wake the saver: a hand-over was queued."""
         self._run(peer).saver.notify()
 
     def drain(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
@@ -215,11 +217,11 @@ class Daemon:
         self._run(peer).saver.stop()
 
     def resume(self, peer: _Peer, message: dict[str, Any]) -> None:
-        """Go on after `pause`."""
+        """Continue saving after `pause`, or start it after `open`."""
         self._run(peer).saver.resume()
 
     def roll_back(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """Forget what came after some records."""
+        """Roll the store back to one record per shard."""
         seqs = message.get("seqs")
         if not isinstance(seqs, dict) or not all(
             shard_of_folder(k) is not None and type(v) is int for k, v in seqs.items()
@@ -230,14 +232,14 @@ class Daemon:
         return {"epoch": saver.epoch}
 
     def close(self, peer: _Peer, message: dict[str, Any]) -> None:
-        """The training process has finished. Returns when the store is free, if that does not take too long."""
+        """End the run of a training process that has finished. Wait for the store to be free, but not long."""
         with self.runs.changed:
             run = self._run(peer)
             peer.run = None
             self.runs.detach(run)
 
     def leave(self, peer: _Peer, message: dict[str, Any]) -> None:
-        """The training process goes, and something may wait: continue as if it had died."""
+        """Continue saving as if the training process had died: it ends with hand-overs in the queue."""
         run = self._run(peer)
         peer.run = None
         self.runs.lose(run)
@@ -256,30 +258,30 @@ class Daemon:
             return {"pid": run.pid, "number": run.ask(wish)}
 
     def answer(self, peer: _Peer, message: dict[str, Any]) -> None:
-        """The session has fulfilled a wish, or cannot."""
+        """Keep a session's answer to a wish."""
         answer = message.get("answer")
         if not isinstance(answer, dict):
             raise UsageError("an answer is an object")
         self._run(peer).answer(protocol.number(message, "number"), answer)
 
     def answered(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """Return whether a session has said something to a wish."""
+        """Return a session's answer to a wish, if it has answered."""
         with self.runs.changed:
             run = self.runs.attached(protocol.text(message, "store"))
             return {"answer": run.answers.get(protocol.number(message, "number"))}
 
     def hold(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """Stay that many seconds without a run: a training process is about to start."""
+        """Stay for that many seconds without a run: a training process is about to start."""
         seconds = min(protocol.number(message, "seconds"), _MAX_HOLD)
         self.runs.hold(seconds)
         return {"pid": os.getpid()}
 
     def status(self, peer: _Peer, message: dict[str, Any]) -> DaemonStatus:
-        """Return what `scarctl daemon status` shows."""
+        """Return the status that `scarctl daemon status` shows."""
         return {"pid": os.getpid(), "started": self.started, "runs": self.runs.status()}
 
     def stop(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """End the daemon when what is being written is done; what waits stays queued in the arenas."""
+        """End the daemon once current writes have ended. Waiting hand-overs stay in the queues."""
         self.runs.stop()
         return {"pid": os.getpid()}
 
@@ -297,7 +299,7 @@ class _Peer:
         self.pid = 0
         self.run: str | None = None
         self.watched: Run | None = None
-        """The run whose events go to this connection, if that is what it is for."""
+        """The run whose events are sent over this connection, if any."""
 
 
 _Operation = Callable[[Daemon, _Peer, dict[str, Any]], Mapping[str, Any] | None]

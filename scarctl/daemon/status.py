@@ -6,11 +6,11 @@ from typing import Any, TypedDict
 
 
 class ShardSteps(TypedDict):
-    """How far one shard of a run is durable."""
+    """Durable steps of one shard of a run."""
 
     shard: int
     durable_step: int
-    """The newest."""
+    """The newest durable step."""
     oldest_durable_step: int
 
 
@@ -18,16 +18,16 @@ class _Claimed(TypedDict):
     store: str
     id: str
     pid: int
-    """The training process, 0 when the system does not say."""
+    """Process id of the training process, 0 if unknown."""
     phase: str
     """One of `scarctl.daemon.lifecycle.Phase`."""
     open: bool
-    """Whether the fields about saving are there."""
+    """Whether the fields of `RunStatus` are present."""
     peers: list[str]
 
 
 class RunStatus(_Claimed, total=False):
-    """One run. `shard` and `rank` are there for one rank of several, the other fields once it is open."""
+    """One run. `shard` and `rank` are present for one of several ranks, the other fields once the run is open."""
 
     shard: int
     rank: int | None
@@ -35,7 +35,7 @@ class RunStatus(_Claimed, total=False):
     durable_step: int
     oldest_durable_step: int
     shards: list[ShardSteps] | None
-    """None when there are too many to list."""
+    """None if there are too many to list."""
     queued_partitions: int
     queued_bytes: int
     saved_at: str | None
@@ -53,7 +53,7 @@ class RunStatus(_Claimed, total=False):
 
 
 class DaemonStatus(TypedDict):
-    """The answer to the question "status"."""
+    """The reply to the request "status"."""
 
     pid: int
     started: float

@@ -1,1 +1,1 @@
-"""Many ranks: what one session cannot do alone."""
+"""Coordinate the ranks of one job: ownership, selection, resume step, recovery."""

@@ -1,7 +1,7 @@
-"""The ranks of one job: plain values between them, and failures that all of them learn of.
+"""Exchange plain values between the ranks of one job, and raise on all ranks what fails on one.
 
-Everything goes over a gloo group of its own, beside the one that training uses, so that it works the same for NCCL and
-never gets between training's own collectives. Every call here is a collective: all ranks make it, in the same order.
+Everything is sent over a separate gloo group, next to the group of the training. So it works the same for NCCL, and
+never comes between collectives of the training. Every call here is a collective: all ranks make it, in the same order.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ T = TypeVar("T")
 PATIENCE = 120.0
 """Seconds that a rank waits for the others, at most."""
 
-_GONE = "the ranks that are there saved what they could; start the job again"
+_GONE = "the remaining ranks saved their state as far as possible; restart the job"
 
 
 def world_size() -> int:
-    """Number of ranks that train together; 1 without `torch.distributed`."""
+    """Return the number of ranks that train together; 1 without `torch.distributed`."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -40,55 +40,57 @@ class Team:
     """All ranks of the default process group. Made and closed by all of them."""
 
     def __init__(self) -> None:
-        """Waits for the others, `PATIENCE` seconds at most.
+        """Wait for the other ranks, `PATIENCE` seconds at most.
 
-        Raises Unavailable (kind "rank-missing") when not all ranks come.
+        Raises Unavailable (kind "rank-missing") if a rank does not join.
         """
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._patience = timedelta(seconds=PATIENCE)
         try:
             self.group = dist.new_group(backend="gloo", timeout=self._patience)
-            # Names those that are missing, which an ordinary collective does not.
+            # Its error names the missing ranks. That of an ordinary collective does not.
             dist.monitored_barrier(self.group, timeout=self._patience, wait_all_ranks=True)
         except (RuntimeError, ValueError) as error:
             raise Unavailable(
-                f"not all {self.world} ranks have come within {PATIENCE:g} s{_who(str(error))}",
+                f"not all {self.world} ranks joined within {PATIENCE:g} s{_missing(str(error))}",
                 hint="every rank has to call scarctl.attach; nothing was changed",
                 kind="rank-missing",
             ) from error
 
     def subgroup(self) -> dist.ProcessGroup:
-        """One more group of all ranks, for a thread of its own: a group is not for two threads."""
-        group: dist.ProcessGroup = self.told(lambda: dist.new_group(backend="gloo", timeout=self._patience))
+        """Create another group of all ranks for a second thread, because two threads cannot share a group."""
+        group: dist.ProcessGroup = self.collectively(
+            lambda: dist.new_group(backend="gloo", timeout=self._patience)
+        )
         return group
 
     def gather(self, value: object) -> list[Any]:
-        """Every rank's value, by rank. Values are plain values and arrays, as in `scarctl.state.codec`."""
+        """Return the values of all ranks, by rank. Values are plain values and arrays, as in `scarctl.state.codec`."""
         mine = torch.from_numpy(_pack(value))
         sizes = torch.zeros(self.world, dtype=torch.int64)
         sizes[self.rank] = len(mine)
-        self.told(lambda: dist.all_reduce(sizes, group=self.group))
+        self.collectively(lambda: dist.all_reduce(sizes, group=self.group))
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded[: len(mine)] = mine
         found = [torch.empty_like(padded) for _ in range(self.world)]
-        self.told(lambda: dist.all_gather(found, padded, group=self.group))
+        self.collectively(lambda: dist.all_gather(found, padded, group=self.group))
         return [_unpack(data[:size].numpy()) for data, size in zip(found, sizes.tolist(), strict=True)]
 
     def from_rank(self, rank: int, value: object = None) -> Any:
-        """The value that `rank` has, on all of them; what the others give counts for nothing."""
+        """Return the value of `rank` on all ranks. The values that other ranks pass are ignored."""
         mine = torch.from_numpy(_pack(value)) if self.rank == rank else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([len(mine)], dtype=torch.int64)
-        self.told(lambda: dist.broadcast(size, src=rank, group=self.group))
+        self.collectively(lambda: dist.broadcast(size, src=rank, group=self.group))
         if self.rank != rank:
             mine = torch.empty(int(size), dtype=torch.uint8)
-        self.told(lambda: dist.broadcast(mine, src=rank, group=self.group))
+        self.collectively(lambda: dist.broadcast(mine, src=rank, group=self.group))
         return _unpack(mine.numpy())
 
     def agree(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
-        """Make the call on every rank; when it fails on one it has failed on all.
+        """Make the call on every rank. If it fails on one rank, raise on all ranks.
 
-        undo: takes back what succeeded here, when it failed elsewhere.
-        Raises what it raised here, else the first other rank's error, naming that rank.
+        undo: called with the result of this rank when another rank failed.
+        Raises the exception of the call on this rank, else the error of the first rank that failed, with its number.
         """
         value, error = None, None
         try:
@@ -112,13 +114,13 @@ class Team:
         return value  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Leave. Waits for nobody."""
-        # Whoever has ended all groups has ended this one.
+        """Leave the group, without waiting for other ranks."""
+        # `destroy_process_group()` without an argument has destroyed this group, too.
         if dist.is_initialized():
             dist.destroy_process_group(self.group)
 
-    def told(self, call: Callable[[], T]) -> T:
-        """Make a call of the group; what it raises is that another rank is gone, or does not come."""
+    def collectively(self, call: Callable[[], T]) -> T:
+        """Call a collective, and return its result. Raises Unavailable if another rank has died or does not join."""
         try:
             return call()
         except RuntimeError as error:
@@ -149,8 +151,8 @@ class Solo(Team):
         """See `Team`."""
 
 
-def _who(text: str) -> str:
-    """Who is missing, from what torch says: it waits for a key of the rank's, or tells."""
+def _missing(text: str) -> str:
+    """Return the missing rank that torch's error names, if it waited for a key of that rank, else the error."""
     key = re.search(r"keys: \S*/(\d+)$", text)
     return f": rank {key[1]} is missing" if key else f": {text}"
 
@@ -162,7 +164,7 @@ def _fields(error: Exception) -> dict[str, str]:
 
 
 def _pack(value: object) -> NDArray[np.uint8]:
-    """A value as bytes: the length of the head, the head, the tensors' bytes."""
+    """Encode a value as bytes: the length of the header, the header, the bytes of the tensors."""
     text, tensors = codec.encode(value)
     head = canonical({"text": text, "tensors": [[n, t.dtype, list(t.shape)] for n, t in tensors.items()]})
     parts = [len(head).to_bytes(8, "little"), head, *(bytes(t.data) for t in tensors.values())]

@@ -1,7 +1,7 @@
-"""One rank's session among the others: who owns what, who saves to which shard, and where all go on.
+"""Coordinate the sessions of all ranks: the owner of each row, the shard of each rank, the step of a resume.
 
-A rank's session is an ordinary one. It sees only what its rank owns of the state, and only its own shard of the store.
-`Crew` makes these two, and answers what a session asks of the others (`scarctl.session.peers`).
+The session of a rank is an ordinary one. It sees only the rows that its rank owns, and only its own shard of the store.
+`Crew` makes both views, and answers a session's questions to the other ranks (`scarctl.session.peers`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from scarctl.distributed.selector import GlobalSelector
 from scarctl.errors import Unavailable, UsageError
 from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
 from scarctl.recovery.reshard import find_parts
-from scarctl.session.peers import Found, GoOn
+from scarctl.session.peers import AgreedState, Found
 from scarctl.state.extras import Extras
 from scarctl.state.layout import Layout
 from scarctl.state.torch_dtypes import plain, torched
@@ -85,7 +85,7 @@ class Crew:
         self.team = team
         self.division = division
         self.adapter = OwnedAdapter(adapter, division, team.rank)
-        """What this rank owns of the state."""
+        """The part of the state that this rank owns."""
         self.shards: tuple[int, ...] = ()
         """Shard of every rank, once the store is open."""
         self._digest = _digest_of(division)
@@ -97,7 +97,7 @@ class Crew:
         self._earlier = self._begun = False
         self._whole = adapter
         self.moved = False
-        """The store has this state in other parts."""
+        """The store has this state under another division."""
 
     @classmethod
     def join(
@@ -107,14 +107,15 @@ class Crew:
         team: Team,
         rank_extras: frozenset[str] = frozenset(),
     ) -> Crew:
-        """Find out together who owns what. rank_extras: names of extras that are each rank's own.
+        """Agree with the other ranks on the owner of every row.
 
-        Raises UsageError on every rank when settings, versions or models of the ranks do not fit together.
+        rank_extras: names of extras that every rank saves itself.
+        Raises UsageError on every rank if settings, versions or models differ between ranks.
         """
         _check_alike(team.gather(_settings_of(settings)))
         if settings.shards not in (None, 1):
             raise UsageError(
-                f"shards={settings.shards}: with several ranks each of them is one shard",
+                f"shards={settings.shards}: with several ranks, each rank is one shard",
                 hint="leave shards out",
             )
         mine = team.agree(lambda: [holding.to_json() for holding in holdings_of(adapter.groups())])
@@ -125,7 +126,7 @@ class Crew:
     # -- the store ----------------------------------------------------------------------------------------------
 
     def open_store(self, settings: SessionSettings) -> Store:
-        """See `Together`. Rank 0 makes the store, and decides which shards the ranks have."""
+        """See `Together`. Rank 0 makes the store, and assigns a shard to every rank."""
 
         def make() -> Store:
             return Store.create(settings.store, **settings.fixed(), **settings.place())
@@ -139,7 +140,7 @@ class Crew:
         return view
 
     def _view(self, store: Store, settings: SessionSettings) -> Store:
-        """The store as this rank sees it, once all know which shards they have."""
+        """Return the view of the store with this rank's shard, once all ranks have received their shards."""
         ids = self.team.gather(store.id)
         if len(set(ids)) > 1:
             raise UsageError(
@@ -162,11 +163,11 @@ class Crew:
         return bool(store.shards()) if newest is None else newest.division != self._digest
 
     def _decide(self, store: Store) -> tuple[int, list[int], bool, str]:
-        """Epoch, shards by rank, whether there is an earlier run, and a name for this start."""
+        """Return the epoch, the shards by rank, whether the store holds an earlier run, and a name for this start."""
         newest, epochs, used = newest_topology(store), topology_epochs(store), store.shards()
         records = [store.log(shard).newest() for shard in used]
         epoch = 1 + max([*epochs, *(record.epoch for record in records if record)], default=0)
-        # A topology alone says that a job was about to begin.
+        # A topology without records is of a job that died before it saved.
         earlier = any(records)
         if newest is not None and newest.division == self._digest:
             return epoch, list(newest.shards), earlier, uuid.uuid4().hex
@@ -178,7 +179,7 @@ class Crew:
         return [store.layout(record.layout) for record in newest if record is not None]
 
     def writes(self) -> int:
-        """See `Together`. Of all parameters, not only of what this rank owns: ranks that do the same count the same."""
+        """See `Together`. Counts all parameters, not only owned ones, so that all ranks count the same."""
         if self._parameters is None:
             groups = self._whole.groups()
             self._parameters = [group.tensors[""] for group in groups if group.kind == "parameter"]
@@ -203,7 +204,7 @@ class Crew:
         """See `Together`."""
         return self._earlier
 
-    # -- going on -----------------------------------------------------------------------------------------------
+    # -- resuming -----------------------------------------------------------------------------------------------
 
     def agree(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
         """See `Together`."""
@@ -228,7 +229,7 @@ class Crew:
         """See `Together`."""
         return self.team.gather(value)
 
-    def go_on(self, found: Found | None, store: Store) -> GoOn | None:
+    def agree_on_state(self, found: Found | None, store: Store) -> AgreedState | None:
         """See `Together`."""
         mine = None
         if found is not None:
@@ -254,17 +255,17 @@ class Crew:
         moved = self.team.gather([list(point) for point in points] if measures else None)
         outlook = _outlook(agreement.step, [points for points in moved if points is not None])
         summary = self._summary(agreement, everyone, store, outlook)
-        return GoOn(agreement.step, extras, agreement.exact, summary)
+        return AgreedState(agreement.step, extras, agreement.exact, summary)
 
     def _completed(self, extras: Extras) -> Extras:
-        """Return the extras; what is this rank's own and was never saved, or by another rank, stays as it is now."""
+        """Return the extras. Parts of this rank that it never saved itself keep their current value."""
         early = Early.of(extras.early)
         if early.rng is not None and not self._rank_extras - early.objects.keys():
             return extras
         return completed(extras, Early.of(self.adapter.capture_early()), self._rank_extras)
 
     def _mixed(self, theirs: Extras, own: Extras) -> Extras:
-        """Return another rank's extras, of the step from which all continue, with what is this rank's own."""
+        """Return another rank's extras of the common step, with the parts that every rank saves itself from `own`."""
         late = self.adapter.mix_late(theirs.late, own.late)
         mixed = with_own(theirs, Early.of(own.early), self._rank_extras)
         return replace(mixed, late=late, notes=theirs.notes.of_part(own.notes))
@@ -289,8 +290,8 @@ class Crew:
             }
             if agreement.lost:
                 log.warning(
-                    "lost %d of %d ranks (%s): theirs comes from what was saved last; all go on after step %d. "
-                    "Predicted rework in iterations: %s; a rollback would cost %s",
+                    "lost %d of %d ranks (%s): their state is restored from their last checkpoints; all ranks continue "
+                    "after step %d. Predicted rework in iterations: %s; a rollback would cost %s",
                     len(agreement.lost),
                     self.team.world,
                     ", ".join(map(str, agreement.lost)),
@@ -316,15 +317,15 @@ class Crew:
         everyone = self.team.gather(None if found is None else found.seen)
         if any(seen != everyone[0] for seen in everyone):
             raise Unavailable(
-                f"{store.url}: somebody still saves what an earlier run left in memory, and ranks have seen different "
-                "states of it",
-                hint="start again in a while; nothing was changed",
+                f"{store.url}: copies that an earlier run left in memory are still being saved, and ranks have seen "
+                "different states of the store",
+                hint="retry in a while; nothing was changed",
                 kind="store-changes",
             )
         return found
 
     def lost_ids(self, lost: Lost, layout: Layout, store: Store) -> NDArray[np.int64]:
-        """See `Together`. A name may be of another rank's part: it is wrong if no rank has it."""
+        """See `Together`. Raises UsageError for a name that no rank has. Another rank's name is good."""
         names = dict.fromkeys(part.name for owned in self.division.owned for part in owned)
         items = self.agree(lambda: parse_lost(lost, names, self.shards, self.team.world))
         ids, unmatched = find_lost(items, layout, store.shard_of(layout), self.team.rank)
@@ -335,20 +336,20 @@ class Crew:
         """See `Together`."""
         if self.division.copies:
             groups, broadcast = self._whole.groups(), broadcast_over(self.team.group)
-            self.team.told(lambda: spread(self.division, self.team.rank, groups, broadcast))
+            self.team.collectively(lambda: spread(self.division, self.team.rank, groups, broadcast))
 
     def grant(self, wishes: deque[Wish], selector: Selector, *, regular: bool) -> Wish | None:
-        """See `Together`. Ranks hear of a wish with the rounds of their regular checkpoints."""
+        """See `Together`. Ranks learn of a wish in the rounds of their regular checkpoints."""
         selector.wish = self.team.rank + 1 if wishes else 0
         agreed = selector.agreed() if regular else 0
         if not agreed:
             return None
-        # The same wish may have been told more than once.
+        # A rank announces a wish in every round until it is granted, so that this may be a repetition.
         mine = wishes.popleft().to_json() if wishes and self.team.rank == agreed - 1 else None
         wish = self.team.from_rank(agreed - 1, mine)
         if wish is None:
             return None
-        # Whose wish it was answers it.
+        # Only the rank that had the wish replies to it.
         return Wish.from_json(wish if mine else {**wish, "number": 0})
 
     def rescue(self, store: Store, step: int, extras: Callable[[], Extras], whole: str) -> None:
@@ -363,7 +364,7 @@ class Crew:
 
 
 def _outlook(step: int, parts: list[list[list[Any]]]) -> Outlook:
-    """What the histories of all ranks that own something say together, as the points of each."""
+    """Return the outlook from the histories of all ranks that own rows. parts: the points of each."""
     histories = [History(tuple(point) for point in points) for points in parts]
     return Outlook.of(step, histories)
 
@@ -374,7 +375,7 @@ def _close(store: Store | None) -> None:
 
 
 def _digest_of(division: Division) -> str:
-    """SHA-256 of who owns what."""
+    """Return the SHA-256 of the owned rows of all ranks."""
     owned = [
         [
             [
@@ -390,7 +391,7 @@ def _digest_of(division: Division) -> str:
 
 
 def _settings_of(settings: SessionSettings) -> dict[str, str]:
-    """What has to be the same on all ranks, as text."""
+    """Return the settings that have to be equal on all ranks, as text."""
     found = {name: repr(getattr(settings, name)) for name in _ALIKE}
     norm = settings.norm
     found["norm"] = norm if isinstance(norm, str) else getattr(norm, "__qualname__", "a function")
@@ -398,7 +399,7 @@ def _settings_of(settings: SessionSettings) -> dict[str, str]:
 
 
 def _check_alike(everyone: list[dict[str, str]]) -> None:
-    """Raises UsageError, naming the setting and the ranks, when ranks have different settings."""
+    """Raise UsageError, naming setting and rank, if two ranks have different settings."""
     for name, first in everyone[0].items():
         others = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != first]
         if others:

@@ -1,14 +1,17 @@
-"""One selection over the partitions of all ranks, from sums of small histograms: pure, no I/O, no clock.
+"""Select over the partitions of all ranks, from sums of small histograms: pure, no I/O, no clock.
 
-Every rank has its candidates in an order, by falling key, and all together want the longest prefix of the common
-order that the global budget allows: what `policy.select` takes of one session. They find where it ends like a radix
-select does, but add up their histograms in place of the keys. A histogram is of bytes by key, 2,048 bins of 8 bytes
-whatever the number of partitions and of ranks: first by the leading bits of the key, then by the next bits of the
-keys in the bin where the budget ends, then there by a seeded hash, because keys may be equal. What is left of that
-bin then, at most `TOLERANCE` of the budget or a partition that does not fit, is left out, and its bytes are credit
-for the next round: the budget is never exceeded.
+Every rank orders its candidates by falling key. Together the ranks want the longest prefix of the common order that
+fits the global budget, as `policy.select` takes it for one session. They find its end like a radix select, but add up
+histograms instead of collecting keys.
 
-A key is a float's bits, which are ordered like positive floats: no range has to be agreed on beforehand.
+A histogram counts bytes by key. It has 2,048 bins of 8 bytes, for any number of partitions and ranks. The first one
+uses the leading bits of the key. The second one uses the next bits, for the keys in the bin where the budget ends.
+The next ones split that bin by a seeded hash, because keys may be equal.
+
+The rest of the last bin is left out: at most `TOLERANCE` of the budget, or a partition that does not fit. Its bytes
+are credit for the next round, and the budget is never exceeded.
+
+A key consists of the bits of a float, which are ordered like positive floats: ranks need not agree on a range.
 """
 
 from __future__ import annotations
@@ -27,29 +30,29 @@ Keys = NDArray[np.uint64]
 
 BITS = 11
 BINS = 1 << BITS
-"""Of a histogram."""
+"""Bins of a histogram."""
 LEVELS = 4
-"""Histograms of one round at most: by key, by key, by hash, by hash."""
+"""Most histograms of one round: two by key, two by hash."""
 TOLERANCE = 1 / 200
-"""Of the budget: a bin with no more bytes is not looked into."""
+"""Fraction of the budget. A bin with at most that many bytes is not split further."""
 
 POLICIES = ("priority", "round", "random")
-"""Those that need other ranks: "full" takes everything."""
+"""Policies that need other ranks. "full" does not: it takes everything."""
 
 MOST, SUMS = 2, 2
-"""Numbers in a turn of which all ranks need the largest; sums before the bins."""
+"""Numbers in a turn of which all ranks need the maximum; sums that precede the bins."""
 
 _FORCED = 1 << 63
-"""Keys of partitions that are too stale are above all others: the sign bit is free."""
+"""Bit in the keys of partitions that are too stale, which puts them above all others: the sign bit is free."""
 _END = 1 << 64
-_LEADING = 15  # bits of a key that the first histogram looks at: sign, exponent, an eighth of an octave
+_LEADING = 15  # bits of a key that the first histogram uses: sign, exponent, an eighth of an octave
 
 
 def _first_bins() -> Ids:
-    """Leading bits at which the bins of the first histogram start, ascending: int64 of shape (BINS,).
+    """Return the leading bits at which the bins of the first histogram start, ascending: int64 of shape (BINS,).
 
-    Scores have eight bins per octave from 2**-112 to 2**112, staleness the same from 1 to 2**32. What is outside is
-    in the first or last bin, which the next histogram takes apart.
+    Scores have eight bins per octave from 2**-112 to 2**112, staleness the same from 1 to 2**32. Keys outside are in
+    the first or last bin, which the next histogram splits.
     """
     one, forced = 1023 << 3, 1 << (_LEADING - 1)
     scores = np.arange(one - (112 << 3), one - (112 << 3) + 1791)
@@ -76,17 +79,19 @@ class Offer:
         step: int = 0,
         max_staleness: int | None = None,
     ) -> None:
-        """Arrays have shape (partitions,); for their meaning see `policy.select`.
+        """Take arrays of shape (partitions,) with the meaning that `policy.select` gives them.
 
-        policy: "priority": largest squared distance per byte first. "random": a hash of (seed, step, shard, id).
-            "round": those first that were not saved for the longest time; where all have changed that is a round
-            through the partitions of all ranks, and there is no place in it that ranks would have to agree on.
-        shard: of this rank. No two have the same, and it stays the same, so that picks do.
+        policy: the order of the candidates.
+            "priority": largest squared distance per byte first.
+            "random": by a hash of (seed, step, shard, id).
+            "round": the oldest saved copy first. If all partitions change, this visits those of all ranks in turn.
+                Ranks then need not agree on a cursor.
+        shard: number of this rank's shard. It differs between ranks and never changes, so that picks are reproducible.
 
-        Raises UsageError for another policy, and arrays of different shapes.
+        Raises UsageError for another policy, and for arrays of different shapes.
         """
         if policy not in POLICIES:
-            raise UsageError(f"policy {policy!r} is not shared by ranks", hint=f"use {', '.join(POLICIES)}")
+            raise UsageError(f"ranks cannot select by policy {policy!r}", hint=f"use {', '.join(POLICIES)}")
         if not distance_sq.shape == nbytes.shape == staleness.shape == eligible.shape:
             raise UsageError("the arrays of partitions have different shapes")
         finite = np.isfinite(distance_sq)
@@ -95,11 +100,11 @@ class Offer:
         self.ids: Ids = np.flatnonzero(eligible & finite & (distance_sq > 0))
         """Candidates, ascending."""
         self.nbytes = nbytes
-        """Of all partitions."""
+        """Bytes of every partition."""
         self.largest = int(nbytes.max(initial=0))
         self._salt = _mixed(_mixed(_mixed(seed) ^ step) ^ shard)
         self.keys: Keys = self._keys(policy, distance_sq, staleness)
-        """Parallel to `ids`, the larger the sooner."""
+        """Keys, parallel to `ids`. The largest is saved first."""
         if max_staleness is not None:
             due = staleness[self.ids] >= max_staleness
             self.keys[due] = _positive(staleness[self.ids[due]]) | np.uint64(_FORCED)
@@ -109,42 +114,42 @@ class Offer:
             return (distance_sq[self.ids] / np.maximum(self.nbytes[self.ids], 1)).view(np.uint64)
         if policy == "round":
             return _positive(staleness[self.ids])
-        # Not the bits that decide between equal keys.
+        # The complement of the salt: `hashes` orders equal keys, and must not depend on these keys.
         return ((_hashes(self.ids, ~self._salt) >> np.uint64(11)) * 2.0**-53).view(np.uint64)
 
     def hashes(self, ids: Ids) -> Keys:
-        """What decides between equal keys, the larger the sooner: uint64 of the shape of `ids`."""
+        """Return the order of partitions with equal keys, the largest first: uint64 of the shape of `ids`."""
         return _hashes(ids, self._salt)
 
 
 def no_offer() -> Offer:
-    """Of a rank that has nothing to save now."""
+    """Return the offer of a rank without candidates."""
     none = np.empty(0, dtype=np.int64)
     return Offer("priority", distance_sq=np.empty(0), nbytes=none, staleness=none, eligible=none > 0, shard=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """Where the picks of a round end, the same on all ranks."""
+    """The smallest key that a round picks, equal on all ranks. All bounds are at most 2**64."""
 
     above: int
-    """Keys from here on are picked,"""
+    """Every key of at least this is picked."""
     low: int
-    """and of keys from here on"""
+    """Of the keys from this up to `above`, those are picked whose hash is at least `spread`."""
     spread: int
-    """those whose hash is at least this. All are at most 2**64."""
+    """The smallest hash that is picked among keys from `low` up to `above`."""
     taken: int
     """Bytes that all ranks pick."""
 
 
 class Search:
-    """Looks for the threshold: hand it the sum of all ranks' `histogram()` until `done`.
+    """Search for the threshold: give it the sum of all ranks' `histogram()` until `done`.
 
-    All ranks get the same sums, so that they take the same decisions. `own` is what this rank picks so far, in bytes.
+    All ranks get the same sums, so that they take the same decisions. `own`: bytes that this rank picks so far.
     """
 
     def __init__(self, offer: Offer, room: int | None = None) -> None:
-        """room: bytes that may be picked; to be set before the first `narrow`."""
+        """Begin with all candidates. room: bytes that may be picked; if None, set it before the first `narrow`."""
         self.room = room
         self.done = False
         self.own = 0
@@ -161,7 +166,7 @@ class Search:
         return Threshold(self._high, self._low, self._spread_high, self._taken)
 
     def histogram(self) -> Ids:
-        """Bytes of this rank's candidates that are not decided yet, by bin: int64 of shape (BINS,)."""
+        """Return the bytes of this rank's undecided candidates by bin: int64 of shape (BINS,)."""
         if self._level == 0:
             totals = bytes_by_digit(self._ids, self._keys, self._offer.nbytes, 64 - _LEADING, _LEADING)
             totals = np.add.reduceat(totals, _FIRST)
@@ -186,7 +191,7 @@ class Search:
             self._ids, self._keys = self._ids[:0], self._keys[:0]
 
     def _enter(self, edge: int) -> None:
-        """Go on in one bin; -1: there is none, all of them are in."""
+        """Continue in one bin. edge: its index; -1: all bins are picked, and the search ends."""
         by_hash = self._level >= 2
         if edge < 0:
             low = high = self._start()
@@ -209,13 +214,13 @@ class Search:
         return self._spread_low if self._level >= 2 else self._low
 
     def _shift(self) -> int:
-        """Bits of a bin, of which there are BINS between the ends of what is looked into."""
+        """Return the width of a bin, as bits: the current range has BINS of them."""
         width = self._spread_high - self._spread_low if self._level >= 2 else self._high - self._low
         return max(0, (width - 1).bit_length() - BITS)
 
 
 def pick(offer: Offer, threshold: Threshold) -> Ids:
-    """Partitions of one rank that it saves: ids, ascending."""
+    """Return the partitions that a rank saves: ids, ascending."""
     above = _at_least(offer.keys, threshold.above)
     cell = np.flatnonzero(_at_least(offer.keys, threshold.low) & ~above)
     if cell.size and threshold.spread < _END:
@@ -224,7 +229,7 @@ def pick(offer: Offer, threshold: Threshold) -> Ids:
 
 
 def pick_alone(offer: Offer, room: int) -> Ids:
-    """The same for a rank that has nobody to ask: at most `room` bytes of its own. Ids, ascending."""
+    """Return the partitions that a rank saves if it selects alone: at most `room` bytes. Ids, ascending."""
     search = Search(offer, max(0, room))
     while not search.done:
         search.narrow(search.histogram())
@@ -238,25 +243,27 @@ class Books:
         self.room = 0
         """Bytes that the newest round might pick."""
         self.cap: int | None = None
-        """The largest credit that it could leave; None before the first."""
+        """The largest credit that the newest round could leave; None before the first."""
         self.budget = 0
-        """Of all ranks in the newest round, without credit."""
+        """Budget of all ranks in the newest round, without credit."""
         self.taken = 0
-        """Bytes that it picked."""
+        """Bytes that the newest round picked."""
         self.share: float | None = None
-        """Of `taken`, this rank's: in the newest round in which it had something to offer."""
+        """This rank's fraction of `taken`, in the newest round in which it had candidates."""
 
     @property
     def credit(self) -> int:
-        """Bytes left by the newest round, as far as everybody picked what it said."""
+        """Bytes that the newest round left, if every rank picked its part."""
         return min(self.room - self.taken, self.cap or 0)
 
     def open(self, *, budget: int, spent: int, largest: int, credit: int) -> int:
-        """Begin a round; returns its room, in bytes.
+        """Begin a round, and return its room in bytes.
 
-        budget, spent: sums over ranks, of bytes for this round and of those really picked since the last one: a rank
-        that was late did not pick what the round said, and what one exceeds all make up for. largest, credit: the
-        largest partition and the largest credit that a rank had when it started.
+        budget: bytes for this round, summed over ranks.
+        spent: bytes picked since the last round, summed over ranks. A late rank did not pick its part of the round. If
+            a rank exceeds its budget, all ranks pick less.
+        largest: bytes of the largest partition of all ranks.
+        credit: the largest credit that a rank started with, in bytes.
         """
         carried = credit if self.cap is None else min(self.room - spent, self.cap)
         self.cap = budget + largest
@@ -266,10 +273,15 @@ class Books:
 
 
 class Turn:
-    """One rank's part in one round: what it sends, and what it makes of what comes back, up to LEVELS times."""
+    """One rank's part in one round: it sends numbers and receives their sums, up to LEVELS times."""
 
     def __init__(self, books: Books, offer: Offer, *, budget: int, spent: int = 0, credit: int = 0) -> None:
-        """budget: bytes, this rank's. spent: bytes that it picked since the last round. credit: see `Books.open`."""
+        """Prepare the first `send`.
+
+        budget: bytes that this rank may save.
+        spent: bytes that it picked since the last round.
+        credit: see `Books.open`.
+        """
         self.offer = offer
         self.budget = budget
         self.spent = spent
@@ -278,15 +290,15 @@ class Turn:
         self._search = Search(offer)
 
     def send(self) -> tuple[Ids, Ids]:
-        """Two int64 arrays, of shapes (MOST,) and (SUMS + BINS,).
+        """Return two int64 arrays, of shapes (MOST,) and (SUMS + BINS,).
 
-        Of the first all ranks need the largest of each, of the second the sums.
+        All ranks need the elementwise maximum of the first, and the sum of the second.
         """
         most = np.array((self.offer.largest, self.credit), dtype=np.int64)
         return most, np.concatenate(((self.budget, self.spent), self._search.histogram()))
 
     def receive(self, most: Ids, sums: Ids) -> bool:
-        """Take in what all ranks' `send` came to; returns whether there has to be another."""
+        """Take in maximum and sum of all ranks' `send`. Return whether another `send` has to follow."""
         search, books = self._search, self._books
         if search.room is None:
             budget, spent = sums[:SUMS].tolist()
@@ -301,7 +313,7 @@ class Turn:
 
     @property
     def threshold(self) -> Threshold:
-        """What the round has found. Only when it has ended."""
+        """Threshold of the round, once the round has ended."""
         assert self._search.done
         return self._search.threshold
 
@@ -316,12 +328,12 @@ def _at_least(keys: Keys, bound: int) -> NDArray[np.bool_]:
 
 
 def _positive(values: Ids) -> Keys:
-    """Bits of non-negative integers as floats, which have the same order up to 2**53."""
+    """Return the bits of non-negative integers as floats. They have the order of the integers up to 2**53."""
     return np.maximum(values, 0).astype(np.float64).view(np.uint64)
 
 
 def _hashes(ids: Ids, salt: int) -> Keys:
-    """Values number `ids` of splitmix64 from a state of `salt`; no two of one rank are equal."""
+    """Return the values at index `ids` of splitmix64 with state `salt`. Different ids give different values."""
     z = ids.astype(np.uint64)
     z *= np.uint64(0x9E3779B97F4A7C15)
     z += np.uint64(salt & (_END - 1))

@@ -1,4 +1,4 @@
-"""A state that other ranks than these have saved: nobody may go on saving it, and all of it has to be in the store."""
+"""Finish the work of a previous set of ranks: save their arenas to the store, and fence their writers."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ log = logging.getLogger("scarctl")
 
 
 def save_leftovers(store: Store, settings: SessionSettings, team: Team) -> None:
-    """Make durable what arenas of this store on all hosts have and the store has not, then remove them.
+    """Save the pending copies in all arenas of this store, on all hosts. Then remove these arenas.
 
-    Raises Unavailable on every rank when the store does not take it within `timeout` seconds.
+    Raises Unavailable on every rank if the copies are not durable within `timeout` seconds.
     """
-    # One rank of every host looks after them: the lowest.
+    # The lowest rank of every host saves the arenas of that host.
     hosts = team.gather(socket.gethostname())
     first = hosts.index(hosts[team.rank]) == team.rank
     team.agree(lambda: _save(store, settings) if first else None)
 
 
 def fence(store: Store) -> None:
-    """Begin an epoch in the logs that the state is saved to now, so that a job that still runs elsewhere is fenced.
+    """Begin an epoch in the newest topology's logs, so that a job that still runs elsewhere is fenced.
 
-    Raises Contention when it runs here.
+    Raises Contention if that job runs on this host.
     """
     newest = newest_topology(store)
     for view in [store] if newest is None else [store.of_shard(shard) for shard in newest.shards]:
@@ -44,7 +44,7 @@ def fence(store: Store) -> None:
 
 
 def _save(store: Store, settings: SessionSettings) -> None:
-    # A rank whose store did not answer has an arena, and perhaps no folder in the store yet.
+    # If the store never answered a rank, that rank has an arena, and perhaps no folder in the store.
     named = (read_topology(store, epoch).shards for epoch in topology_epochs(store))
     shards = sorted({*store.shards(), *(shard for found in named for shard in found)})
     for view in [store, *(store.of_shard(shard) for shard in shards)]:
@@ -68,11 +68,11 @@ def _save_one(view: Store, settings: SessionSettings) -> None:
             saver.notify()
             if not saver.drain(settings.timeout):
                 raise Unavailable(
-                    f"{view.url}: what an earlier run left in {folder} is not saved yet: {saver.fault()}",
-                    hint="start again in a while; nothing is lost",
+                    f"{view.url}: copies that an earlier run left in {folder} are not saved yet: {saver.fault()}",
+                    hint="retry in a while; nothing is lost",
                 )
             if not arena.pending().any():
-                log.info("%s: saved what an earlier run left in memory", view.url)
+                log.info("%s: saved the copies that an earlier run left in memory", view.url)
                 arena.remove()
         finally:
             arena.close()

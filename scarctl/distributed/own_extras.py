@@ -1,6 +1,6 @@
-"""Mix the extras of several ranks: some objects are the same on all of them, others are each rank's own.
+"""Mix the extras of several ranks: some objects are equal on all ranks, others belong to one rank.
 
-Random numbers are each rank's own, and so are the objects that the user passed as extras with `per_rank=True`.
+The states of random generators belong to one rank, and so do the user's extras with `per_rank=True`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Early:
     """Early extras of an adapter that may train on several ranks."""
 
     rng: Any
-    """States of the random number generators; None where nobody could read this rank's."""
+    """States of the random generators; None if they could not be read."""
     objects: Mapping[str, Any]
     """States of the user's objects, by name."""
 
@@ -26,18 +26,20 @@ class Early:
     def of(cls, early: Any) -> Early:
         """Read `Extras.early`. Raises Corruption."""
         if not isinstance(early, dict) or "rng" not in early or not isinstance(early.get("extras"), dict):
-            raise Corruption("extras: no rank stored random numbers and objects in them")
+            raise Corruption(
+                "extras: random generators and objects are missing: no rank has stored these extras"
+            )
         return cls(early["rng"], early["extras"])
 
 
 NOTHING = Early(None, {})
-"""Of a rank of which nothing was saved."""
+"""Extras of a rank that saved none."""
 
 
 def with_own(extras: Extras, own: Early, names: Collection[str]) -> Extras:
-    """Return another rank's `extras` with `own` random numbers, and with those of `own` objects that are in `names`.
+    """Return another rank's `extras` with the random generators of `own`, and with its objects listed in `names`.
 
-    names: of the objects that are each rank's own. One that `own` lacks is left out.
+    names: names of the objects that belong to one rank. If `own` lacks one, it is left out.
     """
     theirs = Early.of(extras.early).objects
     shared = {name: value for name, value in theirs.items() if name not in names}
@@ -46,9 +48,9 @@ def with_own(extras: Extras, own: Early, names: Collection[str]) -> Extras:
 
 
 def completed(extras: Extras, now: Early, names: Collection[str]) -> Extras:
-    """Return a rank's `extras`; what of its own they lack is as it is now.
+    """Return a rank's `extras`, with objects of that rank that they lack taken from `now`.
 
-    names: of the objects that are each rank's own.
+    names: names of the objects that belong to one rank.
     """
     early = Early.of(extras.early)
     missing = {name: now.objects[name] for name in names if name not in early.objects}

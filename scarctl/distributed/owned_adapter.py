@@ -1,4 +1,4 @@
-"""An adapter cut down to the rows that this rank owns, and the way of restored rows to the ranks that hold copies."""
+"""Restrict an adapter to the rows that this rank owns, and send restored rows to the ranks that hold copies of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Broadcast: TypeAlias = Callable[[torch.Tensor, int, tuple[int, ...]], None]
 
 
 def holdings_of(groups: Iterable[StateGroup]) -> list[Holding]:
-    """What a rank with these groups holds. Raises UsageError for a dtype that cannot be stored."""
+    """Return the holdings of a rank with these groups. Raises UsageError for a dtype that cannot be stored."""
     return [
         Holding(
             group.name,
@@ -38,7 +38,7 @@ def holdings_of(groups: Iterable[StateGroup]) -> list[Holding]:
 
 
 def slots_of(layouts: Iterable[Layout]) -> dict[str, tuple[TensorSpec, ...]]:
-    """Slots of every stored tensor in the layouts of all ranks' shards, by stored name; only their dtypes are exact."""
+    """Return the slots of every tensor in the layouts of all shards, by stored name. Only their dtypes are exact."""
     found: dict[str, tuple[TensorSpec, ...]] = {}
     for layout in layouts:
         for group in layout.groups:
@@ -50,11 +50,11 @@ def slots_of(layouts: Iterable[Layout]) -> dict[str, tuple[TensorSpec, ...]]:
 class OwnedAdapter:
     """The rows of another adapter's groups that this rank owns, under their stored names.
 
-    The tensors are views: to write into them changes the model.
+    The tensors are views: writing into them changes the model.
     """
 
     def __init__(self, adapter: Adapter, division: Division, rank: int) -> None:
-        """`division` was made from the adapter's groups as they are now; they may gain slots later."""
+        """Take a division that was computed from the adapter's current groups. They may gain slots later."""
         self._adapter = adapter
         self._owned = division.owned[rank]
         groups = adapter.groups()
@@ -88,19 +88,19 @@ class OwnedAdapter:
         return self._adapter.optimizer
 
     def groups(self) -> list[StateGroup]:
-        """The owned rows of every group that has some."""
+        """Return the owned rows of every group that has some."""
         found = {group.name: group for group in self._adapter.groups()}
         groups = []
         for name, owned in zip(self._original, self._owned, strict=True):
             group = found.get(name)
-            # One that has lost rows is left out: whoever compares this with the layout says so.
+            # A group that has lost rows is left out. The comparison with the layout then reports it.
             if group is not None and owned.stop <= _rows(group.tensors[""]):
                 tensors = {slot: _narrowed(t, owned.start, owned.stop) for slot, t in group.tensors.items()}
                 groups.append(StateGroup(owned.name, group.kind, tensors, owned.place, frozen=group.frozen))
         return groups
 
     def _cut(self, touched: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Of the rows that the whole adapter names, those that this rank owns."""
+        """Return those of the adapter's touched rows that this rank owns."""
         found = {}
         for name, owned in zip(self._original, self._owned, strict=True):
             rows = touched.get(name)
@@ -113,7 +113,7 @@ class OwnedAdapter:
         return found
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that this rank owns. They are never divided."""
+        """Return the buffers that this rank owns. They are never divided."""
         found = self._adapter.buffers()
         return {stored: found[name] for name, stored in self._buffers.items() if name in found}
 
@@ -127,15 +127,15 @@ class OwnedAdapter:
         self._adapter.restore(early, late)
 
     def learn_slots(self, slots: Slots) -> None:
-        """Say which slots tensors have that other ranks own, as `slots_of` gives them: for `create_slots`."""
+        """Keep the slots of tensors that other ranks own, from `slots_of`, for `create_slots`."""
         self._slots = dict(slots)
 
     def create_slots(self, layout: Layout) -> Callable[[], None]:
-        """Make the slots of all that this rank holds, also of rows that others own; see `learn_slots`."""
+        """Create the slots of all rows that this rank holds, those of other owners included; see `learn_slots`."""
         slots = {**self._slots, **slots_of([layout])}
         wanted = []
         for group in self._adapter.groups():
-            # A replica has none: another rank's optimizer updates it.
+            # A replica has no slots: another rank's optimizer updates it.
             if group.role != "replica" and group.kind == "parameter":
                 shape = tuple(group.tensors[""].shape)
                 own = TensorSpec("", name_of(group.tensors[""].dtype, group.name), shape)
@@ -148,13 +148,13 @@ class OwnedAdapter:
 
 
 def spread(division: Division, rank: int, groups: Sequence[StateGroup], broadcast: Broadcast) -> int:
-    """Send the rows that this rank owns to all that hold copies, and take theirs. Every rank has to call it.
+    """Send the rows that this rank owns to all ranks that hold copies, and receive theirs. Every rank has to call it.
 
-    groups: of the whole adapter, parallel to the rank's holdings, with the slots that ranks share in place.
-    broadcast: called as (buffer, owner, ranks) on just these `ranks`, in the same order on all of them. The buffer is
-        uint8 of shape (at most `BUCKET_BYTES`,), on the CPU, full on the owner, and to be filled on the others.
+    groups: groups of the whole adapter, parallel to the rank's holdings, with all slots that ranks share.
+    broadcast: called as (buffer, owner, ranks) on these `ranks` only, in the same order on all of them. The buffer is
+        uint8 of shape (at most `BUCKET_BYTES`,), on the CPU. The owner has filled it, the others receive it.
 
-    Returns the bytes that were sent or taken.
+    Returns the bytes that were sent or received.
     """
     streams: dict[tuple[int, tuple[int, ...]], list[torch.Tensor]] = {}
     for copy in division.copies:
@@ -175,7 +175,7 @@ def spread(division: Division, rank: int, groups: Sequence[StateGroup], broadcas
 
 
 def broadcast_over(group: dist.ProcessGroup) -> Broadcast:
-    """A `broadcast` for `spread` over a gloo group, whose ranks are those of the division."""
+    """Return a `broadcast` for `spread` over a gloo group with the ranks of the division."""
     size = dist.get_world_size(group)
 
     def broadcast(buffer: torch.Tensor, owner: int, ranks: tuple[int, ...]) -> None:
@@ -200,7 +200,7 @@ def _narrowed(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def _buckets(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The parts, cut at rows, in lists of at most BUCKET_BYTES or one row. The same for all ranks."""
+    """Yield the parts, cut at rows, in lists of at most BUCKET_BYTES or one row. All ranks get the same lists."""
     bucket: list[torch.Tensor] = []
     room = BUCKET_BYTES
     for part in parts:
@@ -221,7 +221,7 @@ def _buckets(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def _send(
     bucket: list[torch.Tensor], owner: int, ranks: tuple[int, ...], rank: int, broadcast: Broadcast
 ) -> int:
-    """One broadcast."""
+    """Broadcast one bucket, and return its bytes."""
     sizes = [part.nbytes for part in bucket]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8)
     pieces = list(zip(bucket, torch.split(buffer, sizes), strict=True))
@@ -232,7 +232,7 @@ def _send(
     if rank != owner:
         with torch.no_grad():
             for part, piece in pieces:
-                # A slot that the optimizer has not made yet has one value in memory for all.
+                # A slot that the optimizer has not created yet is a view of one value.
                 if 0 not in part.stride() or part.numel() == 1:
                     part.copy_(piece.clone().view(part.dtype).view(part.shape))
     return buffer.numel()

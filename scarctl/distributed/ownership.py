@@ -1,7 +1,7 @@
-"""Who holds which part of which tensor, and from that: who owns which rows, so that every byte is saved once.
+"""Divide the rows of all tensors among the ranks that hold them, so that every byte is saved once.
 
 A rank's *holding* is a group of its adapter: a box of a whole tensor. Ranks of one *scope* that hold the same box hold
-the same values. Every rank computes the same division from the holdings of all, without asking anybody.
+the same values. Every rank computes the same division from the holdings of all ranks, without communication.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Holding:
     dtype: str
     """A name in `scarctl.state.group.DTYPES`."""
     shape: tuple[int, ...]
-    """Of this rank's part."""
+    """Shape of this rank's part."""
     place: Place | None = None
     scope: str = ""
-    """Only ranks that give the same text hold the same tensor under this name; "": all ranks."""
+    """Only ranks with the same text hold the same tensor under this name; "": all ranks."""
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ class Holding:
         return DTYPES[self.dtype] * math.prod(self.shape[1:])
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; `from_json` reads them back."""
+        """Return JSON values, from which `from_json` makes an equal holding."""
         place = None if self.place is None else [list(self.place.shape), list(self.place.offset)]
         return {
             "name": self.name,
@@ -74,7 +74,7 @@ class Holding:
 
     @classmethod
     def from_json(cls, obj: object) -> Holding:
-        """What `to_json` wrote, on another rank. Raises UsageError with the reason when it is no holding."""
+        """Read the JSON values of another rank's `to_json`. Raises UsageError if they are not a holding."""
         try:
             name, kind, role, dtype, shape, place, scope = json_fields(
                 obj, "a holding", name=str, kind=str, role=str, dtype=str, shape=list, place=list, scope=str
@@ -103,12 +103,12 @@ class Owned(NamedTuple):
     group: int
     """Index into the rank's holdings."""
     name: str
-    """Stored name of the whole tensor: parts of one tensor share it, no two tensors do."""
+    """Stored name of the whole tensor. All parts of a tensor have the same one, different tensors different ones."""
     start: int
     stop: int
     """First row and last row + 1 of the rank's own part."""
     place: Place | None
-    """Of these rows in the whole tensor; None: they are all of it."""
+    """Place of these rows in the whole tensor; None: they are all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,29 +118,29 @@ class Holders:
     name: str
     """Stored name of the tensor."""
     groups: Mapping[int, int]
-    """By rank, ascending: index into its holdings."""
+    """Index into the rank's holdings, by rank, ascending."""
     sharing: tuple[int, ...]
-    """Those of them that have the optimizer's slots too, ascending."""
+    """Those of these ranks that have the optimizer's slots too, ascending."""
 
 
 class Copy(NamedTuple):
-    """Rows that others than their owner hold too."""
+    """Rows that ranks other than their owner hold too."""
 
     owner: int
     start: int
     stop: int
-    """Rows of the box, which are the same of every holder's part."""
+    """Rows of the box, which are the same in every holder's part."""
     holders: Holders
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Who owns what. The same on all ranks."""
+    """The owners of all rows. Equal on all ranks."""
 
     owned: tuple[tuple[Owned, ...], ...]
-    """By rank, in the order of its holdings."""
+    """Owned rows by rank, in the order of its holdings."""
     names: tuple[tuple[str, ...], ...]
-    """By rank and holding: the stored name, also where the rank owns nothing of it."""
+    """Stored name by rank and holding, also of holdings of which the rank owns no row."""
     copies: tuple[Copy, ...]
 
 
@@ -151,7 +151,7 @@ class _Held(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A distinct box of a tensor, and who holds it."""
+    """A distinct box of a tensor, and the ranks that hold it."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -166,7 +166,7 @@ class _Part(NamedTuple):
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Thousands of ranks make millions of objects that all stay: looking for garbage among them doubles the time."""
+    """Pause garbage collection. Thousands of ranks make millions of live objects; scanning them doubles the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -180,12 +180,12 @@ def _without_collection() -> Iterator[None]:
 def divide(holdings: Sequence[Sequence[Holding]]) -> Division:
     """Divide the state that `holdings[rank]` describe among the ranks.
 
-    What several ranks share is cut into equal parts, at rows and not within tensors below `WHOLE_BYTES`: two ranks
-    that hold the same differ by at most two rows or twice `WHOLE_BYTES`, whatever is more. The lowest holder owns a
-    buffer. A part without elements is nobody's.
+    Rows that several ranks hold are cut into equal parts. A tensor below `WHOLE_BYTES` is not cut. Two ranks that hold
+    the same rows differ by at most two rows or twice `WHOLE_BYTES`, whichever is more. The lowest holder owns a
+    buffer. A part without elements has no owner.
 
-    Raises UsageError, naming tensor and ranks, when parts overlap or do not make up the whole, when ranks disagree on
-    what a tensor is, and when there are only replicas of it.
+    Raises UsageError, naming tensor and ranks, if the parts of a tensor overlap or leave a gap. Raises it also if ranks
+    describe a tensor differently, or if all its holders are replicas.
     """
     names = [[""] * len(held) for held in holdings]
     owned: list[list[Owned]] = [[] for _ in holdings]
@@ -219,7 +219,7 @@ def divide(holdings: Sequence[Sequence[Holding]]) -> Division:
 
 
 def _tensors(holdings: Sequence[Sequence[Holding]]) -> list[tuple[str, list[_Held]]]:
-    """(Stored name, holders by rank) of every tensor, by name: an adapter's order does not matter."""
+    """Return (stored name, holders by rank) of every tensor, sorted by name: an adapter's order does not matter."""
     by_name: dict[str, dict[str | int, list[_Held]]] = {}
     for rank, held in enumerate(holdings):
         for group, holding in enumerate(held):
@@ -239,7 +239,7 @@ def _tensors(holdings: Sequence[Sequence[Holding]]) -> list[tuple[str, list[_Hel
 
 
 def _boxes(holders: list[_Held]) -> list[tuple[_Box, list[_Held]]]:
-    """Distinct boxes of one tensor and who holds them, in the order of their offsets. Raises as `divide` does."""
+    """Return the distinct boxes of one tensor and their holders, in the order of offsets. Raises as `divide` does."""
     first = holders[0].holding
     name, kind, dtype, whole = first.name, first.kind, first.dtype, first.whole
     zero = (0,) * len(whole)
@@ -275,19 +275,19 @@ def _boxes(holders: list[_Held]) -> list[tuple[_Box, list[_Held]]]:
 def _part(
     name: str, whole: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...], same: list[_Held]
 ) -> _Part:
-    """A box that several ranks hold. Raises UsageError when all of them are replicas."""
+    """Return the part for a box that several ranks hold. Raises UsageError if all of them are replicas."""
     sharing = tuple(held.rank for held in same if held.holding.role != "replica")
     if not sharing:
         ranks = _listed(held.rank for held in same)
         raise UsageError(
-            f"tensor {same[0].holding.name!r}: {ranks} have replicas, but nobody owns it", hint=_HINT
+            f"tensor {same[0].holding.name!r}: {ranks} have replicas, but no rank owns it", hint=_HINT
         )
     groups = {held.rank: held.group for held in same}
     return _Part(offset, shape, whole, same[0].holding.row_bytes, Holders(name, groups, sharing))
 
 
 def _make_up(whole: tuple[int, ...], boxes: Iterable[_Box]) -> bool:
-    """Whether every element of the whole lies in exactly one box."""
+    """Return whether every element of the whole lies in exactly one box."""
     every = [*boxes, ((0,) * len(whole), whole)]
     shapes = {shape for _, shape in every}
     dims = [d for d in range(len(whole)) if any(shape[d] != whole[d] for shape in shapes)]
@@ -309,10 +309,11 @@ def _make_up(whole: tuple[int, ...], boxes: Iterable[_Box]) -> bool:
 
 
 def _corners_cancel(low: NDArray[np.int64], size: NDArray[np.int64]) -> bool:
-    """Whether all boxes but the last make up the last. Both arrays: shape (boxes, dimensions).
+    """Return whether all boxes but the last make up the last. Both arrays have shape (boxes, dimensions).
 
-    The boxes' indicator functions add up to the whole's if and only if their mixed differences do, and those are
-    nothing but the corners with alternating signs: they have to cancel out.
+    The boxes make up the whole if and only if their indicator functions add up to that of the whole. That is so if and
+    only if their mixed differences add up. A mixed difference consists of the corners with alternating signs, so these
+    have to cancel out.
     """
     signs = np.ones(len(low), dtype=np.int64)
     signs[-1] = -1
@@ -330,7 +331,7 @@ def _corners_cancel(low: NDArray[np.int64], size: NDArray[np.int64]) -> bool:
 
 
 def _fault(name: str, boxes: Mapping[_Box, list[_Held]]) -> str:
-    """Why boxes do not make up their tensor."""
+    """Return the reason why boxes do not make up their tensor."""
     sweep = sorted(boxes)
     for i, (offset, shape) in enumerate(sweep):
         for other in sweep[i + 1 :]:
@@ -344,7 +345,7 @@ def _fault(name: str, boxes: Mapping[_Box, list[_Held]]) -> str:
 
 
 def _cut(parts: list[_Part], count: int) -> Iterable[tuple[_Part, int, int, int]]:
-    """(Part, which of `count` shares, first row, last row + 1): shares of equal bytes, in order."""
+    """Yield (part, index of the share, first row, last row + 1) of `count` shares of equal bytes, in order."""
     ends = list(accumulate(part.rows * part.row_bytes for part in parts))
     cuts = [(0, 0)]  # part, row
     for i in range(1, count):

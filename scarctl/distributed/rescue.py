@@ -1,8 +1,7 @@
-"""A rank has died, and others hold copies of what it owned: they put its newest values into its arena.
+"""Bring a dead rank's arena up to date, from the copies that surviving ranks hold of its rows.
 
-Under `DistributedDataParallel` every rank has all parameters, and each saves a part. What a dead rank has left in this
-host's memory is as old as its last checkpoint; what the survivors have is as new as theirs. So nothing is lost as long
-as one of them lives.
+Under `DistributedDataParallel` every rank has all parameters, and each saves a part. The arena of a dead rank is as old
+as its last checkpoint. The survivors have the newest values of its rows, so nothing is lost while one of them lives.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from scarctl.store import Store
 log = logging.getLogger("scarctl")
 
 SECONDS = 0.5
-"""How long to look for dead ranks: their end and its consequences come at about the same time."""
+"""Seconds to look for dead ranks: another rank may see the failure before the dead rank's process has ended."""
 _PAUSE = 0.02
 
 
 class Rescue:
-    """What one rank can do for the others. It reads live tensors: nothing may write to them meanwhile."""
+    """The help of one rank for dead ranks. It reads live tensors, which must not change meanwhile."""
 
     def __init__(
         self, division: Division, rank: int, shards: Sequence[int], rank_extras: Collection[str] = ()
     ) -> None:
-        """rank_extras: names of extras that are each rank's own."""
+        """Take the division and this rank. rank_extras: names of extras that every rank saves itself."""
         self._rank_extras = rank_extras
         self._shards = shards
         self._rank = rank
@@ -53,7 +52,7 @@ class Rescue:
 
     @property
     def possible(self) -> bool:
-        """Whether this rank holds something that another one owns."""
+        """Whether this rank holds rows that another one owns."""
         return bool(self._held)
 
     def run(
@@ -65,10 +64,13 @@ class Rescue:
         extras: Extras,
         whole: str = "",
     ) -> list[int]:
-        """Bring what dead ranks of this host owned up to `step` in their arenas; returns these ranks.
+        """Bring the arenas of dead ranks on this host up to `step`, and return these ranks.
 
-        groups: all that this rank holds. extras: of the step. whole: the name of the whole state then, "" for none.
-        Never raises: it is done when things go wrong already, and what fails is logged.
+        groups: all groups that this rank holds.
+        extras: extras of that step.
+        whole: the name of the whole state at that step, "" if it has none.
+
+        Never raises, because it runs after another failure. Its own failures are logged.
         """
         waiting, rescued = dict(self._held), []
         deadline = time.monotonic() + SECONDS
@@ -79,9 +81,9 @@ class Rescue:
                     view = store.of_shard(shard)
                     done = _bring_up(view, settings, held, groups, step, extras, whole, self._rank_extras)
                 except Contention:
-                    continue  # it lives, or another survivor is at it
+                    continue  # the owner lives, or another survivor has opened its arena
                 except Exception as error:
-                    log.warning("what rank %d owned cannot be brought up to step %d: %s", rank, step, error)
+                    log.warning("the rows of rank %d cannot be brought up to step %d: %s", rank, step, error)
                     done = False
                 del waiting[rank]
                 if done:
@@ -90,16 +92,16 @@ class Rescue:
                 break
             time.sleep(_PAUSE)
         if rescued:
-            log.warning("rank %d has kept what ranks %s owned, at step %d", self._rank, rescued, step)
+            log.warning("rank %d has kept the rows of dead ranks %s, at step %d", self._rank, rescued, step)
         return rescued
 
 
 _Held: TypeAlias = dict[str, tuple[int, int, int]]
-"""By stored name: my group, and the rows of it that the owner owns."""
+"""By stored name: index of this rank's group, and start and stop of the owner's rows in it."""
 
 
 def _held_for_others(division: Division, rank: int) -> dict[int, _Held]:
-    """By owner. It may own more, which nobody else has."""
+    """Return the rows that this rank holds for others, by owner. An owner may own more rows, without copies."""
     held: dict[int, _Held] = {}
     for copy in division.copies:
         if rank in copy.holders.sharing and copy.owner != rank:
@@ -125,7 +127,7 @@ def _bring_up(
     whole: str,
     names: Collection[str],
 ) -> bool:
-    """False when there is nothing to do. Raises Contention while the owner lives."""
+    """Update the owner's arena. Return whether there was something to do. Raises Contention while the owner lives."""
     folder = arena_folder(settings.arena_dir, store.run_id)
     if not (folder / FILE).exists():
         return False
@@ -134,12 +136,12 @@ def _bring_up(
         return False
     try:
         if not _is_of(arena, store):
-            log.warning("%s: what an earlier run has left in %s is not of this one", store.url, folder)
+            log.warning("%s: the arena in %s does not belong to this run", store.url, folder)
             return False
         queue = HandOverQueue(arena.folder)
         waiting = queue.pending()
         last = waiting[-1:]
-        # It has done so itself, or one more iteration.
+        # The owner sealed this step itself, or a later one.
         if step_of(arena.sealed) >= step or any(h.sealed and step_of(h.version) >= step for h in last):
             return False
         mine = np.zeros(arena.layout.partitions, dtype=bool)
@@ -158,7 +160,7 @@ def _bring_up(
             tree = _for_owner(extras, known, names).to_tree()
             queue.put(version=version, ids=ids, whole=whole, extras=tree)
             arena.reach(step)
-        elif ids.size:  # the rest is as old as it was, and so are the extras
+        elif ids.size:  # the other copies are older: extras of `step` would not match them
             queue.put(version=version, ids=ids, extras=None)
     finally:
         arena.close()
@@ -169,17 +171,17 @@ def _is_of(arena: Arena, store: Store) -> bool:
     try:
         return belongs(lambda: arena.lines, store)
     except Unavailable:
-        return True  # whoever opens the arena asks again
+        return True  # the session or daemon that opens the arena asks again
 
 
 def _for_owner(extras: Extras, known: Extras | None, names: Collection[str]) -> Extras:
-    """Return the survivor's extras. What is each rank's own comes from what the owner queued last, or is left out."""
+    """Return the survivor's extras. Parts that every rank saves itself come from `known`, the owner's newest extras."""
     early, notes = (NOTHING, Notes()) if known is None else (Early.of(known.early), known.notes)
     return replace(with_own(extras, early, names), notes=extras.notes.of_part(notes))
 
 
 def _tensors(arena: Arena, held: _Held, groups: Sequence[StateGroup]) -> list[list[torch.Tensor]]:
-    """My tensors, parallel to the owner's layout. Where I have none, its copies stand for themselves."""
+    """Return this rank's tensors, parallel to the owner's layout; the arena's own rows where this rank has none."""
     found = []
     for g, group in enumerate(arena.layout.groups):
         if group.name not in held:

@@ -1,4 +1,4 @@
-"""A state that other ranks have saved, or one process alone: taken over by these, each its own part."""
+"""Take over a state that a previous set of ranks saved, or a single process. Each rank takes the rows that it owns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scarctl.distributed.ownership import Division
 from scarctl.distributed.resume_step import MAX_APART, Standing, agree_on_step, perturbation_of
 from scarctl.errors import NoIntactCopy, UsageError
 from scarctl.recovery.reshard import Parts, check_fits, with_slots
-from scarctl.session.peers import GoOn
+from scarctl.session.peers import AgreedState
 from scarctl.state.extras import Extras
 from scarctl.state.group import Group, TensorSpec
 from scarctl.state.layout import Layout, build_layout
@@ -32,9 +32,9 @@ class Moved:
         team: Team,
         rank_extras: frozenset[str] = frozenset(),
     ) -> None:
-        """rank_extras: names of extras that are each rank's own.
+        """Compare the stored state with this model. rank_extras: names of extras that every rank saves itself.
 
-        Raises LayoutMismatch when the model is another one.
+        Raises LayoutMismatch if the model is another one.
         """
         self._parts = parts
         self._rank_extras = rank_extras
@@ -42,7 +42,7 @@ class Moved:
         self._team = team
         if adapter.late_per_rank:
             raise UsageError(
-                "the optimizer keeps different things on every rank: its state cannot be divided in another way",
+                "the optimizer's state differs between ranks, so that it cannot be divided in another way",
                 hint="start as many ranks as before, or use an optimizer whose state is sharded by FSDP",
             )
         groups = adapter.groups()
@@ -60,22 +60,22 @@ class Moved:
 
     @property
     def seen(self) -> list[list[int]]:
-        """Shards, and the record of each that its state is of. All ranks have to see the same."""
+        """Shards, and the newest record of each. All ranks have to see the same ones."""
         return [[shard, state.seq] for shard, state in self._parts.states.items()]
 
-    def fill(self, arena: Arena) -> GoOn:
+    def fill(self, arena: Arena) -> AgreedState:
         """See `Elsewhere`."""
         self._parts.copy_into(arena.layout, arena.rows)
         standings, shards = self._standings()
         agreement = agree_on_step(standings)
         extras = self._extras(shards[agreement.reference])
         rank = self._team.rank
-        # Random numbers and extras with `per_rank` are each rank's own: a new rank keeps its current ones.
+        # Random generators and extras with `per_rank` belong to one rank: a new rank keeps its current ones.
         mine = extras if rank == agreement.reference else None
         if mine is None and rank < len(shards):
             mine = self._extras(shards[rank])
         own = None if mine is None else Early.of(mine.early)
-        if own is None or own.rng is None:  # in the store by another rank's hand
+        if own is None or own.rng is None:  # another rank saved this part, without this rank's generators
             own = Early.of(self._adapter.capture_early())
         mixed = with_own(extras, own, self._rank_extras & own.objects.keys())
         exact = agreement.exact and bool(self._parts.whole)
@@ -86,40 +86,41 @@ class Moved:
             "step": agreement.step,
             "exact": exact,
             "perturbation": perturbation_of(standings, agreement).to_json(),
-            "rework": Rework(None, reason="the state was saved in other parts").to_json(),
+            "rework": Rework(None, reason="the state was saved under another division").to_json(),
             "rollback_steps": None,
         }
-        return GoOn(agreement.step, mixed, exact, summary)
+        return AgreedState(agreement.step, mixed, exact, summary)
 
     def _standings(self) -> tuple[list[Standing], list[int]]:
-        """Where every shard that has extras stands; and these shards. A process alone has them in one of its shards."""
+        """Return the standing of every shard with extras, and its number. A single process has extras in one shard."""
         states = {s: state for s, state in self._parts.states.items() if state.extras is not None}
         if not self._parts.of_ranks and states:
             newest = max(states, key=lambda shard: states[shard].extras or (0, 0))
             states = {newest: states[newest]}
         if not states:
             raise NoIntactCopy(
-                f"{self._parts.store.url} has no extras: optimizer's counts and random numbers were never saved"
+                f"{self._parts.store.url} has no extras: the optimizer's step counts and the states of random "
+                "generators were never saved"
             )
         steps = {shard: step_of(state.extras[0]) for shard, state in states.items() if state.extras}
         exact = {shard: self._is_exact(states[shard], step) for shard, step in steps.items()}
         owns = {shard: bool(len(state.ids)) for shard, state in states.items()}
         head = max((steps[shard] for shard in states if exact[shard] and owns[shard]), default=-1)
-        # What survived was in memory, and has come to the store since: of ranks that were in the same iteration.
+        # Copies that survived in memory have been saved to the store since. Survivors were in the same iteration.
         survived = {shard: exact[shard] and steps[shard] >= head - MAX_APART for shard in states}
         wholes = {s: states[s].whole if exact[s] else "" for s in states}
         found = [Standing(steps[s], exact[s], survived[s], owns=owns[s], whole=wholes[s]) for s in states]
         return found, list(states)
 
     def _is_exact(self, state: ShardState, step: int) -> bool:
-        """Whether extras and copies of a shard are of one commit; of one process's, those of all its shards."""
+        """Return whether a shard's extras and copies are of one commit; for a single process, those of all shards."""
         whole = state.whole if self._parts.of_ranks else self._parts.whole
         same = not len(state.ids) or (bool(whole) and state.extras_whole == whole)
         return same and bool((step_of(state.version) == step).all())
 
     def _extras(self, shard: int) -> Extras:
         found = self._parts.store.read_extras(self._parts.states[shard])
-        assert found is not None, "asked for shards that have some"
+        assert found is not None, "only shards with extras are asked for"
         return Extras.from_tree(torched(found[1]))
 
 

@@ -1,4 +1,4 @@
-"""From which step all ranks go on, when they have come back with states of different steps. Pure."""
+"""Choose the step after which all ranks continue, if they have resumed with states of different steps. Pure."""
 
 from __future__ import annotations
 
@@ -11,62 +11,62 @@ from scarctl.recovery.plan import Perturbation
 from scarctl.theory.rework import Outlook, Rework, rework_of_loss
 
 MAX_APART = 1
-"""Survivors of one failure have finished the same iteration, or one of them one more."""
+"""Largest difference of the steps of two survivors of one failure, in iterations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What one rank found of its own part."""
+    """The state that one rank has found of its own part."""
 
     step: int
-    """Of its newest extras."""
+    """Step of its newest extras."""
     exact: bool
     """All its copies are of that step, and of one commit of the whole state."""
     survived: bool
-    """Its memory has the last iteration that it finished."""
+    """Its arena has the last iteration that it finished."""
     distance: float | None = None
-    """Norm of how far its values were from these copies when that was last known; None when it never was."""
+    """Norm of its last known distances from these copies; None if they are unknown."""
     owns: bool = True
-    """It has some of the state: one that has nothing decides nothing."""
+    """It owns rows. A rank without rows does not count in the decision."""
     whole: str = ""
-    """The commit of the whole state that its copies and extras are of, "" when they are of none."""
+    """Name of the commit of the whole state that has its copies and extras, "" if they are of different commits."""
 
     def to_list(self) -> list[Any]:
-        """For `Team.gather`."""
+        """Return the fields as a list, for `Team.gather`."""
         return [self.step, self.exact, self.survived, self.distance, self.owns, self.whole]
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks do."""
+    """The decision for all ranks."""
 
     step: int
-    """Iterations finished: all go on with the next one."""
+    """Iterations finished: all ranks continue with the next one."""
     reference: int
-    """The rank whose extras of `step` are good for those that have none."""
+    """The rank with extras of `step`, which ranks without such extras take over."""
     lost: tuple[int, ...]
-    """Ranks whose state is older than that of the survivors; () when all are alike."""
+    """Ranks whose state is older than that of the survivors; () if all are equal."""
     exact: bool
-    """The whole state is of `step`, as one commit of it has saved it."""
+    """The whole state is of `step`, as one commit of the whole state saved it."""
 
 
 def agree_on_step(ranks: Sequence[Standing]) -> Agreement:
-    """The step to go on after: the smallest of the survivors', or of all when nobody has survived.
+    """Return the step after which all ranks continue: the smallest step of the survivors, or of all ranks without any.
 
-    Without memory, those count as survivors that have all of the newest step.
+    If no arena survived, ranks whose copies are all of the newest step count as survivors.
 
-    Survivors that are more than one iteration behind the others (an arena that an earlier run left) count as lost. What
-    a survivor has beyond the step is kept, and makes the state inexact.
+    Survivors that are more than one iteration behind the others (an arena that an earlier run left) count as lost.
+    Newer copies of a survivor are kept, and make the state inexact.
     """
     owners = [rank for rank, standing in enumerate(ranks) if standing.owns] or list(range(len(ranks)))
     survivors = [rank for rank in owners if ranks[rank].survived]
     if not survivors:
-        # What survived may have come to the store before its memory was given up.
+        # Copies of survivors may have been saved to the store before their arenas were removed.
         head = max(ranks[rank].step for rank in owners)
         survivors = [rank for rank in owners if ranks[rank].exact and ranks[rank].step == head]
     newest = max((ranks[rank].step for rank in survivors), default=0)
     survivors = [rank for rank in survivors if ranks[rank].step >= newest - MAX_APART]
-    # Whoever comes back exactly where the survivors are has lost nothing, whatever its memory says.
+    # A rank that resumes exactly at a survivor's step has lost nothing, even if its arena did not survive.
     at_head = {ranks[rank].step for rank in survivors}
     survivors += [r for r in owners if r not in survivors and ranks[r].exact and ranks[r].step in at_head]
     chosen = sorted(survivors) or owners
@@ -79,7 +79,7 @@ def agree_on_step(ranks: Sequence[Standing]) -> Agreement:
 
 
 def perturbation_of(ranks: Sequence[Standing], agreement: Agreement) -> Perturbation:
-    """What going on changes in the state, estimated: the values of lost ranks are gone."""
+    """Return the estimated norm by which the state changes: the newest values of lost ranks are gone."""
     distances = [ranks[rank].distance for rank in agreement.lost]
     known = [distance for distance in distances if distance is not None]
     if len(known) < len(distances):
@@ -90,9 +90,9 @@ def perturbation_of(ranks: Sequence[Standing], agreement: Agreement) -> Perturba
 def rework_of_ranks(
     ranks: Sequence[Standing], agreement: Agreement, outlook: Outlook, *, comparable: bool
 ) -> Rework:
-    """What going on is predicted to cost, where ranks own equal parts.
+    """Return the predicted rework of continuing, if all ranks own equal parts.
 
-    comparable: distances are in the norm that convergence is told in; else the copies' ages count.
+    comparable: distances are in the norm in which convergence is measured. Otherwise the ages of the copies are used.
     """
     owners = sum(standing.owns for standing in ranks)
     ages = [agreement.step - ranks[rank].step for rank in agreement.lost]

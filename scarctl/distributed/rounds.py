@@ -1,9 +1,8 @@
-"""Rounds in which all ranks add up small arrays: one background thread, so that training never waits for another rank.
+"""Add up small arrays of all ranks, in rounds. A background thread does it, so that training never waits for a rank.
 
-Every rank joins every round, in the same order. A rank that comes late holds the round up, and the rounds after it,
-but not who joined it: they look after a while whether the round is over, and else do without. When a peer is gone,
-too slow or in another round than this rank, the exchange has failed, for good and on all ranks: there are no rounds
-from then on.
+Every rank joins every round, in the same order. A late rank delays the round, and the rounds after it, but not the
+training of other ranks: these wait for a short time, then continue without the result. If a peer has died, is too
+slow, or is in another round than this rank, the exchange fails on all ranks. No round follows.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 log = logging.getLogger("scarctl")
 
 TIMEOUT = 300.0
-"""Seconds that a rank may be late before it counts as gone."""
+"""Seconds that a rank may be late before it counts as dead."""
 LINGER = 2.0
 """Seconds that closing waits for rounds under way, so that the other ranks can finish theirs."""
 BEHIND = 10_000
@@ -37,17 +36,17 @@ class Turn(Protocol):
     """One rank's part in a round."""
 
     def send(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Two arrays, of the same shapes in all turns of all ranks."""
+        """Return two arrays. Their shapes are the same in all turns of all ranks."""
 
     def receive(self, most: NDArray[np.int64], sums: NDArray[np.int64]) -> bool:
-        """Take in the elementwise maximum of the first over ranks, and the sum of the second.
+        """Take in the elementwise maximum of the first arrays of all ranks, and the sum of the second ones.
 
-        Returns whether to go on with another `send`: the same on all ranks.
+        Returns whether another `send` follows: equal on all ranks.
         """
 
 
 class Group(Protocol):
-    """What is used of a process group: `dist.ProcessGroupGloo`, or what `dist.new_group(backend="gloo")` returns."""
+    """The used methods of a gloo group: `dist.ProcessGroupGloo`, or a result of `dist.new_group(backend="gloo")`."""
 
     def allreduce(self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions, /) -> dist.Work: ...
 
@@ -55,21 +54,21 @@ class Group(Protocol):
 
 
 class Round:
-    """A round that this rank has joined. What its turn learnt is good once it is `done` and not `failed`."""
+    """A round that this rank has joined. The result of its turn is valid once it is `done` and not `failed`."""
 
-    def __init__(self, step: int, turn: Turn, told: tuple[int, int]) -> None:
+    def __init__(self, step: int, turn: Turn, reported: tuple[int, int]) -> None:
         self.step = step
         self.turn = turn
-        self.told = told
-        """Two numbers of this rank's; once the round is done the largest of all ranks'."""
+        self.reported = reported
+        """Two numbers of this rank; once the round is done, the maximum over all ranks."""
         self.done = False
         self.failed = False
         self.given_up = False
-        """Nobody waits for it any more."""
+        """Training has stopped waiting for this round."""
 
 
 class Exchange:
-    """The rounds of one rank. `join`, `wait` and `hurry` never raise for what other ranks do."""
+    """The rounds of one rank. `join`, `wait` and `hurry` never raise because of other ranks."""
 
     def __init__(
         self,
@@ -80,11 +79,14 @@ class Exchange:
         timeout: float = TIMEOUT,
         linger: float = LINGER,
     ) -> None:
-        """group: a gloo group of all ranks for the exchange alone, which breaks it when it fails or is closed."""
+        """Start the thread.
+
+        group: a gloo group of all ranks, for this exchange alone: its connections are closed on failure and at the end.
+        """
         self.rank = rank
         self.world = world
         self.failure: str | None = None
-        """Why there are no rounds any more."""
+        """The reason why there are no rounds any more."""
         self._group: Group | None = group
         self._timeout = timedelta(seconds=timeout)
         self._linger = linger
@@ -97,12 +99,12 @@ class Exchange:
 
     # -- what the session calls -----------------------------------------------------------------------------------
 
-    def join(self, step: int, turn: Turn, told: tuple[int, int] = (0, 0)) -> Round:
-        """Join the round of `step`, after all that were joined before. Returns at once.
+    def join(self, step: int, turn: Turn, reported: tuple[int, int] = (0, 0)) -> Round:
+        """Join the round of `step`, after all rounds joined before. Returns at once.
 
-        told: numbers for `result`.
+        reported: numbers for `result`.
         """
-        joined = Round(step, turn, told)
+        joined = Round(step, turn, reported)
         with self._changed:
             if self.failure is None and not self._closing and len(self._rounds) >= BEHIND:
                 self._fail(f"another rank is {BEHIND} rounds behind")
@@ -114,15 +116,15 @@ class Exchange:
         return joined
 
     def hurry(self, now: bool = True) -> None:
-        """Somebody waits for the one who waits for a round. Counts until it is taken back."""
+        """Begin to count the patience of `wait`: training waits for the waiting thread. now=False stops it."""
         with self._changed:
             self._hurried = now
             self._changed.notify_all()
 
     def wait(self, joined: Round, patience: float) -> bool:
-        """Wait for a round until it is done, or `patience` seconds after `hurry`; returns whether there is a result.
+        """Wait for a round until it is done, or `patience` seconds after `hurry`. Return whether there is a result.
 
-        When a round before it was given up like that and is still open, patience ends with `hurry`.
+        If an earlier round was given up and is still open, wait only until `hurry`.
         """
         with self._changed:
             self._changed.wait_for(lambda: joined.done or self._hurried)
@@ -132,13 +134,13 @@ class Exchange:
             return joined.done and not joined.failed
 
     def result(self, joined: Round) -> tuple[int, int]:
-        """The largest of each of the numbers told in a round, as soon as that is done; (0, 0) when it failed."""
+        """Wait for a round, and return the maximum of each number reported in it; (0, 0) if it failed."""
         with self._changed:
             self._changed.wait_for(lambda: joined.done)
-            return (0, 0) if joined.failed else joined.told
+            return (0, 0) if joined.failed else joined.reported
 
     def replace(self, joined: Round, turn: Callable[[], Turn]) -> bool:
-        """Put another turn in place of one that has not begun; returns whether that was possible."""
+        """Replace the turn of a round that has not begun. Return whether it was replaced."""
         with self._changed:
             if joined.done or self._rounds[0] is joined:
                 return False
@@ -146,7 +148,7 @@ class Exchange:
             return True
 
     def close(self) -> None:
-        """End the thread, within `linger` seconds and what breaking off takes. Peers that are still in a round fail."""
+        """End the thread, within `linger` seconds and the time to close connections. Peers still in a round fail."""
         with self._changed:
             if self.failure is None:
                 self._changed.wait_for(lambda: not self._rounds, self._linger)
@@ -176,25 +178,25 @@ class Exchange:
                 self._break_off()
 
     def _next(self) -> Round | None:
-        """The next round; None when there is none any more."""
+        """Wait for the next round, and return it; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._rounds or self._closing or self.failure is not None)
             return self._rounds[0] if self._rounds and self.failure is None else None
 
     def _carry_out(self, joined: Round) -> str | None:
-        """Returns why it failed, None if it did not."""
+        """Carry out a round. Return the reason of its failure, None if it succeeded."""
         level, more = 0, True
         while more:
             most, sums = joined.turn.send()
             place = np.array([joined.step, level], dtype=np.int64)
-            head = np.concatenate((place, -place, np.array(joined.told, dtype=np.int64)))
+            head = np.concatenate((place, -place, np.array(joined.reported, dtype=np.int64)))
             most, sums = self._reduce(np.concatenate((head, most)), sums)
             (step, level_most), (least_step, least_level) = most[:2].tolist(), (-most[2:4]).tolist()
             if least_step != step:
                 return f"some ranks are at the round of step {least_step} and others at that of step {step}"
             if least_level != level_most:
                 return f"ranks disagree about the round of step {step}"
-            joined.told = int(most[4]), int(most[5])
+            joined.reported = int(most[4]), int(most[5])
             more = joined.turn.receive(most[6:], sums)
             level += 1
         return None
@@ -205,8 +207,8 @@ class Exchange:
         if self.world == 1:
             return most, sums
         assert self._group is not None
-        # Both on their way at once: what they take is latency. Of memory of their own: one that is broken off may
-        # still be written to.
+        # Both are sent at once, because latency dominates their time. They are copies, because gloo may still write
+        # to a tensor after its connection was closed.
         tensors = torch.from_numpy(most.copy()), torch.from_numpy(sums.copy())
         works = [
             self._group.allreduce([tensor], self._options(operation))
@@ -223,7 +225,7 @@ class Exchange:
         return options
 
     def _fail(self, reason: str) -> None:
-        """With the lock held. There are no rounds from now on."""
+        """End all rounds for good, with the lock held."""
         if self.failure is not None:
             return
         self.failure = reason
@@ -233,15 +235,15 @@ class Exchange:
         self._changed.notify_all()
         if not self._closing:
             log.warning(
-                "rank %d selects what to save without the other ranks from now on: %s", self.rank, reason
+                "rank %d selects partitions without the other ranks from now on: %s", self.rank, reason
             )
 
     def _break_off(self) -> None:
-        """Close the group's connections: what waits for one ends with an error, here and in the peers.
+        """Close the group's connections, so that waiting collectives fail, here and in the peers.
 
         Gloo has no call for that: its `abort` leaves a collective waiting, and its destructor waits for it. But a
-        receive that times out closes all connections of the group at once. One from a peer that is gone ends without
-        that, so all are tried.
+        receive that times out closes all connections of the group at once. A receive from a dead peer fails without
+        closing them, so all peers are tried.
         """
         group = self._group
         if group is None:

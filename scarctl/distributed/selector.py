@@ -1,4 +1,4 @@
-"""What one rank's session saves: its part of a selection over all ranks, or its own choice without them."""
+"""Select the partitions that one rank saves: its part of a selection over all ranks, or a selection without them."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from scarctl.policy.select import Selection, select
 from scarctl.util.arrays import Ids
 
 LAG = 2
-"""Rounds between a wish and what comes of it."""
+"""Rounds between a wish and its fulfilment."""
 PATIENCE = 0.05
 """Seconds that a training thread may wait for other ranks at a checkpoint."""
 
 
 class GlobalSelector:
-    """Selects with the other ranks at regular checkpoints, and alone at those asked for by hand.
+    """Selects with the other ranks at regular checkpoints, and alone at requested ones.
 
-    A regular checkpoint goes: `expect` when it is due, `select` from the copy beside the next forward and backward,
-    `hurry` when the training thread begins to wait for that copy, and `settle` when it has ended, whatever came of
-    it. One checkpoint is under way at a time; `select` runs in another thread than the rest.
+    The calls of a regular checkpoint: `expect` when it is due; `select` in the copy thread, concurrently with forward
+    and backward; `hurry` when training begins to wait for the copy; `settle` when the copy has ended, or has failed.
+    Only one checkpoint runs at a time. All calls but `select` come from the training thread.
     """
 
     def __init__(self, exchange: Exchange, shard: int, *, patience: float = PATIENCE) -> None:
-        """shard: of this rank, which no other rank has. patience: seconds, see `Exchange.wait`."""
+        """Take an exchange that this selector closes. shard: this rank's. patience: seconds, see `Exchange.wait`."""
         self.shared = True
         self.wish = 0
-        """What this rank wants all to know; the largest wins. See `agreed`."""
+        """A number of this rank for all ranks; the largest wins. See `agreed`."""
         self.proposed = 0
-        """Interval that this rank would keep, in iterations."""
+        """Checkpoint interval that this rank proposes, in iterations."""
         self.interval = 0
-        """The largest that a rank proposed `LAG` rounds ago, as of the last `agreed`; 0: there was no such round."""
+        """The largest interval proposed `LAG` rounds ago, set by `agreed`; 0: there was no such round."""
         self._rounds: deque[Round] = deque()
         self.late = 0
-        """Rounds that this rank did not wait for."""
+        """Rounds in which this rank stopped waiting for others."""
         self._exchange = exchange
         self._shard = shard
         self._patience = patience
         self._books = Books()
         self._expected: tuple[int, int] | None = None  # step, budget
         self._spent = 0
-        """Bytes picked since the last round that have to be told."""
+        """Bytes picked since the last round, for the next one."""
         self._credit: int | None = None
-        """Of picks alone, None before the first pick."""
+        """Credit of picks without other ranks, in bytes; None before the first pick."""
 
     def expect(self, step: int, budget: int) -> None:
-        """A regular checkpoint is due at `step`, and on all ranks; budget: bytes, this rank's."""
+        """Announce that a regular checkpoint is due at `step`, on all ranks. budget: bytes that this rank may save."""
         self.settle()
         self._exchange.hurry(False)
         self._expected = (step, budget)
@@ -60,20 +60,20 @@ class GlobalSelector:
         return self._expected is not None
 
     def hurry(self) -> None:
-        """The training thread waits."""
+        """Note that the training thread waits for the copy."""
         self._exchange.hurry()
 
     def settle(self) -> None:
-        """If the expected checkpoint came to nothing, join its round with nothing: the other ranks count on it."""
+        """Join the round of a checkpoint that did not select, without candidates: other ranks wait for it."""
         expected, self._expected = self._expected, None
         if expected is not None:
             step, budget = expected
             self._join(step, self._turn(no_offer(), budget))
 
     def agreed(self) -> int:
-        """The largest wish that ranks had `LAG` rounds ago. To be asked once before each `expect`, on all ranks.
+        """Return the largest wish of the round `LAG` rounds ago, and set `interval`. Call once before each `expect`.
 
-        So long ago, because by then every rank knows: nobody waits, unless a rank is that far behind. Sets `interval`.
+        By then all ranks have finished that round, so that no rank waits, unless another one is that late.
         """
         if len(self._rounds) < LAG:
             self.interval = 0
@@ -82,7 +82,7 @@ class GlobalSelector:
         return wish
 
     def close(self) -> None:
-        """Leave. Never hangs; see `Exchange.close`."""
+        """Close the exchange. Never hangs; see `Exchange.close`."""
         self._exchange.close()
 
     def select(
@@ -100,10 +100,12 @@ class GlobalSelector:
         step: int = 0,
         max_staleness: int | None = None,
     ) -> Selection:
-        """Pick this rank's partitions. Arguments as of `policy.select`, which does the same for one session.
+        """Pick this rank's partitions. The arguments are those of `policy.select`, the selection for one session.
 
-        budget: this rank's; what counts is the sum over ranks. credit: bytes left over by an earlier run; only the
-        first call looks at it. The result's credit is that of all ranks together where they selected together.
+        budget: bytes that this rank may save. A common selection uses the sum over ranks.
+        credit: bytes left by an earlier run. Only the first call uses it.
+
+        After a common selection the result's credit is that of all ranks.
         """
         if policy == "full":
             return select(
@@ -142,7 +144,7 @@ class GlobalSelector:
         return joined
 
     def _with_others(self, offer: Offer, step: int, budget: int) -> tuple[Ids, int]:
-        """Picks, and the credit that they leave."""
+        """Return the picks of a common selection, and the credit that they leave."""
         books, turn = self._books, self._turn(offer, budget)
         joined = self._join(step, turn)
         if self._exchange.wait(joined, self._patience):
@@ -153,11 +155,11 @@ class GlobalSelector:
             return ids, left
         if joined.failed:
             return self._alone(offer, budget)
-        # The others still count on what this rank said of its budget, unless it has not been sent.
+        # Unless the turn was replaced, the other ranks have received this rank's budget and count on it.
         self.late += 1
-        told = (turn.spent, turn.credit)
+        spent, credit = turn.spent, turn.credit
         if self._exchange.replace(
-            joined, lambda: Turn(books, no_offer(), budget=0, spent=told[0], credit=told[1])
+            joined, lambda: Turn(books, no_offer(), budget=0, spent=spent, credit=credit)
         ):
             return self._from(offer, budget)
         if books.share is not None:
@@ -168,12 +170,12 @@ class GlobalSelector:
 
     def _alone(self, offer: Offer, budget: int) -> tuple[Ids, int]:
         ids, left = self._from(offer, budget)
-        # A budget that no round knows of, but credit that they do.
+        # Rounds have not counted this budget, but they have counted the credit.
         self._spent += max(0, int(offer.nbytes[ids].sum()) - budget)
         return ids, left
 
     def _from(self, offer: Offer, budget: int) -> tuple[Ids, int]:
-        """Pick by this rank's own order."""
+        """Pick without the other ranks."""
         cap = budget + offer.largest
         room = budget + min(self._credit or 0, cap)
         ids = pick_alone(offer, room)

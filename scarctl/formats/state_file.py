@@ -12,10 +12,12 @@ A tensor's bytes are presented as rows: uint8 of shape (rows, bytes per row), li
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
 import stat
+import tarfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +31,7 @@ from scarctl.errors import AccessDenied, Corruption, Unavailable, UsageError
 from scarctl.state.layout import TensorSpec
 from scarctl.store.format import MAX_HEADER, header_length, parse_header
 from scarctl.util.arrays import Bytes
-from scarctl.util.pickle_size import torch_fault
+from scarctl.util.pickle_size import torch_fault, torch_pickles_fault
 from scarctl.util.zip_size import MAX_DIRECTORY, directory_bytes
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ Stamp = tuple[int, int, int, int]
 _ZIP_MAGIC = b"PK\x03\x04"
 # Older versions of torch.save wrote no zip archive, but a pickle: protocol 2, then a magic number as a long.
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_LEGACY_PICKLES = 4
+"""After the magic number: the version, the system's properties, the saved object, the storages' keys."""
 _KNOWN = "give a safetensors file, a .pt file with tensors only, or a folder of torch.distributed.checkpoint"
 
 
@@ -184,10 +188,18 @@ def _open_safetensors(path: Path) -> StateFile:
 def _open_torch(path: Path, *, zipped: bool) -> StateFile:
     with os_errors(path):
         stamp = stamp_of(path.stat())
+    data_bytes = None
     if zipped:
         _check_archive(path)
+    else:
+        data_bytes = _check_legacy(path)
     content = _load(path, mapped=zipped)
     tensors = dict(sorted(flatten(content, path).items()))
+    if data_bytes is not None:
+        # A storage is made as large as it claims, before its values are read, if they are read at all.
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors.values()}
+        if sum(storages.values()) > data_bytes:
+            raise _cut_short(path, f"its tensors claim more than the {data_bytes} bytes of data that it has")
     specs = {name: _spec(name, tensor, path) for name, tensor in tensors.items()}
     return StateFile(path, "torch", specs, stamp, content=content, _tensors=tensors)
 
@@ -206,7 +218,7 @@ def _check_archive(path: Path) -> None:
                 if info.filename.rpartition("/")[2] == "data.pkl":
                     if info.file_size > MAX_HEADER:
                         reason = f"{info.filename} has more than {MAX_HEADER} bytes"
-                    reason = reason or torch_fault(archive.read(info))
+                    reason = reason or torch_fault(archive.read(info), len(names))
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise _cut_short(path, "its archive has no directory at the end") from error
     if reason:
@@ -221,6 +233,23 @@ def _check_archive(path: Path) -> None:
         raise UsageError(
             f"{path} is an archive that torch.save did not write", hint=_KNOWN, kind="foreign-state-file"
         )
+
+
+def _check_legacy(path: Path) -> int:
+    """Refuse a file whose pickles would make too much; return how many bytes of data follow them.
+
+    An archive of tar may begin like such a file, and torch looks for one first.
+    """
+    with os_errors(path), path.open("rb") as file:
+        with contextlib.suppress(tarfile.HeaderError):
+            tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), tarfile.ENCODING, "surrogateescape")
+            raise UsageError(f"{path} is a tar archive", hint=_KNOWN, kind="foreign-state-file")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            reason, end = torch_pickles_fault(data, len(_LEGACY_MAGIC), _LEGACY_PICKLES, MAX_HEADER)
+            size = len(data)
+    if reason:
+        raise _cut_short(path, reason)
+    return max(0, size - end)
 
 
 def _load(path: Path, *, mapped: bool) -> Any:
@@ -251,6 +280,7 @@ def flatten(content: Any, path: Path) -> dict[str, torch.Tensor]:
     import torch
 
     found: dict[str, torch.Tensor] = {}
+    kinds = (torch.Tensor, Mapping, list, tuple)
 
     def visit(value: Any, name: str, above: tuple[int, ...]) -> None:
         if isinstance(value, torch.Tensor):
@@ -265,7 +295,8 @@ def flatten(content: Any, path: Path) -> dict[str, torch.Tensor]:
                 )
             items = value.items() if isinstance(value, Mapping) else enumerate(value)
             for key, item in items:
-                visit(item, f"{name}.{key}" if name else str(key), (*above, id(value)))
+                if isinstance(item, kinds):
+                    visit(item, f"{name}.{key}" if name else str(key), (*above, id(value)))
 
     visit(content, "", ())
     return found

@@ -1,4 +1,4 @@
-"""Compute how old saved copies are: by the clock, and in iterations."""
+"""Compute the ages of saved copies: by the clock, and in iterations."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from scarctl.store.saved import last_saved, seconds_since
 
 @dataclass(frozen=True, slots=True)
 class Age:
-    """When a state was saved, and whether ages in iterations are exact."""
+    """The time at which a state was saved, and whether ages in iterations are exact."""
 
     saved_at: str | None
-    """UTC time of the newest commit in ISO 8601; None when no record gives it."""
+    """UTC time of the newest commit in ISO 8601; None if no record has it."""
     is_lower_bound: bool
     """The run may be further than the newest known step, so every age may be larger."""
 
@@ -32,9 +32,10 @@ class Age:
 
 
 def age_of(store: Store, shards: Iterable[int], arenas: Iterable[ArenaView | None]) -> Age:
-    """Return the age of what `shards` hold.
+    """Return the age of the newest copies in `shards`.
 
-    arenas: one for every process that saves to them; None where its arena is not on this host.
+    arenas: one for every process that saves to them; None if its arena is not on this host.
+
 
     Raises Unavailable, AccessDenied.
     """
@@ -43,12 +44,12 @@ def age_of(store: Store, shards: Iterable[int], arenas: Iterable[ArenaView | Non
 
 
 def lag_of(arena: ArenaView) -> int:
-    """Return the iterations since the oldest copy that is not durable yet was made; 0 when all are durable."""
+    """Return the iterations since the oldest pending copy was made; 0 if all copies are durable."""
     waiting = arena.version[(arena.version != arena.durable) & (arena.version >= 0)]
     return max(arena.head_step - int(step_of(waiting).min()), 0) if len(waiting) else 0
 
 
 def since_of(arena: ArenaView, step: int) -> int:
-    """Return the iterations from the arena's newest checkpoint, which measured its distances, to `step`."""
+    """Return the iterations from the arena's newest checkpoint, when distances were measured, to `step`."""
     newest = max(int(arena.version.max(initial=-1)), arena.sealed)
     return max(0, step - int(step_of(newest))) if newest >= 0 else 0

@@ -1,8 +1,8 @@
-"""Assemble whole tensors for a file from the boxes that each share has of them.
+"""Assemble whole tensors of a file from the boxes in the shares.
 
-A rank has a box of a whole tensor (`scarctl.state.group.Place`), one process has all of it. Partitions are rows of that
-box. A file has the whole tensor. If only some of it is restored, the file has pieces: `name[start:stop]` with rows of
-the whole tensor, or `name[0:4,8:16]` for a box that is narrower than the tensor.
+A rank has a box of a whole tensor (`scarctl.state.group.Place`), and a single process has all of it. Partitions are
+rows of that box. A file has the whole tensor. If only a part is restored, the file has pieces. `name[start:stop]` has
+rows of the whole tensor, and `name[0:4,8:16]` a box that is narrower than the tensor.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class Target:
 
     name: str
     suffix: str
-    """Which box it is, in the tensor's name; "" for all of it."""
+    """Suffix of the tensor's name that names the box; "" for the whole tensor."""
     offset: Shape
-    """Of the parameter's first value."""
+    """Offset of the box, in values of the parameter."""
     shape: Shape
-    """Of the parameter."""
+    """Shape of the box, in values of the parameter."""
 
     def key(self, group: Group, t: int) -> str:
-        """Name of the group's tensor `t` in the file."""
+        """Return the name of the group's tensor `t` in the file."""
         return group.key(t) + self.suffix
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Where rows of one rank's group go: the rows from `starts[i]` to `stops[i]` to `targets[i]`; ascending."""
+    """Targets of the rows of one rank's group: rows `[starts[i], stops[i])` go to `targets[i]`; ascending."""
 
     starts: Ids
     stops: Ids
@@ -54,7 +54,7 @@ Plan: TypeAlias = Mapping[int, Runs]
 
 
 def whole_groups(layouts: Iterable[Layout]) -> dict[str, Group]:
-    """Return the whole tensors that layouts have boxes of, by stored name. Raises Corruption when two disagree."""
+    """Return the whole tensors of all boxes in the layouts, by stored name. Raises Corruption if two boxes disagree."""
     found: dict[str, Group] = {}
     for layout in layouts:
         for group in layout.groups:
@@ -64,15 +64,17 @@ def whole_groups(layouts: Iterable[Layout]) -> dict[str, Group]:
             whole = Group(group.name, group.kind, max(1, tensors[0].rows), tensors)
             if found.setdefault(group.name, whole) != whole:
                 raise Corruption(
-                    f"two shards disagree about what tensor {group.name!r} is", hint="the store is not sound"
+                    f"two shards have different shapes or dtypes of tensor {group.name!r}",
+                    hint="the store is damaged",
                 )
     return found
 
 
 def content(layouts: Sequence[Layout], ids: Sequence[Ids]) -> tuple[dict[str, TensorSpec], list[Plan]]:
-    """Return the tensors of a new file with the partitions `ids` (ascending) of each layout, and where their rows go.
+    """Return the tensors of a new file with the partitions `ids` (ascending) of each layout, and the targets of rows.
 
-    A tensor is whole if all of it is there, else in pieces. Tensors without values belong to a file with everything.
+    A tensor is whole if all its rows are there, otherwise in pieces. A file with all partitions also has the tensors
+    without values.
     """
     wholes = whole_groups(layouts)
     pieces: dict[str, list[tuple[int, int, int, int]]] = {}  # name: (layout, group, start, stop)
@@ -98,7 +100,7 @@ def content(layouts: Sequence[Layout], ids: Sequence[Ids]) -> tuple[dict[str, Te
 
 
 def onto(layouts: Sequence[Layout]) -> list[Plan]:
-    """Return where the rows of all partitions go in a file that has the whole tensors."""
+    """Return the targets of the rows of all partitions, for a file that has the whole tensors."""
     wholes = whole_groups(layouts)
     return [
         {
@@ -110,7 +112,7 @@ def onto(layouts: Sequence[Layout]) -> list[Plan]:
 
 
 def check_complete(layouts: Sequence[Layout]) -> None:
-    """Raise NoIntactCopy unless the boxes of layouts are all of each tensor, and no value is in two of them."""
+    """Raise NoIntactCopy unless the boxes of the layouts cover every tensor without overlap."""
     boxes: dict[str, list[tuple[Shape, Shape]]] = {}
     for layout in layouts:
         for group in layout.groups:
@@ -121,15 +123,15 @@ def check_complete(layouts: Sequence[Layout]) -> None:
         size = sum(_extent(shape) for _, shape in mine)
         if whole.nbytes and (size != _extent(whole.tensors[0].shape) or _any_overlap(mine)):
             raise NoIntactCopy(
-                f"tensor {name!r} is not whole in this store: its parts are {size} of its values",
+                f"tensor {name!r} is not complete in this store: its parts have {size} of its values",
                 hint="nothing was written; `scarctl inspect` shows which ranks have saved",
             )
 
 
 def units(group: Group, t: int, rows: Rows, target: Target) -> tuple[Rows, int]:
-    """Return where rows of a group's tensor `t` lie in the target, an array of units, and the bytes of a unit.
+    """Return the units of the target that rows of a group's tensor `t` occupy, and the bytes of a unit.
 
-    A unit is a row where the group is as wide as the target, else as much as both have side by side.
+    A unit is a row if the group is as wide as the target, otherwise a run of values that is contiguous in both.
     """
     spec, offset = group.tensors[t], group.box.offset
     if not spec.shape:
@@ -156,7 +158,7 @@ def units(group: Group, t: int, rows: Rows, target: Target) -> tuple[Rows, int]:
 
 
 def _whole_shape(group: Group, t: int) -> Shape:
-    """Of tensor `t`: a slot of another shape than the parameter's is divided by rows only."""
+    """Return the whole shape of tensor `t`. A slot of another shape than the parameter's is divided by rows only."""
     spec, place = group.tensors[t], group.box
     if spec.shape == group.tensors[0].shape:
         return place.shape
@@ -173,7 +175,7 @@ def _rows_of(spec: TensorSpec, target: Target) -> Shape:
 
 
 def _box(group: Group, start: int, stop: int) -> tuple[Shape, Shape]:
-    """Offset and shape of some rows of a group in the whole tensor."""
+    """Return offset and shape of some rows of a group in the whole tensor."""
     place, shape = group.box, group.tensors[0].shape
     if not shape:
         return (), ()
@@ -181,12 +183,12 @@ def _box(group: Group, start: int, stop: int) -> tuple[Shape, Shape]:
 
 
 def _extent(shape: Shape) -> int:
-    """Number of values. Rows without values count as one each, because a slot may have some in them."""
+    """Return the number of values. A row without values counts as one, because a slot may have values in it."""
     return math.prod(shape[:1]) * math.prod(max(1, n) for n in shape[1:])
 
 
 def _runs(layout: Layout, ids: Ids) -> Iterable[tuple[int, int, int]]:
-    """Adjacent rows of partitions (ascending), as group, first row, last row + 1."""
+    """Yield adjacent rows of partitions (ascending), as group, first row, last row + 1."""
     bounds = np.searchsorted(ids, layout.base)
     for g in range(len(layout.groups)):
         starts, stops = layout.row_ranges(ids[bounds[g] : bounds[g + 1]])
@@ -199,7 +201,7 @@ def _runs(layout: Layout, ids: Ids) -> Iterable[tuple[int, int, int]]:
 
 
 def _targets(whole: Group, boxes: Sequence[tuple[Shape, Shape]]) -> list[Target]:
-    """The tensor of a file that each box goes to: all of it, or pieces that are as large as can be."""
+    """Return the target of each box: the whole tensor, or the largest possible pieces."""
     shape = whole.tensors[0].shape
     if not shape or sum(_extent(size) for _, size in boxes) == _extent(shape):
         return [_all_of(whole)] * len(boxes)
@@ -232,7 +234,7 @@ def _as_runs(plan: Mapping[int, list[tuple[int, int, Target]]]) -> Plan:
 
 
 def _any_overlap(boxes: Sequence[tuple[Shape, Shape]]) -> bool:
-    """Whether two of the boxes (in order) have a value in common."""
+    """Return whether two of the boxes (in order) overlap."""
     for i, (offset, shape) in enumerate(boxes):
         for other, size in boxes[i + 1 :]:
             if not offset or other[0] >= offset[0] + shape[0]:

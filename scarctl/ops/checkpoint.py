@@ -1,8 +1,8 @@
-"""One partial checkpoint of a state file, for training loops in any language: no session, no daemon.
+"""Save one partial checkpoint of a state file, for training loops in any language: no session, no daemon.
 
-What the state is compared with, the last saved values, comes from the memory of a stopped run where that has them,
-else from the store, which is then read whole. What the policy carries from one call to the next (unused budget, the
-round's position) lies in the extras of the newest commit.
+The state is compared with the last saved values. These come from the memory of a stopped run if it has them, otherwise
+from the store, which is then read completely. The policy's own state (unused budget, the cursor of "round") is saved
+in the extras of the newest commit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ from scarctl.state.extras import FILE_POLICY, PolicyMemory
 from scarctl.state.layout import Layout, build_layout
 from scarctl.state.rows import take_rows
 from scarctl.state.version import MAX_STEP, pack, step_of
-from scarctl.store import Collector, ShardState, Store, StoreWriter, create_snapshot, open_writer, sealed_sets
+from scarctl.store import (
+    Collector,
+    ShardState,
+    Store,
+    StoreWriter,
+    check_cut,
+    create_snapshot,
+    open_writer,
+    sealed_sets,
+)
 from scarctl.store.snapshot import check_new_snapshot, check_snapshot_name
 from scarctl.store.topology import refuse_ranks
 from scarctl.util.arrays import Ids
@@ -40,28 +49,28 @@ log = logging.getLogger("scarctl")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSettings:
-    """How one state file is saved."""
+    """Settings for saving one state file."""
 
     store: str = field(repr=False)
     """Folder of the store, or an address such as `s3://bucket/folder`. The first checkpoint creates it."""
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    """For the file system of a remote store. They may be secret."""
+    """Options of a remote store's file system. They may be secret."""
     assume_single_writer: bool = False
-    """Create it also where nothing can be created exclusively."""
+    """Create the store even if the place cannot create files exclusively."""
     step: int
-    """Iterations of the loop when the state was written. May not decrease from call to call."""
+    """Iterations of the loop when the state was written. It must not decrease from call to call."""
     fraction: float = 1 / 8
-    """Share of the state's bytes that this checkpoint may write, in (0, 1]."""
+    """Fraction of the state's bytes that this checkpoint may write, in (0, 1]."""
     policy: str = "priority"
-    """priority, round, random or full."""
+    """Rule that selects partitions: priority, round, random or full."""
     shards: int | None = None
-    """Parts that fail together. Fixed by the first checkpoint (None: 1, or the store's)."""
+    """Number of shards. Fixed by the first checkpoint (None: 1, or the store's)."""
     partition_bytes: int | None = None
     """Size of a partition in bytes. Fixed by the first checkpoint (None: from the state's size, or the store's)."""
     arena_dir: str | None = None
-    """Folder of arenas, if not the default."""
+    """Folder of arenas, None for the default."""
     snapshot: str | None = None
-    """Keep the whole state under this name: everything that has changed is saved."""
+    """Save the whole state, and keep it as a snapshot of this name."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.step <= MAX_STEP:
@@ -75,7 +84,7 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a checkpoint saved, or with a dry run would save."""
+    """Report of a checkpoint, or of a dry run."""
 
     step: int
     total_partitions: int
@@ -84,21 +93,21 @@ class Checkpoint:
     saved_bytes: int
     """Bytes of the saved partitions' tensors."""
     seq: dict[int, int]
-    """Per shard the number of its newest record. Empty for a dry run."""
+    """Number of the newest record, by shard. Empty for a dry run."""
     durable: bool
     exact: bool
-    """The whole running checkpoint is of this step now."""
+    """The whole running checkpoint is of this step."""
     nonfinite_partitions: int
-    """Partitions with values that are not finite."""
+    """Number of partitions with values that are not finite."""
     left_out: tuple[str, ...] = ()
-    """Names of those among them whose last good copy was kept, the first few."""
+    """Names of the first few of these partitions whose last good copy was kept."""
     left_out_partitions: int = 0
     damaged: tuple[str, ...] = ()
-    """Why copies in the store could not be compared with: those partitions were saved again."""
+    """Faults of unreadable copies in the store, whose partitions were saved again."""
     snapshot: str | None = None
-    """The snapshot that was made of it."""
+    """Name of the snapshot that was created."""
     credit: int = 0
-    """Bytes of budget that the next checkpoint may use on top of its own."""
+    """Bytes of unused budget that the next checkpoint may use in addition to its own."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -119,7 +128,7 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class _Choice:
-    """What to save, and what the policy remembers."""
+    """The partitions to save, and the policy's state."""
 
     ids: Ids
     unchanged: NDArray[np.bool_]
@@ -128,14 +137,14 @@ class _Choice:
     left_out: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     memory: PolicyMemory = field(default_factory=lambda: PolicyMemory(seed=0))
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """What a session stored in the newest extras; it stays there."""
+    """The newest extras, which a session may have saved; they are kept."""
 
 
 def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool = False) -> Checkpoint:
-    """Save the part of `state` that changed most; the first checkpoint of a store saves all of it.
+    """Save the part of `state` that changed most. The first checkpoint of a store saves all of it.
 
-    Raises LayoutMismatch, SettingsConflict, UsageError (a step that goes back), NoStore (kind "foreign-store"),
-    Contention, AccessDenied, Unavailable. The store is then readable at its last acknowledged commit.
+    Raises LayoutMismatch, SettingsConflict, UsageError (the step decreases), NoStore (kind "foreign-store"),
+    Contention, AccessDenied, Unavailable. After an error the store is readable at its last acknowledged commit.
     """
     store, layout = _open(state, settings, dry_run=dry_run)
     if store is None:
@@ -166,21 +175,21 @@ def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool 
 
 
 def _collect(collector: Collector) -> None:
-    """What was saved is durable: a failure here costs space, and nothing else."""
+    """Collect old copies. The checkpoint is durable already, so a failure is only logged: it costs space."""
     try:
         collector.settle()
     except ScarError as error:
-        log.warning("old copies cannot be collected now: %s", error)
+        log.warning("collecting old copies failed: %s", error)
 
 
 def _open(state: StateFile, settings: CheckpointSettings, *, dry_run: bool) -> tuple[Store | None, Layout]:
-    """The store, created when there is none (not for a dry run: then None), and the state's layout in it."""
+    """Open or create the store, and return it with the state's layout. A dry run creates nothing: None instead."""
     try:
         store = Store.open(settings.store, storage_options=settings.storage_options)
     except NoStore as error:
         if error.kind != NoStore.kind:
             raise
-        # Checked before anything is created.
+        # Raises before anything is created.
         layout = build_layout(state.groups(), partition_bytes=settings.partition_bytes)
         if dry_run:
             return None, layout
@@ -198,7 +207,7 @@ def _open(state: StateFile, settings: CheckpointSettings, *, dry_run: bool) -> t
         if given is not None and given != own:
             raise SettingsConflict(
                 f"{store.where}: {name} is {'automatic' if own is None else own} in this store, not {given}",
-                hint="leave the option out, or use another folder for another store",
+                hint="omit the option, or create another store in another folder",
             )
     layout = build_layout(
         state.groups(), partition_bytes=fixed.partition_bytes, rows=dict(fixed.rows), by_layer=fixed.by_layer
@@ -206,6 +215,7 @@ def _open(state: StateFile, settings: CheckpointSettings, *, dry_run: bool) -> t
     current = store.current_layout()
     if current is not None and current != layout:
         raise store.mismatch(current, layout)
+    check_cut(store, layout, asked=settings.partition_bytes is not None)
     return store, layout
 
 
@@ -214,7 +224,7 @@ def _check_step(step: int, states: Mapping[int, ShardState]) -> None:
     if step < newest:
         raise UsageError(
             f"step {step} is before step {newest}, the newest in this store",
-            hint="steps may not go back; after going back to an older state run `scarctl recover --mode rollback`",
+            hint="steps must not decrease; before continuing from an older state run `scarctl recover --mode rollback`",
             kind="step-goes-back",
         )
 
@@ -235,7 +245,7 @@ def _load(
     states: Mapping[int, ShardState],
     settings: CheckpointSettings,
 ) -> tuple[LiveState, tuple[str, ...]]:
-    """The state beside its last saved values; what of these is unreadable has version -1, with the reasons."""
+    """Load the state and its last saved values. An unreadable copy has version -1; the reasons are returned, too."""
     from scarctl.checkpoint.live_state import LiveState
 
     saved = Arena.anonymous(layout)
@@ -247,7 +257,7 @@ def _load(
     if run is not None:
         try:
             if run.layout == layout:
-                # What waits for the store may have its version, and other values.
+                # A pending copy may have the store's version, and other values.
                 same = (run.version == newest) & (run.durable == newest)
                 _copy(run, saved, np.flatnonzero(run.intact() & same & (newest >= 0)))
         finally:
@@ -283,7 +293,7 @@ def _choose(
     store: Store,
     damaged: tuple[str, ...],
 ) -> _Choice:
-    """What this checkpoint saves. A partition without a readable copy is saved in any case, beyond the budget."""
+    """Select the partitions to save. A partition without a readable copy is always saved, even beyond the budget."""
     layout, version = live.layout, live.arena.version
     missing = version < 0
     distance = live.distances()
@@ -317,13 +327,13 @@ def _everything(layout: Layout) -> _Choice:
 
 
 def _extras(store: Store, states: Mapping[int, ShardState]) -> dict[str, Any]:
-    """The newest extras, {} when there are none, or none to read."""
+    """Return the newest extras, {} if no extras were saved or can be read."""
     found: list[tuple[int, dict[str, Any]]] = []
     for state in states.values():
         try:
             newest = store.read_extras(state)
         except Corruption:
-            continue  # they only shape the next choice here: `verify` names the damage
+            continue  # damaged extras only affect the selection: `verify` reports the damage
         if newest is not None and isinstance(newest[1], dict):
             found.append((newest[0], newest[1]))
     return max(found, key=lambda item: item[0])[1] if found else {}
@@ -336,15 +346,15 @@ def _commit(
     choice: _Choice,
     settings: CheckpointSettings,
 ) -> dict[int, int]:
-    """Commit every shard's share. A shard in which nothing else has changed is sealed: all of it is of this step."""
+    """Commit the selected partitions, shard by shard. A shard whose other partitions are unchanged is sealed."""
     done = choice.unchanged.copy()
     done[choice.ids] = True
     chosen, shards = shard_of[choice.ids], np.unique(shard_of).tolist()
     sealed = {shard: bool(done[shard_of == shard].all()) for shard in shards}
-    # Also where another call saves the same step: its values may be others.
+    # A new name for every call, because two calls may save the same step with different values.
     whole = uuid.uuid4().hex if all(sealed.values()) else ""
     due = [shard for shard in shards if sealed[shard] or (chosen == shard).any()]
-    # Also when nothing fits into the budget: what is left of it counts for the next call.
+    # If nothing fits into the budget, one shard still gets a commit, which saves the credit for the next call.
     for shard in due or shards[:1]:
         ids = choice.ids[chosen == shard]
         writer.commit(

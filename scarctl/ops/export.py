@@ -1,7 +1,7 @@
-"""Export the running checkpoint, or a snapshot, in a format of others: safetensors, torch's `.pt`, or a DCP folder.
+"""Export the running checkpoint, or a snapshot, to other formats: safetensors, torch's `.pt`, or a DCP folder.
 
-Tensors go out file by file, a few MiB of partitions at a time. What appears under the target's name is whole: a file or
-a folder is made under a temporary name next to it, synced, and renamed.
+Tensors are written file by file, a few MiB of partitions at a time. The output never appears incomplete: a file or a
+folder is written under a temporary name next to it, synced, and renamed.
 """
 
 from __future__ import annotations
@@ -40,38 +40,38 @@ WHOLE = "model.safetensors"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportSettings:
-    """What to write, and where to."""
+    """Source and output of an export."""
 
     store: str
     """Folder of the store, or its address."""
     output: Path
-    """The file or folder to be made. It must not be there yet."""
+    """The file or folder to write. It must not exist yet."""
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    """For the file system of a remote store. They may be secret."""
+    """Options of a remote store's file system. They may be secret."""
     snapshot: str | None = None
-    """The snapshot to write; None: the newest copy of every partition."""
+    """The snapshot to export; None: the newest copy of every partition."""
     format: str = "safetensors"
-    """safetensors, pt or dcp."""
+    """Format of the output: safetensors, pt or dcp."""
     max_shard_bytes: int = 5 * 10**9
-    """safetensors and dcp: bytes of tensors per file. A tensor is never split."""
+    """Most bytes of tensors per file, for safetensors and dcp. A tensor is never split."""
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise UsageError(f"unknown format {self.format!r}", hint=f"use one of {', '.join(FORMATS)}")
         if self.max_shard_bytes < 1:
-            raise UsageError(f"a file cannot have at most {self.max_shard_bytes} bytes")
+            raise UsageError(f"max_shard_bytes is {self.max_shard_bytes}, not a positive number")
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written."""
+    """Report of an export."""
 
     output: str
     files: tuple[str, ...]
     tensors: int
     bytes: int
     exact: bool
-    """Everything is of `step`. Otherwise steps are mixed."""
+    """The whole state is of `step`. Otherwise steps are mixed."""
     step: int | None
     oldest_step: int
     newest_step: int
@@ -79,7 +79,7 @@ class Exported:
     problems: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the fields of a document."""
         return {
             "output": self.output,
             "files": list(self.files),
@@ -95,10 +95,10 @@ class Exported:
 
 
 def export(settings: ExportSettings) -> Exported:
-    """Write a state for other tools. Every copy is verified; takes no lock and changes nothing in the store.
+    """Write a state for other tools. Verifies every copy. Takes no lock and changes nothing in the store.
 
-    Raises UsageError (the target is there, no such snapshot), NoStore, NoIntactCopy, Corruption, AccessDenied,
-    Unavailable; then there is nothing under the target's name.
+    Raises UsageError (the output exists, no such snapshot), NoStore, NoIntactCopy, Corruption, AccessDenied,
+    Unavailable. After an error there is no output.
     """
     store = Store.open(settings.store, storage_options=settings.storage_options)
     target = Path(os.path.abspath(settings.output))
@@ -112,7 +112,7 @@ def export(settings: ExportSettings) -> Exported:
         plan = next(plans_back(state, nothing, 0, snapshot))
     specs, targets = content(state.layouts, state.everything())
     if os.path.lexists(target):
-        raise UsageError(f"{settings.output} is there already", hint="give another name, or delete it")
+        raise UsageError(f"{settings.output} exists already", hint="use another name, or delete it")
     with _made_whole(target, "state.pt" if settings.format == "pt" else None) as folder:
         parts = _split(specs, settings.max_shard_bytes)
         with _files(folder, specs, parts) as writers:
@@ -147,7 +147,7 @@ class _Switch:
 
 
 def _names(parts: Sequence[object]) -> list[str]:
-    """Names of the safetensors files."""
+    """Return the names of the safetensors files."""
     if len(parts) == 1:
         return [WHOLE]
     return [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
@@ -157,7 +157,7 @@ def _names(parts: Sequence[object]) -> list[str]:
 def _files(
     folder: Path, specs: Mapping[str, TensorSpec], parts: Sequence[Sequence[str]]
 ) -> Iterator[dict[str, StateWriter]]:
-    """The writer of every tensor's file. The files appear when the block ends well."""
+    """Yield the writer of every tensor's file. The files appear if the block ends without an error."""
     with contextlib.ExitStack() as stack:
         files = [
             stack.enter_context(new_state(folder / name, {key: specs[key] for key in part}))
@@ -171,7 +171,7 @@ def _files(
 def _formatted(
     folder: Path, parts: Sequence[Sequence[str]], nbytes: int, settings: ExportSettings
 ) -> list[str]:
-    """Bring safetensors files into the format wanted. Return the names of the files."""
+    """Convert safetensors files to the requested format. Return the names of the files."""
     names = _names(parts)
     if settings.format == "dcp":
         _to_dcp(folder, names)
@@ -188,7 +188,7 @@ def _formatted(
 
 
 def _split(specs: Mapping[str, TensorSpec], limit: int) -> list[list[str]]:
-    """Names of tensors by file, in order; each file has at most `limit` bytes, or one tensor."""
+    """Return the names of tensors by file, in order. Each file has at most `limit` bytes, or one tensor."""
     parts: list[list[str]] = [[]]
     size = 0
     for name, spec in specs.items():
@@ -201,7 +201,7 @@ def _split(specs: Mapping[str, TensorSpec], limit: int) -> list[list[str]]:
 
 
 def _mapped(folder: Path, names: Sequence[str]) -> dict[str, Any]:
-    """The tensors of safetensors files, mapped: memory holds only what is being used. Each has a storage of its own."""
+    """Map the tensors of safetensors files, so that memory holds only used pages. Each tensor has its own storage."""
     import torch
 
     from scarctl.state.torch_dtypes import torch_of
@@ -218,19 +218,19 @@ def _mapped(folder: Path, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _to_torch(folder: Path, names: Sequence[str]) -> None:
-    """Makes `state.pt` of the safetensors files in a folder."""
+    """Write `state.pt` from the safetensors files in a folder."""
     with (folder / "state.pt").open("xb") as file:
         torch_save(_mapped(folder, names), file)
 
 
 def _to_dcp(folder: Path, names: Sequence[str]) -> None:
-    """Makes a DCP checkpoint of the safetensors files in a folder, and removes them."""
+    """Write a DCP checkpoint from the safetensors files in a folder, and remove them."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     made = folder / "dcp"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch tells that this is one process
+        warnings.simplefilter("ignore")  # torch warns that this is a single process
         save(_mapped(folder, names), storage_writer=FileSystemWriter(made, sync_files=True), no_dist=True)
     for name in names:
         os.unlink(folder / name)
@@ -241,7 +241,7 @@ def _to_dcp(folder: Path, names: Sequence[str]) -> None:
 
 @contextmanager
 def _made_whole(target: Path, inner: str | None) -> Iterator[Path]:
-    """A temporary folder beside `target`. It gets that name when the block ends well, or its file `inner` does."""
+    """Yield a temporary folder next to `target`. If the block succeeds, rename it, or its file `inner`, to `target`."""
     with os_errors(target):
         temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}.tmp")
         os.mkdir(temporary)
@@ -252,7 +252,7 @@ def _made_whole(target: Path, inner: str | None) -> Iterator[Path]:
             for path in [*temporary.iterdir(), temporary]:
                 _sync(path)
             if os.path.lexists(target):
-                raise UsageError(f"{target} has appeared meanwhile", hint="give another name, or delete it")
+                raise UsageError(f"{target} has appeared meanwhile", hint="use another name, or delete it")
             os.rename(made, target)
             _sync(target.parent)
     finally:

@@ -24,19 +24,19 @@ _POLL = 0.05
 _ANSWER_POLL = 0.1
 _ATTEMPTS = 3
 _TOGETHER = 10
-"""Attempts until all ranks get the request in the same step."""
+"""Most attempts to have all ranks save after the same step."""
 _ANSWER_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class LiveCheckpoint:
-    """A running session's checkpoint that is durable."""
+    """A durable checkpoint of a running session."""
 
     pid: int
     version: int
     layout: Layout
     durable: NDArray[np.int64]
-    """Version of every partition in the store."""
+    """Durable version of every partition."""
     exact: bool
     """Whether the whole state in the store is of this version."""
 
@@ -64,7 +64,7 @@ class LiveRanks:
 
     @property
     def step(self) -> int:
-        """The oldest of their steps. Ranks are asked at one moment, and may be a step apart."""
+        """The oldest of their steps. Ranks receive a request at one moment, and may be a step apart."""
         return min(step_of(made.version) for made in self.ranks.values())
 
     @property
@@ -97,14 +97,14 @@ class LiveRanks:
 def checkpoint_live(
     store: Store, *, full: bool, timeout: float, arena_dir: str | None, every: bool = False
 ) -> LiveCheckpoint | LiveRanks:
-    """Ask the session that saves to `store` on this host for a checkpoint, and wait until it is durable.
+    """Request a checkpoint from the session that saves to `store` on this host, and wait until it is durable.
 
-    If several ranks save to the store, those on this host are asked.
+    If several ranks save to the store, those on this host get the request.
 
-    full: Save the whole state. If values are not finite, the result is not exact.
-    every: Raise unless all ranks have a session on this host.
+    full: save the whole state. If values are not finite, the result is not exact.
+    every: raise unless all ranks have a session on this host.
 
-    Raises UsageError (`kind` "no-session"), and Unavailable if nothing new is durable after `timeout` seconds.
+    Raises UsageError (`kind` "no-session"), and Unavailable if no new checkpoint is durable after `timeout` seconds.
     """
     topology = newest_topology(store)
     deadline = time.monotonic() + timeout
@@ -116,7 +116,7 @@ def checkpoint_live(
         if every:
             _require_all(store, topology, arena_dir)
         made = _ask_ranks(store, topology, full=full, timeout=timeout, deadline=deadline, arena_dir=arena_dir)
-        # Some got the request a step later than others: ask all again.
+        # Some ranks got the request a step later than others, so it is repeated for all.
         if not (full and made.apart and left and time.monotonic() < deadline):
             return made
     raise AssertionError("unreachable")
@@ -132,7 +132,7 @@ def _require_all(store: Store, topology: Topology, arena_dir: str | None) -> Non
     if missing:
         raise UsageError(
             f"no running session of rank {', '.join(missing)} saves through this host's daemon",
-            hint="let the job itself take the snapshot: session.snapshot(name)",
+            hint="take the snapshot in the job: session.snapshot(name)",
             kind="no-session",
         )
 
@@ -142,11 +142,11 @@ def _ask_ranks(
 ) -> LiveRanks:
     asked: dict[int, tuple[Store, int, int]] = {}
     views = [store.of_shard(shard) for shard in topology.shards]
-    # Before any is asked: all have to get the request at one moment.
+    # Read for all ranks first, because all have to get the request at one moment.
     before = [_under_way(view, arena_dir) for view in views]
     for rank, (view, asked_at) in enumerate(zip(views, before, strict=True)):
         if full and asked:
-            # The asked rank passes the request on: all save after the same step.
+            # The rank passes the request on, so that all save after the same step.
             there = peek(arena_dir, view.run_id)
             if there is not None and there.alive:
                 asked[rank] = (view, there.pid, asked_at)
@@ -164,21 +164,21 @@ def _ask_ranks(
                 view, pid, asked_at, full=full, timeout=timeout, deadline=deadline, arena_dir=arena_dir
             )
         except Unavailable as error:
-            problem = error  # perhaps nothing of what it owns has changed
+            problem = error  # perhaps none of its partitions has changed
     if problem is not None and (full or not made):
         raise problem
     return LiveRanks(topology.world, made)
 
 
 def _under_way(store: Store, arena_dir: str | None) -> int:
-    """Return the version of the checkpoint under way. The session saves after its next step, so its answer is newer."""
+    """Return the version of the current checkpoint. The session saves after its next step: its answer is newer."""
     before = peek(arena_dir, store.run_id)
     newest = int(before.version.max(initial=NEVER)) if before is not None else NEVER
     return pack(epoch_of(newest), before.head_step) if before is not None and newest >= 0 else NEVER
 
 
 def _ask(store: Store, *, full: bool, arena_dir: str | None) -> int:
-    """Ask a session to save; return its process."""
+    """Request a checkpoint from a session, and return its process id."""
     try:
         wish = Wish("full" if full else "partial")
         return int(ask(host_folder(arena_dir), "ask", store=store.run_id, wish=wish.to_json())["pid"])
@@ -187,7 +187,7 @@ def _ask(store: Store, *, full: bool, arena_dir: str | None) -> int:
             raise
         raise UsageError(
             "no running session saves to this store through this host's daemon",
-            hint="a session does so with Settings(daemon=True), or SCARCTL_DAEMON=1",
+            hint="start the session with Settings(daemon=True), or SCARCTL_DAEMON=1",
             kind="no-session",
         ) from None
 
@@ -202,7 +202,7 @@ def _wait(
     deadline: float,
     arena_dir: str | None,
 ) -> LiveCheckpoint:
-    """Wait until something newer than version `asked_at` is durable."""
+    """Wait until a checkpoint newer than version `asked_at` is durable."""
     while True:
         started = time.monotonic()
         found = _look(store, arena_dir, asked_at, pid)
@@ -215,18 +215,18 @@ def _wait(
     if found is not None:
         return found
     raise Unavailable(
-        f"process {pid} was asked, but nothing newer is durable after {timeout:g} s",
-        hint="it saves after its next step, if something has changed; `scarctl daemon status` shows its step",
+        f"process {pid} got the request, but no newer checkpoint is durable after {timeout:g} s",
+        hint="it saves after its next step, if a partition has changed; `scarctl daemon status` shows its step",
     )
 
 
 def snapshot_live(
     store: Store, name: str, *, timeout: float, arena_dir: str | None
 ) -> LiveCheckpoint | LiveRanks:
-    """Ask the session to seal the whole state, and make it the snapshot `name`.
+    """Have the session seal the whole state, and make it the snapshot `name`.
 
-    If values are not finite, the result is not exact and there is no snapshot. Raises the errors of `checkpoint_live`
-    and `create_snapshot`.
+    If values are not finite, the result is not exact and there is no snapshot. Raises as `checkpoint_live` and
+    `create_snapshot` do.
     """
     check_new_snapshot(store, name)
     for left in reversed(range(_ATTEMPTS)):
@@ -236,7 +236,7 @@ def snapshot_live(
                 _name(store, made, name)
             return made
         except Unavailable as error:
-            # The session may collect a sealed state before it has a name: ask again.
+            # The session may collect a sealed state before it has a name, so the request is repeated.
             if not left or error.kind != "snapshot-late":
                 raise
     raise AssertionError("unreachable")
@@ -253,13 +253,13 @@ def _name(store: Store, made: LiveCheckpoint | LiveRanks, name: str) -> None:
             return
     raise Unavailable(
         f"the state of step {step} was collected before it became snapshot {name!r}",
-        hint="ask again",
+        hint="retry",
         kind="snapshot-late",
     )
 
 
 def _look(store: Store, arena_dir: str | None, asked_at: int, pid: int) -> LiveCheckpoint | None:
-    """Return the durable checkpoint that is newer than version `asked_at`, None while there is none."""
+    """Return the durable checkpoint that is newer than version `asked_at`; None before it exists."""
     view = peek(arena_dir, store.run_id)
     if view is None:
         return _closed(store, asked_at, pid)
@@ -274,9 +274,9 @@ def _look(store: Store, arena_dir: str | None, asked_at: int, pid: int) -> LiveC
 
 
 def _closed(store: Store, asked_at: int, pid: int) -> LiveCheckpoint | None:
-    """Return the checkpoint of a session that has ended since: it leaves no arena if everything is durable.
+    """Return the checkpoint of a session that has ended since. It leaves no arena if all copies are durable.
 
-    If it took no further step, its newest version at the request is the one that it ended with.
+    If the session took no further step, its last version may be as old as the request.
     """
     layout = store.current_layout()
     if layout is None:
@@ -299,10 +299,10 @@ def recover_live(
     timeout: float,
     arena_dir: str | None,
 ) -> dict[str, Any]:
-    """Ask a session on this host to restore lost parts in place; return its step, its report and its process.
+    """Have a session on this host restore lost parts in place. Return its step, its report and its process id.
 
-    If several ranks save to the store, one of them is asked. All recover after the same step, and the report is that of
-    the asked rank.
+    If several ranks save to the store, one of them gets the request. All recover after the same step, and the report is
+    that of the first rank.
 
     Raises UsageError (`kind` "no-session"), Unavailable if there is no answer after `timeout` seconds, and the error
     that the session raised.
@@ -328,7 +328,7 @@ def recover_live(
         while (answer := ask(folder, "answered", store=run, number=asked["number"])["answer"]) is None:
             if time.monotonic() > deadline:
                 raise Unavailable(
-                    f"process {asked['pid']} was asked, but has not answered after {timeout:g} s",
+                    f"process {asked['pid']} got the request, but has not answered after {timeout:g} s",
                     hint="it answers after its next step, or with several ranks after one of the next checkpoints",
                 )
             time.sleep(_ANSWER_POLL)

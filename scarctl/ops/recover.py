@@ -40,55 +40,56 @@ from scarctl.theory.rework import MODES, Cost
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoverSettings:
-    """What to restore, and into what. Without `into` and `output`: into the stopped run's arena."""
+    """Source and target of a recovery. Without `into` and `output`, the target is the stopped run's arena."""
 
     store: str = field(repr=False)
     """Folder of the store, or an address such as `s3://bucket/folder`."""
     lost: tuple[str, ...]
-    """What was lost, as `scarctl.recovery.lost` parses it."""
+    """Names of lost parts, as `scarctl.recovery.lost` parses them."""
     mode: str = "partial"
-    """"partial"; "rollback": everything, from the newest state of one step; "auto": the one that is predicted to cost
-    fewer iterations, partial if there is no prediction."""
+    """"partial": only lost parts. "rollback": the whole newest state of one step. "auto": the mode with the smaller
+    predicted rework; partial without a prediction."""
     into: Path | None = None
-    """State file that is patched."""
+    """State file to patch."""
     output: Path | None = None
-    """File that is written, torch's format when it ends in .pt or .pth, else safetensors."""
+    """File to write: in torch's format if it ends in .pt or .pth, otherwise safetensors."""
     arena_dir: str | None = None
-    """Folder of arenas, if not the default."""
+    """Folder of arenas, None for the default."""
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    """For the file system of a remote store. They may be secret."""
+    """Options of a remote store's file system. They may be secret."""
     snapshot: str | None = None
-    """Rollback: to this snapshot, not to the newest sealed state."""
+    """Snapshot to roll back to, instead of the newest sealed state."""
     max_rework: float | None = None
-    """Iterations that the recovery may cost; None: any number."""
+    """Most predicted rework in iterations; None: no limit."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UsageError(f"unknown mode {self.mode!r}", hint=f"use one of {', '.join(MODES)}")
         if self.snapshot is not None and self.mode != "rollback":
-            raise UsageError("a snapshot is whole: it goes with --mode rollback")
+            raise UsageError("a snapshot has the whole state: use --mode rollback")
         if self.max_rework is not None and not self.max_rework >= 0:
-            raise UsageError(f"max_rework is {self.max_rework}, not a number of iterations from 0 on")
+            raise UsageError(f"max_rework is {self.max_rework}, not a number of iterations of at least 0")
         if self.into is not None and self.output is not None:
             raise UsageError(
-                "both --into and --output are given", hint="give one: patch a file, or write a new one"
+                "--into and --output exclude each other",
+                hint="use --into to patch a file, --output for a new one",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What was done, or with a dry run would be done."""
+    """Report of a recovery, or of a dry run."""
 
     plan: SharedPlan
     perturbation: Perturbation
     output: str | None
     seconds: float | None
-    """None for a dry run."""
+    """Duration; None for a dry run."""
     cost: Cost
-    """As it was predicted."""
+    """Predicted cost."""
     problems: tuple[str, ...] = ()
     left_out: frozenset[str] = frozenset()
-    """Optimizer slots that the patched file does not hold."""
+    """Optimizer slots that the patched file does not have."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -104,12 +105,12 @@ class Recovery:
 def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
     """Restore lost partitions. Nothing is changed unless every one of them has an intact copy.
 
-    A rollback into a state file or an arena takes the store back too, so that saving can continue from there. One into
-    a new file leaves the store alone.
+    A rollback into a state file or an arena rolls the store back too, so that saving can continue from there. A
+    rollback into a new file does not change the store.
 
-    Raises ScarError (kind "too-much-rework") if the predicted cost exceeds `max_rework` iterations or is unknown.
-    Raises UsageError, LayoutMismatch (the file is of another model), NoStore, NoIntactCopy, Contention (the run whose
-    arena or store would be written is alive), Corruption, AccessDenied, Unavailable.
+    Raises ScarError (kind "too-much-rework") if the predicted rework exceeds `max_rework` iterations or is unknown.
+    Raises UsageError, LayoutMismatch (the file is of another model), NoStore, NoIntactCopy, Contention (the run is
+    alive), Corruption, AccessDenied, Unavailable.
     """
     store = Store.open(settings.store, storage_options=settings.storage_options)
     _refuse_inside(store, settings)
@@ -123,9 +124,9 @@ def _refuse_inside(store: Store, settings: RecoverSettings) -> None:
     for path in (settings.into, settings.output):
         if path is None or store.address.root is None:
             continue
-        # Not Path.resolve(): it raises for links in a circle.
+        # Path.resolve() would raise for a loop of symbolic links.
         if Path(os.path.realpath(store.address.root)) in Path(os.path.realpath(path)).parents:
-            raise UsageError(f"{path} is inside the store", hint="give a file elsewhere")
+            raise UsageError(f"{path} is inside the store", hint="use a file outside the store")
 
 
 class _Recovery:
@@ -151,11 +152,11 @@ class _Recovery:
             self._refuse_older_ranks()
         self.views = self._views()
         if may_change_store or self.to_arena:
-            # To be found out before anything is written: whether another process writes.
+            # Locks are taken first: another writer has to be found before anything is written.
             for run in dict.fromkeys(view.run_id for view in [state.store, *self.views]):
                 wait_until_released(host_folder(settings.arena_dir), run)
             if snapshot is None:
-                # Until the run was released, more may have been saved: the way back is chosen by that.
+                # The daemon may have saved more until it released the run, which changes the plan.
                 self.state = state = state.again()
         self.arenas = [stack.enter_context(_stopped_arena(share, settings)) for share in state.shares]
         losses = [
@@ -171,24 +172,24 @@ class _Recovery:
         elif self.to_arena and not dry_run:
             stack.callback(state.store.take_lock().release)
         if snapshot is None and (self.to_arena or self.writers):
-            # Until locks were taken, more may have been saved.
+            # Another process may have saved more before the locks were taken.
             self.state = state.again()
 
     def _refuse_older_ranks(self) -> None:
-        """A state of other ranks than those of now cannot become the newest."""
+        """Raise UsageError if the snapshot is of other ranks than the current ones: it cannot become the newest."""
         newest, topology = newest_topology(self.state.store), self.state.topology
         if self.snapshot is None or newest is None:
             return
         if topology is None or topology.shards != newest.shards:
             others = "one process" if topology is None else f"{topology.world} other ranks"
             raise UsageError(
-                f"snapshot {self.snapshot.name!r} is of {others}: the store cannot go back to it",
-                hint="give --output for a file, or resume the job from it: resume(snapshot=...)",
+                f"snapshot {self.snapshot.name!r} is of {others}: the store cannot be rolled back to it",
+                hint="use --output for a file, or resume the job from it: resume(snapshot=...)",
                 kind="snapshot-of-other-ranks",
             )
 
     def _views(self) -> list[Store]:
-        """The store as each writer sees it: those of the shares first, then those of ranks that own nothing."""
+        """Return the views of all writers: those of the shares first, then those of ranks that own nothing."""
         state = self.state
         views = [share.store for share in state.shares]
         if state.topology is not None:
@@ -203,21 +204,21 @@ class _Recovery:
         layout = self.state.shares[0].layout
         if view.part is not None:
             own = self.state.states[view.part.shard].layout
-            assert own is not None, "the state is whole"
+            assert own is not None, "every shard of the state has a layout"
             layout = own
         return open_writer(view, layout=layout, shard_of=view.shard_of(layout))
 
     def _sealed_step(self) -> int | None:
-        """The step that a rollback would go back to, None if there is none."""
+        """Return the step that a rollback would restore, None without such a state."""
         if self.snapshot is not None:
             return self.snapshot.step
         try:
             return next((sealed.step for sealed in self.state.sealed()), None)
-        except Corruption:  # of a shard that has nothing of what is lost, perhaps
+        except Corruption:  # perhaps of a shard without lost partitions
             return None
 
     def run(self) -> Recovery:
-        """Plan the recovery and carry it out."""
+        """Plan the recovery, and carry it out."""
         file = None if self.settings.into is None else open_state(self.settings.into)
         self._require_arenas()
         problems: tuple[str, ...] = ()
@@ -229,15 +230,15 @@ class _Recovery:
         raise no_way_back(self.state)
 
     def _plans(self) -> Iterator[SharedPlan]:
-        """Yield plans, best first. The next one is for when a copy of the sealed state is damaged."""
-        # What goes into the arenas replaces what lies there: those copies count as lost.
+        """Yield plans, best first. The next plan is used if a copy of the sealed state is damaged."""
+        # The arenas are overwritten, so their own copies count as lost.
         memory = [None] * len(self.arenas) if self.to_arena else self.arenas
         if self.settings.mode == "rollback":
             yield from plans_back(self.state, memory, sum(len(ids) for ids in self.ids), self.snapshot)
             return
         plan = plan_lost(self.state, self.ids, memory, survivors=self._survivors())
         if self.settings.output is not None:
-            # The file has nothing but what is restored.
+            # The file has only restored partitions.
             plan = replace(plan, exact=bool(plan.whole) and plan.step is not None and not plan.degraded)
         yield plan
 
@@ -254,14 +255,14 @@ class _Recovery:
             ranks = ", ".join(str(rank) for rank in missing if rank is not None)
             raise UsageError(
                 f"there is no stopped run's arena {f'of rank {ranks} ' if ranks else ''}on this host",
-                hint="give --into a state file, or --output for a new one",
+                hint="use --into to patch a state file, or --output for a new file",
                 kind="no-arena",
             )
 
     def _survivors(self) -> str:
-        """The commit of the whole state that what stays in the arenas is of, if all of them are here.
+        """Return the commit of the whole state that has all copies that stay in the arenas, "" if unknown.
 
-        A state file does not say its own.
+        It is unknown if an arena is on another host, and for a state file.
         """
         if not self.to_arena:
             return ""
@@ -298,19 +299,19 @@ class _Recovery:
         )
 
     def _written(self) -> list[Arena]:
-        """The arenas that are restored into."""
+        """Return the arenas that are the recovery's target."""
         return [arena for arena in self.arenas if arena is not None] if self.to_arena else []
 
     @contextmanager
     def _sinks(
         self, plan: SharedPlan, file: StateFile | None
     ) -> Iterator[tuple[list[Sink], StateWriter | None]]:
-        """Where the partitions of every share go, and the file that is to be committed then."""
+        """Yield the sinks of all shares, and the file to commit after them."""
         if self.to_arena:
             for arena in self._written():
-                # What waits to seal the state is of the copies that are there now.
+                # A waiting seal is of the copies that are about to be replaced.
                 HandOverQueue(arena.folder).unseal()
-            # Everything is read and verified, also if there is no arena.
+            # All copies are read and verified, even without an arena to write to.
             yield [Nowhere() if arena is None else ArenaSink(arena) for arena in self.arenas], None
             return
         layouts = self.state.layouts
@@ -330,7 +331,7 @@ class _Recovery:
                 yield [FileSink(of, target, out) for of, target in pairs], out
 
     def _roll_back(self, plan: SharedPlan) -> None:
-        """Take the store back too, and forget what the stopped run still had of the time after it."""
+        """Roll the store back too, and discard newer copies and hand-overs of the stopped run."""
         if not self.writers:
             return
         seqs = plan.seqs
@@ -352,10 +353,10 @@ class _Recovery:
 
 @contextmanager
 def _stopped_arena(share: Share, settings: RecoverSettings) -> Iterator[Arena | None]:
-    """The arena that a run left on this host, if it is of the share's layout."""
+    """Yield the arena of a stopped run on this host, if it has the share's layout, otherwise None."""
     store = share.store
     if settings.into is None and settings.output is None:
-        # It is what will be written: here a live run is an error, and so is a damaged arena.
+        # The arena will be written, so a live run or a damaged arena is an error.
         folder = arena_folder(settings.arena_dir, store.run_id)
         arena = believed(Arena.open_existing(folder, run_id=store.run_id), store)
     else:

@@ -21,7 +21,7 @@ from scarctl.util.arrays import Bytes, Ids
 
 
 class RowWriter(Protocol):
-    """Take rows of tensors, as `StateWriter.write` does."""
+    """A writer of rows of tensors, such as `StateWriter`."""
 
     def write(self, name: str, rows: Rows, data: Bytes) -> None: ...
 
@@ -34,14 +34,14 @@ class FileSink:
     def __init__(
         self, layout: Layout, plan: Plan, writer: RowWriter, left_out: frozenset[str] = frozenset()
     ) -> None:
-        """left_out: tensors that the file does not have."""
+        """Write by `plan`. left_out: tensors that the file does not have."""
         self._layout = layout
         self._plan = plan
         self._writer = writer
         self._left_out = left_out
 
     def overwrites(self, ids: Ids, versions: Ids) -> bool:
-        """No: the file appears when it is whole."""
+        """Return False: the file appears only when it is complete."""
         return False
 
     def put(
@@ -67,17 +67,17 @@ class FileSink:
 
 
 class PatchSink(FileSink):
-    """Write a share's partitions into the survivors' state file, and measure by how much its parameters change."""
+    """Write a share's partitions into the survivors' state file, and measure the change of its parameters."""
 
     def __init__(
         self, layout: Layout, plan: Plan, writer: RowWriter, state: StateFile, left_out: frozenset[str]
     ) -> None:
-        """plan: one of `assemble.onto`. The file has those tensors, except `left_out`."""
+        """Write by `plan`, from `assemble.onto`. The file has these tensors, except `left_out`."""
         super().__init__(layout, plan, writer, left_out)
         self._state = state
 
     def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Bytes]) -> NDArray[np.float64]:
-        """Write partitions. Return the squared change of each one's parameter, NaN where it is not finite."""
+        """Write partitions. Return the squared change of each parameter, NaN if it is not finite."""
         of = self._layout.groups[group]
         starts, stops = self._layout.row_ranges(ids)
         rows = take_rows(starts, stops)
@@ -93,7 +93,7 @@ class PatchSink(FileSink):
 def check_fits(groups: Iterable[Group], state: StateFile) -> frozenset[str]:
     """Return the optimizer slots of whole `groups` that the file does not have, if it has none of any group.
 
-    Raises LayoutMismatch that lists the differences otherwise.
+    Otherwise raises LayoutMismatch, which lists the differences.
     """
     groups = list(groups)
     slots = {group.key(t) for group in groups for t in range(1, len(group.tensors))}
@@ -113,6 +113,6 @@ def check_fits(groups: Iterable[Group], state: StateFile) -> frozenset[str]:
         more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
         raise LayoutMismatch(
             f"{state.path} does not fit the store: {'; '.join(lines[:5])}{more}",
-            hint="give the state file of the same model; it was not changed",
+            hint="use a state file of the same model; this one was not changed",
         )
     return left_out

@@ -1,4 +1,4 @@
-"""Survey a store and the arenas of its run: steps, ages, sizes, distances, and what losing a shard would cost.
+"""Survey a store and the arenas of its run: steps, ages, sizes, distances, and the predicted rework of a lost shard.
 
 A process that saves alone is surveyed as the only rank: its share is the whole state.
 """
@@ -35,18 +35,18 @@ from scarctl.util.arrays import Ids
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one rank saves: its copies in the store, and its arena on this host. Arrays are over its partitions."""
+    """The share of one rank: its copies in the store, and its arena on this host. Arrays are over its partitions."""
 
     states: Mapping[int, ShardState]
     layout: Layout
     version: Ids
     shard_of: NDArray[np.int32]
     arena: ArenaView | None
-    """None also when it has another layout than the store."""
+    """The rank's arena; None without one, or if its layout differs from the store's."""
 
 
 def survey(store: Store, arena_dir: str | None) -> Survey:
-    """Survey a store and, when they are on this host, the arenas of its run. Take no lock; change nothing.
+    """Survey a store and the arenas of its run on this host. Takes no lock and changes nothing.
 
     Raises Corruption, AccessDenied, Unavailable.
     """
@@ -87,13 +87,14 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
 
 
 def _newest_states(store: Store) -> tuple[Topology | None, dict[int, ShardState], str | None]:
-    """Return the ranks of the newest whole state, the states of its shards, and why it is not the newest begun.
+    """Return the ranks of the newest whole state, the states of its shards, and a note if a newer one is incomplete.
 
-    No topology: one process saved it. Before ranks have a whole state, theirs is returned as far as it goes.
+    Without a topology, a single process saved the state. If ranks have no whole state yet, their incomplete one is
+    returned.
     """
     if not topology_epochs(store):
         return None, store.states(store.shards()), None
-    # Imported here: most stores are of one process, and a command is to start fast.
+    # Imported here, because commands have to start fast, and most stores are of a single process.
     from scarctl.recovery.reshard import find_parts
     from scarctl.recovery.shares import fallback_note
 
@@ -102,12 +103,12 @@ def _newest_states(store: Store) -> tuple[Topology | None, dict[int, ShardState]
         return parts.topology, dict(parts.states), fallback_note(parts) if parts.passed_over else None
     topology = newest_topology(store)
     assert topology is not None, "the store has topologies"
-    note = f"{store.url}: no ranks have saved a whole state in this store yet"
+    note = f"{store.url}: the store has no whole state of all ranks yet"
     return topology, store.states(topology.shards), note
 
 
 def _share(store: Store, states: Mapping[int, ShardState], arena_dir: str | None) -> _Share:
-    """Return one rank's share. store: as its writer sees it."""
+    """Return one rank's share. store: the rank's view."""
     arena = view_of(arena_dir, store)
     written = [state for state in states.values() if state.layout is not None]
     newest = max(written, key=lambda state: state.epoch, default=None)
@@ -120,7 +121,7 @@ def _share(store: Store, states: Mapping[int, ShardState], arena_dir: str | None
         if state.layout == layout:
             version[state.ids] = state.version
             shard_of[state.ids] = shard
-    if (shard_of < 0).any():  # some shard has no record yet, or has given up its partitions
+    if (shard_of < 0).any():  # a shard has no record yet, or has given up its partitions
         shard_of = store.shard_of(layout)
     same = arena is not None and arena.layout == layout
     return _Share(states, layout, version, shard_of, arena if same else None)
@@ -135,7 +136,7 @@ def _distance(share: _Share) -> NDArray[np.float64]:
 
 
 def _run(arenas: Sequence[ArenaView]) -> RunStatus | None:
-    """Return the status of all ranks on this host together; None when there are none."""
+    """Return the common status of all ranks on this host; None without ranks."""
     if not arenas:
         return None
     alive = [arena for arena in arenas if arena.alive]

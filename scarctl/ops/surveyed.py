@@ -1,4 +1,4 @@
-"""Hold what a survey of a store found, and compute its lines: per shard, per rank and per partition."""
+"""Hold the result of a survey of a store, and compute its lines: per shard, per rank and per partition."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ class RunStatus:
     """The processes on this host that save to a store, as their arenas describe them."""
 
     pid: int
-    """Of one that is alive, if any is."""
+    """Id of one of the processes, a live one if possible."""
     alive: bool
     head_step: int
-    """The newest step of any of them."""
+    """The newest step of all processes."""
     pending_partitions: int
-    """Partitions whose copy is not durable yet."""
+    """Number of partitions with a pending copy."""
     lag_steps: int
-    """Iterations since the oldest copy that is not durable yet was made."""
+    """Iterations since the oldest pending copy was made."""
     errors: int
     """Failed attempts to save."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLine:
-    """What one shard holds, and what losing it now would cost."""
+    """The copies of one shard, and the predicted cost of losing it."""
 
     shard: int
     partitions: int = 0
     bytes: int = 0
     oldest_step: int | None = None
-    """None: no partition was ever saved."""
+    """Step of its oldest copy; None if no partition was ever saved."""
     newest_step: int | None = None
     never_saved: int = 0
-    """Partitions without any copy."""
+    """Number of partitions without a copy."""
     perturbation: float | None = None
-    """Norm of what restoring it would change; None when a distance is unknown."""
+    """Norm of the change if the shard were restored; None if a distance is unknown."""
     share: float = 0.0
-    """Its part of all parameter partitions, from 0 to 1."""
+    """Its fraction of all parameter partitions, from 0 to 1."""
     expected_perturbation: float | None = 0.0
-    """The same norm for a shard of this size chosen at random; None when a distance is unknown."""
+    """The same norm for a random shard of this size; None if a distance is unknown."""
     rework: Rework = _NO_REWORK
-    """Iterations that a partial recovery of it would cost."""
+    """Predicted rework of a partial recovery of the shard."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of a document."""
@@ -81,12 +81,12 @@ class ShardLine:
 
 @dataclass(frozen=True, slots=True)
 class RankLine:
-    """One rank: its shard, and its process. Fields of the process are None when its arena is not on this host."""
+    """One rank: its shard, and its process. Fields of the process are None if its arena is not on this host."""
 
     rank: int
     shard: int
     durable_step: int | None
-    """The newest step that it has saved; None when it has saved nothing."""
+    """The newest step that it has saved; None before the first."""
     head_step: int | None
     pid: int | None
     alive: bool | None
@@ -96,15 +96,15 @@ class RankLine:
 
 @dataclass(frozen=True, slots=True)
 class OtherShard:
-    """A shard of ranks that are no longer part of the job."""
+    """A shard of ranks that have left the job."""
 
     shard: int
     epoch: int | None
-    """Of the newest topology that has it; None when none has."""
+    """Epoch of the newest topology with this shard; None if no topology has it."""
     bytes: int
     """Size of its files."""
     retired: bool
-    """Its partitions were given up: nothing in it is needed."""
+    """Its partitions were given up: its files are not needed."""
 
 
 @dataclass(frozen=True)
@@ -113,35 +113,35 @@ class Survey:
 
     url: str
     step: int | None
-    """The newest known step of the run; None when there is none."""
+    """The newest known step of the run; None if unknown."""
     layout: Layouts | None
-    """None when nothing is saved and no arena on this host says what will be."""
+    """Layout of the state; None if the store has no commit, and this host no arena."""
     shard_of: NDArray[np.int32]
     saved_step: NDArray[np.int64]
-    """-1: never saved."""
+    """Step of the newest copy; -1: never saved."""
     distance: NDArray[np.float64]
     """Norm of current minus saved values; NaN: unknown."""
     usage: Mapping[str, int]
     """Numbers of files and bytes: see `Store.usage`."""
     age: Age
     outlook: Outlook
-    """How fast the run converges."""
+    """The convergence of the run, for predictions."""
     snapshots: tuple[Snapshot, ...] = ()
     run: RunStatus | None = None
-    """None when no arena of the run is on this host."""
+    """Status of the run; None if no arena of it is on this host."""
     topology: Topology | None = None
-    """Of the ranks that save to the store; None for a process that saves alone."""
+    """Topology of the ranks that save to the store; None for a process that saves alone."""
     ranks: tuple[RankLine, ...] = ()
-    """By rank; empty for a process that saves alone."""
+    """Lines by rank; empty for a process that saves alone."""
     others: tuple[OtherShard, ...] = ()
     note: str | None = None
-    """Why this is not the newest state that was begun; None when it is."""
+    """The reason why a newer state was passed over; None if this is the newest."""
     comparable: bool = False
     """Distances are in the norm that the outlook uses."""
     since: int = 0
     """Iterations since the distances were measured."""
     caveats: tuple[Caveat, ...] = ()
-    """What the run that saved this does not protect, or cannot restore exactly."""
+    """Caveats of the run that saved this state."""
 
     @cached_property
     def staleness(self) -> NDArray[np.int64]:
@@ -150,19 +150,19 @@ class Survey:
 
     @cached_property
     def shards(self) -> list[ShardLine]:
-        """A line for each shard that has partitions, in ascending order."""
+        """Return a line for each shard that has partitions, in ascending order."""
         if self.layout is None:
             return []
         parameters = parameters_of(self.layout)
         total = max(1, int(np.count_nonzero(parameters)))
         moved = self.distance[parameters]
         whole = _norm(moved) if np.isfinite(moved).all() else math.nan
-        # Numbers of up to 16 bits are sorted by their digits, ten times as fast. (And np.unique would load numpy.ma.)
+        # numpy sorts numbers of up to 16 bits by their digits, ten times as fast. np.unique would load numpy.ma.
         width = np.min_scalar_type(self.shard_of.max(initial=0))
         order = np.argsort(self.shard_of.astype(width), kind="stable")
         numbers = self.shard_of[order]
         first = np.flatnonzero(np.diff(numbers, prepend=-1))
-        # All columns in this order at once: a shard's partitions are scattered.
+        # All columns are reordered at once, because a shard's partitions are scattered.
         columns = (self.saved_step, self.staleness, self.distance, self.layout.partition_bytes, parameters)
         parts = zip(*(np.split(column[order], first[1:]) for column in columns), strict=True)
         lines = []
@@ -197,7 +197,7 @@ class Survey:
 
     @property
     def shards_of_ranks(self) -> list[tuple[RankLine, ShardLine]]:
-        """Every rank with the line of its shard."""
+        """Return every rank with the line of its shard."""
         by_shard = {line.shard: line for line in self.shards}
         return [(rank, by_shard.get(rank.shard) or ShardLine(rank.shard)) for rank in self.ranks]
 
@@ -235,7 +235,7 @@ class Survey:
         ]
 
     def stalest(self, count: int) -> list[dict[str, Any]]:
-        """Return the `count` partitions saved longest ago, as `partitions` does; never saved first."""
+        """Return the `count` partitions with the oldest copies, as `partitions` does. Never saved ones come first."""
         return self.partitions(_least(self.saved_step, count))
 
     def most_changed(self, count: int) -> list[dict[str, Any]]:
@@ -244,7 +244,7 @@ class Survey:
         return self.partitions(known[_least(-self.distance[known], count)])
 
     def to_json(self, limit: int | None) -> dict[str, Any]:
-        """Return the fields of the document, with the first `limit` partitions of the layout; None: with all."""
+        """Return the fields of the document, with the first `limit` partitions of the layout; None: all partitions."""
         total = len(self.saved_step)
         return {
             "step": self.step,
@@ -287,16 +287,16 @@ class Survey:
 
 
 def _least(values: NDArray[Any], count: int) -> Ids:
-    """Return where the `count` least of `values` are, the least first; of equal ones the first. No value is NaN."""
+    """Return the indices of the `count` least values, the least first, ties by index. No value is NaN."""
     among = np.arange(len(values))
     if count < len(values):
-        # Finding the largest of them sorts nothing.
+        # np.partition finds the largest of them without sorting.
         among = np.flatnonzero(values <= np.partition(values, count - 1)[count - 1])
     found: Ids = among[np.argsort(values[among], kind="stable")[:count]]
     return found
 
 
 def _norm(distances: NDArray[np.float64]) -> float:
-    """Return the norm over all these partitions. BLAS would wake threads for each shard."""
+    """Return the norm over these partitions. Does not use BLAS, which would wake threads for each shard."""
     with np.errstate(over="ignore", invalid="ignore"):
         return math.sqrt(np.square(distances).sum())

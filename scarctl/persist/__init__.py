@@ -1,1 +1,1 @@
-"""Move hand-overs from the arena to the store: what to write next, and when to try again."""
+"""Move hand-overs from the arena to the store: choose the next one to save, and when to retry."""

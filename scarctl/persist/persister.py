@@ -1,11 +1,12 @@
-"""Make hand-overs durable: commit copies from the arena to the store, then acknowledge them in the arena."""
+"""Save hand-overs: commit copies from the arena to the store, then acknowledge them in the arena."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,29 +25,29 @@ from scarctl.util.arrays import Ids
 log = logging.getLogger("scarctl")
 
 _ATTEMPTS = 8
-"""How often a segment may be spoiled by newer copies before the hand-over is put off."""
+"""Attempts to write a segment while newer copies keep replacing its rows."""
 _TIDY_PAUSE = 30.0  # seconds after a failure
 
 
-class PutOff(Exception):
-    """A hand-over is not written to its end: a pause, or another process that wants the store, comes first."""
+class Interrupted(Exception):
+    """A hand-over was not written to its end, because of a pause or of another process that needs the store."""
 
 
 class Persister:
-    """Commits hand-overs, all shards of one at once. Not for several threads at once."""
+    """Commits hand-overs, all shards of one at once. Use one thread at a time."""
 
     def __init__(self, arena: Arena, writer: StoreWriter, shard_of: NDArray[np.int32]) -> None:
         self.meter = Meter()
-        """How fast the store takes what is committed."""
-        self.put_off = threading.Event()
-        """Set by another thread: what is being written is given up, and `PutOff` raised."""
+        """Measures the speed of commits."""
+        self.interrupt = threading.Event()
+        """Set by another thread: the current write ends with `Interrupted`."""
         self._arena = arena
         self._writer = writer
         self._collector = Collector(writer)
         self._tidy_at = 0.0
         self._members = members_by_shard(shard_of)
         if not self._members and writer.store.part is not None:
-            # A rank that owns nothing has extras all the same.
+            # A rank that owns no rows still has extras.
             self._members = {writer.store.part.shard: np.empty(0, dtype=np.int64)}
         self._shard_of = shard_of
         self._sealed: tuple[int, set[int]] = (
@@ -55,52 +56,62 @@ class Persister:
         )  # of one hand-over: the shards that are sealed already
 
     def check(self, handover: HandOver) -> None:
-        """Raise Corruption if it names partitions that the layout does not have."""
+        """Raise Corruption if the hand-over names partitions that the layout does not have."""
         if handover.ids.size and handover.ids[-1] >= self._arena.layout.partitions:
             raise Corruption(f"hand-over {handover.number} names partitions that do not exist")
 
     def persist(self, handover: HandOver) -> int:
-        """Make a hand-over durable and acknowledge it in the arena; returns the bytes of state written.
+        """Commit a hand-over and acknowledge it in the arena. Return the bytes of state written.
 
-        May be called again after a failure: what is durable by then is not written again. Partitions that have a newer
-        copy by now are left to the hand-over of that copy. Raises what `StoreWriter.commit` raises, and PutOff.
+        After a failure call it again: durable copies are not written twice. Partitions that have a newer copy are left
+        to the hand-over of that copy. Raises as `StoreWriter.commit` does, and Interrupted.
         """
         arena, version = self._arena, handover.version
         if self._sealed[0] != handover.number:
             self._sealed = handover.number, set()
         already = self._sealed[1]
-        self._persist_older(handover)
-        ids = handover.ids[arena.version[handover.ids] == version]
-        ids = ids[arena.durable[ids] != version]
-        shard_of = self._shard_of[ids]
-        parts = [(shard, ids[shard_of == shard]) for shard in self._members if shard not in already]
-        parts = [(shard, own) for shard, own in parts if own.size or handover.sealed]
-        written = self._commit_all(parts, handover, already)
+        with self._reading(handover):
+            self._persist_older(handover)
+            ids = handover.ids[arena.version[handover.ids] == version]
+            ids = ids[arena.durable[ids] != version]
+            shard_of = self._shard_of[ids]
+            parts = [(shard, ids[shard_of == shard]) for shard in self._members if shard not in already]
+            parts = [(shard, own) for shard, own in parts if own.size or handover.sealed]
+            written = self._commit_all(parts, handover, already)
         if len(already) == len(self._members):
             arena.seal(version)
         return written
 
-    def tidy(self, limit: int) -> bool:
-        """Keep the store small: work that moves about `limit` bytes. Returns whether there may be more to do.
+    @contextmanager
+    def _reading(self, handover: HandOver) -> Iterator[None]:
+        """Note in the arena that copies are read inside. `_commit_all` may note the end earlier."""
+        self._arena.read_begins(handover.version)
+        try:
+            yield
+        finally:
+            self._arena.read_ends(0)
 
-        Never raises: what fails is logged, and tried again after a while. Saving does not depend on it.
+    def tidy(self, limit: int) -> bool:
+        """Collect old copies, moving about `limit` bytes. Return whether more may be left to do.
+
+        Never raises, because saving does not depend on it. A failure is logged, and the work retried after a while.
         """
         if time.monotonic() < self._tidy_at:
             return False
         done = self._collector.done
         before = done.moved_bytes
         try:
-            while not self.put_off.is_set() and self._collector.turn():
+            while not self.interrupt.is_set() and self._collector.turn():
                 if done.moved_bytes - before >= limit:
                     return True
         except (ScarError, OSError, MemoryError) as error:
-            log.warning("old copies cannot be collected now: %s", error)
+            log.warning("collecting old copies failed: %s", error)
             self._tidy_at = time.monotonic() + _TIDY_PAUSE
         return False
 
     @property
     def space(self) -> dict[str, Any]:
-        """Bytes that saving and collecting have written, for people."""
+        """Bytes that saving and collecting have written, for display."""
         books, done = self._writer.ledger, self._collector.done
         return {
             "handed_bytes": books.handed_bytes,
@@ -113,116 +124,162 @@ class Persister:
         }
 
     def _commit_all(self, parts: list[tuple[int, Ids]], handover: HandOver, already: set[int]) -> int:
-        """Commit the ids of every shard of `parts`, all at once, and add those that are sealed now to `already`.
+        """Commit the ids of every shard of `parts`, all at once, and add newly sealed shards to `already`.
 
-        What one shard raises is raised when all have ended. Returns the bytes written.
+        Returns the bytes written.
         """
-        carrier = parts[0][0] if parts else None  # extras belong to the whole process: once is enough
         sizes = self._arena.layout.partition_bytes
+        unread = {shard for shard, _ in parts}
+        committed: dict[int, tuple[Ids, bool]] = {}
 
-        def commit(part: tuple[int, Ids]) -> tuple[Ids, bool] | BaseException:
-            try:
-                with self.meter.commit():
-                    return self._commit(*part, handover, handover.extras if part[0] == carrier else None)
-            except BaseException as error:  # not to be raised while other commits are under way
-                return error
+        def read(shard: int) -> None:
+            unread.discard(shard)
+            if not unread:
+                # The rest of the commits, which may take long, needs no copies: they may change.
+                self._arena.read_ends(handover.number)
 
-        outcomes = self._writer.store.blobs.write_each(commit, parts, lambda part: int(sizes[part[1]].sum()))
-        written, carried, faults = 0, True, []
-        for (shard, _), outcome in zip(parts, list(outcomes), strict=True):
-            if isinstance(outcome, BaseException):
-                faults.append(outcome)
-                continue
-            done, sealed = outcome
-            written += int(sizes[done].sum())
-            if sealed:
-                already.add(shard)
-            if shard == carrier:
-                carried = bool(done.size or sealed)
-        if faults:
-            raise next((fault for fault in faults if not isinstance(fault, Exception)), faults[0])
-        if written and not carried and carrier is not None and handover.extras is not None:
-            # Newer copies took the place of all of them meanwhile; what others have saved needs extras nonetheless.
-            step, none = step_of(handover.version), np.empty(0, dtype=np.int64)
-            self._writer.commit(carrier, none, self._source, step=step, extras=handover.extras)
+        try:
+            self._commit_each(parts, handover, committed, read)
+        finally:
+            already.update(shard for shard, (_, sealed) in committed.items() if sealed)
+        written = sum(int(sizes[ids].sum()) for ids, _ in committed.values())
+        carrier = parts[0][0] if parts else None
+        if written and carrier is not None and handover.extras is not None:
+            ids, sealed = committed[carrier]
+            if not ids.size and not sealed:
+                # Newer copies replaced all of the carrier's, but the commits of other shards need these extras.
+                step, none = step_of(handover.version), np.empty(0, dtype=np.int64)
+                self._writer.commit(carrier, none, self._source, step=step, extras=handover.extras)
         return written
 
-    def _commit(self, shard: int, ids: Ids, handover: HandOver, extras: Any) -> tuple[Ids, bool]:
-        """Commit what of `ids` has no newer copy, and acknowledge it.
+    def _commit_each(
+        self,
+        parts: list[tuple[int, Ids]],
+        handover: HandOver,
+        committed: dict[int, tuple[Ids, bool]],
+        read: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Commit the ids of every shard of `parts`, all at once, and add what `_commit` returns to `committed`.
 
-        Returns which that were, and whether the shard is sealed now.
+        The first shard carries the extras. read: called with each shard once its copies are read. The error of one
+        shard is raised when all shards have ended.
+        """
+        sizes = self._arena.layout.partition_bytes
+        carrier = parts[0][0] if parts else None  # extras belong to the whole process: one shard has them
+
+        def commit(part: tuple[int, Ids]) -> BaseException | None:
+            shard, ids = part
+            try:
+                with self.meter.commit():
+                    extras = handover.extras if shard == carrier else None
+                    committed[shard] = self._commit(shard, ids, handover, extras, partial(read, shard))
+            except BaseException as error:  # raised once the other commits have ended
+                return error
+            return None
+
+        ended = self._writer.store.blobs.write_each(commit, parts, lambda part: int(sizes[part[1]].sum()))
+        if faults := [fault for fault in ended if fault is not None]:
+            raise next((fault for fault in faults if not isinstance(fault, Exception)), faults[0])
+
+    def _commit(
+        self, shard: int, ids: Ids, handover: HandOver, extras: Any, read: Callable[[], object] = lambda: None
+    ) -> tuple[Ids, bool]:
+        """Commit and acknowledge those of `ids` that have no newer copy.
+
+        read: called once the copies are read, before the commit is complete.
+
+        Returns these ids, and whether the shard is sealed.
         """
         arena = self._arena
         for _ in range(_ATTEMPTS):
-            # The generations come first: what is looked at later is of these copies, or the commit does not happen.
+            # Read first: if a copy changes after this, the comparison at the end discards the commit.
             before = arena.generation[ids].copy()
-            # A copy that is newer, or under way, comes with its own hand-over.
+            # A copy that is newer, or in progress, has its own hand-over.
             good = (arena.version[ids] == handover.version) & ((before & np.uint64(1)) == 0)
             ids, before = ids[good], before[good]
             sealed = handover.sealed and self._is_of(handover, shard, ids)
             if not ids.size and not sealed:
+                read()
                 return ids, False
             try:
                 self._writer.commit(
                     shard,
                     ids,
-                    self._source,
+                    partial(self._source_of, ids, before),
                     step=step_of(handover.version),
                     sealed=sealed,
                     whole=handover.whole if sealed else "",
                     extras=extras,
-                    verify_source=partial(self._unchanged, ids, before),
+                    verify_source=partial(self._unchanged, ids, before, read),
                 )
             except Overwritten:
                 continue
             arena.acknowledge(ids, handover.version, before)
             return ids, sealed
         raise Overwritten(
-            f"shard {shard}: copies keep changing while they are written", hint="it is tried again"
+            f"shard {shard}: copies keep changing while they are written", hint="saving retries"
         )
 
     def _persist_older(self, handover: HandOver) -> None:
-        """Copies older than the hand-over that still wait: their own was lost, or could not be written.
+        """Commit pending copies that are older than the hand-over: it replaced theirs, or theirs was lost.
 
-        They go first, for steps in the store do not go back. All hand-overs before this one are durable by now.
+        They are committed first, because steps in the store never decrease.
         """
         arena = self._arena
         ids = np.flatnonzero(arena.pending() & arena.intact() & (arena.version < handover.version))
         versions = arena.version[ids]
         for version in np.unique(versions).tolist():
             of_version = ids[versions == version]
+            shard_of = self._shard_of[of_version]
             older = HandOver(handover.number, version, of_version, whole="", extras=None)
-            for shard in np.unique(self._shard_of[of_version]).tolist():
-                self._commit(shard, of_version[self._shard_of[of_version] == shard], older, None)
+            parts = [(shard, of_version[shard_of == shard]) for shard in np.unique(shard_of).tolist()]
+            self._commit_each(parts, older, {})
 
     def _source(self, g: int, t: int, start: int, stop: int) -> memoryview:
-        if self.put_off.is_set():
-            raise PutOff
+        if self.interrupt.is_set():
+            raise Interrupted
+        self._arena.read_on()
         return self._arena.source(g, t, start, stop)
 
-    def _unchanged(self, ids: Ids, before: NDArray[np.uint64]) -> bool:
-        return bool((self._arena.generation[ids] == before).all())
+    def _source_of(
+        self, ids: Ids, before: NDArray[np.uint64], g: int, t: int, start: int, stop: int
+    ) -> memoryview:
+        """Return rows of the arena. Raises Overwritten, before more is written in vain, when a copy in them changed."""
+        base, rows = int(self._arena.layout.base[g]), self._arena.layout.groups[g].rows_per_partition
+        first, last = np.searchsorted(ids, (base + start // rows, base + -(-stop // rows)))
+        if (self._arena.generation[ids[first:last]] != before[first:last]).any():
+            raise Overwritten("copies have changed while they were written", hint="it is tried again")
+        return self._source(g, t, start, stop)
+
+    def _unchanged(self, ids: Ids, before: NDArray[np.uint64], read: Callable[[], object]) -> bool:
+        unchanged = bool((self._arena.generation[ids] == before).all())
+        if unchanged:
+            read()
+        return unchanged
 
     def _is_of(self, handover: HandOver, shard: int, ids: Ids) -> bool:
-        """Return whether the whole shard is of the version once `ids` are committed: nothing newer, nothing waiting."""
+        """Return whether committing `ids` seals the shard: no copy is newer, and no other one pending."""
         arena, members, version = self._arena, self._members[shard], handover.version
         own = handover.ids[self._shard_of[handover.ids] == shard]
         if (arena.version[own] != version).any():
-            return False  # a copy was spoiled, and an older one has taken its place
+            return False  # a copy was torn, and an older one has taken its place
         if arena.whole != handover.whole:
-            return False  # something was copied since, perhaps as of the same step
+            return False  # a partition was copied since, perhaps at the same step
         done = arena.durable[members] == arena.version[members]
         done[np.searchsorted(members, ids)] = True
         return bool((done & (arena.version[members] <= version) & arena.intact()[members]).all())
 
 
 def adopt_orphans(arena: Arena, queue: HandOverQueue) -> int:
-    """Queue copies that are complete but were never handed over, because their process died or failed in between.
+    """Queue complete copies that were never handed over, because their process died or failed in between.
 
-    Returns how many partitions those are. Their extras are lost: they come back with the newest older ones.
+    Returns the number of these partitions. Their extras are lost, so a resume combines them with older extras.
     """
-    orphans = arena.pending() & arena.intact()
-    for handover in queue.pending():
+    waiting = queue.pending()
+    # What is older than a hand-over that waits is saved with that.
+    newest = max((handover.version for handover in waiting), default=NEVER)
+    orphans = arena.pending() & arena.intact() & (arena.version >= newest)
+    for handover in waiting:
         orphans[handover.ids[arena.version[handover.ids] == handover.version]] = False
     ids = np.flatnonzero(orphans)
     versions = arena.version[ids]
@@ -232,12 +289,12 @@ def adopt_orphans(arena: Arena, queue: HandOverQueue) -> int:
 
 
 def reconcile(arena: Arena, queue: HandOverQueue, states: Mapping[int, ShardState], epoch: int) -> None:
-    """Bring an arena that a dead process left, and its queue, into the epoch that begins now.
+    """Bring the arena of a dead process, and its queue, into the epoch that begins now.
 
-    states: of the shards in the store.
+    states: states of the shards in the store.
 
-    Copies that the store has newer, since the run has continued elsewhere, are spoiled and never reach the store. All
-    others count as saved in `epoch`: what of them still waits will be committed in it, and must not look newer in the
+    If the run has continued elsewhere, the store has newer copies of some partitions: those are spoiled, and never
+    saved. All others count as copies of `epoch`. Pending ones will be committed in it, and must not look newer in the
     store than in the arena.
     """
     queue.sweep()
@@ -246,7 +303,7 @@ def reconcile(arena: Arena, queue: HandOverQueue, states: Mapping[int, ShardStat
     for state in states.values():
         stored[state.ids] = state.version
         if state.whole and state.whole == arena.whole:
-            # The process died after it had committed the whole state, and before it had noted that here.
+            # The process died after it had committed the whole state, and before it noted that in the arena.
             arena.confirm(state.ids, state.version)
     stale = arena.lifted(stored) > arena.lifted(arena.version)
     arena.begin(np.flatnonzero(stale))

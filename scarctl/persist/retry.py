@@ -1,9 +1,9 @@
-"""Decide what the persister does next: a pure state machine of events and instructions, without files or clock.
+"""Decide the persister's next action: a pure state machine of events and instructions, without files or clock.
 
-Hand-overs are persisted one at a time in their order. A failure that may pass is tried again after a growing pause; one
-that will not pass (another writer has taken over) halts, and what waits stays in the queue.
+Hand-overs are saved one at a time, in their order. After a temporary failure, saving is retried after a growing pause.
+A permanent failure (another writer has taken over) halts it. Hand-overs then stay in the queue.
 
-All times are seconds on one monotonic clock, and come in with the events.
+All times are seconds on one monotonic clock, and arrive with the events.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 FIRST_PAUSE = 0.1
+"""Shortest pause before another attempt, in seconds."""
 LONGEST_PAUSE = 30.0
-"""Seconds before the first try again, and at most."""
+"""Longest pause between two attempts, in seconds."""
 
 
 class Phase(Enum):
-    """Where the machine is."""
+    """The machine's phase."""
 
     IDLE = "idle"
     BUSY = "busy"
-    """One hand-over is being persisted."""
+    """A hand-over is being saved."""
     PAUSED = "paused"
-    """The store failed; waiting before the next try."""
+    """The store failed; the next attempt follows after a pause."""
     HALTED = "halted"
-    """The store failed for good: nothing more is persisted."""
+    """The store failed for good: saving has ended."""
     STOPPED = "stopped"
 
 
@@ -35,21 +36,21 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """These hand-overs wait (all of them, in order)."""
+    """All hand-overs in the queue, in order."""
 
     numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Persisted:
-    """The hand-over being persisted is durable."""
+    """The hand-over being saved is durable."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Persisting it failed. `jitter` in [0, 1) spreads the pauses of many hosts."""
+    """Saving the hand-over failed. `jitter` in [0, 1) spreads the pauses of many hosts."""
 
     number: int
     retryable: bool
@@ -66,12 +67,12 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Hurry:
-    """A caller waits: do not sit out the pause."""
+    """A caller waits: retry at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Finish what is being persisted, and stop."""
+    """Stop once the current hand-over has ended."""
 
 
 Event = Queued | Persisted | Failed | Tick | Hurry | Stop
@@ -81,14 +82,14 @@ Event = Queued | Persisted | Failed | Tick | Hurry | Stop
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Persist this hand-over, then report `Persisted` or `Failed`."""
+    """Save this hand-over, then report `Persisted` or `Failed`."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Take this hand-over out of the queue: it is durable."""
+    """Remove this hand-over from the queue: it is durable."""
 
     number: int
 
@@ -102,7 +103,7 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """Log for people that nothing more is persisted."""
+    """Log that saving has ended for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +116,18 @@ Instruction = Persist | Forget | Wake | Halt | Stopped
 
 @dataclass(slots=True)
 class Machine:
-    """The persister's state. `handle` is the only way to change it."""
+    """The persister's state. Only `handle` changes it."""
 
     phase: Phase = Phase.IDLE
     waiting: list[int] = field(default_factory=list)
-    """Numbers of hand-overs that are not durable, in order; the first is the one being persisted."""
+    """Numbers of hand-overs that are not durable, in order. The first one is being saved."""
     failures: int = 0
-    """Failures in a row."""
+    """Consecutive failures."""
     stopping: bool = False
     resume_at: float = 0.0
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take one event; returns what to do, in order."""
+        """Take one event, and return the instructions to carry out, in order."""
         if self.phase is Phase.STOPPED:
             return []
         match event:

@@ -1,4 +1,4 @@
-"""Define what saves for a session, and save from a thread of the session's own process."""
+"""Define the saver of a session, and implement one with a thread of the session's process."""
 
 from __future__ import annotations
 
@@ -15,70 +15,70 @@ from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import ScarError, Unavailable
 from scarctl.persist.persister import Persister, reconcile
 from scarctl.persist.speed import Speed
-from scarctl.persist.thread import PersisterThread
+from scarctl.persist.thread import Current, PersisterThread
 from scarctl.store import Store, StoreWriter, open_writer
 from scarctl.store.saved import last_saved
 
 
 class Saver(Protocol):
-    """The saving side of one run, as its session sees it. `claim`, `open`, `resume`, then the others, then `close`."""
+    """The saver of one run. Call `claim`, `open`, `resume`, then the others, then `close`."""
 
     outlives: bool
-    """Whether saving continues when this process dies."""
+    """Whether saving continues if this process dies."""
 
     def claim(self) -> None:
-        """Make sure that nobody else writes to the store. Raises Contention, AccessDenied, Unavailable."""
+        """Exclude other writers of the store. Raises Contention, AccessDenied, Unavailable."""
 
     def open(self, arena: Arena) -> None:
-        """Open the store for writing: begin an epoch, and write it into the arena. Nothing is saved before `resume`.
+        """Open the store for writing: begin an epoch, and note it in the arena. Saving starts with `resume`.
 
         Raises Contention, Fenced, Corruption, AccessDenied, Unavailable.
         """
 
     def notify(self) -> None:
-        """Look at the queue: something was handed over."""
+        """Check the queue, because a hand-over was added."""
 
     def drain(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until all that was handed over is durable; returns whether it is."""
+        """Wait up to `timeout` seconds until all hand-overs are durable. Return whether they are."""
 
     def fault(self) -> ScarError:
-        """Return why something is not durable yet."""
+        """Return the reason why hand-overs are still waiting."""
 
     @property
     def failure(self) -> ScarError | None:
-        """The error that made saving stop for good; None while it works."""
+        """The error that stopped saving for good; None while it works."""
 
     @property
     def trouble(self) -> ScarError | None:
-        """The error that has kept it from saving for some time, while it tries again; None if there is none."""
+        """The error that has prevented saving for some time, while it is retried; None while saving works."""
 
     @property
     def speed(self) -> Speed | None:
-        """How fast the store takes what is handed over; None while that is not known."""
+        """Speed of saving; None while unknown."""
 
     def stop(self) -> None:
-        """Write nothing to the store until `resume`. Does not wait for what is being written: that is put off."""
+        """Write nothing to the store until `resume`. Interrupts the current write: the hand-over is saved later."""
 
     def resume(self) -> None:
-        """Save what is handed over in the arena's folder: after `open`, and again after `stop`."""
+        """Start saving the hand-overs in the arena's folder: after `open`, and again after `stop`."""
 
     def roll_back(self, seqs: Mapping[int, int]) -> None:
-        """Forget, in store and queue, what came after record `seqs[shard]` of every shard. Only while stopped.
+        """Roll the store back to record `seqs[shard]` of every shard, and empty the queue. Only while stopped.
 
-        Starts an epoch, and writes it into the arena.
+        Begins an epoch, and notes it in the arena.
         """
 
     def answer(self, number: int, fields: Mapping[str, Any]) -> None:
-        """Answer wish `number` of a command with its outcome."""
+        """Send the outcome of wish `number` to the command that waits for it."""
 
-    def close(self, *, put_off: bool = False) -> None:
-        """Finish what is being written and let go of the store. What waits stays in the queue.
+    def close(self, current: Current = Current.FINISH) -> None:
+        """Release the store. Waiting hand-overs stay in the queue.
 
-        put_off: do not wait: what is being written stays in the queue, too, or the daemon continues with it.
+        current: treatment of the hand-over that is being written. The daemon finishes it in any case.
         """
 
     def leave(self) -> None:
-        """Go without waiting, as a process that dies does. The daemon makes durable what waits."""
+        """Leave without waiting, like a process that dies. The daemon saves waiting hand-overs."""
 
 
 class LocalSaver:
@@ -87,11 +87,11 @@ class LocalSaver:
     outlives = False
 
     def __init__(self, store: Store, on_saved: Callable[[Speed | None], None] = lambda _: None) -> None:
-        """on_saved: called in the saving thread after every hand-over, with `speed`."""
+        """Prepare, without a thread. on_saved: called in the saving thread after every hand-over, with `speed`."""
         self.store = store
         self._on_saved = on_saved
         self.arena: Arena | None = None
-        """Once open."""
+        """The arena, once open."""
         self._writer: StoreWriter | None = None
         self._thread: PersisterThread | None = None
         self._saved_at: str | None = None
@@ -104,10 +104,11 @@ class LocalSaver:
         self.store.lock()
 
     def open(self, arena: Arena, *, again: bool = False) -> None:
-        """See `Saver`. again: the training process is the one that made the copies in the arena, and makes more."""
-        with contextlib.suppress(ScarError):  # for people only
+        """See `Saver`. again: the training process that made the arena's copies is alive, and continues."""
+        with contextlib.suppress(ScarError):  # only displayed
             self._saved_at = last_saved(self.store)
-        # A saver that may not save here must fence nobody: so this is asked before an epoch begins, and again after.
+        # Checked before an epoch begins, because a saver of a foreign arena must not fence the real one. Checked again
+        # after it, when no other process can write any more.
         require_kinship(arena, self.store.lines(), self.store, again=again)
         self.shard_of = self.store.shard_of(arena.layout)
         self._writer = writer = open_writer(self.store, layout=arena.layout, shard_of=self.shard_of)
@@ -152,17 +153,17 @@ class LocalSaver:
 
     @property
     def thread(self) -> PersisterThread | None:
-        """The thread, for its figures; None before it was started."""
+        """The saving thread, for its statistics; None before it was started."""
         return self._thread
 
     def stop(self) -> None:
         """End the thread."""
         if self._thread is not None:
-            self._thread.close(put_off=True)
+            self._thread.close(Current.INTERRUPT)
         self.stopped = True
 
     def resume(self) -> None:
-        """Start the thread, unless it runs."""
+        """Start the thread, unless it is running."""
         if self.stopped:
             self._start()
 
@@ -175,20 +176,20 @@ class LocalSaver:
         self.arena.begin_epoch(self._writer.epoch)
 
     def answer(self, number: int, fields: Mapping[str, Any]) -> None:
-        """See `Saver`. Nobody asks: there is no daemon."""
+        """See `Saver`. Does nothing: commands send requests through the daemon only."""
 
-    def close(self, *, put_off: bool = False) -> None:
+    def close(self, current: Current = Current.FINISH) -> None:
         """See `Saver`."""
-        if put_off:
+        if current is Current.INTERRUPT:
             self.store.blobs.hurry()
         try:
             if self._thread is not None:
-                self._thread.close(put_off=put_off)
+                self._thread.close(current)
             if self._writer is not None:
                 self._writer.close()
         finally:
-            if put_off:
-                self.store.blobs.close()  # and so it has time again
+            if current is Current.INTERRUPT:
+                self.store.blobs.close()  # ends the effect of `hurry`
 
     def leave(self) -> None:
         """See `Saver`. No other process would continue."""

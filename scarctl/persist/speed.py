@@ -1,4 +1,4 @@
-"""Measure how fast a store takes hand-overs, and what the saving threads wait for."""
+"""Measure the speed of saving to a store, and how long the saving threads wait for a processor."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 _NEW = 0.2
 """Weight of a new measurement."""
 _LARGE = 0.5
-"""Share of the bytes of the largest hand-over from which on one counts as large."""
+"""Hand-overs with at least this fraction of the largest one's bytes count as large."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Figures of the newest hand-overs."""
+    """Statistics of the newest hand-overs."""
 
     bytes_per_second: float
-    """While something is being saved."""
+    """Bytes per second while a hand-over is being saved."""
     commits_per_second: float
     handover_seconds: float
-    """To make one durable that is not large."""
+    """Seconds to save a hand-over that is not large."""
     fixed_share: float | None
-    """Share of that time that does not depend on its bytes; None without one of another size to compare with."""
+    """Fraction of that time that does not depend on bytes; None without a hand-over of another size to compare with."""
     processor_share: float
-    """Share of their time that the saving threads waited for a processor; 0 if the system does not say."""
+    """Fraction of their time that the saving threads waited for a processor; 0 if unknown."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields."""
@@ -35,7 +35,7 @@ class Speed:
 
     @staticmethod
     def from_json(obj: Any) -> Speed | None:
-        """Read what `to_json` gave; None for anything else."""
+        """Read the values of `to_json`; return None for anything else."""
         names = [field.name for field in fields(Speed)]
         if not isinstance(obj, Mapping) or not all(name in obj for name in names):
             return None
@@ -47,7 +47,7 @@ class Speed:
 
 
 class _Mean:
-    """Exponentially weighted means of some numbers together."""
+    """Exponentially weighted means of several numbers."""
 
     def __init__(self) -> None:
         self.values: tuple[float, ...] | None = None
@@ -83,25 +83,25 @@ class Meter:
                 self._delay += delay
 
     def handed_over(self, nbytes: int, seconds: float) -> None:
-        """All commits of a hand-over are durable."""
+        """Count a hand-over whose commits are all durable."""
         share = min(1.0, self._delay / self._seconds) if self._seconds > 0 else 0.0
         if nbytes > 0:
             if nbytes > self._most / _LARGE:
-                self._small = _Mean()  # what was large until now is not
+                self._small = _Mean()  # hand-overs that counted as large are small compared with this one
             self._most = max(self._most, nbytes)
             kind = self._large if nbytes >= self._most * _LARGE else self._small
             kind.add(nbytes, seconds, self._commits, share)
         self._begin()
 
     def speed(self) -> Speed | None:
-        """Return the figures; None before the first hand-over."""
+        """Return the statistics; None before the first hand-over."""
         found = self._small.values or self._large.values
         if found is None:
             return None
         nbytes, seconds, commits, share = found
         fixed = None
         if self._small.values is not None and self._large.values is not None:
-            # The line through both: what is left where there are no bytes.
+            # The line through both means, extrapolated to zero bytes.
             most, longest = self._large.values[:2]
             slope = max(0.0, (longest - seconds) / (most - nbytes)) if most > nbytes else 0.0
             fixed = min(1.0, max(0.0, 1 - slope * nbytes / seconds)) if seconds > 0 else None
@@ -110,7 +110,7 @@ class Meter:
 
 
 def _run_delay() -> float:
-    """Return the seconds that this thread has waited for a processor; 0 where the system does not say."""
+    """Return the seconds that this thread has waited for a processor; 0 if unknown."""
     try:
         with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
             return int(file.read(64).split()[1]) / 1e9

@@ -11,11 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import AccessDenied, Corruption, ScarError, Unavailable
-from scarctl.persist.persister import Persister, PutOff
+from scarctl.persist.persister import Interrupted, Persister
 from scarctl.persist.retry import (
     Event,
     Failed,
@@ -40,30 +41,39 @@ log = logging.getLogger("scarctl")
 
 _NICENESS = 10
 _REFUSALS = 3
-# A generator of its own: the global one is training's, and this thread may live in the same process.
+# A separate generator: the global one belongs to the training, which may run in the same process.
 _random = random.Random()
+
+
+class Current(Enum):
+    """Treatment of the hand-over that is being written when saving ends."""
+
+    FINISH = "finish"
+    """Wait until it is durable."""
+    INTERRUPT = "interrupt"
+    """Leave it in the queue, to be saved later. Its committed shards count."""
 
 
 @dataclass(slots=True)
 class PersisterStats:
-    """Count what the thread has done."""
+    """Count the thread's work."""
 
     handovers: int = 0
-    """Hand-overs made durable."""
+    """Hand-overs saved."""
     nbytes: int = 0
     """Bytes of state written."""
     busy_seconds: float = 0.0
     saved_at: str | None = None
-    """UTC time at which the newest of them was durable, in ISO 8601."""
+    """UTC time at which the newest hand-over became durable, in ISO 8601."""
     errors: int = 0
 
 
 class _Look:
-    """Not an event yet: the thread has to look at the queue."""
+    """A request to the thread to read the queue, which makes the event."""
 
 
 class PersisterThread:
-    """Makes hand-overs durable in the background until `close`. A failing store never raises here: see `failure`."""
+    """Saves hand-overs in the background until `close`. Failures of the store do not raise: see `failure`."""
 
     def __init__(
         self,
@@ -71,7 +81,7 @@ class PersisterThread:
         queue: HandOverQueue,
         on_saved: Callable[[Speed | None], None] = lambda _: None,
     ) -> None:
-        """on_saved: called in the thread after every hand-over, with `speed`."""
+        """Start the thread. on_saved: called in it after every hand-over, with `speed`."""
         self.stats = PersisterStats()
         self.last_error: ScarError | None = None
         """The newest failure since the last success."""
@@ -89,13 +99,13 @@ class PersisterThread:
         self._thread.start()
 
     def notify(self) -> None:
-        """Look at the queue: something was put into it."""
+        """Check the queue, because a hand-over was added."""
         self._send(_Look())
 
     def drain(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until nothing waits any more; returns whether that is so.
+        """Wait up to `timeout` seconds until all hand-overs are durable. Return whether they are.
 
-        When the store refuses access a few times meanwhile, waiting longer would not help.
+        If the store refuses access a few times meanwhile, return at once: waiting longer would not help.
         """
         self._send(_Look(), Hurry())
         with self._changed:
@@ -106,29 +116,26 @@ class PersisterThread:
             )
             return self._settled()
 
-    def close(self, *, put_off: bool = False) -> None:
-        """Finish the hand-over that is being written, and end the thread. What waits stays in the queue.
-
-        put_off: do not finish it, it stays in the queue as well. What of it is committed already counts.
-        """
-        if put_off:
-            self._persister.put_off.set()
+    def close(self, current: Current = Current.FINISH) -> None:
+        """End the thread. Waiting hand-overs stay in the queue. current: treatment of the one being written."""
+        if current is Current.INTERRUPT:
+            self._persister.interrupt.set()
         with self._changed:
-            self._events.insert(0, Stop())  # before what else is to be done
+            self._events.insert(0, Stop())  # before all other events
             self._changed.notify_all()
         self._thread.join()
 
     def fault(self) -> ScarError:
-        """Return why something is not durable yet."""
+        """Return the reason why hand-overs are still waiting."""
         return (
             self.failure
             or self.last_error
-            or Unavailable("the store is slower than the time given", hint="wait longer, or save less often")
+            or Unavailable("the store did not finish in time", hint="wait longer, or save less often")
         )
 
     @property
     def settled(self) -> bool:
-        """Whether nothing waits, as far as the thread has looked."""
+        """Whether all hand-overs that the thread has seen are durable."""
         return self._settled()
 
     def _settled(self) -> bool:
@@ -146,7 +153,7 @@ class PersisterThread:
         try:
             self._work()
         except BaseException as error:
-            # Nobody would see the thread's death otherwise.
+            # Otherwise nothing would show that the thread has died.
             log.exception("saving has stopped unexpectedly")
             self._note(error if isinstance(error, ScarError) else _defect(error))
             self.failure = self.last_error
@@ -159,7 +166,7 @@ class PersisterThread:
         _be_polite()
         wake_at: float | None = None
         while True:
-            # Not before something was saved: a run that has just started has more urgent work.
+            # Only after the first hand-over: a run that has just started has more urgent work.
             while self.stats.handovers and self._idle() and self._tidy(0):
                 pass
             event = self._wait(wake_at)
@@ -185,7 +192,7 @@ class PersisterThread:
 
     @property
     def speed(self) -> Speed | None:
-        """How fast the store takes hand-overs; None before the first."""
+        """Speed of saving; None before the first hand-over."""
         return self._persister.meter.speed()
 
     @property
@@ -194,7 +201,7 @@ class PersisterThread:
         return self._persister.space
 
     def _look(self) -> Event:
-        """List what waits now. Only this thread looks: a list made elsewhere may be older than what it knows."""
+        """List the queue. Only this thread does: a list from another thread may be older than this thread's own."""
         try:
             return Queued(tuple(self._queue.numbers()))
         except ScarError as error:
@@ -206,7 +213,7 @@ class PersisterThread:
         with self._changed:
             timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
             if self._changed.wait_for(lambda: self._events, timeout):
-                self._obeying = True  # from here on: what it is about to see may be waiting
+                self._obeying = True  # set before the queue is read, so that `settled` is False meanwhile
                 return self._events.pop(0)
             return Tick(time.monotonic())
 
@@ -214,7 +221,7 @@ class PersisterThread:
         if isinstance(instruction, Persist):
             event = self._persist(instruction.number)
             with self._changed:
-                # The answer to an instruction goes before all else but the wish to stop.
+                # The result of an instruction precedes all other events but `Stop`.
                 self._events.insert(int(self._events[:1] == [Stop()]), event)
         elif isinstance(instruction, Forget):
             self._queue.remove(instruction.number)
@@ -233,8 +240,8 @@ class PersisterThread:
             except FileNotFoundError:
                 return Persisted(number)
             except Corruption as error:
-                # Its partitions are still in the arena, marked as pending.
-                log.error("a hand-over cannot be used and is set aside: %s", error)
+                # Its copies stay pending in the arena.
+                log.error("a damaged hand-over was set aside: %s", error)
                 self._note(error)
                 self._queue.set_aside(number)
                 return Persisted(number)
@@ -243,13 +250,13 @@ class PersisterThread:
         except ScarError as error:
             self._note(error)
             return Failed(number, _may_pass(error), time.monotonic(), _random.random())
-        except PutOff:
+        except Interrupted:
             return Failed(number, True, time.monotonic())
         except (OSError, MemoryError) as error:
-            self._note(Unavailable(f"hand-over {number} cannot be handled: {error}"))
+            self._note(Unavailable(f"hand-over {number} cannot be saved: {error}"))
             return Failed(number, True, time.monotonic(), _random.random())
         except Exception as error:
-            # A defect of ours: never silent, never the end of training.
+            # A defect in scarctl must be reported, and must not end the training.
             log.exception("saving failed unexpectedly")
             self._note(_defect(error))
             return Failed(number, False, time.monotonic())
@@ -260,7 +267,7 @@ class PersisterThread:
         self.stats.saved_at = now()
         self.last_error = None
         self._on_saved(self.speed)
-        # Others may wait: what is saved makes room for itself, and no more.
+        # Other hand-overs may wait, so collecting moves at most half of the bytes that were just saved.
         self._tidy(written // 2)
         return Persisted(number)
 
@@ -273,14 +280,14 @@ class PersisterThread:
 
     def _note(self, error: ScarError) -> None:
         if self.last_error is None or self.last_error.message != error.message:
-            log.warning("saving failed, %s: %s", "trying again" if _may_pass(error) else "giving up", error)
+            log.warning("saving failed, %s: %s", "retrying" if _may_pass(error) else "giving up", error)
         self.last_error = error
         self.stats.errors += 1
         self._refusals += isinstance(error, AccessDenied)
 
 
 def _may_pass(error: ScarError) -> bool:
-    """Return whether to try again: a disk may be mounted again, or credentials renewed."""
+    """Return whether to retry: a disk may be mounted again, or credentials renewed."""
     return error.retryable or isinstance(error, AccessDenied)
 
 
@@ -289,7 +296,7 @@ def _defect(error: BaseException) -> ScarError:
 
 
 def _be_polite() -> None:
-    """Lower this thread's priority: training goes first."""
+    """Lower this thread's priority below that of the training."""
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # politeness is not worth an error
+        with contextlib.suppress(OSError):  # saving works at any priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

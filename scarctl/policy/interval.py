@@ -10,7 +10,7 @@ et al., ICML 2019). All times are seconds on one monotonic clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 FIRST_INTERVAL = 10
 """Iterations, until the first measurement."""
@@ -92,6 +92,11 @@ class Cadence:
         if self._busy_since is None:
             self._busy_since = now
         self._waiting[number] = nbytes
+
+    def superseded(self, numbers: Iterable[int]) -> None:
+        """Note that these hand-overs never become durable: a later one has what they had."""
+        for number in numbers:
+            self._waiting.pop(number, None)
 
     def due(self, now: float, step: int, waiting: Collection[int]) -> bool:
         """Return whether a checkpoint is due. Call this after every iteration.

@@ -1,7 +1,7 @@
-"""Keep the open sessions of this process, so that a notebook's cell that is run again may attach anew.
+"""Keep the open sessions of this process, so that a notebook cell can attach again when it is rerun.
 
-An interrupted cell leaves its session open, and a traceback or a variable may hold its model. The session that
-attaches last replaces it.
+An interrupted cell leaves its session open, and a traceback or a variable may hold its model. The next session of the
+same store replaces it.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _open: dict[int, Open] = {}
 
 
 def opened(session: Open) -> None:
-    """Remember it until `closed`."""
+    """Remember the session until `closed`."""
     _open[id(session)] = session
 
 
 def closed(session: Open) -> None:
-    """Forget it."""
+    """Forget the session."""
     _open.pop(id(session), None)
 
 
 def take_over(store: str) -> None:
-    """Close the session that this process has on the store, if there is one, so that another one may attach.
+    """Close this process's open session of the store, if any, so that another one can attach.
 
-    Raises Contention when another thread trains with it, or a `with` statement or a framework will end it.
+    Raises Contention if another thread trains with it, or if a `with` statement or a framework will close it.
     """
     url = Address.parse(store).url
     for earlier in [session for session in _open.values() if session.store.address.url == url]:
@@ -63,12 +63,12 @@ def take_over(store: str) -> None:
                 hint="close() it first, or leave its with statement",
             )
         log.warning(
-            "closed the session that this process had on %s, after step %d: a loop that still uses it is not saved "
+            "closed this process's earlier session of %s, after step %d: a loop that still uses it is not saved "
             "any more",
             url,
             earlier.head_step,
         )
-        # As an exception would: its newest step is flushed, and the store is not waited for.
+        # As after an exception: the newest step is flushed, without waiting for the store.
         earlier._close(Ending.FAILED)
 
 

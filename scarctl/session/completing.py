@@ -1,7 +1,7 @@
-"""Complete a recovery in a running process: restore what extras keep of lost partitions, and report what is left.
+"""Complete a recovery in a running process: restore values of lost partitions from extras, and report problems.
 
-A partial recovery restores tensors of groups. An optimizer may keep more of a parameter, in another shape. That is in
-the late extras, and only the adapter knows what belongs to which parameter.
+A partial recovery restores the tensors of groups. An optimizer may have more state of a parameter, in another shape.
+That state is in the late extras, and only the adapter can assign it to parameters.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from scarctl.state.version import step_of
 from scarctl.util.arrays import Ids
 
 _LOOKED_AT = 32
-"""Extras that are read at most, to find some that are finite."""
+"""Most extras that are read in the search for finite ones."""
 Path = tuple[Any, ...]
 
 
 def complete(engine: Engine, live: LiveState, adapter: Adapter, ids: Ids) -> list[str]:
-    """Restore, from the newest extras, what belongs to partitions `ids` (ascending) and is in no group.
+    """Restore from extras the optimizer state of partitions `ids` (ascending) that is in no group.
 
-    A value that is not finite there comes from the newest extras in which it is finite. Returns problems, for people:
-    live values that are not finite although some copy is, and what could not be read.
+    Each value comes from the newest extras in which it is finite. Returns problems as sentences: live values that are
+    not finite although a copy is, and failures of reading.
     """
     if not ids.size:
         return []
@@ -59,8 +59,9 @@ def complete(engine: Engine, live: LiveState, adapter: Adapter, ids: Ids) -> lis
 
 
 def left_behind(engine: Engine, live: LiveState, adapter: Adapter, ids: Ids, late: Any) -> list[str]:
-    """Return problems after everything was restored, with these late extras: live values that are not finite
-    although their copy is.
+    """Return the problems that remain after a restore: live values that are not finite although their copy is.
+
+    late: the restored late extras.
     """
     version = int(engine.arena.newest().max(initial=0))
     return [*_values_left(live, ids), *_named(dict(_not_finite(_late(adapter))), late, version).values()]
@@ -81,7 +82,7 @@ def lost_rows(layout: Layout, ids: Ids) -> dict[str, NDArray[np.bool_]]:
 
 
 class _Found:
-    """Saved extras, newest first. Those that were read once are kept."""
+    """Saved extras, newest first. Each is read once, and kept."""
 
     def __init__(self, engine: Engine) -> None:
         self._unread = islice(engine.copies.all_extras(), _LOOKED_AT)
@@ -94,7 +95,7 @@ class _Found:
             yield self._read[-1]
 
     def newest(self) -> Any:
-        """Return the newest late extras. Raises ScarError when no extras can be read."""
+        """Return the newest late extras. Raises ScarError if no extras can be read."""
         for _, late in self:
             return late
         raise ScarError("no extras can be read", kind="no-extras")
@@ -104,7 +105,7 @@ def _values_left(live: LiveState, ids: Ids) -> list[str]:
     bad = live.not_finite(ids)
     names = ", ".join(live.layout.name(int(i)) for i in bad[:5])
     more = f" and {bad.size - 5} more" if bad.size > 5 else ""
-    return [f"{names}{more}: values are not finite, those of the copy are"] if bad.size else []
+    return [f"{names}{more}: values are not finite, but those of the copy are"] if bad.size else []
 
 
 def _late(adapter: Adapter) -> Any:
@@ -124,7 +125,7 @@ def _not_finite(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def _finite(value: Any) -> NDArray[np.bool_]:
-    """Return where a tensor, array or number is finite; True for everything else."""
+    """Return the mask of finite values of a tensor, array or number; True for other objects."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return torch.isfinite(value.to(torch.float64)).numpy(force=True)
     if isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.floating):
@@ -142,12 +143,12 @@ def _named(wrong: Mapping[Path, Any], late: Any, version: int) -> dict[Path, str
         here, there = _finite(value), _finite(copy)
         if here.shape == there.shape and (~here & there).any():
             where = ".".join(map(str, path))
-            found[path] = f"{where}: values are not finite, those saved at step {step_of(version)} are"
+            found[path] = f"{where}: values are not finite, but those saved at step {step_of(version)} are"
     return found
 
 
 def _at(value: Any, path: Path) -> Any:
-    """Return the value at a place in dicts, lists and tuples; None when there is no such place."""
+    """Return the value at a place in dicts, lists and tuples; None if the place does not exist."""
     for key in path:
         try:
             value = value[key]

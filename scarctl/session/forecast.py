@@ -1,4 +1,4 @@
-"""Predict what a recovery in a training process costs, and choose its mode: all ranks choose the same."""
+"""Predict the cost of a recovery in a training process, and choose its mode. All ranks choose the same one."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ def weigh_loss(
     mode: str,
     max_rework: float | None,
 ) -> tuple[str, Cost]:
-    """Choose how to recover `ids` in a process that has finished `step` iterations; return the mode and its cost.
+    """Choose the mode of recovering `ids` in a process that has finished `step` iterations. Return it and its cost.
 
-    now: distances (l2) of `ids` from their copies, NaN where they are unknown: float64 of the shape of `ids`.
+    now: distances (l2) of `ids` from their copies, NaN if unknown: float64 of the shape of `ids`.
+
     Raises ScarError (kind "too-much-rework") on all ranks.
     """
 
     def look() -> dict[str, Any]:
         arena = engine.arena
-        # Where live values are not finite any more, their last known distances.
+        # If live values are not finite any more, their last known distances are used.
         known = engine.settings.norm == "l2"
         distance = arena.distance.copy() if known else np.full(len(arena.distance), np.nan)
         distance[ids] = np.where(np.isfinite(now), now, distance[ids])
@@ -52,7 +53,7 @@ def weigh_loss(
 def weigh_resume(
     engine: Engine, states: dict[int, ShardState], newest: Saved | None, together: Together
 ) -> tuple[str, Cost]:
-    """Choose how a process continues from what an earlier one left; return the mode and its predicted cost.
+    """Choose the mode of resuming the state of an earlier process. Return it and its predicted cost.
 
     newest: the newest extras. Iterations are counted from their step, because a partial recovery continues there.
     """
@@ -77,7 +78,7 @@ def weigh_resume(
 def _seen(
     engine: Engine, ids: Ids, step: int, newest: Ids, distance: NDArray[np.float64], history: History
 ) -> dict[str, Any]:
-    """Return what one process knows of the loss: plain values, as small as can be."""
+    """Return one process's numbers about the loss: plain values, as small as possible."""
     parameters = parameters_of(engine.layout)
     mine = ids[parameters[ids]]
     old, counts = grouped(np.maximum(step - newest[mine], 0))
@@ -109,10 +110,10 @@ def _decide(
     sealed = {one["sealed"] for one in everyone}
     back: int | None
     if mode == "partial":
-        # Without asking the store, which may be away: memory may have all that is needed.
+        # The store may be unreachable, and is not asked: memory may have all needed copies.
         back = step - sealed.pop() if len(sealed) == 1 and min(sealed) >= 0 else None
     else:
-        # One looks for all, so that all choose the same.
+        # One rank reads the store for all, so that all choose the same mode.
         looked = together.gather(_back(engine, step) if together.leads else None)
         back = next(found for found in looked if found)[0]
     choice = choose(mode, rework, back, max_rework)
@@ -120,11 +121,11 @@ def _decide(
 
 
 def _back(engine: Engine, step: int) -> list[int | None]:
-    """Return what a rollback would cost, in a list: iterations since the newest state of one step; None: unknown."""
+    """Return a list with the cost of a rollback: iterations since the newest state of one step; None: unknown."""
     try:
         sealed = next(iter(complete_sets(engine.store.again())), None)
     except ScarError as error:
-        # A rollback that was asked for finds out for itself.
+        # A requested rollback raises this error itself, if it persists.
         log.warning("the cost of a rollback is unknown: %s", error)
         return [None]
     return [None if sealed is None else max(0, step - sealed.step)]
@@ -133,7 +134,7 @@ def _back(engine: Engine, step: int) -> list[int | None]:
 def shared_history(engine: Engine, extras: Extras | None, step: int, together: Together) -> History:
     """Return the history of a session that continues from `step` with these extras: the points that all ranks have.
 
-    All ranks then keep the same points, whatever some of them lost. A rank without parameters has no points.
+    All ranks then have equal points, even if some ranks lost points. A rank without parameters has no points.
     """
     stored = History() if extras is None else History.from_array(extras.notes.points)
     mine = stored.until(step).points

@@ -90,12 +90,12 @@ class Loop:
                 # The loop's draws before its first pass are repeated.
                 restore_rng(self._begun)
             else:
-                self._go_on()
+                self._proceed()
                 self._begun = raw()
             yield epoch
             if self.epoch == epoch:
                 self._next_epoch()
-        self._go_on()
+        self._proceed()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """See `Session.batches`."""
@@ -116,7 +116,7 @@ class Loop:
         if saved is None:
             if self._stale():
                 self._settle()
-            self._go_on()
+            self._proceed()
             self._passes.append(this)
             iterator = this.begin()
         else:
@@ -129,7 +129,7 @@ class Loop:
                     "the order of the data is drawn anew: what it was drawn from was saved by another rank",
                 )
         while not this.done:
-            self._go_on()
+            self._proceed()
             with this.fetching(self._host.caveats):
                 batch = next(iterator, _END)
             if batch is _END:
@@ -144,7 +144,7 @@ class Loop:
         this.end()
         if self._again:
             return
-        self._go_on()
+        self._proceed()
         if self._stale() or (not self._since and (saved is None or not saved["done"])):
             self._settle()
 
@@ -173,7 +173,7 @@ class Loop:
         if whole:
             self._settle()
 
-    def _go_on(self) -> None:
+    def _proceed(self) -> None:
         held, self._held = self._held, None
         if held is not None:
             restore_rng(held)

@@ -1,7 +1,7 @@
-"""Open and close the engine of a session, which has none until its layout is known.
+"""Open and close a session's engine, which needs the layout of the state.
 
-The engine runs only once it is known from which step the session continues. A resume that failed, and may be tried
-again, leaves it open without running.
+The engine starts once the step is known from which the session continues. After a failed resume it stays open without
+running, for another attempt.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from scarctl.session.peers import Together
 from scarctl.session.requests import Requests
 from scarctl.state.caveats import Caveats
 from scarctl.state.layout import Layout
-from scarctl.store import Store
+from scarctl.store import Store, check_cut
 
 log = logging.getLogger("scarctl")
 
 
 def claim(store: Store, settings: SessionSettings, binding: Binding, requests: Requests) -> Saver:
-    """Return the session's saver, once nobody else writes to the store.
+    """Return the session's saver, once no other process writes to the store.
 
-    Raises what `Saver.claim` raises, and Unavailable when the arena would have no room: better now than at the first
-    step.
+    Raises as `Saver.claim` does, and Unavailable if there is no room for the arena: before the first step, not in it.
     """
     folder = arena_folder(settings.arena_dir, store.run_id)
     require_room(folder, binding.least_bytes(movements=settings.extrapolate))
@@ -37,7 +36,7 @@ def claim(store: Store, settings: SessionSettings, binding: Binding, requests: R
 
 
 class Opening:
-    """Opens the engine of one session, and lets go of it."""
+    """Opens the engine of one session, and closes it."""
 
     def __init__(
         self,
@@ -54,51 +53,59 @@ class Opening:
         self._caveats = caveats
         self.opened: Engine | None = None
         self.engine: Engine | None = None
-        """The same, once it runs."""
+        """The engine, once it runs."""
         self._looked = False
-        """The session has resumed from the store, or supersedes what it has."""
+        """The session has resumed from the store, or supersedes its state."""
         self._superseding = False
-        """The session gives up what the store has."""
+        """The session supersedes the state in the store."""
 
     def open(self, layout: Layout) -> Engine:
-        """Open the arena, unless that is done already. Nothing is saved before `Engine.start`."""
+        """Open the arena, unless it is open. Nothing is saved before `Engine.start`."""
         if self.opened is None:
-            folder = arena_folder(self._settings.arena_dir, self.store.run_id)
             self._together.begin(self.store)
             self.opened = self._together.agree(
-                lambda: Engine(
-                    self.store,
-                    layout,
-                    self._settings,
-                    folder,
-                    self._saver,
-                    selector=self._together.selector(),
-                    caveats=self._caveats,
-                ),
+                lambda: self._engine(layout),
                 undo=lambda engine: engine.leave(),
             )
         return self.opened
+
+    def _engine(self, layout: Layout) -> Engine:
+        settings = self._settings
+        check_cut(self.store, layout, asked=settings.partition_bytes is not None or bool(settings.rows))
+        return Engine(
+            self.store,
+            layout,
+            settings,
+            arena_folder(settings.arena_dir, self.store.run_id),
+            self._saver,
+            selector=self._together.selector(),
+            caveats=self._caveats,
+        )
 
     def start(self, layout: Layout, head_step: int) -> Engine:
         """Save from now on, beginning with the live state."""
         engine = self.open(layout)
         if self._superseding:
             engine.start_over()
-        engine.start()
+        self.begin_saving(engine)
         return self.run_on(engine, head_step)
 
+    def begin_saving(self, engine: Engine) -> None:
+        """Start the engine, on all ranks or on none."""
+        self._together.agree(engine.start, undo=lambda _: engine.stop())
+
     def run_on(self, engine: Engine, head_step: int) -> Engine:
-        """Let the engine run, from `head_step`: now it is the session's."""
+        """Start the engine at `head_step`, and return it."""
         self.engine = engine
         engine.arena.reach(head_step)
         return engine
 
     def looked(self, *, superseding: bool = False) -> None:
-        """Note that the session has resumed. superseding: it gives up what the store has instead."""
+        """Note that the session has resumed. superseding: it replaces the state in the store instead."""
         self._looked, self._superseding = True, superseding
 
     def require_looked(self) -> None:
-        """Raise UsageError when the store holds an earlier run and the session has not resumed it."""
+        """Raise UsageError if the store holds an earlier run and the session has not resumed it."""
         if not self._looked and self._together.holds_earlier_run(self.store):
             raise UsageError(
                 f"{self.store.url} holds an earlier run, and this one did not resume it",
@@ -106,9 +113,9 @@ class Opening:
             )
 
     def close(self, *, failed: bool) -> None:
-        """Wait for the store and close the arena; after a failure leave both to the daemon, if one runs.
+        """Wait for the store and close the arena. After a failure, leave both to the daemon, if one runs.
 
-        Raises ScarError when the store cannot be closed.
+        Raises ScarError if the store cannot be closed.
         """
         engine = self.opened
         if engine is None:
@@ -116,17 +123,17 @@ class Opening:
             log.info("closed %s: nothing was saved in this session", self.store.url)
             return
         sealed = False
-        with contextlib.suppress(ScarError):  # for the log only; what follows meets the fault, and reports it
+        with contextlib.suppress(ScarError):  # only for the log: closing meets the same fault, and reports it
             sealed = engine.is_sealed()
         step = f"{engine.arena.head_step}, {'sealed' if sealed else 'not sealed'}"
         waiting, folder = int(engine.arena.pending().sum()), engine.arena.folder
         if engine is not self.engine:
-            engine.leave()  # a resume that failed: all stays as it was
-            log.info("closed %s: it was not resumed, and stays as it was", self.store.url)
+            engine.leave()  # after a failed resume, arena and store stay unchanged
+            log.info("closed %s: it was not resumed, and is unchanged", self.store.url)
         elif failed and self._saver.outlives:
             engine.leave()
             log.info(
-                "closed %s after a failure: step %s; the daemon saves the %d partitions that wait in %s",
+                "closed %s after a failure: step %s; the daemon saves the %d pending partitions in %s",
                 self.store.url,
                 step,
                 waiting,
@@ -137,7 +144,7 @@ class Opening:
         else:
             log.info("closed %s: step %s, not all of it durable", self.store.url, step)
             log.error(
-                "not everything is durable in %s: %s. It stays in %s; the next session on this host goes on with it",
+                "not everything is durable in %s: %s. The rest stays in %s; the next session on this host saves it",
                 self.store.url,
                 engine.saver.fault(),
                 engine.arena.folder,

@@ -1,4 +1,4 @@
-"""Keep what a session has resumed from, and what turned out about it since."""
+"""Keep the state from which a session has resumed, and later doubts about its exactness."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from scarctl.store import Store
 
 
 class Origin:
-    """What a session has resumed from, and what it has found out about that since."""
+    """The state from which a session has resumed, and whether that was exact."""
 
     def __init__(self, caveats: Caveats) -> None:
         self.resumed: Resumed | None = None
         self._caveats = caveats
 
     def set(self, resumed: Resumed, stored: tuple[str, ...], store: Store, together: Together) -> Resumed:
-        """Note what was resumed, with the reasons why it is not exact: mixed steps, and what the earlier run stored.
+        """Note the resumed state, with the reasons why it is not exact: mixed steps, and the earlier run's caveats.
 
-        stored: the reasons in this rank's extras. Returns what was noted, and logs it.
+        stored: the reasons in this rank's extras. Returns the noted state, and logs it.
         """
         found = [tuple(theirs) for theirs in together.gather(list(stored))]
         mixed = () if resumed.exact or not resumed.step else ("partitions are of several steps",)
         why = tuple(dict.fromkeys([*mixed, *(reason for theirs in found for reason in theirs)]))
         if why:
-            # Saved again before a step, it is the same state, and no more exact than now.
+            # If it is saved again before a step, it is the same state, and no more exact.
             self._caveats.keep("resumed", "; ".join(why))
         resumed = replace(resumed, exact=resumed.exact and not why, reasons=why)
         self.resumed = said(resumed, store)
@@ -41,6 +41,6 @@ class Origin:
             "not-continued",
             f"the run was not resumed exactly after step {resumed.step}: {'; '.join(found)}. "
             "Read the data from session.batches(), see docs/loops.md",
-            inexact=False,  # of later states: whether a run continues from those is looked at then
+            inexact=False,  # about later states: a run that resumes from those is checked then
         )
         self.resumed = replace(resumed, exact=False, reasons=(*resumed.reasons, *found))

@@ -1,6 +1,6 @@
-"""Define what a session asks of the other ranks that train with it, and answer for a process without others.
+"""Define a session's questions to the other ranks that train with it, and implement them for a single process.
 
-`scarctl.distributed.coordinator.Crew` is the other one. A call of these is made by all ranks, in the same order.
+`scarctl.distributed.coordinator.Crew` implements them for several ranks. All ranks make these calls in the same order.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a process can continue from, with all its copies in the arena."""
+    """A state from which a process can continue, with all its copies in the arena."""
 
     version: int
-    """Of the newest extras."""
+    """Version of the newest extras."""
     extras: Extras | None
     exact: bool
     """All its copies, and the extras, are of one commit of the whole state, of the step of `version`."""
     survived: bool
-    """Its arena has the state as it was at the last iteration that it finished."""
+    """Its arena has the state of the last iteration that it finished."""
     distance: float | None
-    """Norm of the last known distances of what was live from the copies; None when they are not known."""
+    """Norm of the last known distances of live values from the copies; None if unknown."""
     owns: bool = True
-    """It has some of the state. If not, `extras` may be None: then `version` is `NEVER`."""
+    """The process owns rows of the state. If not, `extras` may be None: then `version` is `NEVER`."""
     whole: str = ""
-    """The name of that commit."""
+    """Name of the commit of the whole state that has all its copies, "" if they are of several."""
 
     @property
     def step(self) -> int:
@@ -53,58 +53,58 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class GoOn:
-    """Where all processes continue."""
+class AgreedState:
+    """The state from which all processes continue."""
 
     step: int
     extras: Extras | None
     exact: bool
     """The whole state, of all processes, is of `step`."""
     summary: dict[str, Any] | None = None
-    """What became of the ranks, for the report; None without ranks."""
+    """Lost ranks and the predicted cost, for the report; None without ranks."""
 
 
 class Elsewhere(Protocol):
-    """A state that was saved in other parts."""
+    """A state that was saved under another division."""
 
     layout: Layout
-    """Of the part that this process has now."""
+    """Layout of this process's share."""
 
-    def fill(self, arena: Arena) -> GoOn:
-        """Write that part into the arena. Raises NoIntactCopy; then nothing live was changed."""
+    def fill(self, arena: Arena) -> AgreedState:
+        """Write this process's share into the arena. Raises NoIntactCopy, with no live value changed."""
 
 
 class Together(Lockstep, Protocol):
-    """See the module."""
+    """A session's questions to all processes that train together."""
 
     def open_store(self, settings: SessionSettings) -> Store:
-        """The store, as this process sees it. Raises what `Store.create` raises."""
+        """Return this process's view of the store. Raises as `Store.create` does."""
 
     def agree(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
-        """Make the call everywhere; when it fails in one process it has failed in all, and is undone."""
+        """Make the call in all processes. If it fails in one, undo it and raise in all."""
 
     def selector(self) -> Selector:
-        """Return what chooses what a partial checkpoint saves."""
+        """Return the selector of partitions for partial checkpoints."""
 
     def begin(self, store: Store) -> None:
         """Note in the store which ranks write to it. Called before a session writes."""
 
     def holds_earlier_run(self, store: Store) -> bool:
-        """Whether the store holds an earlier run."""
+        """Return whether the store holds an earlier run."""
 
-    def go_on(self, found: Found | None, store: Store) -> GoOn | None:
-        """Agree on the state from which all continue. None: one process at least has no complete state."""
+    def agree_on_state(self, found: Found | None, store: Store) -> AgreedState | None:
+        """Agree on the state from which all continue. Return None if a process has no complete state."""
 
     @property
     def rank(self) -> int:
-        """The number of this process among them."""
+        """The number of this process."""
 
     @property
     def leads(self) -> bool:
-        """Whether this process does what one process does for all."""
+        """Whether this process does the work that one process does for all."""
 
     def gather(self, value: object) -> list[Any]:
-        """Every process's value, a plain one (`scarctl.state.codec`)."""
+        """Return the values of all processes, by rank: plain values, as in `scarctl.state.codec`."""
 
     @property
     def several(self) -> bool:
@@ -112,33 +112,35 @@ class Together(Lockstep, Protocol):
 
     @property
     def moved(self) -> bool:
-        """Whether the state was saved in other parts than those that these processes have."""
+        """Whether the state in the store was saved under another division than that of these processes."""
 
     def elsewhere(self, store: Store, mode: str, snapshot: str | None) -> Elsewhere | None:
-        """The state as others than these processes have saved it; None when there is none."""
+        """Return the state that a previous set of processes has saved; None if the store has no such state."""
 
     def lost_ids(self, lost: Lost, layout: Layout, store: Store) -> NDArray[np.int64]:
-        """Which of this process's partitions are meant. Raises UsageError when there is none anywhere."""
+        """Return the partitions of this process that `lost` names. Raises UsageError if no process has any."""
 
     def spread(self) -> None:
-        """Send restored live values of this process to the other ranks that hold them as well."""
+        """Send restored live values of this process to the other ranks that hold them."""
 
     def grant(self, wishes: deque[Wish], selector: Selector, *, regular: bool) -> Wish | None:
-        """The wish that all processes fulfil now, after the same step. regular: a regular checkpoint is due."""
+        """Return the wish that all processes fulfil after this same step. regular: a regular checkpoint is due."""
 
     def rescue(self, store: Store, step: int, extras: Callable[[], Extras], whole: str) -> None:
-        """Something has gone wrong, and this process has saved its state of `step`: do what can be done for others.
+        """Update the arenas of dead ranks, after a failure, once this process has saved its state of `step`.
 
-        extras: of the step. whole: the name of the state, "" when it has none.
-        Called when nothing changes the live values. Never raises.
+        extras: extras of the step.
+        whole: the name of the whole state, "" if it has none.
+
+        Live values must not change meanwhile. Never raises.
         """
 
     def close(self) -> None:
-        """The session ends. Waits for nobody."""
+        """End the session's part, without waiting for other processes."""
 
 
 class WrittenByRanks(UsageError):
-    """The store is of several ranks: one of them at least has to go on with it."""
+    """The store is written by several ranks, so that a single process cannot use it."""
 
 
 class Alone:
@@ -152,7 +154,7 @@ class Alone:
         self.start = uuid.uuid4().hex
 
     def writes(self) -> int:
-        """See `Together`. Nobody else has to come to the same name for a state."""
+        """See `Together`. Always 0: no other process has to compute the same name for a state."""
         return 0
 
     def gather(self, value: object) -> list[Any]:
@@ -166,7 +168,7 @@ class Alone:
             store.close()
             raise WrittenByRanks(
                 f"{store.url} is written by several ranks",
-                hint="leave out ranks=False, or use another store",
+                hint="omit ranks=False, or use another store",
                 kind="store-of-ranks",
             )
         return store
@@ -186,9 +188,9 @@ class Alone:
         """See `Together`."""
         return store.current_layout() is not None
 
-    def go_on(self, found: Found | None, store: Store) -> GoOn | None:
+    def agree_on_state(self, found: Found | None, store: Store) -> AgreedState | None:
         """See `Together`."""
-        return None if found is None else GoOn(found.step, found.extras, found.exact)
+        return None if found is None else AgreedState(found.step, found.extras, found.exact)
 
     def elsewhere(self, store: Store, mode: str, snapshot: str | None) -> Elsewhere | None:
         """See `Together`."""

@@ -6,6 +6,7 @@ forward pass in training mode begins, or, without one, the next optimizer's step
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,12 +42,14 @@ class Progress:
         caveats: Caveats,
         rank: int,
         origin: Origin,
+        fault: Callable[[Exception], None],
         *,
         hooked: bool,
         framework: bool,
     ) -> None:
-        """hooked: whether hooks report the beginning and end of steps. framework: whether a framework owns the loop and
-        restores its position. Extras with an attribute `owns_loop` do so, too.
+        """fault: called with what an object raises that cannot be read. hooked: whether hooks report the beginning and
+        end of steps. framework: whether a framework owns the loop and restores its position. Extras with an attribute
+        `owns_loop` do so, too.
 
         origin: learns why the loop does not continue as the earlier run would have.
         """
@@ -57,6 +60,7 @@ class Progress:
         self._gate = gate
         self.caveats = caveats
         self._origin = origin
+        self._fault = fault
         self._hooked = hooked
         if self._known is not None:
             mine = (*self._known.early_extras().values(), *self._known.late_extras().values())
@@ -92,7 +96,11 @@ class Progress:
         self._newest = moment
         if moment is not None:
             moment.settled = not self.loop.used and not self._hooked
-            self._ended = self._light()
+            try:
+                self._ended = self._light()
+            except Exception as error:
+                self._ended = None
+                self._fault(error)
         self.caveats.withdraw("not-settled")
         kept = moment.early if moment is not None else None
         rng = kept.get("rng") if isinstance(kept, dict) else None
@@ -104,7 +112,10 @@ class Progress:
         moment = self._newest
         if moment is not None and not self.loop.used:
             moment.settled = True
-            self._look_for_skipped(moment)
+            try:
+                self._look_for_skipped(moment)
+            except Exception as error:
+                self._fault(error)
 
     def _look_for_skipped(self, moment: Moment) -> None:
         """Detect that a gradient scaler skipped a step: it was updated, but no step was taken."""
@@ -129,13 +140,19 @@ class Progress:
         with self._gate.held():
             moment = self._newest
             if moment is not None and moment.step == self.head_step:
-                moment.early = private(self._adapter.capture_early())
-                moment.light = self._light()
-                moment.position = self.loop.position(moment.step)
-                moment.settled = True
-                if self.loop.between_passes:
-                    moment.late = plain(self._adapter.capture_late())
+                try:
+                    self._settle(moment)
+                except Exception as error:
+                    self._fault(error)
         self._gate.settled(_COMES if self.witness.looks else 0.0)
+
+    def _settle(self, moment: Moment) -> None:
+        early, light = private(self._adapter.capture_early()), self._light()
+        late = plain(self._adapter.capture_late()) if self.loop.between_passes else moment.late
+        # All of the moment, or nothing of it.
+        moment.early, moment.light, moment.late = early, light, late
+        moment.position = self.loop.position(moment.step)
+        moment.settled = True
 
     def handed_out(self) -> None:
         """See `Host`."""
@@ -145,9 +162,12 @@ class Progress:
         with self._gate.held():
             moment = self._newest
             if moment is not None and not self.loop.used and self._hooked:
-                moment.light = self._light()
-                moment.settled = True
-                self._compare(moment)
+                try:
+                    moment.light = self._light()
+                    moment.settled = True
+                    self._compare(moment)
+                except Exception as error:
+                    self._fault(error)
         self._gate.settled()
         positioned = self._known is not None and bool(self._known.early_extras())
         found = self.witness.differences(by_hand=not self.loop.used, positioned=positioned)

@@ -1,7 +1,6 @@
 """Recover inside a training process: from store to arena, verified, then from arena to live tensors.
 
-The arena is the staging area. Live values are touched only when every partition that is needed has an intact copy
-there.
+The arena is the staging area. Live values change only when every needed partition has an intact copy there.
 """
 
 from __future__ import annotations
@@ -41,27 +40,27 @@ log = logging.getLogger("scarctl")
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What `Session.resume` restored."""
+    """The state that `Session.resume` restored."""
 
     step: int
-    """Iterations finished: the loop continues with the next one. 0 when there was nothing to resume from."""
+    """Iterations finished: the loop continues with the next one. 0 if the store was empty."""
     exact: bool
-    """Everything is of `step`: training continues as if it had not stopped. Otherwise steps are mixed."""
+    """The whole state is of `step`: training continues as if it had not stopped. Otherwise steps are mixed."""
     report: Report | None
-    """Where the partitions came from. None when there was nothing to resume from, and when the state was saved in
-    other parts: then all of it came from the store."""
+    """Sources of the partitions. None if the store was empty. None also if the state was saved under another division:
+    then all of it came from the store."""
     ranks: Mapping[str, Any] | None = None
-    """With several ranks: which of them were lost, and the cost; see `scarctl.distributed.resume_step`."""
+    """With several ranks: the lost ones, and the predicted cost; see `scarctl.distributed.resume_step`."""
     reasons: tuple[str, ...] = ()
-    """Why the state is not exact, a sentence each; () when it is."""
+    """Reasons why the state is not exact, one sentence each; () if it is exact."""
     saved_at: str | None = None
-    """UTC time of the newest commit in the store, in ISO 8601; None when no record says it."""
+    """UTC time of the newest commit in the store, in ISO 8601; None if no record has it."""
 
 
 def said(resumed: Resumed, store: Store) -> Resumed:
-    """Log in one line what was resumed, and return it."""
+    """Log the resumed state in one line, and return it."""
     if not resumed.step and resumed.report is None:
-        log.info("%s has nothing to resume from: a new run begins", store.url)
+        log.info("%s holds no state: a new run begins", store.url)
         return resumed
     exact = "exact" if resumed.exact else f"not exact: {'; '.join(resumed.reasons)}"
     line, report = f"resumed {store.url} at step {resumed.step}, {exact}", resumed.report
@@ -76,9 +75,9 @@ def said(resumed: Resumed, store: Store) -> Resumed:
 def resume_live(
     engine: Engine, live: LiveState, mode: str, together: Together, snapshot: Snapshot | None = None
 ) -> tuple[Resumed, Extras | None]:
-    """Restore everything into a fresh process. Returns the extras too, None when there was nothing to resume from.
+    """Restore the whole state into a new process. Returns the extras too, None if the store holds no state.
 
-    Raises NoIntactCopy, Corruption, UsageError; then no live value was changed.
+    Raises NoIntactCopy, Corruption, UsageError, with no live value changed.
     """
     cost = None
     if mode == "auto":
@@ -88,8 +87,8 @@ def resume_live(
         assert report.step is not None
         engine.learn(shared_history(engine, sealed, report.step, together), sealed)
         return Resumed(report.step, report.exact, replace(report, cost=cost)), sealed
-    # Meanwhile nothing moves from the queue to the store: extras would be seen in neither. Nor after a failure: what
-    # waits may be of later steps than the one from which another attempt continues.
+    # Saving stops, because extras that move from the queue to the store meanwhile would be seen in neither. It stays
+    # stopped after a failure, because hand-overs may be of later steps than the one that another attempt continues.
     together.agree(engine.stop)
     resumed, extras = _resume(engine, live, together)
     together.agree(engine.start)
@@ -100,7 +99,7 @@ def resume_live(
 
 
 def _weigh(engine: Engine, together: Together) -> tuple[str, Cost | None]:
-    """Choose the mode and return its cost. Partial, without a cost, where some rank has nothing to continue from."""
+    """Choose the mode, and return it with its cost. Partial, without a cost, if a rank has no state."""
 
     found = together.agree(engine.copies.newest)
     everywhere = together.gather(found is not None)
@@ -111,33 +110,33 @@ def _weigh(engine: Engine, together: Together) -> tuple[str, Cost | None]:
 
 def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resumed, Extras | None]:
     found, report = together.agree(lambda: _fetch(engine))
-    agreed = together.go_on(found, engine.store)
+    agreed = together.agree_on_state(found, engine.store)
     if agreed is None:
-        log.warning("%s holds no complete state yet: there is nothing to resume from", engine.store.url)
+        log.warning("%s holds no complete state yet: a new run begins", engine.store.url)
         engine.start_over()
         return Resumed(0, True, None), None
     step = agreed.step
-    # Copies newer than the extras: the process died before it could hand them over. Random numbers, schedule and data
-    # position are of the older step, so the run continues there.
+    # Copies may be newer than the extras, if the process died before it queued them. Random generators, schedules and
+    # the data position are of the older step, so the run continues there.
     engine.age_after(step)
     engine.learn(shared_history(engine, agreed.extras, step, together), agreed.extras)
-    assert report is not None, "there is one where something is found"
+    assert report is not None, "every state that was found has a report"
     plan, exact = report.plan, agreed.exact
-    told, _, _ = together.agree(lambda: load_extrapolated(engine, live, plan, step, exact=exact))
-    report = _with(report, told)
+    extrapolation, _, _ = together.agree(lambda: load_extrapolated(engine, live, plan, step, exact=exact))
+    report = _with(report, extrapolation)
     together.spread()
     return Resumed(step, agreed.exact, report, agreed.summary), agreed.extras
 
 
 def _fetch(engine: Engine) -> tuple[Found | None, Report | None]:
-    """Bring the newest copies of everything into the arena. Return None when some partition has no copy anywhere."""
+    """Bring the newest copies of all partitions into the arena. Return None if a partition has no copy."""
     arena, there = engine.arena, engine.copies.newest()
     engine.copies.require_same_line()
     if there is None:
         return None, None
     states, newest = there
     owns = engine.layout.partitions > 0
-    # A rank that owns nothing, and has not sealed that yet, waits for nothing.
+    # A rank without rows has a state even before its first seal.
     if newest is None and (owns or engine.store.part is None):
         return None, None
     engine.copies.believe_newest_seal()
@@ -161,11 +160,11 @@ def recover_live(
     together: Together,
     max_rework: float | None = None,
 ) -> Report:
-    """Restore what was lost in a running process, and the extras when that is a rollback.
+    """Restore lost partitions in a running process, and for a rollback the extras, too.
 
-    The report's problems name what is left that is not finite, on any rank, where a copy is.
+    The report's problems name values, on any rank, that are not finite although their copy is.
 
-    Raises UsageError, NoIntactCopy, ScarError (kind "too-much-rework"); then no live value was changed.
+    Raises UsageError, NoIntactCopy, ScarError (kind "too-much-rework"), with no live value changed.
     """
     check_mode(mode)
     ids = together.lost_ids(lost, engine.layout, engine.store)
@@ -179,35 +178,35 @@ def recover_live(
         return _checked(replace(report, cost=cost), left, together)
     with _known_to_differ(engine, ids):
         report = together.agree(lambda: _fetch_lost(engine, live, ids, now, head_step))
-    # One rank's part may be of one step, but not of that of the others.
+    # Each rank's share may be of one step, but these steps may differ.
     exact = report.exact and not together.several
-    told, moved, changes = together.agree(
+    extrapolation, moved, changes = together.agree(
         lambda: load_extrapolated(engine, live, report.plan, head_step, exact=exact)
     )
     engine.jumped(live, ids, moved)
     if moved.size:
         now[np.searchsorted(ids, moved)] = changes
         report = replace(report, perturbation=_perturbation(now, report.perturbation))
-    report = _with(report, told)
+    report = _with(report, extrapolation)
     left = together.agree(lambda: complete(engine, live, adapter, ids))
     together.spread()
     return _checked(replace(report, cost=cost), left, together)
 
 
 def _checked(report: Report, left: list[str], together: Together) -> Report:
-    """Return the report with what is left behind on all ranks."""
+    """Return the report with the problems of all ranks."""
     everywhere = [text for theirs in together.gather(left) for text in theirs]
     return replace(report, problems=tuple(dict.fromkeys([*report.problems, *everywhere])))
 
 
-def _with(report: Report, told: Extrapolation | None) -> Report:
-    """Return the report with what was extrapolated, which is not a copy of any step."""
-    exact = report.exact and (told is None or not told.partitions)
-    return replace(report, plan=replace(report.plan, exact=exact), extrapolation=told)
+def _with(report: Report, extrapolation: Extrapolation | None) -> Report:
+    """Return the report with the extrapolation. Extrapolated values are not of any step."""
+    exact = report.exact and (extrapolation is None or not extrapolation.partitions)
+    return replace(report, plan=replace(report.plan, exact=exact), extrapolation=extrapolation)
 
 
 def _distances(engine: Engine, live: LiveState, ids: Ids) -> NDArray[np.float64]:
-    """Distances of `ids` from their copies in memory, NaN where there is none: float64 of the shape of `ids`."""
+    """Return the distances of `ids` from their copies in memory, NaN without a copy: float64 of the shape of `ids`."""
     there = engine.arena.intact()[ids]
     found = np.full(ids.size, np.nan)
     found[there] = live.distances_at(ids[there])
@@ -219,12 +218,12 @@ def _fetch_lost(
 ) -> Report:
     """Bring the newest copies of `ids` into the arena.
 
-    now: live distances from the copies in the arena; updated in place where those are replaced.
+    now: live distances from the copies in the arena; updated in place for replaced copies.
     """
     known = engine.arena.distance[ids]
     report = engine.copies.fetch_lost(ids, _survivors(engine, live, ids, head_step))
     if report.step != head_step:
-        # Extras, such as random numbers and step counts, stay those of now: the two together were never a state.
+        # Extras, such as random generators and step counts, are not restored, so the whole is not a saved state.
         report = replace(report, plan=replace(report.plan, exact=False))
     new = report.plan.tier != MEMORY
     now[new] = live.distances_at(ids[new])
@@ -232,7 +231,7 @@ def _fetch_lost(
 
 
 def _survivors(engine: Engine, live: LiveState, ids: Ids, head_step: int) -> str:
-    """Return the commit of the whole state, after `head_step`, that all live values but `ids` are of; "" for none."""
+    """Return the commit of the whole state, after `head_step`, that has all live values but `ids`; "" without one."""
     arena = engine.arena
     if not arena.whole or step_of(int(arena.newest().max(initial=NEVER))) != head_step:
         return ""
@@ -247,9 +246,9 @@ def _roll_back(
     lost: int | None = None,
     snapshot: Snapshot | None = None,
 ) -> tuple[Report, Extras]:
-    """Go back to the newest state that all shards sealed at one step; forget what came after, here and in the store."""
+    """Roll live values and store back to the newest state that all shards sealed at one step."""
     known = engine.arena.distance.copy()
-    # The newest sealed state may still be on its way to the store.
+    # The newest sealed state may still wait in the queue.
     together.agree(engine.drain)
     everything = np.arange(engine.layout.partitions)
 
@@ -258,10 +257,10 @@ def _roll_back(
         return replace(report, perturbation=_perturbation(live.distances(), estimate(known))), extras
 
     with _known_to_differ(engine, everything), contextlib.ExitStack() as stopped:
-        # Only when nobody saves any more do all look at the same logs.
+        # All ranks see the same logs only while no rank saves.
         together.agree(lambda: stopped.enter_context(engine.nothing_saved()))
         report, extras = together.agree(lambda: fetch(None))
-        # Where a part is damaged somewhere, all go back to the newest state that everybody can read.
+        # If a rank finds a damaged copy, all ranks take the newest state that every rank can read.
         found = together.gather(report.plan.sealed)
         while min(found) < max(found):
             until = min(found)
@@ -278,7 +277,7 @@ def _roll_back(
 
 @contextlib.contextmanager
 def _known_to_differ(engine: Engine, ids: Ids) -> Iterator[None]:
-    """If the block fails, count live values of `ids` as moved: the arena may have other copies of them than before."""
+    """Count live values of `ids` as moved if the block fails: the arena may have other copies of them than before."""
     try:
         yield
     except BaseException:
@@ -293,7 +292,7 @@ def check_mode(mode: str) -> None:
 
 
 def _perturbation(distance: NDArray[np.float64], otherwise: Perturbation) -> Perturbation:
-    """Return the norm of the change of partitions that change by these distances; `otherwise` if one is not finite."""
+    """Return the norm of these distances as a perturbation; `otherwise` if one is not finite."""
     if np.isfinite(distance).all():
         return Perturbation(float(np.linalg.norm(distance)), "measured")
     return otherwise

@@ -1,4 +1,4 @@
-"""Keep what a session is asked for from outside, and say what is due after a step."""
+"""Keep the requests to a session, and return those that are due after a step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ log = logging.getLogger("scarctl")
 
 
 class Requests:
-    """What a session is asked for, until it is done."""
+    """Requests to a session that are not fulfilled yet."""
 
     def __init__(self, together: Together) -> None:
         self._together = together
         self._requested: Extent | None = None
-        """The checkpoint that was asked for."""
+        """The requested checkpoint."""
         self._wishes: deque[Wish] = deque()
-        """What all ranks have to do after the same step."""
+        """Requests that all ranks have to fulfil after the same step."""
 
     def add(self, wish: Wish) -> None:
         """Take a wish, for the next step's end. Called from another thread."""
@@ -36,9 +36,11 @@ class Requests:
             self._requested = Extent.WHOLE if wish.kind == "full" else Extent.PART
 
     def recovery(self, selector: Selector, *, regular: bool) -> Wish | None:
-        """Return the recovery that all ranks carry out now, after the same step. To be asked once after a step.
+        """Return the recovery that all ranks carry out after this same step. Call it once after every step.
 
-        regular: a regular checkpoint is due. Raises ScarError when ranks cannot learn of each other's wishes.
+        regular: a regular checkpoint is due.
+
+        Raises ScarError if ranks cannot exchange their wishes.
         """
         wish = self._together.grant(self._wishes, selector, regular=regular)
         if wish is not None and wish.kind == "full":
@@ -47,13 +49,14 @@ class Requests:
         return wish
 
     def due(self, engine: Engine, *, regular: bool) -> Extent | None:
-        """Return the checkpoint that is due: the regular one, or one that was asked for. None: no checkpoint is due.
+        """Return the checkpoint that is due: the regular or a requested one; None: no checkpoint is due.
 
-        A partial checkpoint that was asked for waits while nothing could be taken: all is on its way to the store.
+        A requested partial checkpoint waits while all partitions are pending, because it could not save any.
         """
         requested = self._requested
         if requested is Extent.WHOLE or (requested is not None and engine.may_copy):
-            self._requested = None
+            # Another thread may have asked for more meanwhile.
+            requested, self._requested = self._requested, None
             return requested
         if not regular:
             return None
@@ -61,11 +64,11 @@ class Requests:
 
 
 def answer(recover: Callable[[], Report], step: int, together: Together) -> dict[str, Any]:
-    """Recover, and return the answer to the wish for it. A recovery that fails ends no training."""
+    """Recover, and return the answer to the command. A failed recovery does not end the training."""
     try:
         report = recover().to_json()
         counts = together.gather([report["restored_partitions"], report["bytes"]])
     except ScarError as error:
-        log.error("what was asked for cannot be recovered: %s", error)
+        log.error("a requested recovery failed: %s", error)
         return {"error": error_fields(error)}
     return {"step": step, "report": report, "ranks": counts}

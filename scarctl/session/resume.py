@@ -1,4 +1,4 @@
-"""Resume a session where an earlier run has ended, which saved the state in the same parts or in others."""
+"""Resume a session where an earlier run has ended, whether it saved under the same division or another one."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ log = logging.getLogger("scarctl")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of resuming."""
+    """Result of a resume."""
 
     resumed: Resumed
     reasons: tuple[str, ...] = ()
-    """Why the state is not exact, as the run knew that saved it."""
+    """Reasons of the earlier run why the state is not exact."""
     reshaped: bool = False
-    """The state was saved in other parts: it has to be saved anew."""
+    """The state was saved under another division: it has to be saved again."""
 
 
 class Resumption:
-    """One attempt to resume. Live values change only when everything that is needed has an intact copy."""
+    """One attempt to resume. Live values change only when every needed partition has an intact copy."""
 
     def __init__(self, parts: Parts) -> None:
         self._adapter = parts.adapter
@@ -43,15 +43,15 @@ class Resumption:
         self._together = parts.together
 
     def run(self, mode: str, snapshot: str | None) -> Outcome:
-        """Resume, and return what came of it. Raises what `Session.resume` raises."""
+        """Resume, and return the result. Raises as `Session.resume` does."""
         outcome = Outcome(Resumed(0, True, None))
         if not self._together.moved:
             layout = self._together.agree(self._store.current_layout)
             missing = [n for n, there in enumerate(self._together.gather(layout is not None)) if not there]
             if missing and layout is not None:
                 log.warning(
-                    "%s has nothing of ranks %s, though others have saved: they died before they could, or their logs "
-                    "are lost. Continuing from a state that was saved before, if the store has one",
+                    "%s has no commit of ranks %s, although others have saved: they died too early, or their logs "
+                    "are lost. Continuing from an earlier state, if the store has one",
                     self._store.url,
                     ", ".join(map(str, missing)),
                 )
@@ -63,13 +63,13 @@ class Resumption:
         return outcome if elsewhere is None else self._from(elsewhere)
 
     def _in_place(self, layout: Layout, mode: str, name: str | None) -> Outcome:
-        """Resume from a state that was saved in the same parts."""
+        """Resume from a state that was saved under the same division."""
         agree = self._together.agree
         snapshot = agree(lambda: None if name is None else read_snapshot(self._store, name))
         saved_at = agree(lambda: last_saved(self._store))
         agree(lambda: self._binding.check(layout))
         remove_slots = self._adapter.create_slots(layout)
-        # What a dead process left becomes durable only when it is clear from which step this one continues.
+        # Hand-overs of a dead process are saved only once the step is known from which this one continues.
         engine = self._opening.open(layout)
         live = self._binding.live(engine.arena)
         try:
@@ -85,10 +85,10 @@ class Resumption:
         return Outcome(resumed, self._continue(engine, resumed, extras))
 
     def _from(self, elsewhere: Elsewhere) -> Outcome:
-        """Resume from a state that was saved in other parts."""
+        """Resume from a state that was saved under another division."""
         remove_slots = self._adapter.create_slots(elsewhere.layout)
         engine = self._opening.open(elsewhere.layout)
-        # What a failed attempt left there must not pass for a copy of what is written over it.
+        # Copies of an earlier failed attempt must not count as copies of this state.
         engine.start_over()
         try:
             agreed = self._together.agree(lambda: elsewhere.fill(engine.arena))
@@ -101,13 +101,13 @@ class Resumption:
         engine.start_over()
         resumed = Resumed(agreed.step, agreed.exact, None, agreed.summary, saved_at=last_saved(self._store))
         stored = self._continue(engine, resumed, agreed.extras)
-        engine.start()
+        self._opening.begin_saving(engine)
         return Outcome(resumed, stored, reshaped=True)
 
     def _continue(self, engine: Engine, resumed: Resumed, extras: Extras | None) -> tuple[str, ...]:
-        """Restore the extras, and let the engine run. Return why the state is not exact, as its extras say.
+        """Restore the extras, and start the engine. Return the reasons in the extras why the state is not exact.
 
-        extras: None when there was nothing to resume from.
+        extras: None if the store holds no state.
         """
         stored = () if extras is None else reasons(extras.notes.caveats)
         if extras is not None:

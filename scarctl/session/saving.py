@@ -1,8 +1,8 @@
 """Save one session's state between two steps: a checkpoint in two halves, or a sealed one at once.
 
-The training thread has its time taken in three places. After the last optimizer's step it reads the extras that the
-next batch will change, clones the buffers that the next forward will change, and starts the copy on a worker thread.
-Before the next optimizer step it waits for the rest of the copy, reads the remaining extras, and queues the checkpoint.
+The first half runs in the training thread, after the last optimizer's step. It reads the extras that the next batch
+will change, and clones the buffers that the next forward will change. Then a worker thread starts the copy. The second
+half runs before the next optimizer step. It waits for the copy, reads the remaining extras, and queues the checkpoint.
 
 A flush does the same at any time between two steps, also from another thread. `scarctl.session.gate` keeps flushes and
 steps apart.
@@ -26,35 +26,35 @@ from scarctl.util.worker import Worker
 log = logging.getLogger("scarctl")
 
 FLUSH_SECONDS = 10.0
-"""How long a flush waits for a running step to end."""
+"""Longest time that a flush waits for a running step to end."""
 _LAST_DRAIN = 10.0
-"""Seconds that a process which a signal ends waits for the store, at most: it could be killed any time."""
+"""Longest wait for the store after a fatal signal, in seconds: SIGKILL may follow at any time."""
 _PATIENCE = 120.0
 """Seconds that closing waits for a flush or a step in another thread."""
 
 
 class Ending(Enum):
-    """Why a session ends."""
+    """The reason why a session ends."""
 
     CLOSED = "closed"
-    """The loop has closed it, between two iterations: the state is saved as it is."""
+    """The loop has closed it, between two iterations: the live state is saved."""
     EXIT = "exit"
     """The process ends: the state of the newest step's end is saved."""
     FAILED = "failed"
-    """An exception is on its way: the same, unless a step may be half done, and nothing waits for the store."""
+    """An exception was raised: as for EXIT, unless a step may be half done, and without waiting for the store."""
 
 
 class Saving:
-    """Takes the ends of steps, and saves the state as it was then. To be called with the gate held."""
+    """Keeps the moments of steps' ends, and saves the state of these moments. Call it with the gate held."""
 
     def __init__(self, parts: Parts) -> None:
         self.stats = Stats()
         self.moment: Moment | None = None
-        """The end of the newest step, if it is taken after every step."""
+        """The end of the newest step, if every step's end is kept."""
         self.flushed: int | None = None
         """The newest step that a flush has sealed."""
         self.doomed = False
-        """A signal ends this process any moment: what was flushed has to stay as it is."""
+        """A fatal signal has arrived: the flushed state must not be overwritten."""
         self.streams = Streams()
         self.worker = Worker("scarctl-copy")
         self._settings = parts.settings
@@ -85,9 +85,9 @@ class Saving:
         return engine is not None and (self._checkpoints.under_way or engine.selector.expecting)
 
     def take(self, *, early: bool = True) -> Moment | None:
-        """Take the end of the newest step, as it is now. Return None when that fails.
+        """Keep the current moment as the newest step's end, and return it; None on failure.
 
-        early: read the extras that the next batch changes, too.
+        early: also read the extras that the next batch changes.
         """
         try:
             moment = self._moments.take(self._progress.head_step, early=early)
@@ -99,11 +99,11 @@ class Saving:
         return moment
 
     def take_between(self) -> Moment | None:
-        """Return the moment that a checkpoint of now is of, between two iterations of the loop."""
+        """Return the moment for a checkpoint between two iterations of the loop."""
         return self._progress.settled_moment() or self.take()
 
     def begin(self, moment: Moment | None, extent: Extent) -> None:
-        """Start the first half: the copy of the state as it was at `moment`. Do nothing for None."""
+        """Start the first half: copy the state of `moment`. Do nothing for None."""
         engine = self._opening.engine
         if moment is None or engine is None or self.doomed:
             return
@@ -132,7 +132,7 @@ class Saving:
         return sealed
 
     def now(self, extent: Extent) -> bool:
-        """Save the state as it is, both halves at once. Return whether nothing went wrong."""
+        """Save the live state, both halves at once. Return whether that succeeded."""
         self.finish()
         errors = self.stats.errors
         self.begin(self.take_between(), extent)
@@ -140,37 +140,37 @@ class Saving:
         return self.stats.errors == errors
 
     def require_durable(self, engine: Engine, *, saved: bool) -> None:
-        """Wait for the store. Raises Unavailable when the checkpoint was not `saved`, and the store's fault."""
+        """Wait for the store. Raises Unavailable if the checkpoint was not `saved`, and the store's fault."""
         if not saved:
             raise Unavailable(
                 f"the checkpoint of step {self._progress.head_step} failed: {self.stats.last_error}",
-                hint="what was saved before is safe",
+                hint="earlier checkpoints are safe",
                 kind="not-saved",
             )
         if not engine.saver.drain(self._settings.timeout):
             raise engine.saver.fault()
 
     def flush(self) -> bool:
-        """Seal the state of the newest step's end. Return whether that worked."""
+        """Seal the state of the newest step's end. Return whether that succeeded."""
         return self.seal(self.moment or self.take())
 
     def look_ahead(self) -> None:
-        """After a step: have the worker find distances for the checkpoints to come."""
+        """Have the worker compute distances for coming checkpoints, after a step."""
         if self._opening.engine is not None:
             self._checkpoints.look(self._opening.engine)
 
     def extras(self, engine: Engine, moment: Moment) -> Extras:
-        """Return the extras of the step of `moment`. To be called right before the next step."""
+        """Return the extras of the step of `moment`. Call it right before the next step."""
         settled = self._progress.extras(moment)  # first: it may find caveats
         return engine.extras(settled, self._progress.caveats)
 
     def jumped(self) -> None:
-        """Forget what was taken, flushed or named: the state was recovered, and is another one now."""
+        """Forget kept moments, flushes and names, because a recovery has changed the state."""
         self.flushed = self.moment = None
         self._moments.identities.turn()
 
     def fault(self, error: Exception) -> None:
-        """Count and log what went wrong while saving. Raise it only if the user wants that (`on_error="raise"`)."""
+        """Count and log a failure of saving. Raise it only with `on_error="raise"`."""
         self.stats.errors += 1
         if self._opening.opened is not None:
             self._opening.opened.arena.note_errors(self.stats.errors)
@@ -180,33 +180,33 @@ class Saving:
         if self._settings.on_error == "raise":
             raise error
 
-    # -- the last time ------------------------------------------------------------------------------------------
+    # -- the end ------------------------------------------------------------------------------------------------
 
     def before_signal(self, *, fatal: bool) -> None:
-        """Flush before SIGTERM or SIGINT takes its effect, inside `quiet`. fatal: it ends this process right after."""
+        """Flush before SIGTERM or SIGINT takes effect, inside `quiet`. fatal: the signal then ends this process."""
         engine = self._opening.engine
         assert engine is not None, "nothing is flushed before the first step"
         if not self._ready(engine):
-            log.warning("a signal came, and the last copy does not end: the state is not flushed")
+            log.warning("a signal arrived, but the current copy does not end: the state is not flushed")
         elif self.moment is not None and self.seal(self.moment):
-            log.info("a signal came: step %d is kept in this host's memory", self._progress.head_step)
+            log.info("a signal arrived: step %d is kept in shared memory", self._progress.head_step)
             if fatal:
                 self._rescue(engine, self.moment)
 
     def end_now(self) -> None:
-        """Give the store a last moment: a signal ends this process."""
+        """Wait a while for the store, before a signal ends this process."""
         engine = self._opening.engine
         self.doomed = True
         if engine is not None and not engine.saver.outlives:
             engine.saver.drain(min(self._settings.timeout, _LAST_DRAIN))
 
     def last(self, ending: Ending, *, seal: bool) -> None:
-        """Finish what is under way and, with `seal`, save the whole state, for the session ends."""
+        """Finish the current checkpoint at the session's end. With `seal`, save the whole state."""
         failed = ending is Ending.FAILED
         with self._gate.quiet(_PATIENCE, between=not failed) as quiet:
             self.finish()
             head = self._progress.head_step
-            # A step that raised has left parameters half changed: what was saved before is better.
+            # A step that raised may have changed only some parameters: the previous checkpoint is better.
             if not (seal and quiet and head > 0):
                 return
             if ending is not Ending.CLOSED and self.flushed == head:
@@ -214,30 +214,30 @@ class Saving:
             moment = self.take_between() if ending is Ending.CLOSED else self.moment or self.take()
             errors = self.stats.errors
             if not self.seal(moment) and self.stats.errors > errors:
-                # Another package's signal handler may have raised in the middle of it.
+                # Another package's signal handler may have raised within the copy.
                 self.seal(moment)
             engine = self._opening.engine
             if failed and engine is not None and moment is not None:
                 self._rescue(engine, moment)
 
-    def let_go(self, ending: Ending) -> None:
-        """Close the engine; after a failure leave what waits for the store to the daemon."""
+    def release(self, ending: Ending) -> None:
+        """Close the engine. After a failure, leave pending copies to the daemon."""
         try:
             self._opening.close(failed=ending is Ending.FAILED)
         except ScarError as error:
             self.fault(error)
 
     def rest(self) -> None:
-        """Wait for the look ahead that is under way, and let go of arena and state. For good."""
+        """Wait for the current `look_ahead`, and release arena and state for good."""
         self._checkpoints.rest(self._opening.engine)
 
     def _ready(self, engine: Engine) -> bool:
-        """Wait a while for the copy under way. Return whether there is none any more."""
+        """Wait a while for the current copy. Return whether it has ended."""
         engine.selector.hurry()
         return self._checkpoints.ready(FLUSH_SECONDS)
 
     def _rescue(self, engine: Engine, moment: Moment) -> None:
-        """Help other ranks: the state of `moment` is saved, and this process ends because something failed."""
+        """Update the arenas of dead ranks, once the state of `moment` is saved after a failure."""
         whole = engine.arena.whole if self.flushed == moment.step else ""
         store = self._opening.store
         self._together.rescue(store, moment.step, lambda: self.extras(engine, moment), whole)
@@ -248,6 +248,6 @@ class Saving:
         if engine is None:
             raise UsageError(
                 "nothing is saved before the first step: the optimizer has no state yet",
-                hint="take a step, or resume(), first",
+                hint="first take a step, or call resume()",
             )
         return engine

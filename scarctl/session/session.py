@@ -55,10 +55,10 @@ class Session:
         hooks: Hooks,
         together: Together | None = None,
     ) -> None:
-        """hooks: see `attach`. together: the other ranks that train with this process, if there are any."""
+        """Claim the store. hooks: see `attach`. together: the other ranks that train with this process, if any."""
         self.settings = settings
         self.caveats = Caveats()
-        """What of this run is not protected, or not exact; each was logged at WARNING."""
+        """Parts of this run that are not protected or not exact. Each caveat was logged at WARNING."""
         self._together = together or Alone()
         self._adapter = adapter
         self._hooked = hooks == "auto"
@@ -74,6 +74,7 @@ class Session:
             self.caveats,
             self._together.rank,
             self._origin,
+            lambda error: self._saving.fault(error),
             hooked=hooks == "auto",
             framework=hooks == "begin",
         )
@@ -106,7 +107,7 @@ class Session:
         self._saving = Saving(parts)
         self._steps = Steps(parts, self._requests, self._saving, self._watch, touched)
         self._resumption = Resumption(parts)
-        # Otherwise a loop that just ends would lose what it did since the last checkpoint.
+        # A loop that ends without `close` would lose the steps since its last checkpoint.
         atexit.register(self._at_exit)
         attached.opened(self)
         self._unwatch = signals.watch(self._before_signal) if settings.flush_on_signal else lambda: None
@@ -116,11 +117,11 @@ class Session:
             return lambda: None
         return self._adapter.install(self._before_step, self._after_step if hooks == "auto" else None)
 
-    # -- what it is ---------------------------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------------------------
 
     @property
     def adapter(self) -> Adapter:
-        """The adapter of the training framework; with several ranks, of the part of the state that this rank owns."""
+        """The adapter of the training framework. With several ranks, it covers the rows that this rank owns."""
         return self._adapter
 
     @property
@@ -130,7 +131,7 @@ class Session:
 
     @property
     def stats(self) -> Stats:
-        """Counts of what this session has done so far."""
+        """Counts of this session's work."""
         return self._saving.stats
 
     @property
@@ -140,52 +141,52 @@ class Session:
 
     @property
     def resumed(self) -> Resumed | None:
-        """What `resume` returned, and why that is not exact if it turned out later."""
+        """The result of `resume`, with reasons found later why it is not exact."""
         return self._origin.resumed
 
     @property
     def stepping(self) -> bool:
-        """Whether an iteration has begun to change parameters and is not over. Always true with `hooks="off"`."""
+        """Whether an iteration has begun to change parameters and has not ended. Always true with `hooks="off"`."""
         return self._gate.stepping
 
     @property
     def lag(self) -> int:
-        """Iterations since the oldest copy that is not durable yet; 0 when all copies are."""
+        """Iterations since the oldest copy that is not durable yet; 0 if all copies are."""
         return self._engine.lag() if self._engine is not None else 0
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that are not trained yet: use it instead of `range(count)`. See `batches`."""
+        """Yield the numbers of epochs that are not trained yet: use it instead of `range(count)`. See `batches`."""
         self._check_open()
         return self._progress.loop.epochs(count)
 
     @property
     def epoch(self) -> int:
-        """The epoch of `epochs` that the loop is in, from 0."""
+        """The loop's current epoch in `epochs`, from 0."""
         return self._progress.loop.epoch
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield what of `loader`, any iterable, this epoch's training has not used yet: use it instead of `loader`.
+        """Yield the batches of `loader`, any iterable, that this epoch has not used yet: use it instead of `loader`.
 
         A loop that reads its data here resumes exactly. Data, random numbers, schedulers and extras are then those of
-        the moment at which the loop asked for the next batch. What else the loop does once per epoch belongs into the
-        loop over `epochs`. Raises UsageError when the data end before the batch that was reached.
+        the moment at which the loop asked for the next batch. Other work per epoch belongs into the loop over `epochs`.
+        Raises UsageError if the data end before the batch that was reached.
         """
         self._check_open()
         return self._progress.loop.batches(loader)
 
     def step(self, step: int | None = None) -> None:
-        """Count an iteration, where no hook counts it. `step`: its number, if the loop has its own count.
+        """Count an iteration, if no hook counts it. `step`: its number, if the loop has its own count.
 
-        With `hooks="begin"` nothing happens when no optimizer has stepped since the last iteration.
-        Raises UsageError when `step` goes backwards or is negative, and where hooks count the iterations.
+        With `hooks="begin"`, the call is ignored if no optimizer has stepped since the last iteration.
+        Raises UsageError if `step` decreases or is negative, or if hooks count the iterations.
         """
         self._check_open()
         if self._hooked:
             raise UsageError(
                 "optimizers' steps count as iterations already: session.step() would count each twice",
-                hint="leave out session.step(), or attach with hooks='off'",
+                hint="omit session.step(), or attach with hooks='off'",
             )
         if self._hooked_begin and not self.stepping:
             return
@@ -204,8 +205,8 @@ class Session:
     def checkpoint(self, *, full: bool = False, wait: bool = False) -> None:
         """Save now: one partial checkpoint, or with `full` the whole state, sealed. `wait`: until it is durable.
 
-        Raises UsageError before the first step, when the optimizer has no state yet; with `wait` the fault for which
-        the checkpoint is not durable.
+        Raises UsageError before the first step, because the optimizer has no state yet. With `wait`, raises the fault
+        if the checkpoint does not become durable.
         """
         engine = self._started()
         with self._gate.held():
@@ -214,13 +215,14 @@ class Session:
             self._saving.require_durable(engine, saved=saved)
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
-        """Bring the newest step into this host's memory, and queue it as one sealed checkpoint: at memory speed.
+        """Copy the newest step into shared memory, and queue it as one sealed checkpoint: at memory speed.
 
-        A process that starts again on this host resumes from it exactly. The checkpoint becomes durable as usual. The
-        extras are those of the step's end, if they are taken then (`flush_on_signal`). May be called in any thread.
+        A process that restarts on this host resumes from it exactly. The checkpoint becomes durable as usual. The
+        extras are those of the step's end, if every step's end is kept (`flush_on_signal`). Callable from any thread.
 
-        timeout: seconds to wait for a running step to end. Returns whether the state was sealed; it is not while a step
-        runs, or when values are not finite. Raises UsageError before the first step.
+        timeout: seconds to wait for a running step to end.
+        Returns whether the state was sealed. It is not sealed while a step runs, or if values are not finite.
+        Raises UsageError before the first step.
         """
         self._started()
         with self._gate.quiet(timeout) as quiet:
@@ -229,9 +231,9 @@ class Session:
     def snapshot(self, name: str) -> int:
         """Save the whole state as a sealed checkpoint, keep it under a name, and return its step once it is durable.
 
-        The snapshot stays until it is deleted (`scarctl snapshot delete`). Raises UsageError for a name that is taken
-        or is not allowed, and before the first step; ScarError (kind "not-sealed") when values are not finite; the
-        store's fault.
+        The snapshot stays until it is deleted (`scarctl snapshot delete`).
+        Raises UsageError for a name that exists or is not allowed, and before the first step; ScarError (kind
+        "not-sealed") if values are not finite; and the store's faults.
         """
         engine, agree = self._started(), self._together.agree
         agree(lambda: check_new_snapshot(self.store, name))
@@ -246,13 +248,13 @@ class Session:
         return self.head_step
 
     def resume(self, mode: Mode = "partial", snapshot: str | None = None) -> Resumed:
-        """Restore what the store and this host's memory have, in place; an empty store changes nothing.
+        """Restore the state from the store and this host's memory, in place. An empty store changes nothing.
 
-        mode: "partial" takes every partition's newest copy; "rollback" the newest state that is of one step everywhere;
-        "auto" the one of these two with the lower predicted cost in iterations (see `recover`).
-        snapshot: go back to the snapshot of this name, exactly.
+        mode: "partial" takes every partition's newest copy. "rollback" takes the newest state of one step. "auto" takes
+            the mode with the lower predicted cost in iterations (see `recover`).
+        snapshot: restore the snapshot of this name, exactly.
         Returns the step after which to continue, whether the state is exact, and the report.
-        Raises LayoutMismatch (another model or optimizer), NoIntactCopy, Corruption; then nothing was changed.
+        Raises LayoutMismatch (another model or optimizer), NoIntactCopy, Corruption, without changing anything.
         """
         self._check_open()
         check_mode(mode)
@@ -273,27 +275,28 @@ class Session:
             self._opening.looked()
             resumed = self._origin.set(outcome.resumed, outcome.reasons, self.store, self._together)
             if outcome.reshaped:
-                # Until this is durable the state is where it came from.
+                # Until this seal is durable, the old shards still have the state.
                 self._saving.seal(self._saving.take())
             elif self._engine is not None and self.settings.flush_on_signal:
-                # Until the next step ends, this is the newest one: an exception on the way there saves no later extras.
+                # An exception in the next step then saves these extras, and no later ones.
                 self._saving.take()
             self._progress.resumed(self.head_step, self._saving.moment)
             return resumed
 
     def supersede(self, step: int = 0) -> None:
-        """Continue with the live state instead of `resume`, whatever an earlier run has saved to the store.
+        """Continue with the live state instead of `resume`, and replace the state in the store.
 
-        The first step saves all of it, sealed, as the newest state. Until that is durable the store keeps the earlier
-        run's state. Copies of that run which wait for the store, or are newer in this host's memory, are given up.
-        step: iterations that the live state has behind it.
+        The first step saves the whole live state, sealed, as the newest one. Until that is durable, the store keeps the
+        earlier run's state. Pending copies of that run, and newer ones in this host's memory, are discarded.
+
+        step: iterations that the live state has finished.
         Raises UsageError after `resume` and after the first step, LayoutMismatch for another model or optimizer.
         """
         self._check_open()
         if self._engine is not None:
             raise UsageError(
                 "supersede() comes before the first step, and instead of resume()",
-                hint="to continue with the live state in a running loop, call nothing",
+                hint="a running loop continues with the live state anyway",
             )
         if step:
             check_step(step, 0)
@@ -309,16 +312,16 @@ class Session:
         mode: Mode = "partial",
         max_rework: float | None = None,
     ) -> Report:
-        """Restore lost partitions in the running process, in place; the others keep their progress.
+        """Restore lost partitions in the running process, in place. Other partitions keep their progress.
 
-        lost: shard numbers, patterns of group names ("layers.3.*", "emb.weight[0:512]"), or "all"; where several ranks
-        train together numbers are those of ranks ("rank:2"), and all of them call this after the same step.
-        mode: "partial"; "rollback" to the newest sealed state (everything, with its extras), which waits up to
-        `timeout` seconds for a sealed state that is on its way to the store; or "auto", the one of the two with
-        the lower predicted cost in iterations, and partial without a prediction. The report's `cost` has both.
-        max_rework: iterations that the recovery may cost.
-        Raises UsageError for a part that does not exist, NoIntactCopy when a partition has no copy, ScarError (kind
-        "too-much-rework") when the predicted cost exceeds `max_rework` or is unknown; then nothing was changed.
+        lost: shard numbers, patterns of group names ("layers.3.*", "emb.weight[0:512]"), or "all". If several ranks
+            train together, numbers are those of ranks ("rank:2"), and all ranks call this after the same step.
+        mode: "partial" restores lost partitions only. "rollback" restores the newest sealed state, with its extras. It
+            waits up to `timeout` seconds if that state is still being saved. "auto" takes the mode with the lower
+            predicted cost in iterations, partial without a prediction. The report's `cost` has both predictions.
+        max_rework: most predicted rework, in iterations.
+        Raises UsageError for a part that does not exist, NoIntactCopy if a partition has no copy. Raises ScarError
+        (kind "too-much-rework") if the predicted rework exceeds `max_rework` or is unknown. Changes nothing then.
         """
         engine = self._started()
         with self._gate.held():
@@ -336,10 +339,10 @@ class Session:
         return report
 
     def close(self, *, seal: bool = True) -> None:
-        """Save the whole state as a sealed checkpoint, wait up to `timeout` seconds for the store, and let go.
+        """Save the whole state as a sealed checkpoint, wait up to `timeout` seconds for the store, and release it.
 
-        What is not durable by then stays in the arena, and the next session on this host saves it. While an
-        exception is on its way the state of the newest step is flushed instead; see `flush`.
+        Copies that are not durable by then stay in the arena, and the next session on this host saves them. During an
+        exception the state of the newest step is flushed instead; see `flush`.
         """
         failed = sys.exc_info()[1] is not None
         self._close(Ending.FAILED if failed else Ending.CLOSED, seal=seal)
@@ -362,7 +365,7 @@ class Session:
     def _after_step(self) -> None:
         if self._inert():
             return
-        # As long as this is held a flush cannot come between the parts.
+        # While the gate is held, no flush can run between these parts.
         with self._gate.held():
             wish = self._steps.end()
             if wish is not None:
@@ -370,7 +373,7 @@ class Session:
             self._steps.save()
 
     def _grant(self, wish: Wish) -> None:
-        """Recover what was asked for from outside, and answer."""
+        """Carry out a command's recovery, and answer it."""
         found = answer(
             lambda: self.recover(wish.lost, "partial", wish.max_rework), self.head_step, self._together
         )
@@ -378,11 +381,11 @@ class Session:
             self._saver.answer(wish.number, found)
 
     def _inert(self) -> bool:
-        """Whether hooks do nothing: the session is closed, or a forked child's copy (in a data loader's worker)."""
+        """Return whether hooks do nothing: the session is closed, or a copy in a forked child (a loader's worker)."""
         return self._closed or self._saving.doomed or os.getpid() != self._pid
 
     def _finish(self) -> bool:
-        """Do the second half of a checkpoint, if one is under way. Return whether it has sealed the state."""
+        """Do the second half of the current checkpoint, if any. Return whether it has sealed the state."""
         return self._saving.finish()
 
     # -- start and end ------------------------------------------------------------------------------------------
@@ -400,44 +403,43 @@ class Session:
             raise UsageError("the session is closed")
         if os.getpid() != self._pid:
             raise UsageError(
-                "this is a forked child's copy of the session",
-                hint="call it in the process that attached it",
+                "this is a forked child's copy of the session", hint="call it in the process that attached it"
             )
 
     def _before_signal(self, fatal: bool) -> None:
-        """Flush, after SIGTERM or SIGINT. Called in a thread; if `fatal`, this process ends right after."""
+        """Flush, after SIGTERM or SIGINT. Called in a thread. fatal: this process ends right after it."""
         with self._gate.quiet(FLUSH_SECONDS) as quiet:
             if self._inert() or self._engine is None:
                 return
             if quiet:
                 self._saving.before_signal(fatal=fatal)
             else:
-                log.warning("a signal came in a step that did not end: the state is not flushed")
+                log.warning("a signal arrived in a step that did not end: the state is not flushed")
             if fatal:
                 self._saving.end_now()
 
     def _at_exit(self) -> None:
-        # The interpreter keeps an exception that nobody caught.
+        # The interpreter keeps an exception that was not caught.
         self._close(Ending.EXIT if getattr(sys, "last_value", None) is None else Ending.FAILED)
 
     def _close(self, ending: Ending, *, seal: bool = True) -> None:
-        """Save the whole state, and let go of everything."""
+        """Save the whole state, and release all resources."""
         if self._inert():
             return
         atexit.unregister(self._at_exit)
         attached.closed(self)
         try:
             self._watch.look()
-        except Exception as error:  # what a watch has seen is worth a word, and not what is saved now
-            log.error("training cannot be looked at once more: %s", error)
+        except Exception as error:  # the watch only warns: the state has to be saved anyway
+            log.error("the last check of the training loop failed: %s", error)
         with contextlib.ExitStack() as last:
-            # Not before: a training thread that continues meanwhile has to pass the gate.
+            # Removed last, because a training thread that continues meanwhile has to pass the gate.
             last.callback(self._remove_hooks)
             last.callback(self._watch.end)
             last.callback(self._together.close)
             last.callback(self.store.close)
             last.callback(self._saving.worker.close)
-            last.callback(self._saving.let_go, ending)
+            last.callback(self._saving.release, ending)
             last.callback(self._saving.rest)
             last.callback(self._unwatch)
             last.callback(self._stop)

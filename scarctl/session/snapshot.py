@@ -1,4 +1,4 @@
-"""Keep the state that a session has just saved under a name."""
+"""Name the state that a session has just saved: a snapshot."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from scarctl.store import Store, complete_sets, create_snapshot
 
 
 def name_state(name: str, store: Store, together: Together, whole: str, step: int) -> None:
-    """Give the state of `step` a name. To be called by all ranks, once they have saved it.
+    """Make the state of `step` a snapshot. All ranks call it, once they have saved the state.
 
-    whole: the name of its commit (`scarctl.state.identity`). Raises ScarError (kind "not-sealed"), and what
-    `create_snapshot` raises; `came_late` says whether another attempt may help.
+    whole: the name of its commit (`scarctl.state.identity`).
+
+    Raises ScarError (kind "not-sealed"), and as `create_snapshot` does. If `came_late`, another attempt may succeed.
     """
     together.agree(lambda: _name(name, store, whole, step) if together.leads else None)
 
 
 def came_late(error: Unavailable) -> bool:
-    """Whether the state was replaced in the store before it got its name."""
+    """Return whether the state was collected from the store before it got its name."""
     return error.kind == "snapshot-late"
 
 

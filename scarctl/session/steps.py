@@ -1,4 +1,4 @@
-"""Do what a session has to do where an iteration begins to change parameters, and where it ends."""
+"""Do a session's work before an iteration changes parameters, and after its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Steps:
         watch: Watching,
         touched: Callable[[], Mapping[str, torch.Tensor]] | None,
     ) -> None:
-        """touched: names the rows that the coming step will change; None: nobody asks for them."""
+        """Take the session's parts. touched: returns the rows that the coming step will change; None: not needed."""
         self.touched = touched
         self._opening = parts.opening
         self._binding = parts.binding
@@ -41,19 +41,19 @@ class Steps:
         """A regular checkpoint is due after the newest step."""
 
     def begin(self) -> None:
-        """Right before an optimizer changes parameters: finish the copy under way."""
+        """Finish the current copy, right before an optimizer changes parameters."""
         self.between()
         started = time.perf_counter()
         try:
             self._gate.enter()
-            # Not before: a flush that comes in between would take what the coming step changes for saved.
+            # Noted after `finish`: otherwise a flush in between would count the coming step's rows as saved.
             if self.touched is not None:
                 self._note_touched()
         finally:
             self._saving.stats.stalled(started)
 
     def between(self) -> None:
-        """Finish the copy under way: parameters are about to change. Raises UsageError when the run was not resumed."""
+        """Finish the current copy before parameters change. Raises UsageError if the run was not resumed."""
         if self._opening.engine is None and self._progress.head_step == 0:
             self._opening.require_looked()
         self._progress.step_begins()
@@ -67,14 +67,14 @@ class Steps:
                 self._saving.stats.stalled(started, part=part)
 
     def end(self) -> Wish | None:
-        """Right after the last optimizer's step: count the iteration. Return the recovery that is due now, if any.
+        """Count the iteration, right after the last optimizer's step. Return the recovery that is due, if any.
 
-        To be called with the gate held, and then `save` before it is let go: a flush must not come between the two.
+        Call it with the gate held, and call `save` before releasing the gate: no flush may run between the two.
         """
         progress, saving, engine = self._progress, self._saving, self._opening.engine
         saving.moment = None
         saving.streams.follow()
-        progress.head_step += 1  # before a flush may come
+        progress.head_step += 1  # before a flush can run
         progress.caveats.withdraw("resumed")
         self._gate.leave(progress.patience)
         self._watch.stepped()
@@ -83,6 +83,8 @@ class Steps:
             return None
         engine.arena.reach(progress.head_step)
         self._regular = engine.due(progress.head_step)
+        if self._regular and engine.owes_seal():
+            self._requests.add(Wish("full"))
         try:
             return self._requests.recovery(engine.selector, regular=self._regular)
         except ScarError as error:
@@ -90,7 +92,7 @@ class Steps:
             return None
 
     def save(self) -> None:
-        """Start the checkpoint that is due after this step. The first step saves all of the state."""
+        """Start the checkpoint that is due after this step. The first step saves the whole state."""
         saving, step, moment = self._saving, self._progress.head_step, None
         due = self._due(step)
         started = time.perf_counter()

@@ -200,7 +200,8 @@ class Witness:
 
 def _reads_a_loader() -> bool:
     """Return whether this process has an iterator over a DataLoader."""
-    return any(isinstance(item, _BaseDataLoaderIter) for item in gc.get_objects())
+    # Not isinstance: it reads __class__ of every object, and some objects of torch warn when an attribute is read.
+    return any(issubclass(type(item), _BaseDataLoaderIter) for item in gc.get_objects())
 
 
 def _tensors(args: Any) -> Iterator[torch.Tensor]:

@@ -44,6 +44,8 @@ from scarctl.util.json_size import too_much
 MAX_DEPTH = 64
 """Levels of nested containers. A deeper structure contains itself, or is hostile."""
 
+_MAX_CONTAINERS = 3 << 18
+"""Lists and objects in a text. A dict with a tensor for each of 196,000 parameters has as many."""
 _LEAF_DEPTH = 2
 """A leaf may be an object in an object: {"np.str": {"str": ..}}."""
 
@@ -69,6 +71,7 @@ _PORTABLE = re.compile(
     r"\|b1|\|[iu]1|[<>][iu][248]|[<>]f[248]|[<>]c(8|16)|\|S[1-9]\d{0,8}|[<>]U[1-9]\d{0,8}|[<>][mM]8(\[\w{1,16}\])?",
     re.ASCII,
 )
+_PLAIN = {type(None), bool, int, str}
 _HEX_INT = re.compile(r"-?0x[0-9a-f]+", re.ASCII)
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -114,7 +117,7 @@ def encode(obj: object) -> tuple[str, Tensors]:
     tensors: Tensors = {}
     tree = _encode(obj, "extras", MAX_DEPTH, tensors)
     text = json.dumps(tree, separators=(",", ":"), allow_nan=False)
-    if reason := too_much(text):
+    if reason := too_much(text, containers=_MAX_CONTAINERS):
         raise UsageError(f"extras: {reason}", hint="put long lists of numbers into arrays")
     return text, tensors
 
@@ -125,7 +128,7 @@ def decode(text: str, tensors: Mapping[str, RawTensor]) -> object:
     Takes hostile input: raises Corruption for anything that `encode` cannot have written. Memory use is bounded
     by a multiple of the sizes of `text` and `tensors`.
     """
-    if reason := too_much(text):
+    if reason := too_much(text, containers=_MAX_CONTAINERS):
         _bad(reason)
     decoder = _Decoder(tensors)
     try:
@@ -296,7 +299,10 @@ class _Decoder:
         return self.tags[tag](body, depth)
 
     def _list(self, body: Any, depth: int) -> list[object]:
-        return [self.decode(item, depth - 1) for item in _checked(body, list)]
+        items = _checked(body, list)
+        if set(map(type, items)) <= _PLAIN:  # a long list of numbers
+            return list(items)
+        return [self.decode(item, depth - 1) for item in items]
 
     def _dict(self, body: Any, depth: int) -> object:
         return {key: self.decode(value, depth - 1) for key, value in _checked(body, dict).items()}

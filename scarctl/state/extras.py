@@ -118,8 +118,7 @@ class Extras:
         """
         if not isinstance(tree, dict) or not {"early", "late"} <= tree.keys():
             raise Corruption(
-                "extras: no session stored them",
-                hint="a run that `scarctl checkpoint` saved is restored by `scarctl recover`",
+                "extras: no session stored them. `scarctl recover` restores a run that `scarctl checkpoint` saved"
             )
         following, loop = tree.get("next"), tree.get("loop")
         if not isinstance(loop, dict | None):

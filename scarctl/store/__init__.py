@@ -2,7 +2,7 @@
 
 from scarctl.store.backends.base import Blobs, InDoubt
 from scarctl.store.backends.local import LocalBlobs
-from scarctl.store.backing import backed_shards, check_backed
+from scarctl.store.backing import backed_shards, check_backed, check_cut
 from scarctl.store.check import Problem, Report, verify
 from scarctl.store.gc import Collector
 from scarctl.store.read import Batch
@@ -51,6 +51,7 @@ __all__ = [
     "Topology",
     "backed_shards",
     "check_backed",
+    "check_cut",
     "complete_sets",
     "create_snapshot",
     "create_topology",

@@ -1,7 +1,7 @@
 """Bound what a store's files can back: a layout of a few bytes may claim any number of partitions.
 
 Every member of a shard takes bytes in a file whose checksum was verified. A layout that claims far more partitions than
-there are members is refused before there is an array over all of them.
+all shards have members is refused before an array over its partitions is allocated.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.state.layout import Layout
+from scarctl.errors import UsageError
+from scarctl.state.layout import MIN_PARTITION_BYTES, Layout
 from scarctl.store.format import corrupt, layout_path
 from scarctl.store.shard_state import ShardState
 from scarctl.store.store import Store
@@ -21,9 +22,9 @@ FREE = 1 << 20
 
 
 def check_backed(store: Store, states: Iterable[ShardState]) -> None:
-    """Raise Corruption when a layout of these states has more partitions than members, and more than `FREE`.
+    """Raise Corruption if a layout of these states has more partitions than members, and more than `FREE`.
 
-    Between the openings of two shards an honest store may have that, too; then nothing is saved in it.
+    An intact store may be in that state between the openings of two shards, while nothing is saved in it.
     """
     members: dict[Layout, int] = {}
     for state in states:
@@ -33,15 +34,31 @@ def check_backed(store: Store, states: Iterable[ShardState]) -> None:
         if layout.partitions > FREE + count:
             raise corrupt(
                 store.blobs.where(layout_path(layout.digest)),
-                f"it claims {layout.partitions} partitions, the store's shards have {count}",
+                f"it claims {layout.partitions} partitions, but the store's shards have {count}",
             )
 
 
-def backed_shards(store: Store, layout: Layout) -> NDArray[np.int32]:
-    """Return the shard of every partition (`Store.shard_of`), if files back so many. Reads states only if the layout is
-    large.
+def check_cut(store: Store, layout: Layout, *, asked: bool) -> None:
+    """Raise UsageError when the store alone demands that a state is cut into far more partitions than it has saved.
 
-    Raises what `check_backed` raises.
+    asked: the caller has given the size of partitions, too. A store of one rank is not checked.
+    """
+    free = FREE + layout.nbytes // MIN_PARTITION_BYTES
+    if asked or store.part is not None or layout.partitions <= free:
+        return
+    members = sum(len(state.ids) for state in store.states(store.shards()).values())
+    if layout.partitions > free + members:
+        raise UsageError(
+            f"{store.where} cuts this state into {layout.partitions} partitions, and has {members} of them",
+            hint="if that is right, give the size of partitions yourself, as when the store was created",
+            kind="unasked-partitions",
+        )
+
+
+def backed_shards(store: Store, layout: Layout) -> NDArray[np.int32]:
+    """Return the shard of every partition (`Store.shard_of`), once `check_backed` has passed.
+
+    Reads states only if the layout is large. Raises as `check_backed` does.
     """
     if layout.partitions > FREE:
         check_backed(store, store.states(store.shards()).values())

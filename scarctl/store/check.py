@@ -39,7 +39,7 @@ from scarctl.store.topology import read_topology, topology_epochs
 from scarctl.util.arrays import Ids
 
 Progress = Callable[[int, int], None]
-"""Called with `(bytes done, bytes in all)`."""
+"""Called with (bytes done, total bytes)."""
 
 _NAMED = 1000
 _ATTEMPTS = 8
@@ -47,9 +47,7 @@ _ATTEMPTS = 8
 
 @dataclass(frozen=True)
 class Problem:
-    """Describe a fault of a file; `partition` is the name of the partition whose copy is damaged, if it is
-    one.
-    """
+    """A fault of a file. `partition`: name of the partition whose copy is damaged, if any."""
 
     file: str
     partition: str | None
@@ -58,10 +56,9 @@ class Problem:
 
 @dataclass
 class Report:
-    """List what `verify` found. `files` and `bytes` were looked at; `orphans` are segments that no record names:
-    harmless.
+    """The result of `verify`. `files`, `bytes`: numbers of what was checked. `orphans`: segments that no record names.
 
-    At most 1,000 partitions are named per segment and reason; `damaged_partitions` counts all.
+    Orphans are harmless. At most 1,000 partitions are named per segment and reason; `damaged_partitions` counts all.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -82,9 +79,10 @@ class Report:
 def verify(
     store: Store, *, read_data: bool, subset: Subset | None = None, progress: Progress | None = None
 ) -> Report:
-    """Check all that the store holds, also copies that are not the newest. Damage goes into the report.
+    """Check all files of the store, also those with older copies. The report lists all damage.
 
-    read_data: also read all data and compare every partition's checksum. subset: only this part of the data.
+    read_data: also read all data and compare every partition's checksum.
+    subset: read this part of the data only.
 
     Raises AccessDenied and Unavailable.
     """
@@ -95,7 +93,7 @@ class _Check:
     def __init__(
         self, store: Store, read_data: bool, subset: Subset | None, progress: Progress | None
     ) -> None:
-        # A store of its own: what this one read before may be damaged since.
+        # A new store object, because the caller's has cached files that may be damaged by now.
         self.store = Store(store.address, store.blobs, store.id, store.settings)
         self.layouts: dict[str, Layout | None] = {}
         self.blobs = store.blobs
@@ -137,18 +135,18 @@ class _Check:
         self._count(path)
 
     def _given_up(self, log: ShardLog, seq: int) -> bool:
-        """Return whether record `seq` and what it names are needed no more: a writer may have deleted them."""
+        """Return whether record `seq` and its segment are obsolete, so that a writer may have deleted them."""
         if seq >= self._boundary(log):
             return False
         if seq not in self.pinned.get(log.shard, set()):
             return True
-        # A snapshot kept it when this began. One that is damaged now may still do so.
+        # A snapshot kept it when this check began. A snapshot that is damaged now may still keep it.
         with contextlib.suppress(Corruption):
             self.pinned[log.shard] = {s.seqs[log.shard] for s in snapshots(self.store) if log.shard in s.seqs}
         return seq not in self.pinned[log.shard]
 
     def _boundary(self, log: ShardLog) -> int:
-        """Return the boundary of now, as the newest record says that can be read."""
+        """Return the current boundary, from the newest record that can be read."""
         with contextlib.suppress(Corruption):
             newest = log.newest()
             return 0 if newest is None else newest.boundary
@@ -158,7 +156,7 @@ class _Check:
         return 0
 
     def _layout(self, digest: str) -> Layout | None:
-        """Return a layout, None if it is missing or damaged: then that is noted, once."""
+        """Return a layout. If it is missing or damaged, note that once, and return None."""
         if digest not in self.layouts:
             self.layouts[digest] = None
             with self._noting(layout_path(digest)):
@@ -167,7 +165,7 @@ class _Check:
 
     @contextlib.contextmanager
     def _noting(self, name: str, given_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Turn damage and absence of a file into a problem of the report; no problem if it may be absent."""
+        """Turn damage or absence of a file into a problem of the report, unless the file may be absent."""
         try:
             yield
         except Corruption as error:
@@ -198,7 +196,7 @@ class _Check:
     # --- logs -----------------------------------------------------------------------------------------------
 
     def _shard(self, log: ShardLog) -> None:
-        # Listed before the records: a run that continues meanwhile adds a record first, then its index.
+        # Listed before the records, because a live run adds a record first, then its index.
         indexes = log.indexes()
         records = self._records(log, indexes)
         numbers = sorted(records)
@@ -213,18 +211,20 @@ class _Check:
             index = self._index(log, seq, records)
             self._count(index_path(log.shard, seq))
             if index is None or seq > boundary:
-                continue  # after the boundary records name all segments
+                continue  # later records name their segments themselves
             for ref in index.state.segments:
                 if ref.name not in named:
                     named.add(ref.name)
                     self._segment(log, ref, index.layout, None, seq)
         for seq in sorted({seq for seq in pinned | {boundary} if 0 < seq <= boundary} - set(indexes)):
-            with contextlib.suppress(Corruption, FileNotFoundError):  # the record itself: that is noted too
+            with contextlib.suppress(
+                Corruption, FileNotFoundError
+            ):  # faults of the record are noted elsewhere
                 if log.has_index(seq):
                     continue
             if self._given_up(log, seq):
                 continue
-            self.note(index_path(log.shard, seq), "this index is missing, and the log before is deleted")
+            self.note(index_path(log.shard, seq), "this index is missing, and the log before it is deleted")
         for seq in sorted(pinned - records.keys()):
             if self._given_up(log, seq):
                 continue
@@ -246,7 +246,7 @@ class _Check:
         newest = max(found, default=-1)
         first = found[newest].boundary if found else 0
         present = set(numbers)
-        # From the numbers that are there, not over the range: a hostile name may claim any number.
+        # Gaps are found between existing numbers, because a hostile file name may claim any number.
         for low, high in zip(
             [first - 1, *(n for n in numbers if n >= first)],
             (n for n in numbers if n >= first),
@@ -260,7 +260,7 @@ class _Check:
             self.note(record_path(log.shard, seq), "this record is missing: there is an index made after it")
         for seq, record in sorted(found.items()):
             if seq < first:
-                continue  # read through its index only; what stands before it may be of a fenced writer
+                continue  # read through its index only; the record before it may be of a fenced writer
             parent = found.get(seq - 1) if seq > first else None
             path = record_path(log.shard, seq)
             if parent is not None and record.parent != parent.digest:
@@ -268,11 +268,11 @@ class _Check:
             if parent is not None and record.epoch < parent.epoch:
                 self.note(path, f"its epoch {record.epoch} is older than its parent's {parent.epoch}")
             if record.base is not None and record.base not in present and record.base >= first:
-                self.note(path, f"record {record.base}, which it goes back to, is missing")
+                self.note(path, f"record {record.base}, to which it rolls back, is missing")
         return found
 
     def _newest(self, log: ShardLog) -> tuple[dict[int, int], dict[int, Record]]:
-        """Return the sizes of the records there are, and the newest of them, read before it can be collected."""
+        """Return the sizes of all records, and the newest record, read before it can be collected."""
         for _ in range(_ATTEMPTS):
             files = log.files()
             newest = max(files, default=-1)
@@ -307,7 +307,7 @@ class _Check:
     ) -> None:
         """Check a segment that a record or (by its number) an index names.
 
-        kind: None when only the segment itself says it.
+        kind: expected kind; None if only the segment itself has it.
         """
         path = segment_path(log.shard, ref.name)
         layout = self._layout(digest)
@@ -334,7 +334,7 @@ class _Check:
                         for bad in self._data(segment, ref.name, layout, tail):
                             self._name(path, layout, bad, "data do not match their checksum")
             except FileNotFoundError:
-                missing = True  # it was there a moment ago
+                missing = True  # deleted since its header was read
             except Corruption as error:
                 reasons[error.message] = None
         if missing:
@@ -354,7 +354,7 @@ class _Check:
         self._count(path, ref.nbytes)
 
     def _data(self, segment: SegmentReader, name: str, layout: Layout, tail: Tail) -> Iterator[Ids]:
-        """Yield the partitions whose bytes are not those that were saved."""
+        """Yield the partitions whose bytes do not match their checksums."""
         ids, sums = tail.ids, tail.checksums
         assert sums is not None
         place = positions(layout, ids)

@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 WIDE = 4096
-"""Bytes of a full piece from which on each piece is hashed on its own."""
+"""Full pieces of at least this many bytes are hashed one by one."""
 
 _WORDS = WIDE // 4
 _CHUNK = 1 << 16  # words hashed at a time: source and constants stay in the cache
@@ -22,7 +22,7 @@ _FEW = 8  # below this many words per piece a loop over words beats a reduction 
 
 
 def mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Finaliser of splitmix64 (Steele, Lea, Flood, 2014), elementwise."""
+    """Apply the finalizer of splitmix64 (Steele, Lea, Flood, 2014), elementwise."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -37,7 +37,7 @@ _W = splitmix64(np.arange(_WORDS + 1, dtype=np.uint64)) | np.uint64(1)
 
 @functools.cache
 def tensor_constant(t: int) -> np.uint64:
-    """Odd factor of a group's tensor number `t` in the partition's checksum."""
+    """Return the odd factor of a group's tensor number `t` in the partition's checksum."""
     return np.uint64(splitmix64(np.array([(1 << 32) + t], np.uint64))[0] | np.uint64(1))
 
 
@@ -66,9 +66,9 @@ def hash_rows(rows: NDArray[np.uint8]) -> NDArray[np.uint64]:
 
 
 def hash_pieces(data: NDArray[np.uint8], piece: int, count: int) -> NDArray[np.uint64]:
-    """Hash `count` pieces that lie one after another in `data` (uint8, one dimension, C-contiguous).
+    """Hash `count` adjacent pieces in `data` (uint8, one dimension, C-contiguous).
 
-    `piece` is the length of a full piece in bytes; the last of them may be shorter.
+    piece: bytes of a full piece; the last one may be shorter.
     """
     if piece >= WIDE:
         view = memoryview(data)

@@ -1,4 +1,4 @@
-"""Publish a record: the one moment at which a commit happens. Settle records whose outcome is not known."""
+"""Publish records: the creation of a record is the commit. Settle records whose outcome is unknown."""
 
 from __future__ import annotations
 
@@ -21,32 +21,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Doubt:
-    """A record that is visible but perhaps not durable, and what it would do to the state."""
+    """A record that may be visible or durable, or not, and the tail of its segment."""
 
     record: Record
     tail: Tail | None
 
 
 class Publisher:
-    """Publishes the records of one writer. `advance` is called once for each, when it is there and durable."""
+    """Publishes the records of one writer. `advance` is called once for each durable record."""
 
     def __init__(
         self, store: Store, advance: Callable[[Record, Tail | None], None], boundary: Callable[[int], int]
     ) -> None:
-        """boundary: that of a shard's log, as its writer knows it."""
+        """Publish to `store`. boundary: returns the boundary of a shard's log."""
         self._store = store
         self._advance = advance
         self._boundary = boundary
         self._doubts: dict[int, _Doubt] = {}
         self.lines: dict[int, int] = {}
-        """By shard, the line of the newest record published."""
+        """Line of the newest published record, by shard."""
         self.companion: Companion | None = None
 
     def publish(self, record: Record, tail: Tail | None) -> None:
-        """Create the record and apply it. Raises FileExistsError if another stands there or stood there, InDoubt,
-        or what `create_exclusive` raises; the segment is deleted when the record is known not to be there.
+        """Create the record and apply it.
+
+        Raises FileExistsError if another record has or had its number, InDoubt, and as `create_exclusive` does. If the
+        record certainly does not exist, its segment is deleted.
         """
-        # Until the outcome is known, also over an interrupt.
+        # Kept until the outcome is known, even after an interrupt.
         self._doubts[record.shard] = _Doubt(record, tail)
         if self.companion is not None:
             self.companion.expect(record.shard, number_of(record.line))
@@ -55,7 +57,7 @@ class Publisher:
         except InDoubt:
             raise
         except FileExistsError:
-            # On an object store a lost answer looks like this.
+            # On an object store this may be the effect of a lost answer.
             there = self.there(record)
             if there is None or there.write_id != record.write_id:
                 self._drop(record)
@@ -66,7 +68,7 @@ class Publisher:
         self._conclude(record, tail)
 
     def settle(self, shard: int) -> None:
-        """Find out about the record that was in doubt. Raises InDoubt if that fails again."""
+        """Determine the outcome of the record that was in doubt. Raises InDoubt if that fails again."""
         doubt = self._doubts.get(shard)
         if doubt is None:
             return
@@ -81,15 +83,16 @@ class Publisher:
             there = False
         if not there and shard in self._doubts:
             self._drop(doubt.record)
-        # If another record stands there, or stood there, the commit that follows is fenced.
+        # If another record has or had its number, the next commit is fenced.
 
     def is_settled(self, shard: int) -> bool:
-        """Return whether it is known what the newest record of a shard is."""
+        """Return whether the newest record of a shard is known."""
         return shard not in self._doubts
 
     def there(self, record: Record) -> Record | None:
-        """Read the record at a record's place; None if a newer writer has collected it. Raises InDoubt when the
-        whole store is away.
+        """Read the record with a record's number; None if a newer writer has collected it.
+
+        Raises InDoubt if the whole store is unreachable.
         """
         try:
             return self._store.log(record.shard).record(record.seq)
@@ -98,15 +101,16 @@ class Publisher:
             return None
 
     def discard(self, record: Record) -> None:
-        """Delete the segment of a record that is not there."""
+        """Delete the segment of a record that does not exist."""
         if record.segment is not None:
-            # Best effort: what stays is an orphan that no record names, and the error that led here matters more.
+            # On failure the segment stays as an orphan, which is harmless. The original error matters more.
             with contextlib.suppress(ScarError, OSError):
                 self._store.blobs.delete(segment_path(record.shard, record.segment.name))
 
     def _conclude(self, record: Record, tail: Tail | None) -> None:
-        """The record was created: applies it, unless its number was free only because a newer writer has collected
-        what stood there. Raises FileExistsError then, InDoubt when that cannot be decided now.
+        """Apply a record that was created, unless a newer writer has collected an earlier record of its number.
+
+        Raises FileExistsError in that case, and InDoubt if that cannot be decided now.
         """
         path = record_path(record.shard, record.seq)
         try:
@@ -115,7 +119,7 @@ class Publisher:
             raise InDoubt(
                 f"{self._store.blobs.where(path)}: written, but it is not known whether a newer writer has taken over "
                 f"({error.message})",
-                hint="what was acknowledged is safe; the next commit settles this one",
+                hint="acknowledged commits are safe; the next commit settles this one",
             ) from error
         if newest:
             self._advance(record, tail)
@@ -124,15 +128,15 @@ class Publisher:
                 self.companion.note(record.shard, self.lines[record.shard])
         del self._doubts[record.shard]
         if not newest:
-            # Nothing is deleted: if an answer was lost, the newer writer may have begun at this very record.
+            # The record is not deleted: if an answer was lost, the newer writer may have begun at this very record.
             raise FileExistsError(errno.EEXIST, "collected", path)
 
     def _is_newest(self, record: Record) -> bool:
-        """Return whether nobody has collected the log up to the number of `record`, which is this writer's next.
+        """Return whether no writer has collected the log up to the number of `record`, this writer's next one.
 
-        Records are deleted in ascending order, so the one that moved the boundary last, or else the first, goes before
-        any of this writer's numbers becomes free. But another fenced writer, or a late request, may have taken that
-        one's number again. So the indexes are listed, too: that of a boundary is there before anything is deleted.
+        Records are deleted in ascending order. So the record that moved the boundary last, or else the first one, is
+        deleted before any of this writer's numbers becomes free. But another fenced writer, or a late request, may have
+        created that number again. So the indexes are listed, too: a boundary's index exists before any deletion.
         """
         log = self._store.log(record.shard)
         if record.seq == 0:
@@ -143,7 +147,7 @@ class Publisher:
         first = record_path(record.shard, boundary + 1 if boundary else 0)
         if not self._store.blobs.has(first):
             self._require_store()
-            if not self._store.blobs.has(first):  # or the store is back just now
+            if not self._store.blobs.has(first):  # the store may have become reachable in between
                 return False
         indexes = log.indexes()
         if not indexes:
@@ -156,27 +160,31 @@ class Publisher:
         return newest is not None and newest.boundary <= record.seq
 
     def _require_store(self) -> None:
-        """Raise Unavailable while the whole store is away, as a folder is that is not mounted: what is missing there
-        was not collected.
+        """Raise Unavailable while the whole store is unreachable, like an unmounted folder.
+
+        Then missing records were not collected.
         """
         if not self._store.blobs.has(SETTINGS):
             raise Unavailable(
-                f"{self._store.where}: the store is not there",
-                hint="is it mounted? What was acknowledged is in it, and saving continues when it is back",
+                f"{self._store.where}: the store is missing",
+                hint="is it mounted? Acknowledged commits are in it, and saving continues when it is back",
             )
 
     def _require_absent(self, path: str) -> None:
-        """Raise InDoubt unless there is a store, without such a record."""
+        """Raise InDoubt unless the store is reachable, and has no such record."""
         try:
             self._require_store()
             there = self._store.blobs.has(path)
         except ScarError as error:
             raise InDoubt(error.message, hint=error.hint) from error
         if there:
-            raise InDoubt(f"{self._store.blobs.where(path)}: it comes and goes", hint="is the store mounted?")
+            raise InDoubt(
+                f"{self._store.blobs.where(path)}: the file appears and disappears",
+                hint="is the store mounted?",
+            )
 
     def _drop(self, record: Record) -> None:
-        """The record is not there: deletes its segment, unless it was there and a newer writer has collected it."""
+        """Delete the segment of a missing record, unless the record existed and a newer writer has collected it."""
         with contextlib.suppress(ScarError):
             if record.seq == 0 or self._is_newest(record):
                 self.discard(record)

@@ -1,8 +1,8 @@
-"""Choose which copies to move so that mostly dead segments can be deleted (docs/FORMAT.md, section 9).
+"""Choose the copies to move so that mostly dead segments can be deleted (docs/FORMAT.md, section 9).
 
-A segment whose copies are about to be replaced anyway is not worth moving: it dies by itself. So what a segment is
-worth is its dead bytes per byte to be moved, times how long the copies to be moved will live. How long a copy lives is
-guessed from how long the one before it lived. What is moved is sorted by that, so that new segments die as a whole.
+Copies that will soon be replaced anyway are not worth moving. So the score of a segment is its dead bytes per moved
+byte, times the expected life of the moved copies. The life of a copy is estimated from that of the copy before it.
+Moved copies are sorted by it, so that new segments die as a whole.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from scarctl.store.store import Store
 from scarctl.util.arrays import Bytes, Ids
 
 LONG = 64.0
-"""Commits that any copy is thought to live at most: nobody knows the future better."""
-_HASTE = 4.0  # commits that every copy is thought to live at least
+"""Longest life of a copy that is estimated, in commits: longer estimates would not be reliable."""
+_HASTE = 4.0  # shortest life of a copy that is estimated, in commits
 PARTS = 4
 SMALLEST = 64 << 10
-"""Segments that one turn may write, and the bytes that each should have at least."""
+"""PARTS: most segments that one turn writes. SMALLEST: bytes that each of them should have at least."""
 
 
 class Lives:
-    """How long copies live, in steps, as far as the commits of this writer have shown it."""
+    """Lives of copies, in steps, measured in the commits of this writer."""
 
     def __init__(self) -> None:
         self.between = np.empty(0, np.int64)
-        """Steps between the last two copies of each member; -1: not known."""
+        """Steps between the last two copies of each member; -1: unknown."""
         self.pace = 1.0
         """Steps between two commits."""
         self._last = -1
 
     def saved(self, state: ShardState, at: NDArray[np.int64], step: int) -> None:
-        """Members `at` are about to be saved as of `step`; `state` is as before."""
+        """Note that members `at` are about to be saved as of `step`. `state`: the state before that."""
         if len(self.between) != len(state.ids):
             self.between = np.full(len(state.ids), -1, np.int64)
         before = step_of(state.version[at])
@@ -48,7 +48,7 @@ class Lives:
         self._last = step
 
     def left(self, state: ShardState, at: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the commits after which each of the members `at` will probably have another copy."""
+        """Return the expected commits until each of the members `at` has a newer copy."""
         now = max(self._last, state.step)
         age = np.maximum(now - step_of(state.version[at]), 0)
         known = self.between[at] if len(self.between) == len(state.ids) else np.full(len(at), -1)
@@ -62,13 +62,13 @@ class Space:
     """Divide the bytes of one shard's files by their use."""
 
     total: int
-    """All files."""
+    """Bytes of all files."""
     live: int
-    """Newest copies."""
+    """Bytes of newest copies."""
     pinned: int
-    """Other copies in segments of kept sealed states: they cannot be reclaimed."""
+    """Bytes of other copies in segments of kept sealed states, which cannot be reclaimed."""
     dead: int
-    """Segments without a newest copy that nothing keeps: only to be deleted."""
+    """Bytes of segments without a newest copy that no kept state needs: they can be deleted."""
 
 
 def live_bytes(layout: Layout, state: ShardState) -> NDArray[np.int64]:
@@ -87,8 +87,7 @@ def choose(
     free: int,
     limit: int,
 ) -> Ids:
-    """Return the members (their places in the arrays) to move, so that segments of about `free` dead bytes can be
-    deleted.
+    """Return the members (indices of the arrays) to move, to delete segments with about `free` dead bytes.
 
     At most about `limit` bytes are moved. Segments in `kept`, and the one with the newest extras, stay.
     """
@@ -106,7 +105,7 @@ def choose(
     for number in np.argsort(-worth, kind="stable").tolist():
         if free <= 0 or worth[number] <= 0 or moved >= limit:
             break
-        # Where more would be written than freed, the space is better left alone.
+        # A segment is left alone if moving would write much more than it frees.
         if used[number] > 4 * (length[number] - used[number]):
             continue
         chosen[number] = True
@@ -115,14 +114,14 @@ def choose(
     mine = at[chosen[state.segment[at]]]
     if moved <= limit:
         return mine
-    # A part of the last one: the rest follows in the next turn.
+    # Only a part of the last segment is moved. The rest follows in the next turn.
     order = mine[np.argsort(-worth[state.segment[mine]], kind="stable")]
     until = np.searchsorted(np.cumsum(layout.bytes_of(state.ids[order])), limit) + 1
     return np.sort(order[:until])
 
 
 def parts(state: ShardState, layout: Layout, lives: Lives, at: Ids) -> list[Ids]:
-    """Split the members `at` into new segments: together what will probably be replaced at about one time."""
+    """Split the members `at` into new segments, so that each has copies with about the same expected life."""
     nbytes = int(layout.bytes_of(state.ids[at]).sum())
     count = int(np.clip(nbytes // SMALLEST, 1, min(PARTS, len(at))))
     order = at[np.argsort(lives.left(state, at), kind="stable")]
@@ -133,7 +132,7 @@ def parts(state: ShardState, layout: Layout, lives: Lives, at: Ids) -> list[Ids]
 def read_pieces(
     store: Store, state: ShardState, layout: Layout, ids: Ids
 ) -> tuple[Ids, dict[tuple[int, int], Bytes], list[str]]:
-    """Return the copies of `ids` (ascending) that are intact, as a new segment wants them; and why others are not."""
+    """Return the intact copies of `ids` (ascending), as pieces of a new segment, and the faults of the others."""
     bad: list[tuple[Ids, str]] = []
     found: dict[int, list[tuple[Ids, list[Bytes]]]] = {}
     for batch in store.read(state, ids, corrupt=bad):

@@ -1,6 +1,6 @@
-"""Measure what a place for a store guarantees, and how fast it is.
+"""Test the guarantees of a place for a store, and measure its speed.
 
-All that is made lies in one folder of its own, and is deleted at the end.
+All files are created in a separate folder, and deleted at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SMALL_BYTES = 1_000
 SMALL_COUNT = 30
 LARGE_BYTES = 32 << 20
 SECONDS = 60.0
-"""All of it may take so long."""
+"""Longest duration of all tests."""
 
 Progress = Callable[[str], None]
 
@@ -71,7 +71,7 @@ class Diagnosis:
 
     @property
     def sound(self) -> bool:
-        """Whether it guarantees all that commits rely on."""
+        """Whether the place has all guarantees that commits rely on."""
         return all(check.ok for check in self.checks if check.needed)
 
     @property
@@ -110,13 +110,15 @@ def diagnose(
     progress: Progress | None = None,
     seconds: float = SECONDS,
 ) -> Diagnosis:
-    """Try out the place at `url`, whether or not there is a store.
+    """Test the place at `url`, which may have a store already.
 
-    rounds: of races. large_bytes: of the file that bandwidth is measured with. progress: called with what comes next.
-    seconds: after which a remote place counts as not answering.
+    rounds: number of races.
+    large_bytes: size of the file for measuring bandwidth.
+    progress: called with the name of the next test.
+    seconds: time limit for a remote place.
 
-    Raises NoStore (no such bucket, or a file), UsageError, AccessDenied, Unavailable. What a place lacks is no error
-    here: see `Diagnosis.sound`.
+    Raises NoStore (no such bucket, or a file), UsageError, AccessDenied, Unavailable. A missing guarantee is not an
+    error: see `Diagnosis.sound`.
     """
     address = Address.parse(url, storage_options)
     blobs = blobs_at(address)
@@ -126,7 +128,7 @@ def diagnose(
 
 @contextmanager
 def _ends(blobs: Blobs, address: Address, seconds: float) -> Iterator[None]:
-    """Wait for nothing after that time, or after an interruption; not for tidying up, either."""
+    """End all waiting for the place after that time, or after an interrupt; also that of the cleanup."""
     late = threading.Event()
 
     def hurry() -> None:
@@ -142,7 +144,7 @@ def _ends(blobs: Blobs, address: Address, seconds: float) -> Iterator[None]:
         if not late.is_set():
             raise
         raise Unavailable(
-            f"{address.shown}: the trial did not end within {seconds:g} s; last: {error.message}",
+            f"{address.shown}: the test did not end within {seconds:g} s; last: {error.message}",
             hint="the place is too slow for a store, or does not answer; fewer --rounds take less time",
         ) from None
     finally:
@@ -153,7 +155,7 @@ def _ends(blobs: Blobs, address: Address, seconds: float) -> Iterator[None]:
 def _diagnose(
     blobs: Blobs, address: Address, rounds: int, large_bytes: int, progress: Progress | None
 ) -> Diagnosis:
-    blobs.top()  # whether there is such a place at all
+    blobs.top()  # raises if the place does not exist
     found = Diagnosis(str(address.root or address.shown), address.root is not None, blobs.has("scarctl.json"))
     report = progress or (lambda _: None)
     with _folder(blobs, address, found) as folder:
@@ -178,7 +180,7 @@ def _diagnose(
 
 @contextmanager
 def _folder(blobs: Blobs, address: Address, found: Diagnosis) -> Iterator[str]:
-    """A folder for what is made, gone afterwards; so is the store's own if it was made for this."""
+    """Yield a folder for test files, and delete it afterwards, as well as the store's folder if it is new."""
     new = address.root is not None and not address.root.exists()
     folder = probe_name()
     try:
@@ -186,7 +188,7 @@ def _folder(blobs: Blobs, address: Address, found: Diagnosis) -> Iterator[str]:
         blobs.prepare(folder)
         yield folder
     except BaseException:
-        blobs.hurry()  # the caller has an error, or ends: what is tidied up must not keep it
+        blobs.hurry()  # the caller ends with an error, and must not wait for the cleanup
         raise
     finally:
         with contextlib.suppress(ScarError, NoStore):
@@ -241,7 +243,7 @@ def _unfinished(blobs: Blobs, folder: str) -> Check:
     with blobs.writer(f"{folder}/unfinished") as out:
         out.write(os.urandom(SMALL_BYTES))
     there = blobs.has(f"{folder}/unfinished")
-    detail = "a file whose writer gives up is " + ("there all the same" if there else "not there")
+    detail = "a file whose writer gives up " + ("appears nevertheless" if there else "does not appear")
     return Check("nothing-unfinished", not there, detail)
 
 

@@ -1,7 +1,7 @@
-"""Define names, limits, canonical JSON and the safetensors header: everything about bytes that needs no file.
+"""Define names, limits, canonical JSON and the safetensors header: all of the format that needs no file.
 
-All parsing here takes hostile input: sizes are limited before parsing, shapes are multiplied as Python
-integers and never allocated, and every failure is a `Corruption` that names the file.
+All parsers accept hostile input: sizes are limited before parsing, shapes are multiplied as Python integers and never
+allocated, and every failure is a `Corruption` that names the file.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ FORMAT = 1
 MAX_RECORD = 64 << 10
 MAX_SETTINGS = 1 << 20
 MAX_LAYOUT = 64 << 20
+MAX_LAYOUT_VALUES = 11 << 18
+"""Values in a layout: 22 for each of 131,000 parameters with two slots and four dimensions."""
 MAX_HEADER = 64 << 20
 MAX_SNAPSHOT = 64 << 20
 MAX_TOPOLOGY = 16 << 20
 MAX_FLAT = 64
-"""Lists and objects in a file that lists shards: a snapshot, a topology."""
+"""Most lists and objects in a file that lists shards: a snapshot, a topology."""
 MAX_SHARDS = 1 << 18
-"""Shards that such a file may list."""
+"""Most shards in such a file."""
 MAX_SHARD = 999_999
 MAX_SEQ = 10**18
 
@@ -50,7 +52,7 @@ _SNAPSHOT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json", re.ASCII)
 _TOPOLOGY = re.compile(r"([0-9]{8})\.json", re.ASCII)
 _LAYOUT = re.compile(r"([0-9a-f]{64})\.json", re.ASCII)
 
-_HEAL = "the file is damaged or was changed by something else; `scarctl verify` lists what is affected"
+_HEAL = "the file is damaged or was changed by another program; `scarctl verify` lists the damage"
 
 
 def corrupt(file: object, reason: str) -> Corruption:
@@ -104,24 +106,24 @@ def topology_path(epoch: int) -> str:
 
 
 def epoch_of_topology(file: str) -> int | None:
-    """Epoch of the topology that a file is, None for any other file name."""
+    """Return the epoch of a topology from its file name, None for any other file name."""
     match = _TOPOLOGY.fullmatch(file)
     return int(match[1]) if match else None
 
 
 def lock_path(shard: int) -> str:
-    """Return the lock of a shard that a process of its own writes to."""
+    """Return the path of the lock of a shard that one rank writes."""
     return f"shards/{shard}/{LOCK}"
 
 
 def name_of_snapshot(file: str) -> str | None:
-    """Name of the snapshot that a file is, None for any other file name."""
+    """Return the name of a snapshot from its file name, None for any other file name."""
     match = _SNAPSHOT.fullmatch(file)
     return match[1] if match else None
 
 
 def epoch_of_segment(name: str) -> int:
-    """Epoch of the writer that made a segment, from its name (see `is_segment_name`)."""
+    """Return the epoch of a segment's writer from the segment's name (see `is_segment_name`)."""
     return int(name[:8])
 
 
@@ -169,7 +171,7 @@ def canonical(obj: object) -> bytes:
 
 
 def checksum(obj: Mapping[str, Any]) -> str:
-    """SHA-256 (hex) of the canonical JSON of `obj` without its field `checksum`."""
+    """Return the SHA-256 (hex) of the canonical JSON of `obj` without its field `checksum`."""
     return hashlib.sha256(canonical({k: v for k, v in obj.items() if k != "checksum"})).hexdigest()
 
 
@@ -178,11 +180,31 @@ def dump_json(obj: Mapping[str, Any]) -> bytes:
     return canonical({**obj, "checksum": checksum(obj)})
 
 
+def _is_intact(obj: Mapping[str, Any], data: bytes) -> bool:
+    """Return whether `data` is `dump_json(obj)`, with each field encoded once: a layout may have 64 MiB."""
+    digest, view, at = hashlib.sha256(), memoryview(data), 0
+    before = unsigned = b"{"
+    for key in sorted(obj):
+        name, value = canonical(key) + b":", canonical(obj[key])
+        for part in (before, name, value):
+            if view[at : at + len(part)] != part:
+                return False
+            at += len(part)
+        if key != "checksum":
+            digest.update(unsigned + name)
+            digest.update(value)
+            unsigned = b","
+        before = b","
+    digest.update(b"}")
+    return data[at:] == b"}" and obj.get("checksum") == digest.hexdigest()
+
+
 def parse_json(
     data: bytes | str, what: object, *, containers: int = MAX_CONTAINERS, values: int = MAX_VALUES
 ) -> Any:
-    """Return strict JSON: no duplicate keys, no NaN or infinity, no absurd nesting, sizes or numbers. Raises
-    Corruption.
+    """Parse strict JSON: no duplicate keys, no NaN or infinity, limited nesting, sizes and numbers.
+
+    Raises Corruption.
     """
     if reason := too_much(data, containers=containers, values=values):
         raise corrupt(what, reason)
@@ -207,16 +229,16 @@ def parse_json(
 def load_json(
     data: bytes, what: object, *, containers: int = MAX_CONTAINERS, values: int = MAX_VALUES
 ) -> dict[str, Any]:
-    """Return the object in a JSON file of the store, its checksum, canonical form and format number verified.
+    """Return the object in a JSON file of the store. Verifies checksum, canonical form and format number.
 
-    containers, values: the most that it may have of them; see `scarctl.util.json_size`.
+    containers, values: their largest numbers; see `scarctl.util.json_size`.
     """
     obj = parse_json(data, what, containers=containers, values=values)
     if not isinstance(obj, dict):
         raise corrupt(what, "not a JSON object")
     try:
-        intact = obj.get("checksum") == checksum(obj) and canonical(obj) == data
-    except (ValueError, RecursionError):  # 1e999 parses as infinity, which canonical JSON cannot say
+        intact = _is_intact(obj, data)
+    except (ValueError, RecursionError):  # 1e999 parses as infinity, which canonical JSON cannot represent
         intact = False
     if not intact:
         raise corrupt(what, "its checksum does not match its content")
@@ -237,9 +259,7 @@ def check_format(value: object, what: object) -> None:
 
 
 class Fields:
-    """Typed access to the fields of a parsed object. Every wrong or missing field is a Corruption naming the
-    file.
-    """
+    """Typed access to the fields of a parsed object. A wrong or missing field raises Corruption, naming the file."""
 
     def __init__(self, obj: object, what: object) -> None:
         if not isinstance(obj, dict):
@@ -283,9 +303,7 @@ class Fields:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a safetensors file: `start` and `stop` are byte offsets in the file, not in its data
-    part.
-    """
+    """One tensor of a safetensors file. `start` and `stop` are byte offsets in the file, not in its data part."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -298,7 +316,7 @@ class Header:
     metadata: dict[str, str]
     tensors: dict[str, Entry]
     length: int
-    """Bytes of the length word and the header: where the data begin."""
+    """Bytes of the length word and the header, which is the offset of the data."""
 
     def entry(self, name: str, dtype: str, shape: tuple[int, ...], what: object) -> Entry:
         """Return the tensor `name`, which must have this dtype and shape (-1: any length)."""
@@ -349,23 +367,19 @@ def encode_header(header: Header) -> bytes:
 
 
 def header_length(prefix: bytes, file_size: int, what: object) -> int:
-    """Return the bytes of length word and header, from a file's first 8 bytes. Checked before anything is read or
-    parsed.
-    """
+    """Return the bytes of length word and header, from a file's first 8 bytes. Raises Corruption if too large."""
     if len(prefix) < 8:
         raise corrupt(what, "too short to be a safetensors file")
     length = int.from_bytes(prefix[:8], "little")
     if length > MAX_HEADER:
         raise corrupt(what, f"its header claims {length} bytes, more than the limit of {MAX_HEADER}")
     if 8 + length > file_size:
-        raise corrupt(what, f"its header claims {length} bytes, the file has {file_size}")
+        raise corrupt(what, f"its header claims {length} bytes, but the file has {file_size}")
     return 8 + length
 
 
 def parse_header(data: bytes, file_size: int, what: object) -> Header:
-    """Parse length word and header (`data`, exactly). The tensors must fill the rest of the file without
-    holes.
-    """
+    """Parse length word and header (`data`, exactly). The tensors must fill the rest of the file without holes."""
     length = header_length(data, file_size, what)
     if len(data) != length:
         raise corrupt(what, "its header is truncated")
@@ -382,7 +396,7 @@ def parse_header(data: bytes, file_size: int, what: object) -> Header:
             raise corrupt(what, f"its tensors overlap or leave a hole at byte {min(start, end)}")
         end = stop
     if end != file_size:
-        raise corrupt(what, f"its tensors end at byte {end}, the file has {file_size}")
+        raise corrupt(what, f"its tensors end at byte {end}, but the file has {file_size}")
     return Header(metadata, tensors, length)
 
 

@@ -1,10 +1,10 @@
 """Keep a store small while its writer commits: move copies, then delete files (docs/FORMAT.md, section 9).
 
 A turn is a bounded piece of work on one shard. It moves some copies out of mostly dead segments, writes an index, and
-commits a record that moves the boundary. Only then it deletes what nothing from the boundary on can reach.
+commits a record that moves the boundary. Only then it deletes the files that are not reachable from the boundary on.
 
-What is garbage once is garbage for ever: new records only name new segments, and a roll-back goes to what was kept. So
-it may be deleted late, or twice, or by the next writer.
+Garbage stays garbage for ever: new records only name new segments, and a rollback restores only kept states. So it may
+be deleted late, or twice, or by the next writer.
 """
 
 from __future__ import annotations
@@ -43,35 +43,35 @@ from scarctl.store.writer import StoreWriter
 _log = logging.getLogger(__name__)
 
 RATIO = 2.0
-"""A shard's files take at most so many times the bytes of its newest copies, and what kept sealed states hold."""
-_STEP = 1 / 64  # of the newest copies: what a turn gives back at least
+"""Largest size of a shard's files, as a multiple of the bytes of its newest copies. Kept sealed states come on top."""
+_STEP = 1 / 64  # fraction of the newest copies' bytes that a turn frees at least
 TURN_BYTES = 64 << 20
-"""Bytes that a turn moves at most; so much memory it takes, too."""
+"""Most bytes that a turn moves, which is also its use of memory."""
 TURN_FILES = 2000
-"""Files that a turn deletes at most."""
+"""Most files that a turn deletes."""
 _WORTH = 4  # bytes freed per byte of index that a turn writes, at least
 _ATTEMPTS = 8
 FLOOR = 128 << 10
-"""Bytes per shard that are never worth the work: records, indexes, headers."""
+"""Bytes per shard that are not worth collecting: records, indexes, headers."""
 
 
 @dataclass
 class _Shard:
-    """Hold what a collector knows about a shard's files without listing them."""
+    """A collector's knowledge of a shard's files, to avoid listing them."""
 
     files: ShardFiles
-    """The writer's account of them."""
+    """The writer's count of the files."""
     look_at: int
-    """Bytes from which on it is worth a closer look."""
+    """Total bytes at which the shard is examined again."""
     garbage: list[tuple[str, int]] = field(default_factory=list)
-    """Files to be deleted, in this order, and their bytes; nothing can reach them any more."""
+    """Unreachable files to delete, in this order, and their bytes."""
     stuck: set[str] = field(default_factory=set)
     """Segments with damaged copies: they stay."""
 
 
 @dataclass
 class Work:
-    """Count what a collector has done."""
+    """Counts of a collector's work."""
 
     turns: int = 0
     moved_bytes: int = 0
@@ -85,10 +85,10 @@ class Collector:
     def __init__(
         self, writer: StoreWriter, *, ratio: float = RATIO, floor: int = FLOOR, turn_bytes: int = TURN_BYTES
     ) -> None:
-        """Raise UsageError for a ratio that cannot be reached."""
+        """Collect for `writer`. Raises UsageError for a ratio that cannot be reached."""
         if ratio < 1.1:
             raise UsageError(
-                f"a store cannot be kept at {ratio} times its live bytes", hint="give 1.1 or more"
+                f"a store cannot be kept at {ratio} times its live bytes", hint="use 1.1 or more"
             )
         self.done = Work()
         self._writer = writer
@@ -103,9 +103,9 @@ class Collector:
     # -- turns ---------------------------------------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Do one bounded piece of work, if there is any; return whether there may be more.
+        """Do one bounded piece of work, if there is any. Return whether there may be more.
 
-        Raises Fenced and what else `StoreWriter.commit` raises; nothing is lost then, and a later turn continues.
+        Raises as `StoreWriter.commit` does. Nothing is lost then, and a later turn continues.
         """
         self._abort_dead()
         for shard in self._writer.states:
@@ -123,9 +123,9 @@ class Collector:
             pass
 
     def collect(self, keep: Iterable[SealedSet] = ()) -> None:
-        """Collect all that can be collected, in all shards, whatever the ratio. Compact what is still beyond the ratio.
+        """Collect all garbage in all shards, whatever the ratio. Then compact shards that still exceed the ratio.
 
-        keep: sealed sets in addition to the usual ones.
+        keep: sealed sets to keep in addition to the usual ones.
         """
         keep = tuple(keep)
         self._abort_dead()
@@ -141,7 +141,7 @@ class Collector:
                     self._delete(shard)
 
     def space(self, shard: int, keep: Iterable[SealedSet] = ()) -> Space:
-        """Return what the files of a shard hold."""
+        """Return the bytes of a shard's files by their use."""
         state = self._writer.states[shard]
         known = self._known(shard)
         used = live_bytes(self._writer.layout, state)
@@ -157,7 +157,7 @@ class Collector:
         return Space(known.files.total, int(used.sum()), pinned, dead)
 
     def _abort_dead(self) -> None:
-        """Throw away, once, what earlier writers had begun to upload. What fails here is left to the next writer."""
+        """Abort unfinished uploads of earlier writers, once. After a failure, the next writer does it."""
         if self._aborted:
             return
         self._aborted = True
@@ -166,7 +166,7 @@ class Collector:
             for path, token in dead_uploads(self._store, epochs):
                 self._store.blobs.abort(path, token)
         except ScarError as error:
-            _log.warning("uploads that were never finished stay: %s", error)
+            _log.warning("unfinished uploads of earlier writers could not be deleted: %s", error)
 
     # -- one shard -----------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class Collector:
         return {n: s for n, s in self._store.blobs.files(f"{shard_folder(shard)}/seg") if is_segment_name(n)}
 
     def _work(self, shard: int, keep: tuple[SealedSet, ...] = ()) -> bool:
-        """Make a shard smaller, if it is too large; return whether that helped."""
+        """Make a shard smaller, if it is too large. Return whether it became smaller."""
         writer, known = self._writer, self._shards[shard]
         state = writer.states[shard]
         if not writer.is_settled(shard) or state.doubt.any() or not len(state.ids):
@@ -200,16 +200,16 @@ class Collector:
         moved = self._compact(shard, over, keep) if over > 0 else 0
         self._give_up(shard, keep)
         self.done.turns += 1
-        # Indexes and records do not count: a turn makes about as many as it deletes.
+        # Indexes and records do not count, because a turn creates about as many as it deletes.
         freed = sum(size for path, size in known.garbage if "/seg/" in path)
         if moved or freed >= gap // 2:
             return True
-        # It does not help: what stays has to be kept. Not again before there is more.
+        # The rest has to be kept, so the next attempt waits until the shard has grown.
         known.look_at = known.files.total - freed + max(space.live // 8, self._floor, gap)
         return False
 
     def _compact(self, shard: int, free: int, keep: tuple[SealedSet, ...]) -> int:
-        """Move copies until segments with `free` dead bytes are empty, or a turn's limit; return the bytes moved."""
+        """Move copies until segments with `free` dead bytes are empty, up to a turn's limit. Return the bytes moved."""
         writer, known = self._writer, self._shards[shard]
         state, layout = writer.states[shard], writer.layout
         stays = self._kept_segments(shard, self._kept(shard, keep)) | known.stuck
@@ -218,7 +218,7 @@ class Collector:
         for ids in parts(state, layout, known.files.lives, at):
             whole, pieces, reasons = read_pieces(self._store, state, layout, ids)
             for reason in reasons:
-                _log.warning("a damaged copy is left where it is: %s", reason)
+                _log.warning("a damaged copy is not moved: %s", reason)
             if reasons:
                 damaged = np.setdiff1d(ids, whole)
                 known.stuck |= {state.segments[n].name for n in state.segment[state.find(damaged)].tolist()}
@@ -228,7 +228,7 @@ class Collector:
         return moved
 
     def _give_up(self, shard: int, keep: tuple[SealedSet, ...]) -> None:
-        """Move the boundary to this moment, and list what can be deleted now."""
+        """Move the boundary to the newest record, and list the files that can be deleted."""
         writer, known = self._writer, self._shards[shard]
         state = writer.states[shard]
         if not writer.is_settled(shard) or state.doubt.any() or state.seq < 0:
@@ -237,7 +237,7 @@ class Collector:
         for seq in kept:
             self._pin(shard, seq)
         boundary = writer.advance_boundary(shard, frozenset(kept))
-        # Looked up again, now that everybody can see the boundary: a snapshot made before that is kept as well.
+        # Listed again, once the boundary is visible to all: a snapshot made before that is kept as well.
         kept |= self._kept(shard, keep)
         for seq in kept:
             self._pin(shard, seq)
@@ -245,7 +245,7 @@ class Collector:
         known.garbage = self._garbage(shard, boundary, kept)
 
     def _kept(self, shard: int, keep: Iterable[SealedSet]) -> set[int]:
-        """Return the records of kept states: of snapshots, of the newest complete sealed set, and a newer seal."""
+        """Return the records of kept states: snapshots, the newest complete sealed set, and a newer seal."""
         states = self._writer.states
         found = {s.seqs[shard] for s in snapshots(self._store) if shard in s.seqs}
         found |= {sealed.seqs[shard] for sealed in keep if shard in sealed.seqs}
@@ -256,18 +256,18 @@ class Collector:
             complete = self._complete_of_ranks(states[shard]) if len(own) > 1 else None
         if complete is not None and shard in complete.seqs:
             found.add(complete.seqs[shard])
-        # The newest seal of this shard becomes a complete set when the others follow.
+        # The newest seal of this shard is kept, because it becomes complete once the other shards follow.
         if own:
             found.add(own[-1].seq)
         return {seq for seq in found if seq <= states[shard].seq}
 
     def _complete_of_ranks(self, own: ShardState) -> SealedSet | None:
-        """Return the newest state that all ranks of its topology have sealed. Reads the others' logs anew."""
+        """Return the newest state that all ranks of its topology have sealed. Reads the logs of other ranks again."""
         found = complete_sets(self._store.again(), {own.shard: own}, of=own.shard)
         return next((sealed for sealed in found if own.shard in sealed.seqs), None)
 
     def _pin(self, shard: int, seq: int) -> frozenset[str]:
-        """Return the segments of a kept state. From now on it can be read without the records before it."""
+        """Return the segments of a kept state, after writing its index, which replaces the records before it."""
         if (shard, seq) not in self._pins:
             newest = self._writer.states[shard]
             log = self._store.log(shard)
@@ -286,10 +286,10 @@ class Collector:
         return frozenset(name for seq in kept for name in self._pin(shard, seq))
 
     def _garbage(self, shard: int, boundary: int, kept: set[int]) -> list[tuple[str, int]]:
-        """Return the files that nothing from the boundary on can reach: segments, then indexes, then records.
+        """Return the files that are not reachable from the boundary on: segments, then indexes, then records.
 
-        In this order, so that a record or an index that is found after a crash says what else there may be. Records in
-        ascending order: a fenced writer learns of it by the oldest (see `Publisher._is_newest`).
+        In this order, because records and indexes that remain after a crash name the other files. Records are in
+        ascending order, because a fenced writer notices the deletion of the oldest (see `Publisher._is_newest`).
         """
         writer = self._writer
         log = self._store.log(shard)
@@ -297,7 +297,7 @@ class Collector:
         needed |= {
             record.segment.name for record in _from(log, boundary, writer.states[shard].seq) if record.segment
         }
-        # Segments of later epochs are those of a writer that has taken over; it finds that out by itself.
+        # Segments of later epochs are of a writer that has taken over, and has to collect them itself.
         segments = [
             (segment_path(shard, name), size)
             for name, size in self._segments(shard).items()
@@ -333,15 +333,15 @@ class Collector:
 
 
 def orphans(store: Store, shard: int) -> list[tuple[str, int]]:
-    """Return the segments, with their bytes, that no record will ever name: their writers are fenced. For use during a
-    live writer's work: what is of the newest epoch may be an upload under way, and is left alone.
+    """Return the segments, with their bytes, that no record will ever name, because their writers are fenced.
 
-    Raises Corruption if what is needed is not known.
+    Safe next to a live writer: a segment of the newest epoch may be an unfinished upload, and is not returned. Raises
+    Corruption if damage hides which segments are needed.
     """
     log = store.log(shard)
     files = store.blobs.files(
         f"{shard_folder(shard)}/seg"
-    )  # listed first: what comes later is nobody's orphan
+    )  # listed first: later segments may be named by records that are not read here
     for attempt in range(_ATTEMPTS):
         newest = log.numbers()[-1:]
         try:
@@ -364,9 +364,7 @@ def orphans(store: Store, shard: int) -> list[tuple[str, int]]:
 
 
 def dead_uploads(store: Store, epochs: Mapping[int, int]) -> list[tuple[str, str]]:
-    """Return the segments that were begun and can never be committed, as `(path, token)`: their writers' epochs are
-    below `epochs[shard]`, so they are fenced.
-    """
+    """Return the unfinished uploads of fenced writers, whose epochs are below `epochs[shard]`, as (path, token)."""
     found = []
     for path, token in store.blobs.uploads():
         of = shard_of_segment(path)
@@ -376,9 +374,7 @@ def dead_uploads(store: Store, epochs: Mapping[int, int]) -> list[tuple[str, str
 
 
 def _reachable(store: Store, log: ShardLog) -> tuple[set[str], int]:
-    """Return the segments that some record there is, some index or some kept state names; and the newest epoch of the
-    log.
-    """
+    """Return the segments that any record, index or kept state names; and the newest epoch of the log."""
     numbers = log.numbers()
     if not numbers:
         return set(), 0
@@ -394,7 +390,7 @@ def _reachable(store: Store, log: ShardLog) -> tuple[set[str], int]:
         raise Corruption(f"shard {log.shard} has a damaged segment: orphans cannot be recognized")
     states = [state]
     if newest.boundary:
-        states.append(store.state(log.shard, at=newest.boundary))  # what its index names
+        states.append(store.state(log.shard, at=newest.boundary))  # the boundary's index
     for seq in {s.seqs[log.shard] for s in snapshots(store) if log.shard in s.seqs}:
         states.append(store.state(log.shard, at=seq))
     there = set(log.numbers())

@@ -1,4 +1,4 @@
-"""Encode, read and check indexes: the files that spare readers most of a shard's log (docs/FORMAT.md, section 6)."""
+"""Encode, read and check indexes, which replace most of a shard's log for readers (docs/FORMAT.md, section 6)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,14 @@ from scarctl.store.segment import SegmentRef
 from scarctl.store.shard_state import KEEP_SEALED, Seal, ShardState
 
 INDEX_RECORDS = 512
-"""A writer writes an index at the latest after so many records, however few partitions they hold."""
+"""Most records between two indexes of a writer."""
 INDEX_BYTES = 36
 """Bytes of an index per partition."""
 
+_HEADER_BYTES, _PER_MEMBER = 64 << 10, 512
+"""Bytes of an index's header without segments, and for each partition: there are no more segments than partitions."""
+_OTHERS, _OF_SEGMENT = 64, 8
+"""Lists and objects of an index that are no segments; fields that a segment has, and more."""
 _WHOLE = 16
 """Bytes of an identity in an index."""
 _COLUMNS = {"ids": "I64", "version": "I64", "position": "I64", "segment": "I32", "checksum": "U64"}
@@ -39,7 +43,7 @@ _NUMPY = {"I64": "<i8", "I32": "<i4", "U64": "<u8", "U8": "u1"}
 
 
 def dump_index(state: ShardState) -> list[bytes | memoryview]:
-    """Return the content of the index file of a state whose unused segments were dropped, in parts."""
+    """Return the content of a state's index file, in parts. Unused segments must have been dropped from the state."""
     assert state.layout is not None
     obj = {
         "layout": state.layout.digest,
@@ -81,12 +85,14 @@ class Index:
     state: ShardState
     layout: str
     names_whole: bool
-    """Whether it says of which commits of the whole state things are; one of an earlier format does not."""
+    """Whether it has the names of commits of the whole state. Earlier formats do not."""
 
 
 def read_index(blobs: Blobs, path: str, partitions: int) -> NDArray[np.uint8]:
-    """Return the bytes of an index file, uint8. Raises FileNotFoundError; Corruption, before reading, if it has more
-    bytes than one of a layout with so many partitions.
+    """Return the bytes of an index file, uint8.
+
+    Raises FileNotFoundError. Raises Corruption before reading if the file is too large for a layout of so many
+    partitions.
     """
     with blobs.reader(path) as file:
         if file.size > 8 + MAX_HEADER + INDEX_BYTES * partitions + (24 + _WHOLE) * KEEP_SEALED + 32:
@@ -101,10 +107,17 @@ def parse_index(raw: NDArray[np.uint8], what: object, *, shard: int, seq: int) -
     if raw.size < 40 or hashlib.sha256(raw[:-32]).digest() != raw[-32:].tobytes():
         raise corrupt(what, "the index's digest does not match its content")
     length = header_length(raw[:8].tobytes(), raw.size, what)
+    if length > _HEADER_BYTES + _PER_MEMBER * ((raw.size - length) // INDEX_BYTES):
+        raise corrupt(what, f"a header of {length} bytes is too long for the partitions that follow")
     header = parse_header(raw[:length].tobytes(), raw.size, what)
     number = header.metadata.get("format", "")
     check_format(int(number) if number.isdecimal() and len(number) < 9 else None, what)
-    f = Fields(parse_json(header.metadata.get("state", ""), what), what)
+    # Each segment has a partition, or the extras.
+    most = header.entry("ids", "I64", (-1,), what).shape[0] + _OTHERS
+    state_json = parse_json(
+        header.metadata.get("state", ""), what, containers=most, values=_OF_SEGMENT * most
+    )
+    f = Fields(state_json, what)
     if f.integer("seq", 0, MAX_SEQ) != seq or f.integer("shard") != shard:
         raise corrupt(what, "it is the index of another place")
 
@@ -153,7 +166,7 @@ def _text_of(whole: bytes) -> str:
 
 
 def _sound(state: ShardState) -> bool:
-    """Return whether every number points to something."""
+    """Return whether all indices in the arrays are in range."""
     last = len(state.segments)
     if state.extras is not None and not (state.extras[0] >= 0 and 0 <= state.extras[1] < last):
         return False

@@ -1,4 +1,4 @@
-"""Count what a writer hands over and writes, and how long its copies live: what a collector needs to know."""
+"""Count a writer's bytes, and measure the lives of its copies, for its collector."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Ledger:
 
     def __init__(self) -> None:
         self.handed_bytes = 0
-        """Bytes of partitions that were given to `commit`."""
+        """Bytes of partitions in all commits."""
         self.written_bytes = 0
         """Bytes of all files written since the store was opened: segments, records and indexes."""
         self.shards: dict[int, ShardFiles] = {}
-        """Only those that a collector has opened an account for."""
+        """Files of the shards that a collector asked for."""
         self._counting = threading.Lock()
 
     def handed(self, nbytes: int) -> None:
@@ -45,6 +45,6 @@ class Ledger:
             self.shards[shard].total += nbytes
 
     def committing(self, state: ShardState, record: Record, tail: Tail | None) -> None:
-        """Note the copies of a record that is durable; `state` is still the one before it."""
+        """Note the copies of a durable record. `state`: the state before it."""
         if record.kind == "commit" and tail is not None and record.shard in self.shards:
             self.shards[record.shard].lives.saved(state, state.find(tail.ids), record.step)

@@ -20,12 +20,10 @@ from scarctl.store.format import corrupt
 
 
 class StoreLock:
-    """Holds `path` locked from construction to `release`. Raises Contention, naming the holder, if it is
-    taken.
-    """
+    """Holds `path` locked from construction to `release`. Raises Contention, naming the holder, if it is locked."""
 
     def __init__(self, path: Path, *, shared: bool = False) -> None:
-        """`shared`: together with others that take it so; then it only keeps those out that do not."""
+        """Take the lock. shared: share it with other shared holders, and exclude only exclusive ones."""
         self._fd = -1
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -33,7 +31,7 @@ class StoreLock:
             raise os_error(error, path, "open the lock file") from error
         try:
             status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # it is written to
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # the file is about to be written
                 raise corrupt(path, "the lock is not a regular file, or has another name as well")
             _lock(fd, path, shared=shared)
             os.ftruncate(fd, 0)
@@ -59,12 +57,12 @@ class StoreLock:
 
 
 class NoLock:
-    """Stand in for a lock at a remote store, where only epochs keep a second writer out."""
+    """Replaces the lock at a remote store, where only epochs exclude a second writer."""
 
     held = True
 
     def release(self) -> None:
-        """Do nothing: there is no lock to free."""
+        """Do nothing, because a remote store has no lock."""
 
 
 class BothLocks:

@@ -1,4 +1,4 @@
-"""Read a shard's log: its records in order, and the state that they say (docs/FORMAT.md, section 7)."""
+"""Read a shard's log: its records in order, and the state that they describe (docs/FORMAT.md, section 7)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from scarctl.util.arrays import Ids
 _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 8
-"""How often a reader begins again while a writer collects."""
+"""Most attempts to read while a writer collects."""
 
 
 class ShardLog:
@@ -44,17 +44,17 @@ class ShardLog:
         self._layouts = layouts
 
     def files(self) -> dict[int, int]:
-        """Return the sizes of all records, by ascending sequence number; 0 for those collected meanwhile."""
+        """Return the sizes of all records, by ascending sequence number; 0 if collected meanwhile."""
         numbers = self.numbers()
         sizes = dict(self.blobs.files(f"{shard_folder(self.shard)}/log"))
         return {seq: sizes.get(record_path(self.shard, seq).rpartition("/")[2], 0) for seq in numbers}
 
     def numbers(self) -> list[int]:
-        """Return the sequence numbers of the records there are, ascending."""
+        """Return the sequence numbers of all records, ascending."""
         found = self._listed()
         if found and len(found) <= max(found) - min(found):
-            # A listing made during commits may lack a record and have the one after it: the next one has both, but
-            # what was collected meanwhile.
+            # A listing during commits may lack a record but have the one after it. The next listing has both, unless
+            # they were collected meanwhile.
             newest = max(found)
             found |= {seq for seq in self._listed() if seq < newest}
         return sorted(found)
@@ -82,13 +82,13 @@ class ShardLog:
                 return None
             with contextlib.suppress(FileNotFoundError):
                 return self.record(seq)
-            # It was collected meanwhile, so there is a newer one.
+            # The record was collected meanwhile, so a newer one exists.
         raise self._missing(seq)
 
     def records(self) -> Iterator[Record]:
-        """Yield all records from the boundary on, oldest first, the chain of digests checked. Raises Corruption.
+        """Yield all records from the boundary on, oldest first, and check their chain of digests. Raises Corruption.
 
-        What is collected meanwhile is passed over.
+        Records that are collected meanwhile are skipped.
         """
         newest = self.newest()
         if newest is None:
@@ -109,8 +109,9 @@ class ShardLog:
             seq, parent = seq + 1, record
 
     def state(self, at: int | None = None) -> ShardState:
-        """Return the state after record `at` (default: the newest). Empty if the log is. Raises Corruption, naming the
-        file.
+        """Return the state after record `at` (default: the newest). It is empty if the log is empty.
+
+        Raises Corruption, naming the file.
         """
         for attempt in range(_ATTEMPTS):
             numbers = self.numbers()
@@ -125,7 +126,7 @@ class ShardLog:
             else:
                 if newest == max(self._listed(), default=-1):
                     return found
-            # The writer has continued, and may have collected what was about to be read.
+            # The writer has continued, and may have collected files that were about to be read.
         raise AssertionError("unreachable")
 
     def has_index(self, seq: int) -> bool:
@@ -133,9 +134,9 @@ class ShardLog:
         return self._index(self.record(seq)) is not None
 
     def put_index(self, state: ShardState) -> int:
-        """Write the index of a state, the newest or a past one; return its bytes, 0 if an intact one is there.
+        """Write the index of a state, the newest or a past one. Return its bytes, 0 if an intact index exists.
 
-        Raises Corruption if parts of the state are in doubt, and what stops the write.
+        Raises Corruption if parts of the state are in doubt, and the errors of writing.
         """
         path = index_path(self.shard, state.seq)
         if state.doubt.any():
@@ -155,11 +156,11 @@ class ShardLog:
                 except FileNotFoundError:
                     if attempt:
                         return (
-                            0  # a newer writer collects this writer's files: the next record finds that out
+                            0  # a newer writer collects this writer's files: the next commit will be fenced
                         )
                 continue
             except InDoubt:
-                # The index is visible, and perhaps not durable: a later boundary must not rely on it.
+                # The index is visible, but perhaps not durable, and a later boundary must not rely on it.
                 with contextlib.suppress(ScarError, OSError):
                     self.blobs.delete(path)
                 raise
@@ -173,7 +174,7 @@ class ShardLog:
             if at is not None:
                 raise self._missing(at)
             return ShardState(self.shard)
-        # A number that is missing or deleted on purpose is met while walking back.
+        # Walking back finds numbers that are missing or were deleted by rules.
         start, records = self._walk(numbers[-1], set(self.indexes()))
         records.reverse()
         for record, (layout, tail, damage) in zip(
@@ -204,15 +205,13 @@ class ShardLog:
                     return ShardState(self.shard), records
                 raise corrupt(
                     self.blobs.where(index_path(self.shard, seq)),
-                    "this index is missing or damaged, and the log before is deleted",
+                    "this index is missing or damaged, and the log before it is deleted",
                 )
             child = record
         raise AssertionError("unreachable")
 
     def _chain(self, seq: int, indexes: set[int]) -> Iterator[Record]:
-        """Yield the records from `seq` back, without those that were rolled back; down to an index they are read
-        together.
-        """
+        """Yield the records from `seq` back, without rolled-back ones. Records above an index are read in parallel."""
         while seq >= 0:
             stop = max((index for index in indexes if index <= seq), default=0)
             for record in self.blobs.each(self._there, range(seq, stop - 1, -1)):
@@ -228,9 +227,9 @@ class ShardLog:
             raise self._missing(seq) from None
 
     def _index(self, record: Record) -> Index | None:
-        """Return the index after a record, None if it is of no use: the log has everything that it has.
+        """Return the index after a record, None if it cannot be used: the log has the same content.
 
-        Raises Corruption if the record's layout is missing or damaged: then the log is of no use either.
+        Raises Corruption if the record's layout is missing or damaged: then the log cannot be used either.
         """
         path = index_path(self.shard, record.seq)
         what = self.blobs.where(path)
@@ -245,7 +244,7 @@ class ShardLog:
         except FileNotFoundError:
             return None
         except Corruption as error:
-            _log.warning("index not used, the log is read instead: %s", error.message)
+            _log.warning("a damaged index is ignored, and the log read instead: %s", error.message)
             return None
         index.state.layout = layout
         if not index.names_whole:
@@ -253,7 +252,7 @@ class ShardLog:
         return index
 
     def _name_whole(self, state: ShardState, record: Record) -> None:
-        """Name the seal that all members of an earlier format's index are of, if the records since still say so."""
+        """Name the seal of all members of an earlier format's index, if the records since then keep it valid."""
         if not state.sealed:
             return
         newest = state.sealed[-1].seq
@@ -269,7 +268,7 @@ class ShardLog:
                 state.extras_whole = record.identity
 
     def _content(self, record: Record) -> tuple[Layout, Tail | None, Damage | None]:
-        """Read what a record adds to a state."""
+        """Read a record's changes to the state."""
         layout = self._layouts(record.layout)
         if record.segment is None:
             return layout, None, None
@@ -289,16 +288,16 @@ class ShardLog:
         return read_tail(self.blobs, path, record.segment, record.segment_kind, record.partitions, layout)
 
     def older(self, ids: Ids, state: ShardState) -> ShardState | None:
-        """Return, for `ids`, the copies next older than those in `state`; None if none of them has one.
+        """Return, for `ids`, the next older copies than those in `state`; None if no partition has an older copy.
 
-        The result has these ids only; version and segment are -1 where there is none. It may be given as
-        `state` again. Damaged segments are passed over. Reads tails back to the oldest copy needed.
+        The result has these ids only; version and segment are -1 without an older copy. It can be passed as `state`
+        again. Damaged segments are skipped. Reads tails back to the oldest needed copy.
         """
         found = ShardState(
             self.shard, state.layout, state.seq, state.epoch, state.step, state.tail_digest, state.records
         )
         found.sealed = state.sealed
-        found.past = True  # what is older must not be replaced by what it stands in for
+        found.past = True  # an older copy must not be replaced by the copy that it stands in for
         if state.layout is None:
             return None
         found.set_members(ascending(ids))
@@ -348,7 +347,7 @@ class ShardLog:
         return found if found.segments else None
 
     def _older_sealed(self, found: ShardState, state: ShardState, at: Ids, wanted: Ids) -> None:
-        """Where the log has been collected: copies of the sealed states that were kept, for found.ids[wanted]."""
+        """Find copies of found.ids[wanted] in kept sealed states, where the log has been collected."""
         for seq in (seal.seq for seal in reversed(state.sealed)):
             if not len(wanted):
                 return
@@ -373,9 +372,7 @@ class ShardLog:
             wanted = wanted[~older]
 
     def _back(self, seq: int) -> Iterator[Record]:
-        """Yield the records from `seq` back to the beginning, without those that were rolled back; stops where the log
-        begins.
-        """
+        """Yield the records from `seq` back to the beginning of the log, without rolled-back ones."""
         child: Record | None = None
         while seq >= 0:
             try:
@@ -383,7 +380,7 @@ class ShardLog:
             except FileNotFoundError:
                 return
             if child is not None and child.base is None and child.parent != record.digest:
-                return  # below the boundary: of a writer that was fenced
+                return  # below the boundary, so it is of a fenced writer
             yield record
             child, seq = record, seq - 1 if record.base is None else record.base
 

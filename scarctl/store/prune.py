@@ -1,11 +1,11 @@
 """Delete snapshots and sealed states on request, and free the space that only they need.
 
-With the store's lock at hand `prune` is the store's writer for a moment: it begins an epoch, compacts and collects.
-Beside a live writer it deletes only what that writer can never touch: names of snapshots, and segments whose writers
-are fenced. What else there is to collect the live writer collects by itself.
+If `prune` gets the store's lock, it is the store's writer for a moment: it begins an epoch, compacts and collects. Next
+to a live writer it deletes only files that this writer never uses: names of snapshots, and segments of fenced writers.
+The live writer collects the rest.
 
-Where several ranks have saved, each to its own shard, each shard is collected by itself. Shards of ranks that were
-divided in another way are *retired* once nobody needs them: they lose their members, and a short log is left of them.
+If several ranks have saved, each shard is collected separately. Shards of an earlier division are *retired* once no
+state needs them: they lose their members, and only a short log remains.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from scarctl.store.writer import StoreWriter, open_writer
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Name what is kept in addition to the newest copies and the newest complete sealed state."""
+    """States to keep in addition to the newest copies and the newest complete sealed state."""
 
     keep_last: int = 1
-    """So many of the newest sealed states."""
+    """Number of newest sealed states to keep."""
     keep_every: int | None = None
-    """Keep the first sealed state of every so many steps."""
+    """Keep the first sealed state of every interval of this many steps."""
     keep: tuple[str, ...] = ()
-    """If any is given: named snapshots that match none of these names or patterns are deleted."""
+    """Names or patterns. If not empty, snapshots that match none of them are deleted."""
     delete: tuple[str, ...] = ()
-    """Named snapshots to be deleted."""
+    """Snapshots to delete."""
     no_writer: bool = False
-    """No process writes to this store, where no lock can say so. A writer that does is fenced."""
+    """Assume that no process writes to this store, if it has no lock. A process that does is fenced."""
 
     def __post_init__(self) -> None:
         for name, value in (("--keep-last", self.keep_last), ("--keep-every", self.keep_every)):
@@ -67,14 +67,14 @@ class PrunePlan:
     keep_sealed: tuple[SealedSet, ...]
     drop_sealed: tuple[SealedSet, ...]
     files: tuple[str, ...]
-    """Files to delete at once, with uploads that were never finished. Compaction frees more."""
+    """Files to delete at once, unfinished uploads included. Compaction frees more."""
     bytes: int
     writer: str | None
-    """The live writer, in words; None when there is none."""
+    """Description of the live writer; None without one."""
     topology: Topology | None = None
     """Topology of the ranks that save to the store, if there are several."""
     retire: tuple[int, ...] = ()
-    """Shards of earlier ranks that nobody needs any more."""
+    """Shards of earlier ranks that no state needs any more."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
@@ -95,18 +95,18 @@ class PrunePlan:
 
 @dataclass
 class Pruned:
-    """Count what was deleted and moved."""
+    """Counts of deleted and moved files and bytes."""
 
     files: int = 0
     bytes: int = 0
-    """How much smaller the store is."""
+    """Bytes by which the store became smaller."""
     moved_bytes: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
     """`bytes` and `live_bytes` of the store afterwards."""
 
 
 def plan_prune(store: Store, retention: Retention) -> PrunePlan:
-    """Plan what to delete now. Changes nothing. Raises UsageError (no such snapshot), Corruption."""
+    """Plan a pruning without changing anything. Raises UsageError (no such snapshot), Corruption."""
     found = snapshots(store)
     names = {s.name for s in found}
     for name in retention.delete:
@@ -130,12 +130,12 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
     found_sets = sealed_sets(states.values()) if topology is None else complete_sets(store, states)
     sealed = [s for s in found_sets if all(seq in there[shard] for shard, seq in s.seqs.items())]
     writer = None if retention.no_writer and store.address.root is None else _live_writer(store)
-    # Beside a live writer none is given up here.
+    # Next to a live writer no sealed state is given up.
     keep_sealed = _retained(sealed, retention) if writer is None else sealed
     stays = [s.seqs for s in keep_sealed] + [s.seqs for s in kept]
     files: dict[str, int] = {}
     older = {} if topology is None else {s: state for s, state in states.items() if s not in topology.shards}
-    # What the ranks of now have saved together replaces what the earlier ones had.
+    # A sealed state of the current ranks replaces the shards of earlier ranks.
     free = [s for s in older if sealed and not any(s in snapshot.seqs for snapshot in kept)]
     retire = {shard: files_of for shard in free if (files_of := _of_retired(store, older[shard]))}
     for shard, state in states.items():
@@ -165,9 +165,9 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
 
 
 def prune(store: Store, plan: PrunePlan) -> Pruned:
-    """Carry a plan out. Killed at any point it has lost nothing that is kept.
+    """Carry a plan out. A kill at any point loses no kept state.
 
-    Raises Corruption (what is needed is not known: nothing more is deleted), Contention (a writer came meanwhile),
+    Raises Corruption (damage hides which files are needed: no more are deleted), Contention (a writer came meanwhile),
     AccessDenied, Unavailable.
     """
     states = store.states(store.shards())
@@ -198,7 +198,7 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
                 states = writer.states
                 done.files, done.moved_bytes = collector.done.deleted_files, collector.done.moved_bytes
     for shard in plan.retire:
-        # While a job is alive, the holder of the shard's lock may save to it what is left in memory.
+        # While a job is alive, the holder of the shard's lock may still save copies from memory to it.
         with contextlib.suppress(*([Contention] if plan.writer is not None else [])):
             _retire(store, states[shard], done)
     if plan.topology is not None:
@@ -230,13 +230,13 @@ def _collect(writer: StoreWriter, keep: tuple[SealedSet, ...], done: Pruned) -> 
 
 
 def _retire(store: Store, state: ShardState, done: Pruned) -> None:
-    """Give a shard no members, and collect what they had. If killed in between, it continues the next time."""
-    assert state.layout is not None, "it has files"
+    """Remove all members of a shard, and collect their files. After a kill in between, the next call continues."""
+    assert state.layout is not None, "a shard with files has a layout"
     view = store.of_shard(state.shard, state.epoch + 1)
     nobody = np.broadcast_to(np.int32(-1), state.layout.partitions)
     with StoreWriter(view, state.layout, nobody) as writer:
         none = np.empty(0, np.int64)
-        # Its newest extras and its newest seal are kept: from now on these.
+        # The newest extras and the newest seal of a shard are always kept, so this commit replaces them.
         writer.commit(
             state.shard, none, _nothing, step=max(0, state.step), sealed=True, extras={"retired": True}
         )
@@ -248,7 +248,7 @@ def _nothing(group: int, tensor: int, start: int, stop: int) -> memoryview:
 
 
 def _of_retired(store: Store, state: ShardState) -> dict[str, int]:
-    """Return the files of a shard that go when it is retired; {} when it is."""
+    """Return the files of a shard that retiring it would delete; {} if it is retired."""
     if state.layout is None or _is_retired(store, state):
         return {}
     folder = shard_folder(state.shard)
@@ -257,7 +257,7 @@ def _of_retired(store: Store, state: ShardState) -> dict[str, int]:
 
 
 def _is_retired(store: Store, state: ShardState) -> bool:
-    """Return whether `_retire` has come to its end."""
+    """Return whether `_retire` has completed."""
     if len(state.ids) or not state.sealed:
         return False
     log = store.log(state.shard)
@@ -271,7 +271,7 @@ def _is_retired(store: Store, state: ShardState) -> bool:
 
 
 def _is_small(store: Store, states: Mapping[int, ShardState]) -> bool:
-    """Return whether compaction would find nothing to do, too: each turn of it writes an index."""
+    """Return whether compaction is not needed. Each of its turns would write an index."""
     sizes = store.usage(states)
     return sizes["bytes"] <= RATIO * sizes["live_bytes"] + FLOOR * len(states)
 
@@ -292,16 +292,14 @@ def _retained(sealed: list[SealedSet], retention: Retention) -> list[SealedSet]:
 
 
 def _kept(store: Store, state: ShardState) -> set[int]:
-    """Return the records of a shard whose states can be read: from the boundary on, and those that were kept with an
-    index.
-    """
+    """Return the records of a shard whose states can be read: from the boundary on, and kept ones with an index."""
     log = store.log(state.shard)
     numbers = set(log.numbers())
     return {seq for seq in numbers if seq >= state.boundary} | (numbers & set(log.indexes()))
 
 
 def _collectable(store: Store, state: ShardState, pins: set[int]) -> dict[str, int]:
-    """Return the files of a shard, with their bytes, that nothing but its past needs."""
+    """Return the files of a shard, with their bytes, that only its past states need."""
     shard, log = state.shard, store.log(state.shard)
     needed = {segment.name for segment in _of(state)}
     for seq in pins:
@@ -318,11 +316,11 @@ def _collectable(store: Store, state: ShardState, pins: set[int]) -> dict[str, i
         path = index_path(shard, seq)
         if seq < state.seq and seq not in pins:
             found[path] = indexes.get(path.rsplit("/", 1)[-1], 0)
-    # What is needed in any case: a boundary, its record, and the index there.
+    # A boundary, its record, and its index are always needed.
     return found if any("/seg/" in path for path in found) or len(found) > _USUAL else {}
 
 
-_USUAL = 6  # records and indexes that collecting leaves, and makes anew each time
+_USUAL = 6  # records and indexes that collecting leaves, and creates again each time
 
 
 def _of(state: ShardState) -> list[Any]:
@@ -331,7 +329,7 @@ def _of(state: ShardState) -> list[Any]:
 
 
 def _live_writer(store: Store) -> str | None:
-    """Describe the holder of the store's lock. Where there are no locks, any process may write."""
+    """Describe the holder of the store's lock. In a store without locks, any process may be writing."""
     if store.address.root is None:
         return f"{store.where}: a remote store has no lock, so there may be a writer"
     try:
@@ -346,7 +344,7 @@ def _delete_names(store: Store, plan: PrunePlan) -> None:
         try:
             delete_snapshot(store, snapshot.name)
         except UsageError:
-            continue  # another process was faster
+            continue  # another process has deleted it
 
 
 def _delete(store: Store, path: str) -> int:

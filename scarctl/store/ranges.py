@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 from scarctl.util.arrays import Bytes, Ids
 
 SPAN = 32 << 20  # largest single range
-WASTE = 16  # bytes wanted per byte that is read and thrown away
-MANY = 256  # ranges of a tensor from which on more may be thrown away
+WASTE = 16  # least wanted bytes per byte that is read and discarded
+MANY = 256  # with at least this many ranges of a tensor, more bytes may be discarded
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Pieces of one tensor: where they lie in the file, and room for them."""
+    """Pieces of one tensor: their positions in the file, and a buffer for them."""
 
     start: int
-    """Offset of the tensor."""
+    """Offset of the tensor in the file."""
     position: Ids
     piece: int
     last: int
@@ -33,11 +33,11 @@ class Wanted:
         return self.out[: self.out.size - self.piece + self.last]
 
     def covers(self, i: int, j: int) -> int:
-        """Return the bytes from piece `i` to piece `j - 1`, and what lies between."""
+        """Return the bytes from the start of piece `i` to the end of piece `j - 1`, gaps included."""
         return (int(self.position[j - 1] - self.position[i]) + 1) * self.piece
 
     def spans(self, gap: int) -> list[tuple[int, int]]:
-        """`(i, j)`: the pieces in runs that are read as one range each, at most SPAN long."""
+        """Return the runs (i, j) of pieces that are read as one range each, at most SPAN bytes long."""
         if not self.piece:
             return []
         count = len(self.position)
@@ -50,10 +50,9 @@ class Wanted:
 
 
 def _read_through(holes: NDArray[np.int64], wanted: int, gap: int) -> NDArray[np.bool_]:
-    """Return which holes between pieces are read and thrown away: the smallest, while they add little to what is
-    wanted.
+    """Return which holes between pieces are read and discarded: the smallest, while they add few bytes.
 
-    Of very many more, none longer than `gap`: there the number of ranges costs more than the bytes.
+    With very many ranges, all holes up to `gap` are read: then the number of ranges costs more than the bytes.
     """
     small = np.flatnonzero((holes > 0) & (holes <= gap))
     small = small[np.argsort(holes[small], kind="stable")]
@@ -65,7 +64,7 @@ def _read_through(holes: NDArray[np.int64], wanted: int, gap: int) -> NDArray[np
 
 
 def together(wanted: Iterable[Wanted], gap: int) -> Iterator[list[tuple[Wanted, int, int]]]:
-    """Spans that are asked for at once, as `(wanted, i, j)`: so many that they cover at most SPAN bytes."""
+    """Yield lists of spans (wanted, i, j) to request at once, with at most SPAN bytes per list."""
     some: list[tuple[Wanted, int, int]] = []
     covered = 0
     for want in wanted:

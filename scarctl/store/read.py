@@ -22,8 +22,9 @@ from scarctl.util.arrays import Bytes, Ids
 
 @dataclass(frozen=True)
 class Batch:
-    """Verified partitions of one group: `tensors[t]` is uint8[rows, row_bytes], the partitions' rows in order
-    of `ids`; `versions` are those of the copies.
+    """Verified partitions of one group. `tensors[t]`: uint8[rows, row_bytes], the partitions' rows in order of `ids`.
+
+    `versions`: versions of the copies.
     """
 
     group: int
@@ -34,7 +35,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Members, by their places in the state, whose copies are in one segment."""
+    """Members, by their indices in the state, whose copies are in one segment."""
 
     segment: int
     at: NDArray[np.int64]
@@ -43,7 +44,7 @@ class Unit:
 
 @dataclass
 class Found:
-    """Hold the result of reading a unit."""
+    """The result of reading a unit."""
 
     batches: list[Batch] = field(default_factory=list)
     corrupt: list[tuple[Ids, str]] = field(default_factory=list)

@@ -28,23 +28,23 @@ KINDS = ("commit", "epoch", "compact")
 
 
 def now() -> str:
-    """Return the UTC time to the second, for people. Nothing depends on it."""
+    """Return the UTC time to the second, for display only."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def who() -> str:
-    """Name this process for people: `host:pid`."""
+    """Return this process as `host:pid`, for display."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def alone(shard: int, seq: int) -> str:
-    """Return the identity of a sealed record that names none: no other record's, in any shard."""
+    """Return a unique identity for a sealed record that has no name."""
     return f"{shard:08x}{seq:024x}"
 
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a shard's log. `nbytes` is bytes of partition data, `partitions` their number."""
+    """One record of a shard's log. `partitions`: number of saved partitions. `nbytes`: bytes of their data."""
 
     seq: int
     shard: int
@@ -55,15 +55,15 @@ class Record:
     layout: str
     sealed: bool = False
     whole: str = ""
-    """Of which commit of the whole state a sealed record is the shard's part: 32 hex digits that the records of that
-    commit have in all shards, and no others. "": of none that has several shards."""
+    """Name of the commit of the whole state that a sealed record belongs to: 32 hex digits, which only the records of
+    that commit have, in all shards. "": no commit of several shards."""
     segment: SegmentRef | None = None
     partitions: int = 0
     extras: bool = False
     base: int | None = None
     boundary: int = 0
     line: str = ""
-    """See `scarctl.store.line`. A new record that is given none begins one; of an old one it may not be known."""
+    """See `scarctl.store.line`. A new record without a line begins one. That of an old record may be unknown."""
     write_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: str = field(default_factory=now)
     writer: str = field(default_factory=who)
@@ -72,7 +72,7 @@ class Record:
         if not self.line:
             object.__setattr__(self, "line", self.write_id)
         if self.whole and not (self.sealed and is_hex(self.whole, 32)):
-            raise UsageError(f"{self.whole!r:.40} cannot name the whole state that a record is of")
+            raise UsageError(f"{self.whole!r:.40} cannot be the name of a commit of the whole state")
 
     @property
     def nbytes(self) -> int:
@@ -80,12 +80,12 @@ class Record:
 
     @property
     def version(self) -> int:
-        """Version of what a commit saved."""
+        """Version of the copies in this commit."""
         return pack(self.epoch, self.step)
 
     @property
     def identity(self) -> str:
-        """`whole`. A sealed record of an earlier format, which has none, stands for its shard alone."""
+        """The name `whole`. A sealed record of an earlier format has its own name, for its shard alone."""
         return self.whole or alone(self.shard, self.seq)
 
     @property
@@ -100,7 +100,7 @@ class Record:
 
     @cached_property
     def digest(self) -> str:
-        """The file's checksum: what the next record names as its parent."""
+        """The file's checksum, which the next record has as its parent."""
         return checksum(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class Record:
 
     @staticmethod
     def parse(data: bytes, what: object, *, shard: int, seq: int) -> Record:
-        """Return a record from its file's bytes, everything checked. Raises Corruption naming `what`."""
+        """Parse a record from its file's bytes, and check every field. Raises Corruption, naming `what`."""
         obj = load_json(data, what)
         f = Fields(obj, what)
         kind = f.text("kind")
@@ -148,7 +148,7 @@ class Record:
             raise corrupt(what, "only an epoch record may have a base")
         sealed, whole = f.flag("sealed"), "" if f.raw("whole") is None else f.hex("whole", 32, empty=True)
         if whole and not sealed:
-            raise corrupt(what, "it is not sealed, and names a whole state")
+            raise corrupt(what, "it is not sealed, but names a whole state")
         record = Record(
             seq=seq,
             shard=shard,
@@ -168,16 +168,13 @@ class Record:
             created=f.text("created"),
             writer=f.text("writer"),
         )
-        # A later version may add fields: the digest and the bytes are those of the file, not of what we
-        # understood.
+        # A later version of scarctl may add fields, so digest and bytes are taken from the file.
         record.__dict__.update(digest=f.text("checksum"), data=data, line=_line(obj, f, record))
         return record
 
 
 def _line(obj: dict[str, Any], f: Fields, record: Record) -> str:
-    """Return the line that a record says. Earlier versions of scarctl said none: then it is known only where one
-    begins.
-    """
+    """Return the line of a record. If an earlier version wrote it, only a record that begins a line has one."""
     if "line" in obj:
         return f.hex("line", 32)
     begins = record.kind == "commit" or record.base is not None or record.seq == 0

@@ -1,4 +1,4 @@
-"""Estimate a run's pace from a log: seconds per iteration, and how often and how much it saves."""
+"""Estimate a run's pace from a log: seconds per iteration, and interval and size of its checkpoints."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
     from scarctl.store.store import Store
 
 LEAST_SECONDS = 10
-"""Records say when they were made to the second: a shorter time says nothing."""
+"""Shortest usable time span: the times in records have a resolution of one second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Describe a run's pace. None: the log does not show it."""
+    """A run's pace. None: unknown."""
 
     step_seconds: float | None
-    """Time of an iteration, everything between them included."""
+    """Seconds from one iteration to the next."""
     interval: int | None
     """Iterations between two checkpoints."""
     checkpoint_bytes: int | None
-    """Share of the state that a usual checkpoint saves."""
+    """Bytes of the state that a usual checkpoint saves."""
 
 
 def pace(store: Store) -> Pace:
-    """Return the pace of the newest run that the log shows for long enough. Raises Corruption, Unavailable."""
+    """Return the pace of the newest run with enough records. Raises Corruption, Unavailable."""
     return pace_of(record for shard in store.shards() for record in store.records(shard))
 
 
 def pace_of(records: Iterable[Record]) -> Pace:
-    """Return the same, from the records of all shards in any order."""
+    """Return the pace from the records of all shards, in any order."""
     runs: dict[int, dict[int, list[Record]]] = {}
     for record in records:
         if record.kind == "commit":
@@ -46,7 +46,7 @@ def pace_of(records: Iterable[Record]) -> Pace:
         seconds = _span(run[steps[0]], run[steps[-1]])
         if len(steps) < 2 or seconds is None or seconds < LEAST_SECONDS:
             continue
-        # The first checkpoint of a run saves everything, and says nothing about the usual ones.
+        # The first checkpoint of a run saves everything, so it is not a usual one.
         sizes = [sum(record.nbytes for record in run[step]) for step in steps[1:]]
         gaps = [after - before for before, after in itertools.pairwise(steps)]
         return Pace(seconds / (steps[-1] - steps[0]), round(median(gaps)), round(median(sizes)))
@@ -54,9 +54,7 @@ def pace_of(records: Iterable[Record]) -> Pace:
 
 
 def _span(first: list[Record], last: list[Record]) -> float | None:
-    """Return the seconds from the first of some records to the first of others; None when their times, for people, are
-    none.
-    """
+    """Return the seconds from the first of some records to the first of others; None if a time cannot be parsed."""
     try:
         begin, end = (
             min(datetime.datetime.fromisoformat(record.created).timestamp() for record in records)

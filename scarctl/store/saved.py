@@ -1,4 +1,4 @@
-"""Find when a store was saved to last: wall-clock times of records, for people. Nothing depends on them."""
+"""Find the time of a store's last save, from the wall-clock times of records. They are only for display."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from scarctl.store.store import Store
 
 _FAR = 200
-"""Records of a shard that are read at most."""
+"""Most records of a shard that are read."""
 _UNITS = (("day", 86_400), ("hour", 3_600), ("minute", 60), ("second", 1))
 
 
 def last_saved(store: Store, shards: Iterable[int] | None = None) -> str | None:
-    """Return the UTC time of the newest commit of some shards, all by default, in ISO 8601; None if no record says it.
+    """Return the UTC time of the newest commit of some shards, all by default, in ISO 8601; None if no record has it.
 
-    A damaged record says nothing. Raises Unavailable, AccessDenied.
+    Damaged records are ignored. Raises Unavailable, AccessDenied.
     """
     found = store.blobs.each(
         lambda s: _of_shard(store.log(s)), list(store.shards() if shards is None else shards)
@@ -40,7 +40,7 @@ def _of_shard(log: ShardLog) -> str | None:
             if record.kind == "commit":
                 return record.created
             if record.kind == "compact":
-                oldest = record.created  # moved right after something was saved
+                oldest = record.created  # the boundary moves right after a commit
             record = log.record(record.seq - 1) if record.seq > record.boundary else None
     except (Corruption, FileNotFoundError):
         pass
@@ -48,7 +48,7 @@ def _of_shard(log: ShardLog) -> str | None:
 
 
 def parse(created: str) -> datetime.datetime | None:
-    """Return a record's time; None when it is none, or without a zone."""
+    """Return a record's time; None if it cannot be parsed, or has no time zone."""
     try:
         moment = datetime.datetime.fromisoformat(created)
         return moment.astimezone(datetime.timezone.utc) if moment.tzinfo is not None else None
@@ -57,7 +57,7 @@ def parse(created: str) -> datetime.datetime | None:
 
 
 def seconds_since(created: str | None) -> float | None:
-    """Return the seconds from a time of `last_saved` to now, at least 0: clocks of hosts differ. None: not known."""
+    """Return the seconds since a time of `last_saved`; None if unknown. At least 0, because clocks of hosts differ."""
     moment = parse(created) if created is not None else None
     if moment is None:
         return None
@@ -65,7 +65,7 @@ def seconds_since(created: str | None) -> float | None:
 
 
 def describe(created: str | None) -> str:
-    """Format such a time for people: "saved 2026-11-22 21:20:11 UTC, 3 minutes ago"."""
+    """Format a time of `last_saved` for display: "saved 2026-11-22 21:20:11 UTC, 3 minutes ago"."""
     moment, seconds = parse(created) if created is not None else None, seconds_since(created)
     if moment is None or seconds is None:
         return "time of the last save unknown"

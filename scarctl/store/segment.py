@@ -32,26 +32,24 @@ EXTRAS = f"{RESERVED}extras/"
 
 
 class Source(Protocol):
-    """Where partitions are copied from."""
+    """The source of partitions' rows."""
 
     def __call__(self, group: int, tensor: int, start: int, stop: int, /) -> Buffer:
-        """Return the rows [start, stop) of a tensor: a C-contiguous buffer. It must cost nothing: a view, also of the
-        whole tensor.
-        """
+        """Return the rows [start, stop) of a tensor: a C-contiguous buffer. It has to be a view, not a copy."""
 
 
 Pieces: TypeAlias = Mapping[tuple[int, int], Bytes]
-"""Pieces of a segment's partitions by group and tensor, one after another, as uint8[bytes]."""
+"""Concatenated pieces of a segment's partitions, by group and tensor, as uint8[bytes]."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentRef:
-    """Say of a segment, in its record, enough to find, verify and read any part of it. Offsets in bytes."""
+    """The reference to a segment in its record: enough to find, verify and read any part of it. Offsets in bytes."""
 
     name: str
     nbytes: int
     head: int
-    """Bytes of length word and header; the data begin here."""
+    """Bytes of length word and header, which is the offset of the data."""
     data: int
     """Bytes of partition data."""
     tail: int
@@ -86,9 +84,7 @@ class SegmentRef:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The per-partition arrays at a segment's end: ids int64[n] ascending, checksums uint64[n], versions
-    int64[n].
-    """
+    """The per-partition arrays at a segment's end: ids int64[n] ascending, checksums uint64[n], versions int64[n]."""
 
     ids: Ids
     checksums: NDArray[np.uint64] | None
@@ -96,7 +92,7 @@ class Tail:
 
 
 def full_piece(group: Group, t: int) -> int:
-    """Return the bytes of a full piece of tensor `t`: what decides how pieces are hashed."""
+    """Return the bytes of a full piece of tensor `t`, by which the hash is chosen."""
     return min(group.rows_per_partition, group.rows) * group.tensors[t].row_bytes
 
 
@@ -116,7 +112,7 @@ def ascending(ids: Ids) -> Ids:
 
 
 def by_group(layout: Layout, ids: Ids) -> Iterator[tuple[int, int, int]]:
-    """`(group, i, j)` for every group that ascending `ids` touch: its ids are `ids[i:j]`."""
+    """Yield (group, i, j) for every group of the ascending `ids`: its ids are `ids[i:j]`."""
     groups = layout.group_of(ids)
     groups = groups[np.flatnonzero(np.diff(groups, prepend=-1))]
     starts = np.searchsorted(ids, layout.base[groups]).tolist()

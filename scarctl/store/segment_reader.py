@@ -19,14 +19,14 @@ from scarctl.util.arrays import Bytes, Ids
 
 
 def read_tail(blobs: Blobs, path: str, ref: SegmentRef, kind: str, count: int, layout: Layout) -> Tail:
-    """Return the tail of a segment, verified. Raises Corruption, or FileNotFoundError when the segment is missing."""
+    """Return the verified tail of a segment. Raises Corruption, or FileNotFoundError if the segment is missing."""
     what = blobs.where(path)
     columns = COLUMNS[kind]
     if count > layout.partitions:
         raise corrupt(what, f"{count} partitions are more than the layout has")
     if ref.nbytes - ref.tail != 8 * count * len(columns):
         raise corrupt(
-            what, f"its record names {count} partitions, its tail has {ref.nbytes - ref.tail} bytes"
+            what, f"its record names {count} partitions, but its tail has {ref.nbytes - ref.tail} bytes"
         )
     with blobs.reader(path) as file:
         if file.size != ref.nbytes:
@@ -43,13 +43,13 @@ def read_tail(blobs: Blobs, path: str, ref: SegmentRef, kind: str, count: int, l
     return Tail(ids, None if checksums is None else checksums.view(np.uint64), arrays.get("versions"))
 
 
-# A large segment is opened again for every piece of it that is read; parsing would take as long as reading.
+# A large segment is opened again for every unit that is read, and parsing would take as long as reading.
 _parse_header = functools.lru_cache(maxsize=2)(parse_header)
 
 
 @contextmanager
 def open_segment(blobs: Blobs, path: str, ref: SegmentRef) -> Iterator[SegmentReader]:
-    """A segment opened for reading pieces. Raises Corruption, or FileNotFoundError when it is missing."""
+    """Open a segment for reading pieces. Raises Corruption, or FileNotFoundError if it is missing."""
     what = blobs.where(path)
     with blobs.reader(path) as file:
         if file.size != ref.nbytes:
@@ -58,13 +58,13 @@ def open_segment(blobs: Blobs, path: str, ref: SegmentRef) -> Iterator[SegmentRe
             raise corrupt(what, f"its header has {ref.head} bytes, the limit is {MAX_HEADER}")
         raw = file.read(0, ref.head)
         if header_length(raw[:8], file.size, what) != ref.head:
-            raise corrupt(what, "its header's length is not what its record says")
+            raise corrupt(what, "its header's length differs from its record")
         header = _parse_header(raw, file.size, what)
         yield SegmentReader(file, what, ref, raw, header, blobs.gap)
 
 
 class SegmentReader:
-    """Pieces, extras and digests of one open segment. What it returns is not verified unless it says so."""
+    """Pieces, extras and digests of one open segment. Results are not verified unless a method says so."""
 
     def __init__(
         self, file: BlobReader, what: str, ref: SegmentRef, raw_header: bytes, header: Header, gap: int
@@ -77,9 +77,7 @@ class SegmentReader:
         self.header = header
 
     def check_head(self) -> bytes:
-        """Verify header, extras and pads against the record; return the bytes from the end of the data to
-        the tail.
-        """
+        """Verify header, extras and pads against the record. Return the bytes from the end of the data to the tail."""
         between = self._file.read(self._ref.head + self._ref.data, self._ref.tail)
         if hashlib.sha256(self._raw_header + between).hexdigest() != self._ref.digest:
             raise corrupt(self._what, "its header or its extras are damaged")
@@ -90,7 +88,7 @@ class SegmentReader:
         return between
 
     def extras(self) -> tuple[str, dict[str, RawTensor]]:
-        """Return the extras, verified: their text and their tensors."""
+        """Return the verified extras: their text and their tensors."""
         between = memoryview(self.check_head())
         base = self._ref.head + self._ref.data
         found = {}
@@ -104,11 +102,11 @@ class SegmentReader:
         return self.header.metadata.get("extras", ""), found
 
     def want(self, group: Group, t: int, local: Ids, position: Ids) -> Wanted:
-        """Return room for pieces of tensor `t` of partitions `local` (numbers within the group, ascending): see
-        `fetch`.
+        """Return a buffer for pieces of tensor `t` of partitions `local` (numbers within the group, ascending).
 
-        `position` is where they stand among the segment's partitions of the group. Raises Corruption when the
-        tensor is missing or the positions lie outside it.
+        position: ordinals of these partitions among the segment's partitions of the group.
+
+        `fetch` fills the buffer. Raises Corruption if the tensor is missing or a position is outside it.
         """
         spec = group.tensors[t]
         entry = self.header.entry(group.key(t), spec.dtype, (-1, *spec.shape[1:]), self._what)
@@ -121,7 +119,7 @@ class SegmentReader:
         return Wanted(entry.start, position, piece, last, np.empty(count * piece, np.uint8))
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
-        """Read all that is wanted."""
+        """Read all wanted pieces into their buffers."""
         for spans in together(wanted, self._gap):
             self._read(spans)
 

@@ -28,9 +28,9 @@ from scarctl.store.segment import (
 from scarctl.util.arrays import Bytes, Ids
 
 CHUNK = 4 << 20
-"""Bytes that are hashed and written, or gathered, at a time."""
+"""Bytes that are hashed and written, or gathered, at once."""
 BIG_RUN = 256 << 10
-"""From this mean size on, runs of adjacent partitions are written from the source without a copy: bytes."""
+"""Mean bytes of runs of adjacent partitions from which on they are written from the source without a copy."""
 
 
 def write_segment(
@@ -45,11 +45,11 @@ def write_segment(
     extras: Mapping[str, RawTensor] | None = None,
     versions: NDArray[np.int64] | None = None,
 ) -> tuple[SegmentRef, NDArray[np.uint64]]:
-    """Write one segment with the partitions `ids` (ascending, unique) and return its reference and their
-    checksums.
+    """Write one segment with the partitions `ids` (ascending, unique). Return its reference and their checksums.
 
-    The file is complete but not committed. `source` is where whole tensors are, or just the pieces; None for
-    members. Raises UsageError when a buffer has the wrong length.
+    source: the whole tensors, or only the pieces; None for a list of members.
+
+    The file is complete but not committed. Raises UsageError if a buffer has the wrong length.
     """
     data = [] if source is None else _order(layout, ids)
     header, tail = _place(layout, ids, data, kind, extras or {}, metadata)
@@ -110,7 +110,7 @@ def write_segment(
 
 
 def _order(layout: Layout, ids: Ids) -> list[tuple[int, int, int, int]]:
-    """`(group, tensor, i, j)` in the order of the file."""
+    """Return (group, tensor, i, j) in the order of the file."""
     found = [(g, t, i, j) for g, i, j in by_group(layout, ids) for t in range(len(layout.groups[g].tensors))]
     return sorted(found, key=lambda x: (-DTYPES[layout.groups[x[0]].tensors[x[1]].dtype], x[0], x[1]))
 
@@ -153,7 +153,7 @@ def _place(
 
 
 def _cut(data: Bytes, group: Group, t: int, local: Ids) -> Iterator[tuple[int, int, Bytes]]:
-    """`(a, b, bytes)` as `_chunks`, from the pieces of `local` themselves."""
+    """Yield (a, b, bytes) as `_chunks` does, from the pieces of `local`."""
     piece = full_piece(group, t)
     last = partition_rows(group, int(local[-1])) * group.tensors[t].row_bytes
     if data.size != (len(local) - 1) * piece + last:
@@ -165,7 +165,7 @@ def _cut(data: Bytes, group: Group, t: int, local: Ids) -> Iterator[tuple[int, i
 
 
 def _chunks(source: Source, group: Group, g: int, t: int, local: Ids) -> Iterator[tuple[int, int, Bytes]]:
-    """`(a, b, bytes)`: the pieces of partitions `local[a:b]`, in order, a few MiB at a time."""
+    """Yield (a, b, bytes): the pieces of partitions `local[a:b]`, in order, a few MiB at a time."""
     spec, row = group.tensors[t], group.tensors[t].row_bytes
     per = min(group.rows_per_partition, group.rows)
     piece = per * row

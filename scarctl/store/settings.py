@@ -10,8 +10,9 @@ from scarctl.store.format import MAX_SHARD, Fields, corrupt
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Fixed when a store is created. `partition_bytes`: bytes, None = chosen from the state. `rows`:
-    (pattern, rows).
+    """Settings that are fixed when a store is created.
+
+    partition_bytes: size of a partition in bytes; None: chosen from the size of the state. rows: (pattern, rows).
     """
 
     shards: int = 1

@@ -1,4 +1,4 @@
-"""Hold what a shard's log says: for every member its newest saved copy, as arrays (docs/FORMAT.md, section 7)."""
+"""Hold the state that a shard's log describes: each member's newest saved copy (docs/FORMAT.md, section 7)."""
 
 from __future__ import annotations
 
@@ -40,17 +40,19 @@ class Seal(NamedTuple):
 
 @dataclass
 class ShardState:
-    """State of one shard after record `seq` (-1: empty log). Arrays are over the members, in ascending id
-    order.
+    """State of one shard after record `seq` (-1: empty log). Arrays are over the members, in ascending id order.
 
-    `version` -1 and `segment` -1: never saved. `segment` numbers `segments`; `position` is the ordinal of the
-    partition among its segment's partitions of its group. `doubt` marks members that may have had a newer
-    copy in a damaged segment (`damaged`). `step` is that of the newest commit, -1 if there is none. `sealed`
-    lists the sealed records. `whole` names the commit of the whole state whose part all members are, "" when
-    they are of none, and `extras_whole` that of the extras: equal versions do not say as much. `extras` is
-    `(version, number of the segment)`. `records` counts the log's files. `line`: see `scarctl.store.line`; "" when it
-    is not known. `unindexed_records` and `unindexed` are the records, and the partitions in them, since the last index.
-    `past`: the state after a record that was asked for, not the newest.
+    version, segment: -1: never saved. `segment` is an index into `segments`.
+    position: the ordinal of the partition among its segment's partitions of its group.
+    doubt: marks members that may have had a newer copy in a damaged segment (`damaged`).
+    step: step of the newest commit, -1 before the first.
+    sealed: the sealed records.
+    whole: name of the commit of the whole state that has all copies, "" if they are of several.
+    extras: (version, index of the segment). `extras_whole` is the name of the extras' commit.
+    records: number of the log's files.
+    line: see `scarctl.store.line`; "" if unknown.
+    unindexed_records, unindexed: the records since the last index, and the partitions in them.
+    past: whether this is the state after a given record, not after the newest.
     """
 
     shard: int
@@ -80,15 +82,15 @@ class ShardState:
 
     @property
     def saved(self) -> NDArray[np.bool_]:
-        """Members that have a saved copy."""
+        """Which members have a saved copy."""
         return self.version >= 0
 
     def find(self, ids: Ids) -> NDArray[np.int64]:
-        """Return where `ids` stand in the arrays, -1 for those that are not members."""
+        """Return the indices of `ids` in the arrays, -1 for ids that are not members."""
         if not len(self.ids):
             return np.full(len(ids), -1, np.int64)
         first, last = int(self.ids[0]), int(self.ids[-1])
-        if last - first == len(self.ids) - 1:  # all there are: no need to search
+        if last - first == len(self.ids) - 1:  # the members are contiguous: no search is needed
             at = ids - first
             at[(ids < first) | (ids > last)] = -1
             return at
@@ -98,14 +100,14 @@ class ShardState:
         return np.where(self.ids[at] == ids, at, -1)
 
     def require_members(self, ids: Ids) -> Ids:
-        """Return where `ids` stand in the arrays. Raise UsageError if one is not a member."""
+        """Return the indices of `ids` in the arrays. Raise UsageError if one is not a member."""
         at = self.find(ids)
         if len(ids) and (at < 0).any():
             raise UsageError(f"partition {int(ids[at < 0][0])} is not of shard {self.shard}")
         return at
 
     def require_sealable(self, at: Ids, layout: Layout) -> None:
-        """Raise UsageError if a member has no known copy, other than those at `at`, which are about to be saved."""
+        """Raise UsageError if a member has no known copy. Members at `at` are about to be saved, and not checked."""
         unknown = ~self.saved | self.doubt
         unknown[at] = False
         if unknown.any():
@@ -116,7 +118,7 @@ class ShardState:
             )
 
     def set_members(self, ids: Ids) -> None:
-        """Make `ids` (ascending) the members; those that stay keep their copies."""
+        """Make `ids` (ascending) the members. Remaining members keep their copies."""
         at = self.find(ids)
         kept = at >= 0
 
@@ -135,7 +137,7 @@ class ShardState:
     def apply(
         self, record: Record, layout: Layout, tail: Tail | None, what: object, damage: Damage | None = None
     ) -> None:
-        """Advance by one record. `tail` is None if it has no segment, or if that is damaged (`damage`).
+        """Advance by one record. tail: None if the record has no segment, or a damaged one (`damage`).
 
         Raises Corruption if the record cannot follow this state.
         """
@@ -187,8 +189,7 @@ class ShardState:
             self.extras_whole = record.identity if record.sealed else ""
 
     def _seal(self, record: Record) -> None:
-        # A member in doubt may be equal to a copy that is lost: what we have of it is older, and not this
-        # version.
+        # A member in doubt may be equal to a lost copy. Its known copy is older, and not of this version.
         known = self.saved & ~self.doubt
         self.version[known] = record.version
         if known.all():
@@ -197,9 +198,9 @@ class ShardState:
             del self.sealed[:-KEEP_SEALED]
 
     def take_over(self, fresh: ShardState, ids: Ids) -> NDArray[np.bool_]:
-        """Bring the places of `ids` up to date from a newer state: which of them it has in another segment.
+        """Update the segments of `ids` from a newer state. Return which of them have moved.
 
-        Newer copies are taken too, but not by a state of the past.
+        Newer copies are taken too, except by a state of the past.
         """
         found = np.zeros(len(ids), bool)
         if not len(fresh.ids):
@@ -208,7 +209,7 @@ class ShardState:
         found |= (there >= 0) & (fresh.segment[there] >= 0)
         same = (fresh.version[there] == self.version[own]) & (fresh.checksum[there] == self.checksum[own])
         if not self.past:
-            # In a later epoch also older ones: of a roll-back. But not what stands in for a damaged copy.
+            # After a rollback, in a later epoch, older copies are taken, too, except replacements of damaged ones.
             back = (fresh.epoch > self.epoch) & ~fresh.doubt[there]
             same |= (fresh.version[there] > self.version[own]) | back
         found &= same
@@ -223,7 +224,7 @@ class ShardState:
         return found
 
     def drop_unused_segments(self) -> None:
-        """Forget the segments that hold nobody's newest copy. Numbers change."""
+        """Remove segments without a newest copy. Indices of segments change."""
         used = np.zeros(len(self.segments) + 1, bool)
         used[self.segment] = True  # -1 marks the additional last entry
         if self.extras is not None:

@@ -1,8 +1,8 @@
 """Find and name sealed states that are kept (docs/FORMAT.md, section 9).
 
-A snapshot is a small file that says which record of every shard it is the state after. Making one needs no lock: the
-file is created first, and then it is checked that the records were not given up for collection meanwhile. A
-collector does it the other way round (boundary first, then the list of snapshots), so one of the two sees the other.
+A snapshot is a small file that names one record of every shard. Creating one needs no lock. The file is created first,
+then the records are checked: a collector may have given them up meanwhile. A collector works in the opposite order,
+boundary first, then the list of snapshots. So one of the two sees the other.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class Snapshot:
 
     @staticmethod
     def parse(data: bytes, what: object, *, name: str) -> Snapshot:
-        """Return a snapshot from its file's bytes, everything checked. Raises Corruption naming `what`."""
+        """Parse a snapshot from its file's bytes, and check every field. Raises Corruption, naming `what`."""
         f = Fields(load_json(data, what, containers=MAX_FLAT, values=MAX_SHARDS), what)
         if f.text("kind") != "snapshot" or f.text("name") != name:
-            raise corrupt(what, "it is not the snapshot that its name says")
+            raise corrupt(what, "it is the snapshot of another name")
         seqs = f.raw("seqs")
         if not isinstance(seqs, dict) or not seqs:
             raise corrupt(what, "it names no records")
@@ -113,7 +113,7 @@ class Snapshot:
 
 
 def check_snapshot_name(name: str) -> str:
-    """`name`, when it may be the name of a snapshot. Raises UsageError."""
+    """Return `name`. Raises UsageError if it cannot be the name of a snapshot."""
     if name_of_snapshot(f"{name}.json") is None:
         raise UsageError(
             f"{name!r:.80} cannot be the name of a snapshot",
@@ -123,8 +123,9 @@ def check_snapshot_name(name: str) -> str:
 
 
 def check_new_snapshot(store: Store, name: str) -> None:
-    """Raise UsageError when `name` cannot be the name of a snapshot, or is taken (kind "snapshot-exists"). To be asked
-    before much work is done for it: `create_snapshot` decides.
+    """Raise UsageError if `name` cannot be the name of a snapshot, or exists (kind "snapshot-exists").
+
+    This is an early check, before expensive work. `create_snapshot` decides.
     """
     if check_snapshot_name(name) in snapshot_names(store):
         raise _taken(name)
@@ -132,8 +133,8 @@ def check_new_snapshot(store: Store, name: str) -> None:
 
 def _taken(name: str) -> UsageError:
     return UsageError(
-        f"there is a snapshot {name!r} already",
-        hint="take another name, or delete it: `scarctl snapshot delete`",
+        f"a snapshot {name!r} exists already",
+        hint="use another name, or delete it: `scarctl snapshot delete`",
         kind="snapshot-exists",
     )
 
@@ -153,14 +154,14 @@ def read_snapshot(store: Store, name: str) -> Snapshot:
         known = ", ".join(snapshot_names(store)[:10])
         raise UsageError(
             f"there is no snapshot {name!r} in {store.url}",
-            hint=f"there are: {known}" if known else "there are none",
+            hint=f"snapshots: {known}" if known else "the store has no snapshots",
             kind="no-snapshot",
         ) from None
     return Snapshot.parse(data, store.blobs.where(path), name=name)
 
 
 def snapshots(store: Store) -> list[Snapshot]:
-    """Return all snapshots, by name. Raises Corruption if one is damaged: what it keeps is not known."""
+    """Return all snapshots, by name. Raises Corruption if one is damaged, because the states it keeps are unknown."""
     found = []
     for name in snapshot_names(store):
         try:
@@ -171,10 +172,10 @@ def snapshots(store: Store) -> list[Snapshot]:
 
 
 def create_snapshot(store: Store, name: str, sealed: SealedSet) -> Snapshot:
-    """Give the sealed set a name: from now on it is kept until the snapshot is deleted.
+    """Name the sealed set, so that it is kept until the snapshot is deleted.
 
-    Raises UsageError (kind "snapshot-exists"); Unavailable (kind "snapshot-late") when the set was given up for
-    collection before it had its name: seal again. AccessDenied, Unavailable, InDoubt.
+    Raises UsageError (kind "snapshot-exists"); AccessDenied, Unavailable, InDoubt. Raises Unavailable (kind
+    "snapshot-late") if the set was given up for collection before it had its name: seal again.
     """
     check_snapshot_name(name)
     late = Unavailable(
@@ -189,7 +190,7 @@ def create_snapshot(store: Store, name: str, sealed: SealedSet) -> Snapshot:
     snapshot = Snapshot(name, sealed.epoch, sealed.step, layout, dict(sealed.seqs), sealed.whole)
     path = snapshot_path(name)
     for shard in sealed.seqs:
-        # Its writer may be about to make the record durable: the name must not be left behind without it.
+        # The record may not be durable yet, and the snapshot must not outlive it in a power loss.
         store.blobs.prepare(f"{shard_folder(shard)}/log")
     store.blobs.prepare(SNAPSHOTS)
     try:
@@ -205,7 +206,10 @@ def create_snapshot(store: Store, name: str, sealed: SealedSet) -> Snapshot:
 
 
 def delete_snapshot(store: Store, name: str) -> None:
-    """Delete a snapshot for good: what only it keeps is collected later. Raises UsageError (kind "no-snapshot")."""
+    """Delete a snapshot for good. Files that only it needs are collected later.
+
+    Raises UsageError (kind "no-snapshot").
+    """
     try:
         store.blobs.delete(snapshot_path(check_snapshot_name(name)))
     except FileNotFoundError:
@@ -214,8 +218,9 @@ def delete_snapshot(store: Store, name: str) -> None:
 
 
 def settle_snapshots(store: Store) -> None:
-    """Make durable which snapshots there are. Before what a deleted one kept may be deleted: a power loss would
-    bring its name back, and the process that deleted it may have died too early.
+    """Make the deletion of snapshots durable, before files that only they needed are deleted.
+
+    Otherwise a power loss could restore a snapshot's file, if the process that deleted it died too early.
     """
     store.blobs.prepare(SNAPSHOTS)
 
@@ -223,12 +228,12 @@ def settle_snapshots(store: Store) -> None:
 def sealed_sets(
     states: Iterable[ShardState], moment: Callable[[Seal], Hashable] = lambda seal: (seal.epoch, seal.step)
 ) -> list[SealedSet]:
-    """Return the whole states that all shards that have members have sealed, newest first.
+    """Return the whole states that all shards with members have sealed, newest first.
 
-    moment: what sealed records of an earlier format, which name no whole state, are taken to have in common.
+    moment: the common key of a state's sealed records in an earlier format, which have no name of the whole state.
     """
     owners = [state for state in states if len(state.ids)]
-    # The newest of several counts.
+    # If a shard has several seals of one state, the newest counts.
     by_shard = {s.shard: {seal.whole or moment(seal): seal for seal in s.sealed} for s in owners}
     if not by_shard:
         return []
@@ -245,9 +250,9 @@ def sealed_sets(
 
 
 def is_kept(store: Store, state: ShardState, seq: int) -> bool:
-    """Return whether the state after record `seq` is there to stay. `state` is the shard's newest.
+    """Return whether the state after record `seq` is kept. `state`: the shard's newest.
 
-    What was given up is not, even while its files are still there: they may be about to be deleted.
+    A state that was given up is not kept, even while its files exist: they may be about to be deleted.
     """
     if state.boundary <= seq <= state.seq:
         return True

@@ -1,4 +1,4 @@
-"""Open a store: its settings, its layouts, one log per shard, and what they say."""
+"""Open a store: its settings, its layouts, one log per shard, and their states."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from scarctl.store.format import (
     FORMAT,
     LOCK,
     MAX_LAYOUT,
+    MAX_LAYOUT_VALUES,
     MAX_SETTINGS,
     SETTINGS,
     SNAPSHOTS,
@@ -51,6 +52,7 @@ from scarctl.store.segment_reader import open_segment
 from scarctl.store.settings import Settings
 from scarctl.store.shard_state import ShardState
 from scarctl.util.arrays import Ids
+from scarctl.util.json_size import too_much
 
 _RACES = 4
 
@@ -59,7 +61,7 @@ Lock: TypeAlias = StoreLock | BothLocks | NoLock
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's shard of a store, and the epoch that it begins with at least."""
+    """One rank's shard of a store, and the least epoch that its writer begins."""
 
     shard: int
     epoch: int
@@ -71,15 +73,15 @@ class Store:
     def __init__(self, address: Address, blobs: Blobs, identity: str, settings: Settings) -> None:
         self.address = address
         self.url = address.shown
-        """The address as given, for people, without secrets."""
+        """The given address, for display, without secrets."""
         self.where = str(address.root) if address.root is not None else address.shown
-        """The same, absolute."""
+        """The absolute address, for display."""
         self.id = identity
         self.settings = settings
         self.blobs = blobs
         self._layouts: dict[str, Layout] = {}
         self.part: Part | None = None
-        """The shard that this is about, if it is not about all of them: see `of_shard`."""
+        """The shard of this view; None for a store with all shards: see `of_shard`."""
         self._lock: Lock | None = None
         self._locked = self._closed = False
 
@@ -103,12 +105,12 @@ class Store:
         storage_options: Mapping[str, Any] | None = None,
         assume_single_writer: bool = False,
     ) -> Store:
-        """Create a store, or open the one that is there if the settings given (not None) are the store's own.
+        """Create a store, or open an existing one, if its settings equal the given ones (not None).
 
-        storage_options: for the file system of a remote store, see `scarctl.store.backends.address`.
-        assume_single_writer: also where nothing can be created exclusively.
+        storage_options: options of a remote store's file system, see `scarctl.store.backends.address`.
+        assume_single_writer: create it even if the place cannot create files exclusively.
 
-        Raises SettingsConflict if they are not; NoStore (kind "foreign-store") if the folder holds other things;
+        Raises SettingsConflict if a setting differs; NoStore (kind "foreign-store") if the folder holds other files;
         MissingGuarantee if the place cannot create files exclusively.
         """
         given: dict[str, Any] = {
@@ -125,7 +127,7 @@ class Store:
         if not blobs.has(SETTINGS):
             _refuse_foreign(address, blobs, "nothing was created")
             blobs.begin()
-            # Whether a server decides itself, or looks first and then writes, shows when several create at once.
+            # Only concurrent creations reveal a server that checks first and then writes.
             rounds = 0 if address.scheme in S3_SCHEMES else _RACES
             found = None if address.root is not None else probe(blobs, assume_single_writer, rounds=rounds)
             blobs.exclusive = found is None or exclusive_here(blobs, found, address.shown)
@@ -138,7 +140,7 @@ class Store:
                 "created": now(),
                 "writer": who(),
             }
-            # If another process was faster, its settings are compared below.
+            # If another process has just created the store, its settings are compared below.
             with contextlib.suppress(FileExistsError):
                 blobs.create_exclusive(SETTINGS, [dump_json(obj)])
         store = cls._open(address, blobs, strict=not assume_single_writer)
@@ -146,7 +148,7 @@ class Store:
             if value != getattr(store.settings, name):
                 raise SettingsConflict(
                     f"{store.where}: {name} is {getattr(store.settings, name)} in this store, not {value}",
-                    hint="leave the setting out, or use another folder for another store",
+                    hint="omit the setting, or create another store in another folder",
                 )
         return store
 
@@ -160,8 +162,8 @@ class Store:
     def _open(cls, address: Address, blobs: Blobs, *, strict: bool = False) -> Store:
         what = blobs.where(SETTINGS)
         if not blobs.has(SETTINGS):
-            _refuse_foreign(address, blobs, "give the folder of a store")
-            if not blobs.has(SETTINGS):  # or it was made just now
+            _refuse_foreign(address, blobs, "use the folder of a store")
+            if not blobs.has(SETTINGS):  # another process may have just created it
                 raise NoStore(
                     f"{address.root or address.shown}: there is no store here",
                     hint="check the path; the first checkpoint creates a store",
@@ -175,13 +177,15 @@ class Store:
         return cls(address, blobs, f.hex("id", 32), Settings.from_json(f.raw("settings"), what))
 
     def again(self) -> Store:
-        """Return the same store, opened once more: nothing that was read before is remembered."""
+        """Return the same store, opened again, without cached files."""
         return Store._open(self.address, self.blobs)
 
     def of_shard(self, shard: int, epoch: int = 1) -> Store:
-        """Return the same store as the one rank sees it that saves to `shard`: there is no other shard.
+        """Return the view of the store for the rank that saves to `shard`, without other shards.
 
-        epoch: it begins with this one, at least. Close it in place of the store that it was made of.
+        epoch: the least epoch that its writer begins.
+
+        Close the view instead of the store that it was made of.
         """
         twin = Store(self.address, self.blobs, self.id, self.settings)
         twin.part = Part(shard, epoch)
@@ -190,7 +194,7 @@ class Store:
 
     @property
     def run_id(self) -> str:
-        """Names what one process saves to, and its arena's folder: the store at this place, or its shard in it."""
+        """Id of the store at this place, or of the shard in it. It also names the arena's folder."""
         run = f"{self.id}.{self.address.digest}"
         return run if self.part is None else f"{run}-{self.part.shard}"
 
@@ -201,29 +205,27 @@ class Store:
         return layout.shards(self.settings.shards, self.settings.seed)
 
     def close(self) -> None:
-        """Free the lock, and what belongs to the address."""
+        """Release the lock, and the address's connections."""
         self._closed = True
         self.unlock()
         self.blobs.close()
 
     def lock(self) -> None:
-        """Take the store's lock before a layout is known; `unlock` frees it. Raises Contention.
+        """Take the store's lock before a layout is known; `unlock` releases it. Raises Contention.
 
-        A remote store has none: there an older writer learns of a newer one by its epoch.
+        A remote store has no lock: there the epoch shows an older writer that a newer one exists.
         """
         self._lock = self.take_lock()
         self._locked = True
 
     def unlock(self) -> None:
-        """Free the lock, if this store holds it; a writer that is still open keeps it until it is closed."""
+        """Release the lock, if this store holds it. A writer that is still open keeps it until it is closed."""
         lock, self._lock, self._locked = self._lock, None, False
         if lock is not None:
             lock.release()
 
     def take_lock(self) -> Lock:
-        """Take the lock, from this store if it holds it. Give it back with `return_lock`. Raises
-        Contention.
-        """
+        """Take the lock, from this store if it holds it. Give it back with `return_lock`. Raises Contention."""
         lock, self._lock = self._lock, None
         if lock is not None and lock.held:
             return lock
@@ -235,7 +237,7 @@ class Store:
         return BothLocks(self.address.root / LOCK, self.address.root / lock_path(self.part.shard))
 
     def return_lock(self, lock: Lock) -> None:
-        """Keep a lock that came from `lock`, free any other."""
+        """Keep a lock that came from `lock`, release any other."""
         if self._locked and not self._closed:
             self._lock = lock
         else:
@@ -253,7 +255,7 @@ class Store:
             path = layout_path(digest)
             what = self.blobs.where(path)
             try:
-                obj = load_json(self.blobs.read(path, MAX_LAYOUT), what)
+                obj = load_json(self.blobs.read(path, MAX_LAYOUT), what, values=MAX_LAYOUT_VALUES)
             except FileNotFoundError:
                 raise corrupt(what, "this layout is missing") from None
             f = Fields(obj, what)
@@ -262,22 +264,24 @@ class Store:
             except Corruption as error:
                 raise corrupt(what, error.message) from error
             if not f.text("kind") == "layout" or not f.text("digest") == digest == layout.digest:
-                raise corrupt(what, "its content is not the layout that its name says")
+                raise corrupt(what, "its content is another layout than its name")
             self._layouts[digest] = layout
         return self._layouts[digest]
 
     def put_layout(self, layout: Layout) -> None:
-        """Store a layout; does nothing if it is there."""
+        """Store a layout, unless the store has it."""
         data = dump_json(
             {"format": FORMAT, "kind": "layout", "digest": layout.digest, "layout": layout.to_json()}
         )
         if len(data) > MAX_LAYOUT:
             raise UsageError(f"the layout has {len(data)} bytes of names and shapes, more than {MAX_LAYOUT}")
+        if reason := too_much(data, values=MAX_LAYOUT_VALUES):
+            raise UsageError(f"the layout cannot be stored: {reason}")
         self.blobs.prepare("layout")
         try:
             self.blobs.create_exclusive(layout_path(layout.digest), [data])
         except FileExistsError:
-            self.layout(layout.digest)  # checked: the same content, whole
+            self.layout(layout.digest)  # raises if the existing file is damaged
 
     def current_layout(self) -> Layout | None:
         """Return the layout of the newest records; None before the first."""
@@ -294,7 +298,7 @@ class Store:
         return sorted(shard for shard in found if shard is not None)
 
     def lines(self) -> dict[int, int]:
-        """Return, by shard, the line of its log now: see `scarctl.store.line`. Raises Corruption."""
+        """Return the current line of each shard's log: see `scarctl.store.line`. Raises Corruption."""
         return {record.shard: number_of(record.line) for record in self._newest()}
 
     def _newest(self) -> list[Record]:
@@ -311,7 +315,7 @@ class Store:
     def state(self, shard: int, layout: Layout | None = None, at: int | None = None) -> ShardState:
         """Return the state of a shard after record `at` (default: the newest). An empty log gives an empty state.
 
-        Raises Corruption naming the file; LayoutMismatch if `layout` is given and is not the state's.
+        Raises Corruption, naming the file; LayoutMismatch if `layout` is not None and differs from the state's.
         """
         state = self.log(shard).state(at)
         if layout is not None and state.layout is not None and state.layout.digest != layout.digest:
@@ -327,12 +331,12 @@ class Store:
         return dict(zip(shards, found, strict=True))
 
     def mismatch(self, stored: Layout, given: Layout) -> LayoutMismatch:
-        """Return the error for a state that is not the store's: it lists the differences."""
+        """Return the error for a layout that differs from the store's, with the differences."""
         lines = stored.differences(given)
         listed = "; ".join(lines[:5]) + (f"; and {len(lines) - 5} more" if len(lines) > 5 else "")
         return LayoutMismatch(
-            f"{self.where}: the state is not the one in this store: {listed}",
-            hint="use the model and optimizer that the store was made with, or another folder",
+            f"{self.where}: the state does not fit this store: {listed}",
+            hint="use the model and optimizer of the store, or another folder",
         )
 
     def older(self, shard: int, ids: Ids, state: ShardState) -> ShardState | None:
@@ -342,10 +346,11 @@ class Store:
     # data
 
     def read(self, state: ShardState, ids: Ids, *, corrupt: list[tuple[Ids, str]]) -> Iterator[Batch]:
-        """Read the copies of `ids` that `state` names, every one verified, about `Blobs.batch` bytes at a time.
+        """Read and verify the copies of `ids` that `state` names, about `Blobs.batch` bytes at a time.
 
-        Partitions whose copy is missing or damaged, or that were never saved, are appended to `corrupt` as
-        `(ids, reason)` and not yielded. Order is by segment, group and id. Raises Unavailable, AccessDenied.
+        corrupt: gets (ids, reason) for partitions whose copy is missing or damaged, or that were never saved.
+
+        Yields the others by segment, group and id. Raises Unavailable, AccessDenied.
         """
         if state.layout is None:
             if len(ids):
@@ -369,9 +374,9 @@ class Store:
     def _read_again(
         self, state: ShardState, gone: list[tuple[Ids, str]], corrupt: list[tuple[Ids, str]]
     ) -> Iterator[Batch]:
-        """Yield copies whose segment is missing, from where the writer has moved them since.
+        """Yield copies whose segment is missing from the segments to which the writer has moved them.
 
-        `state` is brought up to date with what is found. A state of the past takes no newer copies.
+        Updates `state`. A state of the past takes no newer copies.
         """
         fresh = self.state(state.shard)
         moved = []
@@ -385,7 +390,7 @@ class Store:
             yield from self.read(state, again, corrupt=corrupt)
 
     def read_extras(self, state: ShardState) -> tuple[int, object] | None:
-        """Return the newest extras, verified, as `(version, object)`; None if none were saved. Raises Corruption."""
+        """Return the newest extras, verified, as (version, object); None if no extras were saved. Raises Corruption."""
         if state.extras is None:
             return None
         version, number = state.extras
@@ -402,7 +407,7 @@ class Store:
             raise corrupt(what, "the segment is missing") from None
 
     def usage(self, states: Mapping[int, ShardState]) -> dict[str, int]:
-        """`bytes` of all files, `live_bytes` of newest copies, number of `segments` and of `records`."""
+        """Return `bytes` of all files, `live_bytes` of newest copies, numbers of `segments` and of `records`."""
         total = segments = records = live = 0
         own = (f"shards/{s}/{f}" for s in self.shards() for f in ("seg", "log", "index"))
         folders = ["layout", SNAPSHOTS, TOPOLOGIES, *own]
@@ -420,11 +425,11 @@ class Store:
 
 
 def _refuse_foreign(address: Address, blobs: Blobs, hint: str) -> None:
-    """Raise NoStore if there is something that is not an empty folder. Left-overs of a crash do not count."""
+    """Raise NoStore if the place is not an empty folder. Files that a crash left do not count."""
     others = [name for name in blobs.top() if name != LOCK and not is_left_over(name)]
-    if others and SETTINGS not in others:  # a store that is made meanwhile is none of them
+    if others and SETTINGS not in others:  # another process may create the store meanwhile
         raise NoStore(
-            f"{address.root or address.shown}: this folder holds other things ({sorted(others)[0]!r}), but no store",
+            f"{address.root or address.shown}: this folder holds other files ({sorted(others)[0]!r}), but no store",
             hint=hint,
             kind="foreign-store",
         )

@@ -1,8 +1,8 @@
-"""List the shards of a state that several ranks hold together: one shard per rank (docs/FORMAT.md, section 10).
+"""List the shards of a job's ranks: one shard per rank (docs/FORMAT.md, section 10).
 
-Every rank saves its own part of the state to a shard of its own, with its own log, lock and epochs. What they share is
-a small file per start of the job, `topology/<epoch>.json`: the epoch that all ranks begin with, and the shard of every
-rank. A job that comes back the same way keeps its shards; one that divides its state in another way gets new ones.
+Every rank saves its share of the state to its own shard, with its own log, lock and epochs. A small file per start of
+the job, `topology/<epoch>.json`, has the epoch that all ranks begin with, and the shard of every rank. A job that
+restarts with the same division keeps its shards. With another division it gets new ones.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from scarctl.store.store import Store
 
 _HEAL = (
-    "data are not affected; put the file back from a copy. If the job had the same ranks at its start before that one, "
-    "this file may be deleted: the topology before it names the same shards"
+    "data are not affected; restore the file from a backup. If the job had the same ranks at its previous start, this "
+    "file may be deleted: the previous topology names the same shards"
 )
 
 
@@ -46,11 +46,11 @@ class Topology:
     """The shards of a job's ranks, from one start on."""
 
     epoch: int
-    """The epoch that every rank begins with, at least."""
+    """The least epoch that every rank begins."""
     shards: tuple[int, ...]
     """Shard of every rank."""
     division: str
-    """SHA-256 of who owns which part of the state: 64 hex digits."""
+    """SHA-256 of the division of the state among the ranks: 64 hex digits."""
     created: str = field(default_factory=now)
     writer: str = field(default_factory=who)
 
@@ -76,10 +76,10 @@ class Topology:
 
     @staticmethod
     def parse(data: bytes, what: object, *, epoch: int) -> Topology:
-        """Return a topology from its file's bytes, everything checked. Raises Corruption naming `what`."""
+        """Parse a topology from its file's bytes, and check every field. Raises Corruption, naming `what`."""
         f = Fields(load_json(data, what, containers=MAX_FLAT, values=MAX_SHARDS), what)
         if f.text("kind") != "topology" or f.integer("epoch", 1, MAX_EPOCH) != epoch:
-            raise corrupt(what, "it is not the topology that its name says")
+            raise corrupt(what, "it is the topology of another epoch")
         shards = f.raw("shards")
         if (
             not isinstance(shards, list)
@@ -92,13 +92,13 @@ class Topology:
 
 
 def topology_epochs(store: Store) -> list[int]:
-    """Return the epochs of the topologies there are, ascending."""
+    """Return the epochs of all topologies, ascending."""
     found = (epoch_of_topology(name) for name in store.blobs.names(TOPOLOGIES))
     return sorted(epoch for epoch in found if epoch is not None)
 
 
 def read_topology(store: Store, epoch: int) -> Topology:
-    """Return one topology. Raises Corruption when it is missing or damaged."""
+    """Return one topology. Raises Corruption if it is missing or damaged."""
     path = topology_path(epoch)
     what = store.blobs.where(path)
     try:
@@ -110,7 +110,7 @@ def read_topology(store: Store, epoch: int) -> Topology:
 
 
 def refuse_ranks(store: Store) -> None:
-    """Raise UsageError (kind "store-of-ranks") when several ranks save to the store, each to its own shard."""
+    """Raise UsageError (kind "store-of-ranks") if several ranks save to the store, each to its own shard."""
     newest = newest_topology(store) if store.part is None else None
     if newest is not None:
         raise UsageError(
@@ -121,13 +121,13 @@ def refuse_ranks(store: Store) -> None:
 
 
 def newest_topology(store: Store) -> Topology | None:
-    """Return the topology that counts now; None for a store that one process writes to."""
+    """Return the current topology; None for a store of a single process."""
     epochs = topology_epochs(store)
     return read_topology(store, epochs[-1]) if epochs else None
 
 
 def create_topology(store: Store, topology: Topology) -> None:
-    """Make a topology the newest. Raises Contention when another job begins the same epoch at this moment."""
+    """Create a topology, which is then the newest. Raises Contention if another job begins the same epoch."""
     store.blobs.prepare(TOPOLOGIES)
     try:
         store.blobs.create_exclusive(topology_path(topology.epoch), [topology.data])
@@ -141,10 +141,10 @@ def create_topology(store: Store, topology: Topology) -> None:
 def complete_sets(
     store: Store, known: Mapping[int, ShardState] | None = None, *, of: int | None = None
 ) -> list[SealedSet]:
-    """Return the states of the whole store, as all its shards or all ranks of its topology sealed them, newest first.
+    """Return the whole states that all shards, or all ranks of the topology, have sealed, newest first.
 
-    known: states of some shards, which are not read again. of: a shard; the newest topology that has it counts, for
-    until a newer one has a whole state the older one's is the store's.
+    known: states of some shards, which are not read again.
+    of: a shard. The newest topology with this shard is used, because a newer topology may have no whole state yet.
     """
     epochs = topology_epochs(store)
     if epochs:
@@ -160,14 +160,14 @@ def complete_sets(
 def sealed_by_all(states: Mapping[int, ShardState], epochs: list[int]) -> list[SealedSet]:
     """Return the whole states that all shards of a topology have sealed, newest first.
 
-    epochs: of all topologies, ascending. Records of an earlier format are taken together by their step and the start of
-    the job. A rank's own epochs lie between two of these: its daemon may have been replaced.
+    epochs: epochs of all topologies, ascending. Records of an earlier format belong together if step and start of the
+        job are equal. A rank's own epochs lie between two of these epochs, because its daemon may have been replaced.
     """
     if any(state.layout is None for state in states.values()):
-        return []  # one has not begun, or its log is lost: it has members, and nobody knows which
+        return []  # a shard has not begun, or its log is lost, so its members are unknown
     return sealed_sets(states.values(), alike(epochs))
 
 
 def alike(epochs: list[int]) -> Callable[[Seal], Hashable]:
-    """Return what sealed records of an earlier format in logs of ranks share: see `sealed_by_all`."""
+    """Return the common key of sealed records of an earlier format in logs of ranks: see `sealed_by_all`."""
     return lambda seal: (bisect_right(epochs, seal.epoch), seal.step)

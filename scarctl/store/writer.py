@@ -31,13 +31,14 @@ from scarctl.util.arrays import Ids
 
 _log = logging.getLogger(__name__)
 
-_WORTH = 16  # records without partitions that make an index worth its bytes when the store is closed
+_WORTH = 16  # least number of records without partitions for which closing writes an index
 _ATTEMPTS = 16
 _RARE = 400  # state bytes per byte of a second index
 
 
 def open_writer(store: Store, *, layout: Layout, shard_of: NDArray[np.int32]) -> StoreWriter:
     """Open a store for writing. Start a new epoch in every shard's log, which fences all older writers.
+
 
     shard_of: shard of every partition, int32 of shape (layout.partitions,); -1: in no shard.
 
@@ -50,15 +51,15 @@ def open_writer(store: Store, *, layout: Layout, shard_of: NDArray[np.int32]) ->
 class StoreWriter:
     """The one writer of a store, see `open_writer`.
 
-    `states` is kept up to date with every commit: treat its arrays as read-only. Several threads may `commit`, each to
-    another shard; all else is for one thread. A forked child cannot use it.
+    Every commit updates `states`, whose arrays are read-only for callers. Several threads may `commit`, each to another
+    shard. Use other methods in one thread. A forked child cannot use the writer.
     """
 
     epoch: int
     states: dict[int, ShardState]
     """State of every shard in the store."""
     ledger: Ledger
-    """Bytes that were written, for collectors and for people."""
+    """Counts of written bytes, for collectors and for display."""
 
     def __init__(self, store: Store, layout: Layout, shard_of: NDArray[np.int32]) -> None:
         if shard_of.shape != (layout.partitions,):
@@ -66,7 +67,7 @@ class StoreWriter:
         self.store = store
         self.layout = layout
         self._blobs = store.blobs
-        # A rank that owns nothing has a log all the same.
+        # A rank without rows still has a log.
         nothing = {} if store.part is None else {store.part.shard: np.empty(0, np.int64)}
         self._members = nothing | members_by_shard(shard_of)
         self._pid = os.getpid()
@@ -96,14 +97,14 @@ class StoreWriter:
         self.close()
 
     def close(self) -> None:
-        """Write the indexes that save time at the next opening and free the lock. The second time does nothing."""
+        """Write indexes that speed up the next opening, and release the lock. The second call does nothing."""
         if os.getpid() != self._pid or self._closed:
             return
         try:
             if self._dead is None:
                 for shard, state in self.states.items():
                     worth = state.unindexed or state.unindexed_records >= _WORTH
-                    # A store that does not take one index takes no other now.
+                    # If one index cannot be written, others would fail, too.
                     if worth and self.is_settled(shard) and not self._write_index(shard):
                         break
         finally:
@@ -124,17 +125,17 @@ class StoreWriter:
         extras: object | None = None,
         verify_source: Callable[[], bool] | None = None,
     ) -> Record:
-        """Save the partitions `ids` (int64, members of `shard`, any order) as of `step`; durable when it returns.
+        """Save the partitions `ids` (int64, members of `shard`, any order) as of `step`; durable on return.
 
-        sealed: with this record every member's newest copy is of this step: what is not in `ids` has not changed since
-            it was saved. `ids` may then be empty.
-        whole: of which commit of the whole state a sealed one is a part; see `Record.whole`.
-        extras: saved whole with the commit (see `scarctl.state.codec`); None: none.
-        verify_source: asked after the data are written; False discards the segment and raises Overwritten.
+        sealed: with this record every member's newest copy is of this step: members not in `ids` have not changed since
+            they were saved. `ids` may then be empty.
+        whole: name of the commit of the whole state that a sealed record belongs to; see `Record.whole`.
+        extras: saved whole with the commit (see `scarctl.state.codec`); None: no extras.
+        verify_source: called after the data are written; False discards the segment and raises Overwritten.
 
-        Raises UsageError (nothing written); Fenced (a newer writer; this one is done); Overwritten; Unavailable or
-        AccessDenied: the commit did not happen, except kind "in-doubt": then the next commit settles it first. After
-        any of them the store is readable at its last acknowledged commit, and committing again is possible.
+        Raises UsageError (nothing written), Fenced (by a newer writer, for good), Overwritten. Raises Unavailable or
+        AccessDenied if the commit did not happen, except kind "in-doubt": the next commit settles that first. After an
+        error the store is readable at its last acknowledged commit. Except after Fenced, committing again is possible.
         """
         self._usable()
         state = self._state(shard)
@@ -176,11 +177,11 @@ class StoreWriter:
         if step < self._floor.get(state.shard, 0):
             raise UsageError(
                 f"step {step} goes backwards: step {self._floor[state.shard]} is saved already",
-                hint="steps must not decrease; after a roll-back open the store again",
+                hint="steps must not decrease; after a rollback open the store again",
             )
         unique = ascending(ids)
         if len(unique) != np.size(ids):
-            raise UsageError("a partition is given twice")
+            raise UsageError("a partition is listed twice")
         at = state.require_members(unique)
         if not len(unique) and not sealed and extras is None:
             raise UsageError("nothing to commit: no partitions, no extras and not sealed")
@@ -189,10 +190,10 @@ class StoreWriter:
         return unique
 
     def roll_back(self, seqs: Mapping[int, int]) -> None:
-        """Start a new epoch in which shard s is as it was after record `seqs[s]`; other shards stay as they are.
+        """Start a new epoch in which shard s has its state after record `seqs[s]`. Other shards stay unchanged.
 
-        Records that came after are never seen again. Raises UsageError for a record that does not exist;
-        Fenced; Unavailable and others: some shards may be rolled back; open the store again and repeat it.
+        Later records are never seen again. Raises UsageError for a record that does not exist, and Fenced. After
+        Unavailable and other errors some shards may be rolled back: open the store again and repeat the call.
         """
         self._usable()
         for shard, seq in seqs.items():
@@ -200,8 +201,8 @@ class StoreWriter:
             if not is_kept(self.store, state, seq):
                 raise UsageError(f"shard {shard} has no record {seq} to roll back to")
         self._dead = Unavailable(
-            f"{self.store.where}: a roll-back did not finish",
-            hint="open the store again and repeat the roll-back",
+            f"{self.store.where}: a rollback did not finish",
+            hint="open the store again and repeat the rollback",
         )
         for shard in self.states:
             self._publisher.settle(shard)
@@ -219,10 +220,10 @@ class StoreWriter:
     # --- space: see scarctl.store.gc ------------------------------------------------------------------------
 
     def compact(self, shard: int, ids: Ids, pieces: Pieces) -> Record:
-        """Move the newest copies of `ids` (ascending) into a new segment. `pieces` are their bytes.
+        """Move the newest copies of `ids` (ascending) into a new segment. `pieces`: their bytes.
 
-        They keep their versions, so nothing becomes newer than it is. Raises Corruption when the bytes are not those
-        copies, and what `commit` raises.
+        The copies keep their versions. Raises Corruption if the bytes are not those of the copies, and as `commit`
+        does.
         """
         self._usable()
         state = self._state(shard)
@@ -239,10 +240,10 @@ class StoreWriter:
         return record
 
     def advance_boundary(self, shard: int, keep: frozenset[int]) -> int:
-        """Say that nothing before this moment is needed any more, but the records `keep`; return the first that is.
+        """Give up all records before the newest one, except `keep`. Return the first record that is still needed.
 
-        Once this returns, and never before, what came earlier may be deleted. Raises Corruption while it is not known
-        what the newest copies are, and what `commit` raises; then everything is needed as before.
+        Obsolete files may be deleted only after this returns. Raises Corruption if damage hides the newest copies, and
+        as `commit` does. After an error all files are needed as before.
         """
         self._usable()
         state = self._state(shard)
@@ -253,7 +254,7 @@ class StoreWriter:
         state.sealed = [seal for seal in sealed if seal.seq == state.seq or seal.seq in keep]
         try:
             if not self.put_index(state) and state.sealed != sealed:
-                # The index that is there lists what is given up now. Who goes back believes the boundary's list.
+                # The existing index lists states that are given up now, but a rollback relies on the boundary's list.
                 self._publish_next(self._moving(state), None)
                 self.put_index(state)
             boundary = state.seq
@@ -262,19 +263,19 @@ class StoreWriter:
             state.sealed = sealed
             raise
         state.unindexed_records, state.unindexed = 1, 0  # the record of the boundary itself
-        # One damaged file must not lose a shard: a second index, where it costs next to nothing.
+        # A second index, if it is cheap, so that one damaged file does not lose a shard.
         if INDEX_BYTES * len(state.ids) * _RARE <= self.layout.nbytes:
             self._write_index(shard)
         return boundary
 
     def put_index(self, state: ShardState) -> bool:
-        """Write the index of a state, the newest or a past one; False if an intact one is there. See `ShardLog`."""
+        """Write the index of a state, the newest or a past one; False if an intact index exists. See `ShardLog`."""
         nbytes = self.store.log(state.shard).put_index(state)
         self.ledger.wrote(state.shard, nbytes)
         return nbytes > 0
 
     def _moving(self, state: ShardState) -> Record:
-        """Return the next record, when it saves nothing new."""
+        """Return the next record, if it saves no new copies."""
         return Record(
             seq=state.seq + 1,
             shard=state.shard,
@@ -289,23 +290,23 @@ class StoreWriter:
 
     @property
     def lines(self) -> dict[int, int]:
-        """By shard, the line of its log now: see `scarctl.store.line`."""
+        """The current line of each shard's log: see `scarctl.store.line`."""
         return dict(self._publisher.lines)
 
     def accompany(self, companion: Companion | None) -> None:
-        """Have `companion`, if there is one, note what the store holds, now and with every record."""
+        """Have `companion`, unless None, note the current lines, and every new one."""
         self._publisher.companion = companion
         if companion is not None:
             companion.begin_lines(self.lines)
 
     def is_settled(self, shard: int) -> bool:
-        """Return whether it is known what the newest record of a shard is."""
+        """Return whether the newest record of a shard is known."""
         return self._publisher.is_settled(shard)
 
     # --- epochs ---------------------------------------------------------------------------------------------
 
     def _take_over(self) -> None:
-        """Commit an epoch record, higher than all there are, to every log in ascending order of shards."""
+        """Commit an epoch record, with the highest epoch, to every log in ascending order of shards."""
         for _ in range(_ATTEMPTS):
             tips = self.store.states(sorted({*self.store.shards(), *self._members}))
             try:
@@ -313,7 +314,7 @@ class StoreWriter:
                 self._begin(tips, {})
                 return
             except FileExistsError:
-                continue  # another writer begins at this moment: the higher epoch wins
+                continue  # another writer begins concurrently: the higher epoch wins
         raise Contention(
             f"{self.store.where}: other writers keep opening this store",
             hint="let only one process write to it",
@@ -330,7 +331,7 @@ class StoreWriter:
         if self.store.part is not None:
             epoch = max(epoch, self.store.part.epoch)
         if epoch > MAX_EPOCH:
-            raise UsageError(f"{self.store.where}: no epochs are left", hint="use another folder")
+            raise UsageError(f"{self.store.where}: the epochs are used up", hint="use another folder")
         self.epoch = epoch
         for shard, tip in tips.items():
             self._begin_shard(tip, bases.get(shard))
@@ -374,7 +375,7 @@ class StoreWriter:
         verify_source: Callable[[], bool] | None = None,
         versions: NDArray[np.int64] | None = None,
     ) -> tuple[SegmentRef, NDArray[np.uint64]]:
-        """Write a segment durably; return its reference and checksums uint64[len(ids)]. Delete it on failure."""
+        """Write a segment durably. Return its reference and checksums uint64[len(ids)]. On failure delete it."""
         metadata = {
             "layout": record.layout,
             "shard": str(record.shard),
@@ -399,7 +400,7 @@ class StoreWriter:
         return ref, checksums
 
     def _publish_next(self, record: Record, tail: Tail | None) -> None:
-        """Publish within the epoch: another record there means that this writer is done. Raises Fenced."""
+        """Publish a record of this epoch. Raises Fenced if another record has its number."""
         try:
             self._publisher.publish(record, tail)
         except FileExistsError:
@@ -407,12 +408,12 @@ class StoreWriter:
             by = f": epoch {other.epoch} of {other.writer}" if other and other.epoch > self.epoch else ""
             self._dead = Fenced(
                 f"{self.store.where}: a newer writer has taken over{by}, this one has epoch {self.epoch}",
-                hint="stop this process; what it committed before is safe",
+                hint="stop this process; its earlier commits are safe",
             )
             raise self._dead from None
 
     def _advance(self, record: Record, tail: Tail | None) -> None:
-        """The record is there and durable."""
+        """Apply a durable record to the state."""
         state = self.states[record.shard]
         if state.seq < record.seq:
             self.ledger.committing(state, record, tail)
@@ -421,19 +422,19 @@ class StoreWriter:
             state.records += 1
 
     def _write_index(self, shard: int) -> bool:
-        """Write the index of the state as it is; return whether that worked. A failure costs time, and is logged."""
+        """Write the index of the current state. Return whether that succeeded. A failure is only logged."""
         state = self.states[shard]
         if state.doubt.any() or state.seq < 0:
-            return True  # an index cannot say what is in doubt
+            return True  # an index cannot represent doubt
         try:
             self.put_index(state)
         except ScarError as error:
-            _log.warning("no index written, the next opening reads more of the log: %s", error)
+            _log.warning("an index was not written, so the next opening reads more of the log: %s", error)
             return False
         state.unindexed_records = state.unindexed = 0
         return True
 
-    # --- small things ---------------------------------------------------------------------------------------
+    # --- checks ---------------------------------------------------------------------------------------------
 
     def _usable(self) -> None:
         if os.getpid() != self._pid:
@@ -445,5 +446,5 @@ class StoreWriter:
 
     def _state(self, shard: int) -> ShardState:
         if shard not in self.states:
-            raise UsageError(f"there is no shard {shard} in this store", hint=f"only {sorted(self.states)}")
+            raise UsageError(f"this store has no shard {shard}", hint=f"it has {sorted(self.states)}")
         return self.states[shard]

@@ -6,6 +6,7 @@ Opcodes that create objects may occur no more often than in honest metadata of t
 
 from __future__ import annotations
 
+import mmap
 import re
 
 _PLAIN = rb"N\x88\x89\]})(\x94\x85\x86\x87teasubR\x81\x93\x8f\x90\x9101"
@@ -20,6 +21,7 @@ _PIECE = 1 << 20
 
 _MAKING = (b"]", b"}", b"(", b"\x85", b"\x86", b"\x87", b"\x8f", b"\x91")
 _CALLING = (b"R", b"\x81", b"b")
+_TORCH_MAKING = (*_MAKING, *_CALLING, b"Q")
 _ALLOWANCE = 4096
 _PER_BYTE = {"containers": 1 / 8, "texts": 1 / 24, "calls": 1 / 10, "opcodes": 0.6}
 """About twice the counts of honest metadata."""
@@ -32,31 +34,54 @@ _TORCH_OPERAND = rb"[Khq\x80].|M..|[Jjr].{4}|G.{8}|c[^\n]{0,200}\n[^\n]{0,200}\n
 _TORCH_RUN = re.compile(rb"(?:[%s]{1,4096}|%s){1,4096}" % (_TORCH_PLAIN, _TORCH_OPERAND), re.DOTALL)
 _TORCH_OPERANDS = re.compile(_TORCH_OPERAND, re.DOTALL)
 _TORCH_LENGTHS = {ord("X"): 4, ord("U"): 1, 0x8A: 1}
-MOST_OF_TORCH = 1 << 22
-"""Opcodes in the pickle of a `.pt` file: enough for 100,000 tensors, whose data are stored elsewhere."""
-MOST_LISTS_OF_TORCH = 1 << 20
+MOST_OF_TORCH = 1 << 20
+MOST_MADE_OF_TORCH = 1 << 18
+"""Opcodes in the pickles of a `.pt` file, and how many of them may create objects: for its plain values."""
+_OF_TENSOR, _MADE_OF_TENSOR = 64, 24
+"""What each tensor with data of its own may add: about twice what torch writes for one."""
+_MOST_TENSORS = 1 << 17
 
 
-def torch_fault(data: bytes) -> str | None:
-    """Return why the pickle of a `.pt` file must not be read, or None. Plain values are allowed, in limited number."""
-    opcodes, lists, at = MOST_OF_TORCH, MOST_LISTS_OF_TORCH, 0
-    while at < len(data):
-        run = _TORCH_RUN.match(data, at, at + _PIECE)
+def torch_fault(data: bytes, tensors: int = 0) -> str | None:
+    """Return why the pickle of a `.pt` file must not be read, or None. Plain values are allowed, in limited number.
+
+    tensors: how many of them have data elsewhere in the file.
+    """
+    return _torch_scan(data, 0, 1, len(data), tensors)[0]
+
+
+def torch_pickles_fault(data: bytes | mmap.mmap, at: int, count: int, most: int) -> tuple[str | None, int]:
+    """Return the same for `count` pickles one after another from byte `at`, `most` bytes at most; and where they end.
+
+    A pickle with an opcode that torch refuses is the last: nothing after it would be read.
+    """
+    return _torch_scan(data, at, count, at + most, 0)
+
+
+def _torch_scan(
+    data: bytes | mmap.mmap, at: int, count: int, stop: int, tensors: int
+) -> tuple[str | None, int]:
+    backed = min(tensors, _MOST_TENSORS)
+    opcodes, made = MOST_OF_TORCH + _OF_TENSOR * backed, MOST_MADE_OF_TORCH + _MADE_OF_TENSOR * backed
+    stop, first = min(stop, len(data)), at
+    while at < stop and count:
+        run = _TORCH_RUN.match(data, at, min(at + _PIECE, len(data)))
         if run is not None:
             bare, found = _TORCH_OPERANDS.subn(b"", run.group())
             opcodes -= len(bare) + found
-            lists -= sum(map(bare.count, _MAKING))
+            made -= sum(map(bare.count, _TORCH_MAKING))
             at = run.end()
         elif (width := _TORCH_LENGTHS.get(data[at])) is not None:
             opcodes -= 1
             at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
+        elif data[at] == _STOP:
+            at += 1
+            count -= 1
         else:
-            return None  # the end, or an opcode that torch refuses
-        if opcodes < 0 or lists < 0:
-            return (
-                f"its structure has more than {MOST_OF_TORCH} parts, or {MOST_LISTS_OF_TORCH} lists and dicts"
-            )
-    return None
+            return None, at  # an opcode that torch refuses
+        if opcodes < 0 or made < 0:
+            return "its structure has too many parts, lists and dicts for its tensors", at
+    return (f"its structure does not end within {stop - first} bytes" if count or at > stop else None), at
 
 
 def pickle_fault(data: bytes) -> str | None:

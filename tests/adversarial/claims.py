@@ -9,157 +9,23 @@ processor's, the memory the peak; both less what the same command takes on the s
 from __future__ import annotations
 
 import argparse
-import io
-import json
 import os
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from safetensors.numpy import save_file
-
-from scarctl.state.layout import Layout
-from scarctl.store.format import canonical, checksum
+from tests.adversarial import claimed
+from tests.adversarial.claimed import Ground
 from tests.adversarial.image import Image, make
 
 SECONDS = 1.0
 MEMORY = 256 << 20
 PATIENCE = 120
-GOOD_CODES = (0, 1, 2, 3, 10, 13, 16)
-HUGE = 1 << 28
-
-
-def signed(obj: dict[str, Any]) -> bytes:
-    """A JSON file of a store with a right checksum."""
-    return canonical({**obj, "checksum": checksum(obj)})
-
-
-class Ground:
-    """A store, state files of each kind, and a folder to write to."""
-
-    def __init__(self, root: Path, image: Image) -> None:
-        self.root = root
-        self.store = root / "run"
-        self.state = root / "state.safetensors"
-        self.torch = root / "state.pt"
-        self.dcp = root / "dcp"
-        image.write(self.store)
-        save_file({"w": np.arange(4, dtype=np.float32)}, self.state)
-
-    def rewrite(self, folder: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Change every JSON file of a folder of the store."""
-        for path in (self.store / folder).iterdir():
-            path.write_bytes(signed(change(json.loads(path.read_bytes()))))
-
-    def relaid(self, layout: Layout) -> None:
-        """Give the store another layout: one record per shard, of an epoch, names it."""
-        digest = layout.digest
-        for path in (self.store / "layout").iterdir():
-            path.unlink()
-        text = {"format": 1, "kind": "layout", "digest": digest, "layout": layout.to_json()}
-        (self.store / "layout" / f"{digest}.json").write_bytes(signed(text))
-        for path in (self.store / "snapshots").iterdir():
-            path.unlink()
-        for log in (self.store / "shards").glob("*/log"):
-            first, *others = sorted(log.iterdir())
-            obj = json.loads(sorted([first, *others])[-1].read_bytes())
-            for name in ("seg", "index"):
-                for path in (log.parent / name).iterdir():
-                    path.unlink()
-            for path in (first, *others):
-                path.unlink()
-            obj |= {"seq": 0, "kind": "epoch", "parent": "", "segment": None, "partitions": 0, "boundary": 0}
-            obj |= {"layout": digest, "sealed": False, "extras": False, "base": None, "step": -1}
-            (log / f"{0:020d}.json").write_bytes(signed(obj))
-
-
-def _bomb(obj: dict[str, Any], unit: bytes, size: int, key: str = "zzz") -> bytes:
-    """`obj` with a list of `unit` that makes it as long as may be; its checksum fits."""
-    import hashlib
-
-    body = b"[" + b",".join([unit] * (size // (len(unit) + 1))) + b"]"
-    plain = canonical({k: v for k, v in obj.items() if k != "checksum"})
-    inner = plain[:-1] + b',"%s":' % key.encode() + body + b"}"
-    digest = hashlib.sha256(inner).hexdigest()
-    head = canonical({**{k: v for k, v in obj.items() if k != "checksum"}, "checksum": digest})
-    return head[:-1] + b',"%s":' % key.encode() + body + b"}"
-
-
-def _json(folder: str, unit: bytes, size: int) -> Callable[[Ground], None]:
-    def change(ground: Ground) -> None:
-        for path in (ground.store / folder).iterdir():
-            path.write_bytes(_bomb(json.loads(path.read_bytes()), unit, size))
-
-    return change
-
-
-def _partitions(ground: Ground) -> None:
-    from scarctl.state.layout import TensorSpec, build_layout
-
-    ground.relaid(build_layout([("w", "parameter", (TensorSpec("", "F32", (HUGE, 1)),))], rows={"w": 1}))
-
-
-def _header(content: bytes, path: Path) -> None:
-    content += b" " * (-len(content) % 8)
-    path.write_bytes(len(content).to_bytes(8, "little") + content)
-
-
-def _segment(ground: Ground) -> None:
-    for path in sorted((ground.store / "shards").glob("*/seg/*"))[-1:]:
-        _header(b'{"a":[' + b"[]," * (20 << 20) + b"[]" + b"]}", path)
-
-
-def _state_header(unit: bytes) -> Callable[[Ground], None]:
-    return lambda ground: _header(
-        b'{"a":[' + b",".join([unit] * ((60 << 20) // (len(unit) + 1))) + b"]}", ground.state
-    )
-
-
-def _metadata(content: bytes) -> Callable[[Ground], None]:
-    def change(ground: Ground) -> None:
-        ground.dcp.mkdir()
-        (ground.dcp / ".metadata").write_bytes(content)
-
-    return change
-
-
-def _archive(entries: int, content: bytes) -> Callable[[Ground], None]:
-    def change(ground: Ground) -> None:
-        with zipfile.ZipFile(ground.torch, "w", zipfile.ZIP_STORED) as archive:
-            archive.writestr("archive/data.pkl", content)
-            archive.writestr("archive/version", b"3\n")
-            for number in range(entries):
-                archive.writestr(f"archive/data/{number}", b"")
-
-    return change
-
-
-def _huge_archive(ground: Ground) -> None:
-    """A directory of a million entries, made without a million calls."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr("archive/data.pkl", b"\x80\x02}.")
-    data = buffer.getvalue()
-    at = data.rindex(b"PK\x01\x02")
-    end = data.rindex(b"PK\x05\x06")
-    entry, count = data[at:end], 1_000_000
-    directory = entry * count
-    eocd64 = b"PK\x06\x06" + (44).to_bytes(8, "little") + bytes([45, 0, 45, 0]) + bytes(8)
-    eocd64 += (
-        count.to_bytes(8, "little") * 2 + len(directory).to_bytes(8, "little") + at.to_bytes(8, "little")
-    )
-    locator = (
-        b"PK\x06\x07" + bytes(4) + (at + len(directory)).to_bytes(8, "little") + (1).to_bytes(4, "little")
-    )
-    tail = b"PK\x05\x06" + bytes(4) + b"\xff\xff" * 2 + b"\xff\xff\xff\xff" * 2 + bytes(2)
-    ground.torch.write_bytes(data[:at] + directory + eocd64 + locator + tail)
+GOOD_CODES = (0, 2, 3, 13, 16)
 
 
 STORE = (
@@ -170,6 +36,8 @@ STORE = (
     ["prune", "--dry-run"],
 )
 ONE = (["inspect"],)
+STOPPED = (["inspect"], ["recover", "--lost", "all"], ["recover", "--lost", "all", "--output", "o"])
+INTO = (["checkpoint", "state.safetensors", "--step", "100"],)
 STATE = (["checkpoint", "state.safetensors", "--step", "1"],)
 TORCH = (["checkpoint", "state.pt", "--step", "1"],)
 DCP = (["checkpoint", "dcp", "--step", "1"],)
@@ -185,40 +53,90 @@ class Claim:
     """The commands make a store of their own."""
     short: bool = False
     """Also played in CI."""
+    codes: tuple[int, ...] = GOOD_CODES
+    """Exit codes of which one is expected."""
 
 
 _PICKLE = b"\x80\x04"
 CLAIMS: dict[str, Claim] = {
-    "layout of 2^28 partitions": Claim(_partitions, STORE, short=True),
-    "lists in a layout": Claim(_json("layout", b"[]", 60 << 20), STORE, short=True),
-    "objects in a layout": Claim(_json("layout", b'{"a":0}', 60 << 20), ONE),
-    "texts in a layout": Claim(_json("layout", b'"ab"', 60 << 20), ONE, short=True),
-    "lists in a snapshot": Claim(_json("snapshots", b"[]", 60 << 20), ONE, short=True),
-    "numbers in a snapshot": Claim(_json("snapshots", b"1000", 60 << 20), ONE),
-    "a number of a million digits": Claim(_json("snapshots", b"7" * 1_000_000, 2_000_000), ONE, short=True),
-    "lists in the settings": Claim(
-        lambda ground: (
-            (ground.store / "scarctl.json").write_bytes(
-                _bomb(json.loads((ground.store / "scarctl.json").read_bytes()), b"[]", 900_000)
-            )
-            and None
-        ),
-        ONE,
+    "layout of 2^28 partitions": Claim(claimed.partitions, STORE, short=True),
+    "lists in a layout": Claim(claimed.in_json("layout", b"[]", 60 << 20), STORE, short=True),
+    "objects in a layout": Claim(claimed.in_json("layout", b'{"a":0}', 60 << 20), ONE),
+    "texts in a layout": Claim(claimed.in_json("layout", b'"ab"', 60 << 20), ONE, short=True),
+    "objects that a layout may have": Claim(
+        claimed.in_json("layout", b'{"a":0}', 8 * 1_048_000), ONE, codes=(0,)
     ),
-    "lists in a segment's header": Claim(_segment, STORE),
-    "lists in a state file": Claim(_state_header(b"[]"), STATE, new=True, short=True),
-    "objects in a state file": Claim(_state_header(b'{"a":0}'), STATE, new=True),
-    "lists in the metadata of DCP": Claim(_metadata(_PICKLE + b"]" * (64 << 20)), DCP, new=True, short=True),
-    "tuples in the metadata of DCP": Claim(_metadata(_PICKLE + b"N" + b"\x85" * (64 << 20)), DCP, new=True),
-    "nothing in the metadata of DCP": Claim(_metadata(_PICKLE + b"N" * (64 << 20)), DCP, new=True),
-    "texts in the metadata of DCP": Claim(_metadata(_PICKLE + b"\x8c\x01a" * (20 << 20)), DCP, new=True),
+    "texts that a layout may have": Claim(claimed.in_json("layout", b'"ab"', 5 * 2_880_000), ONE, codes=(0,)),
+    "lists in a snapshot": Claim(claimed.in_json("snapshots", b"[]", 60 << 20), ONE, short=True),
+    "numbers in a snapshot": Claim(claimed.in_json("snapshots", b"1000", 60 << 20), ONE),
+    "a number of a million digits": Claim(
+        claimed.in_json("snapshots", b"7" * 1_000_000, 2_000_000), ONE, short=True
+    ),
+    "partitions of one byte in the settings": Claim(
+        claimed.cut_small(partition_bytes=1), INTO, short=True, codes=(2,)
+    ),
+    "partitions of one row in the settings": Claim(claimed.cut_small(rows=[["w", 1]]), INTO, codes=(2,)),
+    "segments in an index": Claim(claimed.in_index(claimed.many_segments), STORE, short=True),
+    "lists in an index": Claim(claimed.in_index(claimed.many_lists), STORE),
+    "deep extras": Claim(claimed.in_extras("[" * 500_000 + "]" * 500_000), STORE, short=True),
+    "deep extras with names": Claim(
+        claimed.in_extras('{"dict":{"a":' * 300_000 + "0" + "}}" * 300_000), ONE, codes=(0,)
+    ),
+    "tuples in the extras": Claim(
+        claimed.in_extras(claimed.listed(b'{"tuple":[]}', 390_000).decode()), STORE
+    ),
+    "numbers in the extras": Claim(
+        claimed.in_extras(claimed.listed(b"7", 8_300_000).decode()), ONE, codes=(0,)
+    ),
+    "two million points of history": Claim(claimed.points(2_000_000, 1.0), ONE, short=True, codes=(0,)),
+    "points of history as large as numbers are": Claim(
+        claimed.all_points(1e308), (*STORE, ["recover", "--lost", "0", "--mode", "auto", "--output", "o"])
+    ),
+    "lists in an arena's layout": Claim(
+        claimed.in_arena(claimed.listed(b"[]", 20 << 20)), STOPPED, short=True
+    ),
+    "deep lists in an arena's layout": Claim(claimed.in_arena(b"[" * (1 << 20)), STOPPED),
+    "texts in an arena's layout": Claim(claimed.in_arena(claimed.listed(b'"ab"', 12 << 20)), STOPPED),
+    "lists in the settings": Claim(claimed.settings_bomb, ONE),
+    "lists in a segment's header": Claim(claimed.segment_header, STORE),
+    "lists in a state file": Claim(claimed.state_header(b"[]"), STATE, new=True, short=True),
+    "objects in a state file": Claim(claimed.state_header(b'{"a":0}'), STATE, new=True),
+    "lists in the metadata of DCP": Claim(
+        claimed.metadata(_PICKLE + b"]" * (64 << 20)), DCP, new=True, short=True
+    ),
+    "tuples in the metadata of DCP": Claim(
+        claimed.metadata(_PICKLE + b"N" + b"\x85" * (64 << 20)), DCP, new=True
+    ),
+    "nothing in the metadata of DCP": Claim(claimed.metadata(_PICKLE + b"N" * (64 << 20)), DCP, new=True),
+    "texts in the metadata of DCP": Claim(
+        claimed.metadata(_PICKLE + b"\x8c\x01a" * (20 << 20)), DCP, new=True
+    ),
     "a memo of 2^31 in the metadata of DCP": Claim(
-        _metadata(_PICKLE + b"]r\xff\xff\xff\x7f."), DCP, new=True, short=True
+        claimed.metadata(_PICKLE + b"]r\xff\xff\xff\x7f."), DCP, new=True, short=True
     ),
     "lists in a .pt file": Claim(
-        _archive(0, b"\x80\x02" + b"]" * (60 << 20) + b"."), TORCH, new=True, short=True
+        claimed.archive(0, b"\x80\x02" + b"]" * (60 << 20) + b"."), TORCH, new=True, short=True
     ),
-    "a .pt file of a million entries": Claim(_huge_archive, TORCH, new=True, short=True),
+    "calls that a .pt file may have": Claim(
+        claimed.archive(0, b"\x80\x02" + b"ccollections\nOrderedDict\n)R" * 262_000 + b"."),
+        TORCH,
+        new=True,
+        codes=(2,),
+    ),
+    "values that a .pt file may have": Claim(
+        claimed.archive(0, b"\x80\x02](" + b"N" * 1_040_000 + b"e."), TORCH, new=True, codes=(2,)
+    ),
+    "lists in an old .pt file": Claim(
+        claimed.legacy(b"\x80\x02" + b"]" * (60 << 20) + b"."), TORCH, new=True, short=True, codes=(13,)
+    ),
+    "a text of 4 GiB in an old .pt file": Claim(
+        claimed.legacy(b"\x80\x02X" + b"\xff" * (80 << 20)), TORCH, new=True, codes=(13,)
+    ),
+    "64 GiB in an old .pt file": Claim(claimed.unbacked(keys=True), TORCH, new=True, short=True, codes=(13,)),
+    "64 GiB that no key of an old .pt file names": Claim(
+        claimed.unbacked(keys=False), TORCH, new=True, short=True, codes=(13,)
+    ),
+    "a .pt file of a million entries": Claim(claimed.huge_archive, TORCH, new=True, short=True),
 }
 
 
@@ -295,7 +213,7 @@ class Claims:
             seconds, memory = cost.seconds - usual.seconds, cost.memory - usual.memory
             line = f"{name}: {arguments[0]}: {seconds:.1f} s, {memory >> 20} MiB more; exit code {cost.code}"
             self.lines.append(line)
-            if cost.code not in GOOD_CODES or "unexpected" in cost.output:
+            if cost.code not in claim.codes or "unexpected" in cost.output:
                 self.violations.append(f"{line}: {cost.output[-300:]!a}")
             elif seconds > self.seconds or memory > self.memory:
                 self.violations.append(line)
@@ -306,9 +224,9 @@ class Claims:
         if key not in self._usual:
             with ground(self.image) as there:
                 if key == "state.pt":
-                    _archive(0, b"\x80\x02}.")(there)
+                    claimed.archive(0, b"\x80\x02}.")(there)
                 elif key == "dcp":
-                    _metadata(_PICKLE + b"N.")(there)
+                    claimed.metadata(_PICKLE + b"N.")(there)
                 self._usual[key] = run(there, arguments, there.root / "new" if claim.new else there.store)
         return self._usual[key]
 

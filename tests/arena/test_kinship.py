@@ -20,6 +20,7 @@ from scarctl.daemon import client, protocol
 from scarctl.daemon.server import Daemon
 from scarctl.errors import Fenced, Unavailable
 from scarctl.persist.saver import LocalSaver
+from scarctl.persist.thread import Current
 from scarctl.state.version import pack, step_of
 from scarctl.store import Store, open_writer, sealed_sets
 from scarctl.store.prune import Retention, plan_prune, prune
@@ -70,7 +71,7 @@ class Host:
     def die(self) -> Path:
         """Leave everything as it is; returns the arena's folder."""
         self.arena.take_over(0x7FFFFFF0)
-        self.saver.close(put_off=True)
+        self.saver.close(Current.INTERRUPT)
         self.arena.close()
         self.store.close()
         return self.folder
@@ -149,7 +150,7 @@ def test_what_was_contradicted_is_set_aside_and_said(
     store = Store.open(tmp_path / "run")
     assert kinship.view_of(str(arena_dir), store) is None
     assert kinship.open_stopped(str(arena_dir), store) is None
-    assert "is not shown" in caplog.text
+    assert "are not shown" in caplog.text
     caplog.clear()
     host = Host(tmp_path / "run", arena_dir)
     assert host.step == -1
@@ -238,7 +239,7 @@ def test_memory_under_another_name_is_not_used_but_said(
         arena.close()
     host = Host(place, arena_dir)
     assert host.step == -1
-    assert [r.levelno for r in caplog.records if "is not used" in r.message] == [logging.WARNING]
+    assert [r.levelno for r in caplog.records if "are not used" in r.message] == [logging.WARNING]
     assert ("of the store in" in caplog.text) == (other == "moved")
     host.die()
 

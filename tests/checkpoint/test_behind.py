@@ -159,7 +159,7 @@ def test_one_line_each_at_attach_resume_and_close(tmp_path: Path, caplog: pytest
     assert attached == (
         f"attached to {url}: interval 7, fraction 0.5, 4 shards, saved by a thread of this process"
     )
-    assert resumed == f"{url} has nothing to resume from: a new run begins"
+    assert resumed == f"{url} holds no state: a new run begins"
     for _ in range(3):
         loop.step()
     loop.session.close()

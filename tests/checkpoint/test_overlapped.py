@@ -143,7 +143,7 @@ def test_a_look_ends_when_a_checkpoint_waits() -> None:
     found.interrupt()
     found.look(live, ALL, 1.0)
     assert not _known(found, live).any()
-    found.go_on()
+    found.allow_full_looks()
     found.look(live, ALL, 1.0)
     assert _known(found, live).all()
 

@@ -283,7 +283,7 @@ class TestLive:
         training.change = False
         run("live", "checkpoint", "--full", "--store", "ckpt")
         error = run("live", "checkpoint", "--store", "ckpt", "--timeout", 0.5, "--json", code=17).error
-        assert "nothing newer" in error["message"]
+        assert "no newer checkpoint" in error["message"]
         done = run("live", "checkpoint", "--full", "--store", "ckpt", "--json").document
         assert done["exact"], "nothing to write, and yet the whole state is known to be of a newer step"
 

@@ -117,7 +117,7 @@ def test_ranks_that_have_saved_nothing_whole_yet(run: Run, tmp_path: Path) -> No
     made.close()
     done = run("inspect", "--store", "ckpt", "--json").document
     assert [line["never_saved"] > 0 for line in done["ranks"]] == [False, True]
-    assert "no ranks have saved a whole state" in done["topology"]["note"]
+    assert "the store has no whole state of all ranks" in done["topology"]["note"]
     error = run("export", "--store", "ckpt", "out", "--json", code=16).error
     assert error["kind"] == "nothing-saved"
     run("plan", "--from", "ckpt", "--bandwidth", "1GB", "--mtbf", "1d", "--step-time", 1, code=2)

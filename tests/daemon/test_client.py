@@ -324,7 +324,9 @@ class TestWaitingForTheStore:
         trainer.save(trainer.everything, 2)
         wait_until(lambda: status(folder)["runs"][0]["errors"] > 0)  # type: ignore[index]
         trainer.die()
-        with pytest.raises(Contention, match=r"still saves what process .* left: .*the folder is gone"):
+        with pytest.raises(
+            Contention, match=r"still saving the copies of process .*, which has ended: .*the folder is gone"
+        ):
             client.wait_until_released(folder, trainer.store.run_id, seconds=0.2)
         (tmp_path / "shards").rename(tmp_path / "store" / "shards")
         client.wait_until_released(folder, trainer.store.run_id)

@@ -56,7 +56,7 @@ class Single(nn.Module):
 
 PLACES = {
     "checkpoint": (LiveState, "save", 3),
-    "resume": (Crew, "go_on", 1),
+    "resume": (Crew, "agree_on_state", 1),
     "spread": (Crew, "spread", 1),
     "begin": (Crew, "begin", 1),
 }

@@ -23,7 +23,7 @@ def lost_rank(example: str, *arguments: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     output = done.stdout
-    found = re.search(r"^lost 1 of 2 ranks \(1\); all go on after step (\d+)$", output, re.MULTILINE)
+    found = re.search(r"^lost 1 of 2 ranks \(1\); all ranks continue after step (\d+)$", output, re.MULTILINE)
     assert found is not None, output
     step = int(found[1])
     assert steps * 5 // 8 <= step < steps
@@ -44,7 +44,7 @@ def test_the_memory_of_a_killed_rank_is_there() -> None:
     )
     assert found is not None, output
     oldest, newest, age = map(int, found.groups())
-    head = re.search(r"all go on after step (\d+)$", output, re.MULTILINE)
+    head = re.search(r"all ranks continue after step (\d+)$", output, re.MULTILINE)
     assert head is not None
     assert 1 <= oldest < newest <= int(head[1]) == oldest + age
     assert re.search(r"^experts' shares of the work before: 0: ", output, re.MULTILINE)

@@ -64,4 +64,4 @@ def test_a_lost_log_is_told_of(tmp_path: Path) -> None:
     shutil.rmtree(shards[-1])
     found = launch("tests.distributed.jobs:train", 2, "fsdp", folder, 12)
     assert [report["step"] for report in found] == [9, 9], "what was saved before, and is whole"
-    assert any("has nothing of ranks 1" in message for message in found[0]["warned"])
+    assert any("has no commit of ranks 1" in message for message in found[0]["warned"])

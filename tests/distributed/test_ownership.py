@@ -212,7 +212,7 @@ def test_small_tensors_and_buffers_are_not_divided() -> None:
     [
         ([[parameter("w", 4)], [parameter("w", 5)]], r"'w' .*F32 \[4\] on rank 0 and .*\[5\] on rank 1"),
         ([[parameter("w", 4)], [parameter("w", 4, dtype="F16")]], "ranks with different models"),
-        ([[parameter("w", 4, role="replica")]] * 2, "'w': ranks 0, 1 have replicas, but nobody owns it"),
+        ([[parameter("w", 4, role="replica")]] * 2, "'w': ranks 0, 1 have replicas, but no rank owns it"),
         ([[parameter("w", 4), parameter("w", 4)]], "rank 0 has two tensors of the name 'w'"),
         ([[parameter("w", 4), parameter("w@1", 4)], [parameter("w", 4, role="own")]], "stored as 'w@1'"),
         ([[box("w", (9,), (0,), (5,))], [box("w", (9,), (4,), (5,))]], "ranks 0, 1 hold .*'w' that overlap"),

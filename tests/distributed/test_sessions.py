@@ -294,7 +294,7 @@ def test_each_rank_extrapolates_its_own_part(tmp_path: Path) -> None:
         ({"settings": {"interval": "auto"}}, "usage: rank 1 has another interval"),
         ({"settings": {"tracker": "sampled"}}, "usage: rank 1 has another tracker"),
         ({"store": "elsewhere"}, "usage: rank 1 has another store"),
-        ({"absent": True}, "rank-missing: not all 2 ranks have come within 3 s: rank 1 is missing"),
+        ({"absent": True}, "rank-missing: not all 2 ranks joined within 3 s: rank 1 is missing"),
     ],
 )
 def test_ranks_that_do_not_fit_together_are_refused_on_all_of_them(

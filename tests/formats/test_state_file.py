@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import stat
+import tarfile
 import tracemalloc
 import warnings
 import zipfile
@@ -115,6 +117,39 @@ def test_views_and_strides_are_read_by_value(tmp_path: Path) -> None:
 def test_a_legacy_torch_file_is_read(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(3.0)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     assert open_state(tmp_path / "old.pt").tensor("a").tolist() == [0.0, 1.0, 2.0]
+
+
+def legacy(tensors: dict[str, torch.Tensor]) -> bytes:
+    out = io.BytesIO()
+    torch.save(tensors, out, _use_new_zipfile_serialization=False)
+    return out.getvalue()
+
+
+def test_a_legacy_file_claims_no_more_than_it_has(tmp_path: Path) -> None:
+    path, good = tmp_path / "old.pt", legacy({"a": torch.zeros(77), "b": torch.zeros(2)})
+    keys = good.rindex(b"\x80\x02]")
+    assert good.count(b"K\x4d") == 2
+    for bad, says in (
+        (good.replace(b"K\x4d", b"J\0\0\0\x40"), "size"),
+        (
+            good[:keys] + b"\x80\x02]." + good[good.index(b"e.", keys) + 2 :].ljust(300)[:300],
+            "claim more than",
+        ),
+        (good[: keys - 1] + b"]" * 1_000_000 + good[keys - 1 :], "too many parts"),
+        (good[:keys] + b"\x80\x02X\xff\xff\xff\x7f" + bytes(100), "does not end"),
+    ):
+        path.write_bytes(bad)
+        with pytest.raises(Corruption, match=says):
+            open_state(path)
+
+
+def test_a_tar_archive_that_begins_like_a_legacy_file_is_refused(tmp_path: Path) -> None:
+    name = legacy({"a": torch.zeros(1)})[:15].decode("latin-1")
+    with tarfile.open(tmp_path / "old.pt", "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as archive:
+        archive.addfile(tarfile.TarInfo(name + "x"))
+    assert (tmp_path / "old.pt").read_bytes().startswith(legacy({})[:15])
+    with pytest.raises(UsageError, match="tar archive"):
+        open_state(tmp_path / "old.pt")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 import scarctl
 from scarctl.config import grouped
@@ -278,6 +278,54 @@ def one_cycle(run: Run) -> None:
             run.iterated()
 
 
+def distributed(run: Run, *, ours: bool = True, epochs: bool = True) -> None:
+    """A `DistributedSampler`, which draws its order from its own seed and the number of the epoch."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    data = Digits(8 * PER_EPOCH, noise=True)
+    sampler = DistributedSampler(data, num_replicas=2, rank=1, seed=3)
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    session = run.attach(model, optimizer)
+    step = run.resume()
+    by_hand = range(step // PER_EPOCH, EPOCHS)
+    for epoch in session.epochs(EPOCHS) if ours and epochs else by_hand:
+        sampler.set_epoch(epoch)
+        for batch in session.batches(loader) if ours else loader:
+            train(model, optimizer, batch)
+            run.iterated()
+
+
+def repeated(run: Run, *, schedule: bool) -> None:
+    """`session.batches` once per epoch, but the epochs are counted by hand."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = StepLR(optimizer, 1, 0.7)
+    loader = DataLoader(Digits(), batch_size=4, shuffle=True)
+    session = run.attach(model, optimizer, schedulers=scheduler)
+    step = run.resume()
+    for _ in range(step // PER_EPOCH, EPOCHS):
+        for batch in session.batches(loader):
+            train(model, optimizer, batch)
+            run.iterated()
+        if schedule:
+            scheduler.step()
+
+
+def stateful(run: Run, *, ours: bool = True, workers: int = 0) -> None:
+    """torchdata's loader, which has a state of its own. By hand, that is in extras."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    loader: Any = StatefulDataLoader(Digits(noise=True), batch_size=4, shuffle=True, num_workers=workers)
+    session = run.attach(model, optimizer, extras={} if ours else {"loader": loader})
+    step = run.resume()
+    for _ in session.epochs(EPOCHS) if ours else range(step // PER_EPOCH, EPOCHS):
+        for batch in session.batches(loader) if ours else loader:
+            train(model, optimizer, batch)
+            run.iterated()
+
+
 # -- loops without epochs ----------------------------------------------------------------------------------------------
 
 
@@ -499,6 +547,15 @@ PROGRAMS: dict[str, Program] = {
     "mnist by hand": lambda run: mnist(run, ours=False),
     "mnist by hand, 2 workers": lambda run: mnist(run, ours=False, num_workers=2),
     "mnist by hand, generator": lambda run: mnist_generator(run, ours=False),
+    "distributed sampler": distributed,
+    "distributed sampler, own epochs": lambda run: distributed(run, epochs=False),
+    "distributed sampler by hand": lambda run: distributed(run, ours=False),
+    "stateful loader": stateful,
+    "stateful loader, 2 workers": lambda run: stateful(run, workers=2),
+    "stateful loader by hand, extras": lambda run: stateful(run, ours=False),
+    "stateful loader by hand, 2 workers": lambda run: stateful(run, ours=False, workers=2),
+    "own epochs": lambda run: repeated(run, schedule=False),
+    "own epochs and schedule": lambda run: repeated(run, schedule=True),
     "two loaders": two_loaders,
     "early break": early_break,
     "accumulation": accumulate,

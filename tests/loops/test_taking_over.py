@@ -33,7 +33,7 @@ def test_the_same_cell_again_continues_after_its_newest_step(
 ) -> None:
     held = interrupted(tmp_path / "store", 5)
     again = Loop(tmp_path / "store", seed=1)
-    assert "closed the session that this process had on" in caplog.text
+    assert "closed this process's earlier session of" in caplog.text
     assert "after step 5" in caplog.text
     resumed = again.session.resume()
     assert (resumed.step, resumed.exact) == (5, True)

@@ -54,5 +54,5 @@ def test_rows_that_no_rank_has() -> None:
         return build_layout([("w", "parameter", specs, Place((6, 0), (start, 0)))])
 
     check_complete([of_rank(0), of_rank(2), of_rank(4)])
-    with pytest.raises(NoIntactCopy, match="'w' is not whole"):
+    with pytest.raises(NoIntactCopy, match="'w' is not complete"):
         check_complete([of_rank(0), of_rank(4)])

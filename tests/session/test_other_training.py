@@ -47,7 +47,7 @@ class Loop:
             self.optimizer.step()
 
     def kinds(self) -> list[str]:
-        # Steps without work are faster than any store.
+        """What is said of the loop. How fast the store of a busy machine is, is another matter."""
         return [caveat.kind for caveat in self.session.caveats if caveat.kind != "behind"]
 
 

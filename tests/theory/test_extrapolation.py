@@ -199,9 +199,9 @@ class TestTrend:
             run.checkpoint(step)
             run.tensors[0][0] += 1
         again = Run(layout((8, 4)))
-        again.trend.go_on(run.trend.fits.to_array())
+        again.trend.continue_from(run.trend.fits.to_array())
         assert again.trend.fits.factor == run.trend.fits.factor > 0
         again.trend.look(run.tensors, 50)
         assert again.trend.fits.factor == run.trend.fits.factor
-        again.trend.go_on(None)
+        again.trend.continue_from(None)
         assert again.trend.fits.factor == 0

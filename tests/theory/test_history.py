@@ -161,7 +161,7 @@ def test_jumps_are_no_motion() -> None:
     motion.look([[w]], 5)
     motion.look([[w]], 6)
     assert [point[:2] for point in motion.history.points] == [(1, 1), (5, 1)]
-    motion.go_on(motion.history.until(3))
+    motion.continue_from(motion.history.until(3))
     motion.look([[w]], 4)
     assert [point[:2] for point in motion.history.points] == [(1, 1)]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from scarctl.util import json_size
 from scarctl.util.json_size import too_much
-from scarctl.util.pickle_size import pickle_fault, torch_fault
+from scarctl.util.pickle_size import pickle_fault, torch_fault, torch_pickles_fault
 from scarctl.util.zip_size import MAX_DIRECTORY, directory_bytes
 
 texts = st.text(alphabet='a\\"[{,]}', max_size=8)
@@ -83,7 +83,12 @@ def test_the_pickle_of_a_pt_file(tmp_path: Path) -> None:
         name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
         assert torch_fault(archive.read(name)) is None
     assert torch_fault(b"\x80\x02" + b"]" * 2_000_000 + b".") is not None
-    assert torch_fault(b"\x80\x02" + b"N" * 5_000_000 + b".") is not None
+    assert torch_fault(b"\x80\x02" + b"N" * 2_000_000 + b".") is not None
+    assert torch_fault(b"\x80\x02" + b"N" * 2_000_000 + b".", 20_000) is None
+    assert torch_fault(b"\x80\x02" + b")R" * 300_000 + b".") is not None
+    assert torch_fault(b"\x80\x02N") is not None
+    assert torch_pickles_fault(b"..\x80\x02N.\x80\x02K\x01.data", 2, 2, 100) == (None, 11)
+    assert torch_pickles_fault(b"N." + b"N" * 100 + b".", 0, 2, 50)[0] is not None
 
 
 def test_the_directory_of_an_archive(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Parse a store's address: a local folder, or the URL of a file system that fsspec knows.
 
-An address may hold secrets (`s3://key:secret@bucket`), and so may storage options. Neither is ever shown: what
-messages, logs and records name is `Address.shown`.
+An address may hold secrets (`s3://key:secret@bucket`), and so may storage options. Messages, logs and records never
+show them: they have `Address.shown`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ IN_THIS_PROCESS = "memory"
 """Scheme of a store that no other process can see."""
 DEFAULT_TIMEOUT = 60.0
 TIMEOUT_OPTION = "scarctl_timeout"
-"""The one storage option that is scarctl's own: seconds that one operation may take, all repetitions included."""
+"""The only storage option of scarctl itself: time limit of one operation in seconds, all retries included."""
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*", re.ASCII)
 _MISTYPED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(:|:/|//)[^/]*:[^/]*@")
-"""An address that lacks a character, with what may be a password: not to be taken for a folder, and shown."""
+"""A mistyped address, which may contain a password: it must not be taken for a folder, and shown."""
 S3_SCHEMES = ("s3", "s3a")
 PORTABLE = (
     "AWS_ACCESS_KEY_ID",
@@ -38,9 +38,9 @@ PORTABLE = (
     "AWS_ENDPOINT_URL",
     "AWS_ENDPOINT_URL_S3",
 )
-"""Variables with credentials and their places. A daemon gets them with each run, not from its own start."""
+"""Variables with credentials or paths of them. A daemon gets them with each run, not from its own environment."""
 _WHO = ("key", "secret", "username", "password", "profile", "anon", "session")
-_HINT = "give a folder, or an address such as s3://bucket/folder"
+_HINT = "use a folder, or an address such as s3://bucket/folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Address:
     """A store's place. `root` is None unless it is a local folder."""
 
     shown: str
-    """One printable line for people, without user, password and query."""
+    """One printable line for display, without user, password and query."""
     root: Path | None
     scheme: str = ""
     path: str = ""
@@ -61,15 +61,15 @@ class Address:
 
     @property
     def digest(self) -> str:
-        """Identifies this place: 16 hex digits, the same by whatever links a local folder is reached."""
+        """Id of this place: 16 hex digits. Symbolic links to a local folder are resolved."""
         place = f"{self.scheme}://{self.path}" if self.root is None else os.path.realpath(self.root)
         return hashlib.sha256(os.fsencode(place)).hexdigest()[:16]
 
     @staticmethod
     def parse(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Address:
-        """Return the address that a text and storage options give. A local folder needs none, and may have some.
+        """Parse an address and its storage options. A local folder ignores them.
 
-        Raises UsageError, which repeats neither, when there is no such place.
+        Raises UsageError, without quoting either, if they are not valid.
         """
         text = os.fspath(url)
         if "://" not in text and _MISTYPED.match(text):
@@ -85,18 +85,18 @@ class Address:
 def _remote(text: str, options: dict[str, Any]) -> Address:
     scheme = text.partition("://")[0]
     if not _SCHEME.fullmatch(scheme):
-        raise UsageError("the store's address has no scheme that can be read", hint=_HINT)
+        raise UsageError("the store's address has no valid scheme", hint=_HINT)
     scheme = scheme.lower()
     try:
         parts = urllib.parse.urlsplit(text)
         port = parts.port
     except ValueError:
-        raise UsageError(f"the store's {scheme}:// address cannot be read", hint=_HINT) from None
+        raise UsageError(f"the store's {scheme}:// address cannot be parsed", hint=_HINT) from None
     if parts.query or parts.fragment:
-        # Not repeated: a query may be a signature.
+        # A query may be a signature, so the message does not quote it.
         raise UsageError(
             f"the store's {scheme}:// address has a query or a fragment",
-            hint="what the file system needs to know goes into storage_options",
+            hint="put options of the file system into storage_options",
         )
     user, at, place = parts.netloc.rpartition("@")
     s3 = scheme in S3_SCHEMES
@@ -104,7 +104,7 @@ def _remote(text: str, options: dict[str, Any]) -> Address:
         # A secret with a slash in it would be taken for a folder, and shown.
         raise UsageError(
             f"the store's {scheme}:// address has an '@' after its first '/'",
-            hint="write / in a secret as %2F; better, give it in storage_options",
+            hint="write / in a secret as %2F; better, put it into storage_options",
         )
     folder = parts.path.strip("/")
     if any(part in (".", "..", "") for part in folder.split("/") if folder) or "\0" in text:
@@ -114,9 +114,9 @@ def _remote(text: str, options: dict[str, Any]) -> Address:
         raise UsageError(f"the store's {scheme}:// address names no place", hint=_HINT)
     if s3 and port is not None:
         raise UsageError(
-            "a bucket's name has no port", hint="give the server as endpoint_url in storage_options"
+            "a bucket's name has no port", hint="set the server as endpoint_url in storage_options"
         )
-    if s3 and at:  # other file systems take them out of the address by themselves
+    if s3 and at:  # other file systems parse user and password themselves
         options = {**_keys(user), **options}
     return Address(
         shown=printable(f"{scheme}://{path}"),
@@ -130,7 +130,7 @@ def _remote(text: str, options: dict[str, Any]) -> Address:
 
 
 def _keys(user: str) -> dict[str, str]:
-    """Storage options for the part of an s3:// address before the `@`."""
+    """Return the storage options for the part of an s3:// address before the `@`."""
     key, _, secret = user.partition(":")
     given = {"key": urllib.parse.unquote(key), "secret": urllib.parse.unquote(secret)}
     return {name: value for name, value in given.items() if value}
@@ -147,7 +147,7 @@ def local_path(url: str | os.PathLike[str]) -> Path:
     text = os.fspath(url)
     if "://" not in text:
         if not text or "\0" in text:
-            raise UsageError(f"{text!r} is not a path", hint="give the store's folder")
+            raise UsageError(f"{text!r} is not a path", hint="use the store's folder")
         return Path(os.path.abspath(text))
     parts = urllib.parse.urlsplit(text)
     if (
@@ -157,17 +157,18 @@ def local_path(url: str | os.PathLike[str]) -> Path:
         or parts.query
         or parts.fragment
     ):
-        # Only the scheme is repeated: an address may hold a password.
-        raise UsageError(f"this {parts.scheme}:// address is not a local folder", hint="give file:///path")
+        # An address may hold a password, so the message quotes only the scheme.
+        raise UsageError(f"this {parts.scheme}:// address is not a local folder", hint="use file:///path")
     return Path(os.path.abspath(urllib.parse.unquote(parts.path)))
 
 
 def portable_options(
     address: Address, options: Mapping[str, Any] | None, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """`options` and what of `environ` (`PORTABLE`) another process needs to reach an S3 store as the same user.
+    """Return the options with which another process can reach an S3 store as this user.
 
-    Options win, as in s3fs; keys of the environment count only where no credentials are given.
+    They are `options`, and the variables `PORTABLE` of `environ`. Options take precedence, as in s3fs. Keys of the
+    environment are used only without other credentials.
     """
     given = dict(options or {})
     if address.scheme not in S3_SCHEMES:

@@ -1,7 +1,7 @@
-"""Give calls that cannot be cancelled a deadline: they run in a thread that can be left alone.
+"""Add a deadline to calls that cannot be cancelled: they run in a thread that can be abandoned.
 
-A synchronous file system waits in a socket for as long as it likes. Its calls run one after the other, as most such
-file systems are not for several threads.
+A synchronous file system may wait in a socket for any time. Its calls run one after the other, because most such file
+systems are not thread-safe.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 
 class Aside:
-    """Runs calls in order, in a daemon thread that ends when none is left."""
+    """Runs calls in order, in a daemon thread that ends after the last one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._working = False
         self.left = False
-        """Whether it takes no calls any more."""
+        """Whether new calls are refused."""
 
     def start(self, call: Callable[[], Any]) -> Future[Any]:
         """Queue a call. Cancelling the future does not stop a call that has begun: see `leave`."""
@@ -38,7 +38,7 @@ class Aside:
         return future
 
     def leave(self) -> None:
-        """Start no further call: the one under way may last for ever. Cancel those that wait."""
+        """Refuse new calls, and cancel waiting ones: the current call may never return."""
         with self._lock:
             self.left = True
             calls, self._calls = self._calls, deque()
@@ -54,7 +54,7 @@ class Aside:
                 future, call = self._calls.popleft()
             if not future.cancelled():
                 _settle(future, call)
-            del future, call  # nothing is kept alive until the next one comes
+            del future, call  # otherwise they would live until the next call
 
 
 def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
@@ -67,5 +67,5 @@ def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
 
 
 def _try(settle: Callable[[Any], None], value: Any) -> None:
-    with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
+    with contextlib.suppress(InvalidStateError):  # the caller has stopped waiting
         settle(value)

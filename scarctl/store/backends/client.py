@@ -1,8 +1,8 @@
-"""Send requests to a file system of fsspec: make the client, repeat requests, keep the deadline.
+"""Send requests to a file system of fsspec: create the client, retry requests, keep the deadline.
 
-fsspec is imported here and in `scarctl.store.backends.s3`, and only when a store is remote. The deadline holds for all
-file systems. A synchronous one cannot be cancelled: its calls run in a thread (`scarctl.store.backends.aside`) that is
-left alone with its connection when it does not answer, and the next call gets a new connection.
+fsspec is imported here and in `scarctl.store.backends.s3`, and only for a remote store. The deadline holds for all file
+systems. A synchronous one cannot be cancelled: its calls run in a thread (`scarctl.store.backends.aside`). If it does
+not answer, that thread is abandoned with its connection, and the next call gets a new one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ R = TypeVar("R")
 _GRACE = 0.5
 """Seconds that a request may take to notice that it is cancelled."""
 _HURRIED = 0.2
-"""Seconds that a request may take when nobody waits for it any more."""
+"""Seconds that a request may take after `hurry`."""
 
 
 _NAME = re.compile(r"[a-z_]{1,40}")
@@ -43,7 +43,7 @@ _HINT = (
 
 
 def check_file_system(address: Address) -> None:
-    """Raise UsageError when this Python has no file system for a remote address. Asks nobody."""
+    """Raise UsageError if this Python has no file system for a remote address. Sends no request."""
     import fsspec
 
     refused = f"{address.shown}: cannot open {address.scheme}:// addresses"
@@ -67,14 +67,14 @@ class Refused(Exception):
 
 @dataclass(eq=False)
 class _Opened:
-    """A file system with its connections; what is asked of it if it is synchronous."""
+    """A file system with its connections; with a thread for its calls if it is synchronous."""
 
     fs: Any
     aside: Aside = field(default_factory=Aside)
 
 
 class Client:
-    """A file system, and how it is asked. For several threads."""
+    """A file system and its requests. Thread-safe."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -85,7 +85,7 @@ class Client:
         self._hurry = threading.Event()
 
     def close(self) -> None:
-        """Let go of connections. The next request makes new ones."""
+        """Close connections. The next request opens new ones."""
         self._hurry.clear()
         with self._lock:
             self._made = None
@@ -123,22 +123,22 @@ class Client:
 
     def _opened(self) -> tuple[_Opened, str]:
         with self._lock:
-            # Not its parent's after a fork: its thread does not exist there.
+            # A forked child needs its own client, because the parent's threads do not exist in it.
             if self._made is None or self._made[0] != os.getpid():
                 self._made = (os.getpid(), *self._shared())
             return self._made[1:]
 
-    def _let_go(self, opened: _Opened) -> None:
-        """Leave a connection that may be in the middle of something: the next call gets a new one."""
+    def _release(self, opened: _Opened) -> None:
+        """Abandon a connection that may be in use: the next call gets a new one."""
         opened.aside.leave()
         with self._lock:
             if self._made is not None and self._made[1] is opened:
                 self._made = None
 
     def _shared(self) -> tuple[_Opened, str]:
-        """Make a client. That takes a while, so calls for the same one at one time share it."""
+        """Create a client. That is slow, so concurrent calls for the same one share it."""
         options = sorted((name, repr(value)) for name, value in self.address.options.items())
-        # Not across a change of what the file system reads from the environment by itself.
+        # Clients are shared only under the same environment, which the file system reads, too.
         environment = hash(tuple(sorted(item for item in os.environ.items() if self._reads(item[0]))))
         key = (os.getpid(), self._host(), self.address.timeout, environment, *options)
         with _open_lock:
@@ -153,7 +153,7 @@ class Client:
             return self._open_in_time()
         except Exception as error:
             fault = understand(error)
-            # Of what an error says, only names that look like one: all else may be a secret.
+            # Only names are taken from the error's text, because the rest may be a secret.
             unknown = [
                 name
                 for name in self.address.options
@@ -162,7 +162,7 @@ class Client:
         if unknown:
             raise UsageError(
                 f"{self.address.shown}: {self.address.scheme}:// has no storage option {unknown[0]!r}",
-                hint=f"correct or leave out {unknown[0]!r}",
+                hint=f"correct or omit {unknown[0]!r}",
             )
         doing = f"open {self.address.scheme}:// addresses"
         if fault.meaning is Meaning.DENIED or fault.passing:
@@ -170,7 +170,7 @@ class Client:
         raise UsageError(f"{self.address.shown}: cannot {doing}: {fault.detail}", hint=_HINT)
 
     def _open_in_time(self) -> Any:
-        """Make the file system. Some connect when they are made, and wait for as long as they like."""
+        """Create the file system, with a deadline: some connect at once, and may wait for any time."""
         import fsspec
 
         if fsspec.get_filesystem_class(self.address.scheme).async_impl:
@@ -186,7 +186,7 @@ class Client:
         return f"{self._opened()[1]}/{name}"
 
     def _folder(self, name: str) -> str:
-        """Return the same for a folder; "" is the store's own."""
+        """Return the path of a folder; "" is the store's own."""
         return self._path(name) if name else self._opened()[1]
 
     # requests
@@ -194,7 +194,7 @@ class Client:
     def each(
         self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
     ) -> Iterator[R]:
-        """See `Blobs.each`. Not every synchronous file system is for several threads."""
+        """See `Blobs.each`. Runs one item at a time on a synchronous file system, which may not be thread-safe."""
         return self._helpers.each(work, items, size) if self._fs.async_impl else map(work, items)
 
     def write_each(
@@ -219,7 +219,7 @@ class Client:
         return future
 
     def _request(self, method: str, *args: Any, patience: Patience | None = None, **kwargs: Any) -> Any:
-        """Call a method of the file system, again while its fault may pass. Raises Refused."""
+        """Call a method of the file system, and retry after temporary faults. Raises Refused."""
         fs, patience = self._fs, patience or Patience(self.address.timeout)
         if fs.async_impl:
             call = getattr(fs, f"_{method}")
@@ -234,7 +234,7 @@ class Client:
                 raise Refused(fault)
 
     def _once(self, method: str, *args: Any, patience: Patience, **kwargs: Any) -> None:
-        """The same, but only one attempt."""
+        """Call a method of the file system in a single attempt. Raises Refused."""
         fs = self._fs
         if not fs.async_impl:
             self._call(method, args, kwargs, patience)
@@ -257,7 +257,7 @@ class Client:
             raise Refused(Fault(Meaning.BROKEN, error.kind)) from None  # it was open before
 
         def call() -> Any:
-            # One in this process's memory looks and then writes: in turn, whichever client asks.
+            # The file system in memory checks first and then writes, so creations of all clients take turns.
             with _create_lock if kwargs.get("mode") == "create" else contextlib.nullcontext():
                 return getattr(opened.fs, method)(*args, **kwargs)
 
@@ -268,10 +268,10 @@ class Client:
         except Exception as error:
             fault = understand(error)
         except BaseException:
-            self._let_go(opened)
+            self._release(opened)
             raise
         if fault.passing:
-            self._let_go(opened)
+            self._release(opened)
         raise Refused(fault)
 
     async def _insist(self, call: Callable[[], Awaitable[T]], patience: Patience) -> T:
@@ -286,9 +286,9 @@ class Client:
             await asyncio.sleep(pause)
 
     def _wait(self, future: Future[T], patience: Patience) -> T:
-        """Return the result of work under way. Raises what it raises; Refused after the deadline."""
+        """Return the result of current work. Raises its error; Refused after the deadline."""
         try:
-            # Hurried after this line it is cancelled.
+            # A later `hurry` cancels the future.
             return future.result(_HURRIED if self._hurried else patience.left + _GRACE)
         except BaseException as error:
             if future.done() and not future.cancelled():
@@ -302,4 +302,4 @@ class Client:
 _open_lock = threading.Lock()
 _open: weakref.WeakValueDictionary[tuple[Any, ...], _Opened] = weakref.WeakValueDictionary()
 _create_lock = threading.Lock()
-"""Held while the file system in memory looks and then writes. It never waits for anything."""
+"""Held while the file system in memory checks for a file and then writes it, which is fast."""

@@ -1,9 +1,8 @@
-"""List the file systems that create a file exclusively: by how they are built, never by a race that went well.
+"""List the file systems that create a file exclusively, by their implementation, not by the result of a test.
 
-fsspec's own creation looks whether the file is there and then writes it. Two processes may both find it absent, and
-the moment between is so short that a probe seldom sees it. So a file system counts as exclusive only if it is known to
-create with one conditional request. That its server obeys the condition is then found out by
-`scarctl.store.backends.probe`.
+fsspec's own creation checks whether the file exists, and then writes it. Two processes may both find it absent, but in
+a test that is rare. So a file system counts as exclusive only if it is known to create with one conditional request.
+`scarctl.store.backends.probe` then tests that its server obeys the condition.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ CONDITIONAL = frozenset(
         ("s3fs.core", "S3FileSystem"),
         ("gcsfs.core", "GCSFileSystem"),
         ("adlfs.spec", "AzureBlobFileSystem"),
-        # No other process sees its files; the threads of this one create in turn.
+        # Other processes cannot see its files, and the threads of this process take turns.
         ("fsspec.implementations.memory", "MemoryFileSystem"),
     }
 )
@@ -23,9 +22,9 @@ CONDITIONAL = frozenset(
 
 
 def why_not_exclusive(scheme: str) -> str | None:
-    """Return why the file system of a scheme does not create exclusively; None if it does. Asks no server.
+    """Return why the file system of a scheme does not create exclusively; None if it does. Sends no request.
 
-    Raises what `fsspec.get_filesystem_class` raises.
+    Raises as `fsspec.get_filesystem_class` does.
     """
     import fsspec
     from fsspec.asyn import AsyncFileSystem
@@ -36,5 +35,5 @@ def why_not_exclusive(scheme: str) -> str | None:
     if (owner.__module__, owner.__qualname__) in CONDITIONAL:
         return None
     if owner.__module__.startswith("fsspec."):
-        return f"{found.__name__} looks whether the file is there, and then writes it: two processes can both create it"
+        return f"{found.__name__} checks whether the file exists, and then writes it: two processes can both create it"
     return f"{found.__name__} is not known to create a file by one conditional request"

@@ -38,7 +38,7 @@ class LocalBlobs:
     """Files in a local folder, made durable with fsync. Errors name the full path."""
 
     gap = 16 << 10
-    # The allocator keeps memory of this size; each larger piece it would get from the system anew.
+    # The allocator reuses memory of this size. Larger pieces would come from the system each time.
     batch = 4 << 20
     exclusive = True
 
@@ -53,7 +53,7 @@ class LocalBlobs:
         return str(self.root / name)
 
     def _path(self, name: str) -> Path:
-        """Raise Corruption when a folder above is a symbolic link: files elsewhere are no part of the store."""
+        """Return the path of a file. Raise Corruption if a parent is a symbolic link: it leads out of the store."""
         check_name(name)
         path = self.root
         *folders, last = name.split("/")
@@ -70,7 +70,7 @@ class LocalBlobs:
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
-            # A disk that does not answer is no absent file: writers give up for good when others have collected theirs.
+            # A failing disk must not look like an absent file: a writer whose files are absent gives up for good.
             raise os_error(error, path, "look for") from error
         return True
 
@@ -113,7 +113,7 @@ class LocalBlobs:
             return file.read(0, file.size)
 
     def files(self, folder: str) -> list[tuple[str, int]]:
-        # What is not a regular file stays in the list: opening it gives the error that names it.
+        # Other files than regular ones stay in the list: opening them raises an error that names them.
         found = []
         for entry in self._scan(folder):
             if entry.is_dir(follow_symlinks=False) or entry.name.startswith(TEMPORARY):
@@ -121,11 +121,11 @@ class LocalBlobs:
             try:
                 found.append((entry.name, entry.stat(follow_symlinks=False).st_size))
             except FileNotFoundError:
-                continue  # deleted since the folder was read: that says nothing about the others
+                continue  # deleted since the folder was read
         return sorted(found)
 
     def names(self, folder: str) -> list[str]:
-        # The entry's kind comes with the listing: no file is asked for anything.
+        # The listing has the kinds of entries, so that no file is accessed.
         return [
             entry.name
             for entry in self._scan(folder)
@@ -133,7 +133,7 @@ class LocalBlobs:
         ]
 
     def folders(self, folder: str) -> list[str]:
-        # A link stays in the list, wherever it leads: going into it gives the error that names it.
+        # Symbolic links stay in the list: opening them raises an error that names them.
         return sorted(
             entry.name
             for entry in self._scan(folder)
@@ -153,7 +153,7 @@ class LocalBlobs:
     def each(
         self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
     ) -> Iterator[R]:
-        # What is read in bulk is checked during the next read. Small things take less time than a thread does.
+        # Large results are verified during the next read. For small ones a thread would cost more than it saves.
         return map(work, items) if size is no_bytes else _HELPERS.each(work, items, size)
 
     # writing
@@ -161,7 +161,7 @@ class LocalBlobs:
     def write_each(
         self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
     ) -> Iterator[R]:
-        # A journal makes durable in one turn what several wait for.
+        # One turn of the file system's journal serves several threads that sync.
         return _SYNCING.each(work, items, size)
 
     @contextmanager
@@ -197,7 +197,7 @@ class LocalBlobs:
             return False
         if found != data:
             raise FileExistsError(errno.EEXIST, "exists already", str(path))
-        # A new file and a new entry: what failed to become durable before is not synced twice.
+        # A new file with a new entry: after a failed sync, syncing again would prove nothing.
         with self._temporary(path, [data]) as temporary:
             try:
                 os.replace(temporary, path)
@@ -219,7 +219,7 @@ class LocalBlobs:
         return []  # a file that is being written has its name already
 
     def abort(self, name: str, token: str) -> None:
-        """Do nothing: there are no uploads."""
+        """Do nothing, because a local store has no uploads."""
 
     def prepare(self, folder: str, *, known: bool = False) -> None:
         path = real(self._path(folder))
@@ -227,10 +227,10 @@ class LocalBlobs:
         if there and known:
             return
         if not there:
-            # The store's own name first: if a power loss took it later, what is left would be no store.
+            # The store's settings file is synced first: without it, the rest would not be a store after a power loss.
             sync_folder(self.root)
             make_folder(path, stat.S_IMODE(os.stat(self.root).st_mode))
-        # Also for a folder that exists: the process that made it may have died before it became durable.
+        # Existing folders are synced, too: the process that made one may have died before it became durable.
         while True:
             sync_folder(path)
             if path == self.root:
@@ -240,19 +240,19 @@ class LocalBlobs:
     def begin(self) -> None:
         make_folder(self.root)
         sync_folder(self.root.parent)
-        # Those above may be new too, or of one who died before they were durable. Not all need be ours to read.
+        # Parents may be new, too, or of a process that died before they were durable. Some may not be readable.
         for folder in self.root.parent.parents:
             with contextlib.suppress(ScarError):
                 sync_folder(folder)
 
     def hurry(self) -> None:
-        """A disk answers, or nobody can help it."""
+        """Do nothing: waiting for a local disk cannot be interrupted."""
 
     def close(self) -> None:
-        """Do nothing: no file is held open."""
+        """Do nothing, because no file stays open."""
 
     def _file_mode(self) -> int:
-        """Return the mode of the store's first file, which its creator made: a daemon writes for several."""
+        """Return the mode of the store's first file, because a daemon may have another umask than its creator."""
         if self._mode is None:
             try:
                 self._mode = stat.S_IMODE(os.stat(self.root / SETTINGS).st_mode) & 0o666
@@ -273,7 +273,7 @@ class LocalBlobs:
         try:
             yield temporary
         finally:
-            # Best effort: a temporary that stays is skipped by every reader, and the outcome is known.
+            # A failure is harmless: every reader skips a remaining temporary, and the outcome is known.
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
 
@@ -283,5 +283,5 @@ class LocalBlobs:
         except ScarError as error:
             raise InDoubt(
                 f"{path}: written, but it is not known whether it is durable ({error.message})",
-                hint="what was acknowledged is safe; the next commit settles this one",
+                hint="acknowledged commits are safe; the next commit settles this one",
             ) from error

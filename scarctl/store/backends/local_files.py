@@ -14,7 +14,7 @@ from scarctl.store.backends.base import Buffer, as_bytes
 from scarctl.store.format import corrupt
 
 WRITEBACK = 8 << 20  # bytes after which a writer asks the system to begin writing them out
-READ = 512 << 10  # bytes of one read: for larger ones the system reads ahead into what another thread reads
+READ = 512 << 10  # bytes of one read: with larger ones, read-ahead would overlap the reads of another thread
 
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -31,9 +31,9 @@ def os_error(error: OSError, path: object, doing: str) -> ScarError:
         return corrupt(path, f"a regular file is expected ({error.strerror})")
     if error.errno in _FULL:
         return Unavailable(
-            reason, hint="free some space and try again; what was acknowledged is safe", kind="store-full"
+            reason, hint="free some space and try again; acknowledged commits are safe", kind="store-full"
         )
-    return Unavailable(reason, hint="check the disk and try again; what was acknowledged is safe")
+    return Unavailable(reason, hint="check the disk and try again; acknowledged commits are safe")
 
 
 class LocalReader:
@@ -92,8 +92,7 @@ class LocalWriter:
             self._start_writeback()
 
     def _start_writeback(self) -> None:
-        # On Linux this advice starts writing dirty pages out and waits for nothing: the disk works while we
-        # hash.
+        # On Linux this advice starts writing dirty pages without waiting: the disk works during hashing.
         if sys.platform == "linux":
             with contextlib.suppress(OSError):  # advice only
                 os.posix_fadvise(
@@ -102,7 +101,7 @@ class LocalWriter:
         self._started = self._length
 
     def commit(self, *, entry: bool = True) -> None:
-        """Make the content durable and, with `entry`, the name too."""
+        """Make the content durable, and with `entry` also the name."""
         try:
             os.fsync(self._fd)
             length = os.fstat(self._fd).st_size
@@ -119,20 +118,19 @@ class LocalWriter:
     def close(self) -> None:
         """Close the file and delete it unless it was committed."""
         fd, self._fd = self._fd, -1
-        # An error of close after a successful fsync says nothing about the data; without commit the file goes
-        # anyway.
+        # An error of close after a successful fsync does not affect the data. Without commit the file is deleted.
         with contextlib.suppress(OSError):
             os.close(fd)
         if not self._committed:
-            # Best effort: what stays is an orphan that no record names.
+            # A failure leaves an orphan that no record names, which is harmless.
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
 
 
 def real(folder: Path) -> Path:
-    """Return the folder. Raise Corruption if it is a symbolic link: files elsewhere are no part of a store."""
+    """Return the folder. Raise Corruption if it is a symbolic link, which would lead out of the store."""
     if os.path.islink(folder):
-        raise corrupt(folder, "a folder is expected, it is a symbolic link")
+        raise corrupt(folder, "a folder is expected, but it is a symbolic link")
     return folder
 
 
@@ -144,17 +142,17 @@ def create(path: Path, mode: int) -> int:
     except FileExistsError:
         raise FileExistsError(errno.EEXIST, "exists already", str(path)) from None
     except FileNotFoundError as error:
-        # Not to be made again: a record in a new folder would lack those before it.
+        # The folder is not created again: a record in a new folder would lack the earlier records.
         raise Unavailable(
             f"{path.parent}: the folder is gone",
-            hint="something has deleted, moved or unmounted the store; saving continues when the folder is there again",
+            hint="the store was deleted, moved or unmounted; saving continues when the folder is back",
         ) from error
     except OSError as error:
         raise os_error(error, path, "create") from error
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
-    """Make a folder and its missing parents; existing ones are fine. The caller makes their names durable."""
+    """Create a folder and its missing parents, if absent. The caller makes their names durable."""
     if path.is_dir():
         return
     make_folder(path.parent, mode)

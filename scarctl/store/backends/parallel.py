@@ -1,7 +1,7 @@
-"""Run several requests concurrently: the only place where a store makes threads.
+"""Run several requests concurrently: the only place where a store starts threads.
 
-Code that reads many things says so (`Blobs.each`) and stays ordinary; a remote store then has some of them under
-way at a time, a local one two if they are large.
+Code that reads many files passes them to `Blobs.each`. A remote store then reads some of them concurrently, a local
+store two of them if they are large.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 AT_ONCE = 16
-"""Pieces of work under way at a time, the caller's own included."""
+"""Most concurrent pieces of work, the caller's own included."""
 AHEAD = 2 * AT_ONCE
-"""Results that wait for a caller that takes them in order."""
+"""Most results that wait for the caller, which takes them in order."""
 AHEAD_BYTES = 64 << 20
-"""Bytes that they may have together, unless it is one alone."""
+"""Most bytes of waiting results, unless it is a single one."""
 
 
 def no_bytes(_: Any) -> int:
@@ -31,19 +31,19 @@ def no_bytes(_: Any) -> int:
 
 
 class Helpers:
-    """A bounded number of threads that take part in whatever is to be done.
+    """A bounded number of threads that help callers with their work.
 
-    The caller works, too, so work may itself be made of such work: when all helpers are busy the caller does it alone.
+    The caller works, too, so work may be nested: if all helpers are busy, the caller does it alone.
     """
 
     def __init__(self, count: int = AT_ONCE - 1) -> None:
-        # A forked child may find some of them taken for ever. It is slower then, and waits for nobody.
+        # In a forked child some helpers may be taken for ever. That costs speed, but never blocks.
         self._free = threading.Semaphore(count)
 
     def each(
         self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
     ) -> Iterator[R]:
-        """See `Blobs.each`. What is under way when a result is not wanted any more ends by its own deadline."""
+        """See `Blobs.each`. If the caller stops early, current work ends by its own deadline."""
         left = iter(items)
         ahead: deque[tuple[int, Job[R]]] = deque()
         todo: deque[Job[R]] = deque()

@@ -1,9 +1,8 @@
-"""Find out by trying what a place for a store can do.
+"""Test whether a place for a store creates files exclusively.
 
-A commit is the exclusive creation of one small file. Some servers ignore the condition and say nothing, so a store
-is refused unless creating twice fails the second time. What looks first and then writes passes that, and any number of
-races: which file systems do so is known (`scarctl.store.backends.exclusive`), and they are refused before anything is
-tried.
+A commit is the exclusive creation of one small file. Some servers silently ignore the condition, so a store is refused
+unless the second of two creations fails. A file system that checks first and then writes passes that test, and often
+races, too. Such file systems are known (`scarctl.store.backends.exclusive`), and refused before any test.
 """
 
 from __future__ import annotations
@@ -26,22 +25,21 @@ _LEFT_OVER = re.compile(r"probe-[0-9a-f]{32}(-race-[0-9]+)?", re.ASCII)
 
 
 def is_left_over(name: str) -> bool:
-    """Return whether a name at the top of a store is what a crash, or a probe that was killed, leaves there."""
+    """Return whether a name at the top of a store is that of a file left by a crash or a killed probe."""
     return name.startswith(TEMPORARY) or _LEFT_OVER.fullmatch(name) is not None
 
 
 def probe_name() -> str:
-    """Return a unique name for what a probe makes."""
+    """Return a unique name for a file of a probe."""
     return f"probe-{uuid.uuid4().hex}"
 
 
 def probe(blobs: Blobs, assume_single_writer: bool, *, rounds: int = 0) -> dict[str, Any]:
-    """Return what `scarctl.json` says about the place: `exclusive_create`, and `assumed` if it may lack it.
+    """Test a place, and return its entry for `scarctl.json`: `exclusive_create`, and `assumed` if that may be wrong.
 
-    rounds: of races, for servers that may look first and then write.
+    rounds: number of races, for servers that may check first and then write.
 
-    Raises MissingGuarantee when exclusive creation fails and it is not `assume_single_writer`; AccessDenied;
-    Unavailable.
+    Raises MissingGuarantee if exclusive creation fails, unless `assume_single_writer`; AccessDenied; Unavailable.
     """
     name = probe_name()
     why = blobs.why_not_exclusive() or create_twice(blobs, name)
@@ -56,12 +54,12 @@ def probe(blobs: Blobs, assume_single_writer: bool, *, rounds: int = 0) -> dict[
 
 
 def exclusive_here(blobs: Blobs, found: object, what: object, *, strict: bool = False) -> bool:
-    """Return whether a remote place creates exclusively, by what `probe` has written and by how the place is built.
+    """Return whether a remote place creates exclusively, by the entry of `probe` and by its file system.
 
-    strict: the store is opened to write. A probe of an earlier version believed races that went well: where it found
-    what cannot be, this raises MissingGuarantee.
+    strict: the store is opened for writing. If the entry, from an earlier version's probe, contradicts the known
+        properties of the file system, raise MissingGuarantee.
 
-    Raises Corruption if what was written is malformed.
+    Raises Corruption if the entry is malformed.
     """
     probed = True if found is None else Fields(found, what).flag("exclusive_create")
     why = blobs.why_not_exclusive()
@@ -73,13 +71,13 @@ def exclusive_here(blobs: Blobs, found: object, what: object, *, strict: bool = 
 def _not_exclusive(blobs: Blobs, why: str) -> MissingGuarantee:
     return MissingGuarantee(
         f"{blobs.where('')}: this store cannot create a file exclusively: {why}",
-        hint="two writers would overwrite each other's commits. If there is certainly never a second one: "
+        hint="two writers would overwrite each other's commits. If there is never a second writer, use "
         "assume_single_writer (--assume-single-writer)",
     )
 
 
 def create_twice(blobs: Blobs, name: str) -> str | None:
-    """Create a file twice; None if only the first time succeeds, else what happened instead."""
+    """Create a file twice. Return None if only the first creation succeeds, otherwise a description of the fault."""
     first, second = b"first " + uuid.uuid4().bytes, b"second " + uuid.uuid4().bytes
     try:
         blobs.create_exclusive(name, [first])
@@ -100,18 +98,18 @@ def create_twice(blobs: Blobs, name: str) -> str | None:
 
 @dataclass
 class Races:
-    """Count outcomes of creating one file from several threads at once."""
+    """Counts of outcomes of creating one file from several threads at once."""
 
     rounds: int = 0
     one_winner: int = 0
-    """Rounds in which exactly one racer created the file, and its bytes are there."""
+    """Rounds in which exactly one racer created the file, with its own bytes."""
     problems: list[str] = field(default_factory=list)
 
 
 def race(blobs: Blobs, prefix: str, *, racers: int = RACERS, rounds: int = ROUNDS) -> Races:
-    """Let `racers` threads create the same file at the same moment, `rounds` times; `prefix` begins its name.
+    """Have `racers` threads create the same file at the same moment, `rounds` times. prefix: start of its name.
 
-    Raises the first error that is not about losing.
+    Raises the first error other than that of a racer that loses.
     """
     done = Races()
     for number in range(rounds):
@@ -157,7 +155,7 @@ def _one_round(blobs: Blobs, name: str, racers: int) -> tuple[list[bytes], list[
         for thread in threads:
             thread.join()
     except BaseException:
-        # Interrupted: those at the gate would wait for the others for ever, and the process for them.
+        # After an interrupt, waiting racers would wait for the others for ever, and the process for them.
         gate.abort()
         for thread in threads:
             if thread.is_alive():

@@ -1,6 +1,6 @@
 """Keep a store's files on any file system of fsspec; `scarctl.store.backends.s3` has the special case S3.
 
-A request that creates something is never believed to have failed before the file was read back.
+After an error of a request that creates a file, the file is read back: the request may have succeeded.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from scarctl.store.backends.remote_errors import Fault, Meaning, Patience, fault
 from scarctl.store.format import TEMPORARY, corrupt
 
 RANGE = 8 << 20
-"""A longer range is read as several."""
+"""Most bytes of one request: a longer range is read as several."""
 
 
 class FsspecBlobs(Client):
-    """Files under one address. Errors name the address without what is secret in it. For several threads."""
+    """Files under one address. Errors name the address without its secrets. Thread-safe."""
 
     gap = 64 << 10
     batch = 16 << 20
@@ -34,13 +34,13 @@ class FsspecBlobs(Client):
     def __init__(self, address: Address) -> None:
         super().__init__(address)
         self.exclusive = True
-        """False: the store cannot create exclusively, and was made for a single writer all the same."""
+        """False: the store cannot create exclusively, and was created for a single writer."""
 
     def where(self, name: str) -> str:
         return f"{self.address.shown}/{name}" if name else self.address.shown
 
     def _error(self, refused: Refused, name: str, doing: str) -> Exception:
-        """Return the error for the caller: FileNotFoundError for a real absence only."""
+        """Return the error for the caller. Only an absent file gives FileNotFoundError."""
         if refused.fault.meaning is Meaning.ABSENT:
             return FileNotFoundError(errno.ENOENT, "no such file", self.where(name))
         return fault_error(refused.fault, self.where(name), doing)
@@ -79,7 +79,7 @@ class FsspecBlobs(Client):
         return _length(found)
 
     def _fetch(self, name: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill every buffer from its offset: what is adjacent by one request, if that is not too long."""
+        """Fill every buffer from its offset. Adjacent ranges are read by one request, if it is not too long."""
         requests: list[tuple[int, int, list[memoryview]]] = []
         for start, buffer in sorted(ranges, key=itemgetter(0)):
             for begin in range(0, len(buffer), RANGE):
@@ -126,12 +126,12 @@ class FsspecBlobs(Client):
                 raise
         raise NoStore(
             f"{self.address.shown}: there is no such bucket",
-            hint="check the address; scarctl makes no buckets",
+            hint="check the address; scarctl does not create buckets",
             kind="no-bucket",
         )
 
     def _list(self, folder: str, *, whole: bool = True) -> list[tuple[str, int]]:
-        """`(name, bytes)` of what is in a folder, -1 for a folder. Not `whole`: the first of it are enough."""
+        """Return (name, bytes) of the entries in a folder, -1 for folders. whole=False: the first ones are enough."""
         try:
             found = self._request("ls", self._folder(folder), detail=True)
         except Refused as refused:
@@ -153,8 +153,8 @@ class FsspecBlobs(Client):
 
     @contextmanager
     def _spooled(self, name: str) -> Iterator[BlobWriter]:
-        # Not every file system can take back what it has begun to write: nothing is begun before the end.
-        self._path(name)  # a strange name is refused now
+        # Not every file system can undo a partial write, so the whole file is gathered before it is sent.
+        self._path(name)  # raises for an invalid name, before anything is written
         with tempfile.NamedTemporaryFile(prefix="scarctl-") as file:
             yield _Spool(self, name, file)
 
@@ -165,9 +165,10 @@ class FsspecBlobs(Client):
         self._create(name, data)
 
     def _create(self, name: str, data: bytes) -> None:
-        """Create a file, whatever the answers are: at the end it is known that it is there, ours, or another's.
+        """Create a file, and determine the outcome even if answers are lost.
 
-        Raises FileExistsError; InDoubt after the deadline; other errors when it was certainly not created.
+        Raises FileExistsError for another writer's file, InDoubt after the deadline, and other errors if it was
+        certainly not created.
         """
         path, patience = self._path(name), Patience(self.address.timeout)
         doubt = False
@@ -180,17 +181,17 @@ class FsspecBlobs(Client):
             if fault.meaning is not Meaning.EXISTS and not fault.passing:
                 if doubt:
                     raise in_doubt(self.where(name), fault.detail)
-                if fault.meaning is Meaning.ABSENT:  # what is absent is not the file
+                if fault.meaning is Meaning.ABSENT:  # the bucket, because the file need not exist
                     fault = Fault(Meaning.NO_PLACE, fault.detail)
                 raise fault_error(fault, self.where(name), "create")
             doubt = True
-            # It may be ours: the answer was lost, or the server has repeated the request by itself.
+            # The existing file may be this one: the answer was lost, or the server has repeated the request.
             found = self._look(name, path, len(data), patience)
             if found == data:
                 return
             if found is not None:
                 raise FileExistsError(errno.EEXIST, "exists already", self.where(name))
-            # Absent, so far. The request may still be on its way: the same bytes are asked for again.
+            # The file is absent, but a delayed request may still create it, so the same bytes are sent again.
             pause = patience.pause()
             if pause is None or self._hurry.wait(pause):
                 raise in_doubt(self.where(name), fault.detail)
@@ -204,11 +205,11 @@ class FsspecBlobs(Client):
         except ScarError as error:
             raise Refused(Fault(Meaning.BROKEN, error.kind)) from None
         if there:
-            raise Refused(Fault(Meaning.EXISTS, "it is there"))
+            raise Refused(Fault(Meaning.EXISTS, "it exists"))
         self._once("pipe_file", path, data, patience=patience)
 
     def _look(self, name: str, path: str, length: int, patience: Patience) -> bytes | None:
-        """Return the content, or what of it is longer than `length` by one; None if it is absent or cannot be read."""
+        """Return at most `length + 1` bytes of the content; None if the file is absent or cannot be read."""
         try:
             data: bytes = self._request("cat_file", path, start=0, end=length + 1, patience=patience)
         except Refused as refused:
@@ -216,13 +217,13 @@ class FsspecBlobs(Client):
         return data
 
     def settle(self, name: str, data: bytes) -> bool:
-        # A request may still be on its way, so absence proves nothing: finishing it does.
+        # A delayed request may still create the file, so absence proves nothing. Creating it settles the doubt.
         self._create(name, data)
         return True
 
     def delete(self, name: str) -> None:
         path, patience = self._path(name), Patience(self.address.timeout)
-        self._size(name, patience)  # object stores are content when there is nothing to delete
+        self._size(name, patience)  # raises for an absent file, which object stores would ignore
         try:
             self._request("rm_file", path, patience=patience)
         except Refused as refused:
@@ -232,7 +233,7 @@ class FsspecBlobs(Client):
         return []
 
     def abort(self, name: str, token: str) -> None:
-        """Do nothing: there are no uploads."""
+        """Do nothing, because this backend has no uploads."""
 
     def prepare(self, folder: str, *, known: bool = False) -> None:
         if known:
@@ -248,7 +249,7 @@ class FsspecBlobs(Client):
 
 
 def _length(entry: Mapping[str, Any]) -> int:
-    """Return the bytes of a file, by what the file system says of it; 0 when it does not know."""
+    """Return the bytes of a file from the file system's entry; 0 if unknown."""
     size = entry.get("size")
     return size if isinstance(size, int) and size >= 0 else 0
 
@@ -284,7 +285,7 @@ class RemoteReader:
 
 
 class _Spool:
-    """A file that is gathered on this machine, and sent when it is whole."""
+    """A file that is gathered on this machine, and sent when it is complete."""
 
     def __init__(self, blobs: FsspecBlobs, name: str, file: Any) -> None:
         self._blobs = blobs
@@ -311,7 +312,7 @@ class _Spool:
             length = os.fstat(self._file.fileno()).st_size
             blobs._request("put_file", self._file.name, blobs._path(name))
             if blobs._size(name) != length:
-                raise Unavailable(f"{blobs.where(name)}: it has not the length that was written")
+                raise Unavailable(f"{blobs.where(name)}: its length differs from the written one")
         except Refused as refused:
             error = blobs._error(refused, name, "write")
         except (ScarError, OSError) as failed:
@@ -319,5 +320,5 @@ class _Spool:
         else:
             return
         with contextlib.suppress(ScarError, InDoubt, OSError):
-            blobs.delete(name)  # what stays is an orphan that no record names
+            blobs.delete(name)  # a failure leaves an orphan that no record names
         raise error from None

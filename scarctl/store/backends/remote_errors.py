@@ -1,7 +1,7 @@
-"""Classify an error of a remote file system, and say how long to try again after it.
+"""Classify an error of a remote file system, and compute the pauses of retries.
 
-Messages are made from status, code and class of an error, never from its text: that may hold an address with a
-password, a signature or a key. For the same reason no scarctl error is chained to what caused it.
+Messages are made from status, code and class of an error, never from its text. The text may hold an address with a
+password, a signature or a key. For the same reason scarctl errors are not chained to their causes.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from scarctl.store.backends.base import InDoubt
 
 FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 5.0
-# The global generator is training's: a request that is repeated must not change what training draws.
+# A separate generator: the global one belongs to the training, whose random numbers must not change.
 _random = random.Random()
 
-_SAFE = "what was acknowledged is safe"
+_SAFE = "acknowledged commits are safe"
 
 
 class Meaning(Enum):
-    """Classes of errors, by what they say about their request."""
+    """Classes of errors, by the outcome of the request."""
 
     ABSENT = "absent"
     EXISTS = "exists"
     DENIED = "denied"
     WRONG = "wrong"
-    """The request can never work as it is."""
+    """The request can never succeed."""
     UNSUPPORTED = "unsupported"
     BUSY = "busy"
-    """Not done, or perhaps done: to be asked again."""
+    """The request may have been carried out or not: retry."""
     BROKEN = "broken"
-    """Not known; asking again may help."""
+    """The outcome is unknown; a retry may help."""
     NO_PLACE = "no-place"
     """The bucket does not exist."""
     EMPTY = "empty"
-    """No bytes where some were asked for."""
+    """The requested range has no bytes."""
     NO_UPLOAD = "no-upload"
 
 
@@ -89,7 +89,7 @@ _STATUS = {
     429: Meaning.BUSY,
     501: Meaning.UNSUPPORTED,
 }
-# botocore's classes by name: importing it takes a third of a second.
+# botocore's classes are listed by name, because importing it takes a third of a second.
 _CLASSES = {
     "NoCredentialsError": Meaning.DENIED,
     "PartialCredentialsError": Meaning.DENIED,
@@ -149,25 +149,27 @@ def _of_response(response: dict[str, object]) -> Fault:
 
 
 def fault_error(fault: Fault, what: str, doing: str) -> ScarError:
-    """Return the scarctl error for a fault that means failure."""
+    """Return the scarctl error for a failed request."""
     reason = f"{what}: cannot {doing}: {fault.detail}"
     match fault.meaning:
         case Meaning.DENIED:
-            hint = "check the credentials, what they may do, and this machine's clock"
+            hint = "check the credentials, their permissions, and this machine's clock"
             return AccessDenied(reason, hint=hint)
         case Meaning.WRONG:
             return UsageError(reason, hint="check the store's address, the region and the storage options")
         case Meaning.UNSUPPORTED:
-            return MissingGuarantee(reason, hint="this store cannot do what a commit needs")
+            return MissingGuarantee(reason, hint="this store lacks an operation that commits need")
         case Meaning.NO_PLACE:
             return Unavailable(
-                reason, hint=f"the bucket is gone or was never made; {_SAFE} if it still is", kind="no-bucket"
+                reason,
+                hint=f"the bucket was deleted or never created; {_SAFE} if it exists",
+                kind="no-bucket",
             )
-    return Unavailable(reason, hint=f"try again; {_SAFE}")
+    return Unavailable(reason, hint=f"retry; {_SAFE}")
 
 
 def in_doubt(what: str, detail: str) -> InDoubt:
-    """Return the error for a request that was perhaps carried out."""
+    """Return the error for a request that may have been carried out."""
     return InDoubt(
         f"{what}: it is not known whether it was created ({detail})",
         hint=f"{_SAFE}; the next commit settles this one",
@@ -175,7 +177,7 @@ def in_doubt(what: str, detail: str) -> InDoubt:
 
 
 class Patience:
-    """Limit one operation: pauses that grow between attempts, and a deadline that is kept."""
+    """Time limit of one operation: growing pauses between attempts, and a deadline."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -184,11 +186,11 @@ class Patience:
 
     @property
     def left(self) -> float:
-        """Seconds that are left, never quite none."""
+        """Remaining seconds, always above 0."""
         return max(0.01, self._deadline - time.monotonic())
 
     def pause(self) -> float | None:
-        """Return the seconds to wait before the next attempt; None when there is no time for one."""
+        """Return the seconds to wait before the next attempt; None if the deadline allows no further attempt."""
         pause = self._pause * _random.uniform(0.5, 1.0)
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         return pause if time.monotonic() + pause < self._deadline else None

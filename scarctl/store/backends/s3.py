@@ -1,8 +1,8 @@
-"""Keep a store's files on S3, or a server that speaks its protocol, through s3fs.
+"""Keep a store's files on S3, or a compatible server, through s3fs.
 
-Small files are one PUT. A large one is a multipart upload: it becomes visible by its completion and not before, so a
-writer that fails leaves nothing under the name. s3fs and botocore repeat no request here: `FsspecBlobs` does, for it
-has to know that an answer was lost.
+A small file is one PUT. A large one is a multipart upload, which becomes visible only when it is completed. So a writer
+that fails leaves no partial file. s3fs and botocore do not retry requests here: `FsspecBlobs` does, because it has to
+notice lost answers.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from scarctl.store.backends.remote_errors import Fault, Meaning, Patience, fault
 from scarctl.store.format import is_hex
 
 PART = 8 << 20
-"""Bytes of a part; S3 wants at least 5 MiB for all but the last."""
+"""Bytes of a part; S3 requires at least 5 MiB for all but the last."""
 IN_FLIGHT = 4
-"""Parts being sent at once: a writer holds at most one more than these in memory."""
+"""Most parts that are sent at once: a writer holds at most one more in memory."""
 MAX_PARTS = 10_000
 _GROWTH = ((2_000, 4), (6_000, 32))
-"""From this part on parts are so many times as large, so that 10,000 are enough for a terabyte."""
+"""(index of a part, factor): larger parts from that one on, so that 10,000 parts are enough for a terabyte."""
 SINGLE_PUT = 64 << 20
-"""A larger file that is created exclusively is sent in parts."""
+"""Largest file that is created exclusively by one request. A larger one is sent in parts."""
 OPEN_SECONDS = 30.0
 PAGE = 1_000
-"""Entries of a listing that come at once."""
-_ABORT_SECONDS = 1.0  # beyond the deadline; what stays is aborted by the next writer
+"""Entries per page of a listing."""
+_ABORT_SECONDS = 1.0  # beyond the deadline; the next writer aborts the rest
 _VARIABLES = re.compile(r"(AWS|BOTO|REQUESTS|SSL|S3FS|FSSPEC)_.*|HOME|USERPROFILE|.*_PROXY", re.IGNORECASE)
-"""Variables that botocore, aiohttp and s3fs read, and perhaps more."""
+"""Environment variables that botocore, aiohttp and s3fs may read."""
 
 
 class S3Blobs(FsspecBlobs):
@@ -66,7 +66,7 @@ class S3Blobs(FsspecBlobs):
         given = {**options, "use_listings_cache": False, "skip_instance_cache": True}
         fs = fsspec.filesystem("s3", config_kwargs=config, **given)
         fs.retries = 1
-        # Before the first request, whose deadline it would use up: it loads much, and asks for credentials.
+        # Done before the first request, because loading and fetching credentials would use up its deadline.
         fsspec.asyn.sync(fs.loop, fs.set_session, timeout=OPEN_SECONDS)
         return fs
 
@@ -91,7 +91,7 @@ class S3Blobs(FsspecBlobs):
                 page = self._request("call_s3", "list_objects_v2", **asked)
             except Refused as refused:
                 fault = refused.fault
-                if fault.meaning is Meaning.ABSENT:  # nothing but the bucket can be absent
+                if fault.meaning is Meaning.ABSENT:  # only the bucket can be absent
                     fault = Fault(Meaning.NO_PLACE, fault.detail)
                 raise fault_error(fault, self.where(folder), "list") from None
             start = len(asked["Prefix"])
@@ -128,13 +128,13 @@ class S3Blobs(FsspecBlobs):
                 raise self._error(refused, name, "abort the upload of") from None
 
     def prepare(self, folder: str, *, known: bool = False) -> None:
-        """Do nothing: there are no folders."""
+        """Do nothing, because S3 has no folders."""
 
     def create_exclusive(self, name: str, parts: Sequence[Buffer]) -> None:
         if sum(as_bytes(part).nbytes for part in parts) <= SINGLE_PUT:
             super().create_exclusive(name, parts)
             return
-        # Only an index is so large, and every writer of a record's index writes the same bytes.
+        # Only an index can be this large, and every writer of a record's index writes the same bytes.
         with self.writer(name) as out:
             for part in parts:
                 out.write(part)
@@ -142,7 +142,7 @@ class S3Blobs(FsspecBlobs):
 
     def _create_once(self, name: str, path: str, data: bytes, patience: Patience) -> None:
         if self.exclusive:
-            # In one PUT, however long: completing an upload is not conditional everywhere.
+            # One PUT for any length, because some servers do not support a conditional completion of an upload.
             self._once("pipe_file", path, data, mode="create", chunksize=5 << 30, patience=patience)
         else:
             super()._create_once(name, path, data, patience)
@@ -160,7 +160,7 @@ class S3Blobs(FsspecBlobs):
 
 
 class _Upload:
-    """A file being written: one PUT if it is short, else parts that are sent while the next one is filled."""
+    """A file being written: one PUT if it is short, otherwise parts that are sent while the next one is filled."""
 
     def __init__(self, blobs: S3Blobs, name: str) -> None:
         self._blobs = blobs
@@ -213,11 +213,11 @@ class _Upload:
         try:
             self._blobs._create(self._name, bytes(self._part))
         except InDoubt as error:
-            # Nothing refers to it yet: at worst it is an orphan.
-            raise Unavailable(error.message, hint="try again; what was acknowledged is safe") from None
+            # No record names the file yet, so at worst it is an orphan.
+            raise Unavailable(error.message, hint="retry; acknowledged commits are safe") from None
 
     def close(self) -> None:
-        """Take back what was not committed, best effort: parts that stay are not visible, but cost money."""
+        """Delete uncommitted parts, if possible: remaining parts are invisible, but cost money."""
         for sending in self._sending:
             sending.cancel()
         self._sending.clear()
@@ -230,7 +230,7 @@ class _Upload:
                 "call_s3", "abort_multipart_upload", **self._key, UploadId=self._id, patience=patience
             )
         if self._completing:
-            # It may have been carried out although the answer said nothing of it.
+            # The completion may have succeeded although its answer was lost.
             with contextlib.suppress(Refused, ScarError):
                 self._blobs._request("call_s3", "delete_object", **self._key, patience=patience)
 
@@ -269,7 +269,7 @@ class _Upload:
     def _receive(self) -> None:
         sending = self._sending.popleft()
         try:
-            # It keeps its own deadline; this is only for a thread that does not run any more.
+            # The request has its own deadline. This one is for a thread that has died.
             self._parts.append(sending.result(2 * self._blobs.address.timeout))
             return
         except Refused as refused:
@@ -302,14 +302,14 @@ class _Upload:
         if fault.meaning in (Meaning.NO_UPLOAD, Meaning.ABSENT, Meaning.EXISTS) and self._is_there(patience):
             return  # the first answer was lost
         if fault.meaning is Meaning.EXISTS:
-            self._completing = False  # another's file: not to be deleted
+            self._completing = False  # another writer's file must not be deleted
             raise FileExistsError(errno.EEXIST, "exists already", blobs.where(self._name))
         if fault.meaning is Meaning.ABSENT:
             fault = Fault(Meaning.NO_UPLOAD, fault.detail)
         raise fault_error(fault, blobs.where(self._name), "write")
 
     def _is_there(self, patience: Patience) -> bool:
-        """Return whether the file under the name is this one: its tag is made from those of the parts."""
+        """Return whether the existing file is this one, by its tag, which is computed from the tags of the parts."""
         digests = b"".join(bytes.fromhex(part["ETag"].strip('"')) for part in self._parts if _is_md5(part))
         tag = f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(self._parts)}"
         try:

@@ -1,0 +1,286 @@
+"""Makers of small files that claim much, for `tests.adversarial.claims`: each changes a store or a state file."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.folder import arena_folder
+from scarctl.arena.header import FILE
+from scarctl.state import codec
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.state.version import pack
+from scarctl.store import Store, open_writer
+from scarctl.store.format import canonical, checksum, dump_header, encode_header, header_length, parse_header
+from scarctl.theory.history import MOST
+from tests.adversarial.image import LAYOUT, SEED, Image
+from tests.store.helpers import Data
+
+HUGE = 1 << 28
+
+
+def signed(obj: dict[str, Any]) -> bytes:
+    """A JSON file of a store with a right checksum."""
+    return canonical({**obj, "checksum": checksum(obj)})
+
+
+class Ground:
+    """A store, state files of each kind, and a folder to write to."""
+
+    def __init__(self, root: Path, image: Image) -> None:
+        self.root = root
+        self.store = root / "run"
+        self.state = root / "state.safetensors"
+        self.torch = root / "state.pt"
+        self.dcp = root / "dcp"
+        image.write(self.store)
+        save_file({"w": np.arange(4, dtype=np.float32)}, self.state)
+
+    def rewrite(self, folder: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Change every JSON file of a folder of the store."""
+        for path in (self.store / folder).iterdir():
+            path.write_bytes(signed(change(json.loads(path.read_bytes()))))
+
+    def relaid(self, layout: Layout) -> None:
+        """Give the store another layout: one record per shard, of an epoch, names it."""
+        digest = layout.digest
+        for path in (self.store / "layout").iterdir():
+            path.unlink()
+        text = {"format": 1, "kind": "layout", "digest": digest, "layout": layout.to_json()}
+        (self.store / "layout" / f"{digest}.json").write_bytes(signed(text))
+        for path in (self.store / "snapshots").iterdir():
+            path.unlink()
+        for log in (self.store / "shards").glob("*/log"):
+            first, *others = sorted(log.iterdir())
+            obj = json.loads(sorted([first, *others])[-1].read_bytes())
+            for name in ("seg", "index"):
+                for path in (log.parent / name).iterdir():
+                    path.unlink()
+            for path in (first, *others):
+                path.unlink()
+            obj |= {"seq": 0, "kind": "epoch", "parent": "", "segment": None, "partitions": 0, "boundary": 0}
+            obj |= {"layout": digest, "sealed": False, "extras": False, "base": None, "step": -1}
+            (log / f"{0:020d}.json").write_bytes(signed(obj))
+
+
+def bomb(obj: dict[str, Any], unit: bytes, size: int, key: str = "zzz") -> bytes:
+    """`obj` with a list of `unit` that makes it as long as may be; its checksum fits."""
+    body = b"[" + b",".join([unit] * (size // (len(unit) + 1))) + b"]"
+    plain = canonical({k: v for k, v in obj.items() if k != "checksum"})
+    inner = plain[:-1] + b',"%s":' % key.encode() + body + b"}"
+    digest = hashlib.sha256(inner).hexdigest()
+    head = canonical({**{k: v for k, v in obj.items() if k != "checksum"}, "checksum": digest})
+    return head[:-1] + b',"%s":' % key.encode() + body + b"}"
+
+
+def in_json(folder: str, unit: bytes, size: int) -> Callable[[Ground], None]:
+    def change(ground: Ground) -> None:
+        for path in (ground.store / folder).iterdir():
+            path.write_bytes(bomb(json.loads(path.read_bytes()), unit, size))
+
+    return change
+
+
+def partitions(ground: Ground) -> None:
+    ground.relaid(build_layout([("w", "parameter", (TensorSpec("", "F32", (HUGE, 1)),))], rows={"w": 1}))
+
+
+def header(content: bytes, path: Path) -> None:
+    content += b" " * (-len(content) % 8)
+    path.write_bytes(len(content).to_bytes(8, "little") + content)
+
+
+def segment_header(ground: Ground) -> None:
+    for path in sorted((ground.store / "shards").glob("*/seg/*"))[-1:]:
+        header(b'{"a":[' + b"[]," * (20 << 20) + b"[]" + b"]}", path)
+
+
+def state_header(unit: bytes) -> Callable[[Ground], None]:
+    return lambda ground: header(
+        b'{"a":[' + b",".join([unit] * ((60 << 20) // (len(unit) + 1))) + b"]}", ground.state
+    )
+
+
+def metadata(content: bytes) -> Callable[[Ground], None]:
+    def change(ground: Ground) -> None:
+        ground.dcp.mkdir()
+        (ground.dcp / ".metadata").write_bytes(content)
+
+    return change
+
+
+def archive(entries: int, content: bytes) -> Callable[[Ground], None]:
+    def change(ground: Ground) -> None:
+        with zipfile.ZipFile(ground.torch, "w", zipfile.ZIP_STORED) as archive:
+            archive.writestr("archive/data.pkl", content)
+            archive.writestr("archive/version", b"3\n")
+            for number in range(entries):
+                archive.writestr(f"archive/data/{number}", b"")
+
+    return change
+
+
+def huge_archive(ground: Ground) -> None:
+    """A directory of a million entries, made without a million calls."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}.")
+    data = buffer.getvalue()
+    at = data.rindex(b"PK\x01\x02")
+    end = data.rindex(b"PK\x05\x06")
+    entry, count = data[at:end], 1_000_000
+    directory = entry * count
+    eocd64 = b"PK\x06\x06" + (44).to_bytes(8, "little") + bytes([45, 0, 45, 0]) + bytes(8)
+    eocd64 += (
+        count.to_bytes(8, "little") * 2 + len(directory).to_bytes(8, "little") + at.to_bytes(8, "little")
+    )
+    locator = (
+        b"PK\x06\x07" + bytes(4) + (at + len(directory)).to_bytes(8, "little") + (1).to_bytes(4, "little")
+    )
+    tail = b"PK\x05\x06" + bytes(4) + b"\xff\xff" * 2 + b"\xff\xff\xff\xff" * 2 + bytes(2)
+    ground.torch.write_bytes(data[:at] + directory + eocd64 + locator + tail)
+
+
+def settings_bomb(ground: Ground) -> None:
+    """As many lists in the store's settings as there is room for."""
+    path = ground.store / "scarctl.json"
+    path.write_bytes(bomb(json.loads(path.read_bytes()), b"[]", 900_000))
+
+
+def cut_small(**fixed: Any) -> Callable[[Ground], None]:
+    """An empty store whose settings cut the state file into one partition per row."""
+
+    def change(ground: Ground) -> None:
+        path = ground.store / "scarctl.json"
+        obj = json.loads(path.read_bytes())
+        obj["settings"] |= {"partition_bytes": None, "rows": [], "shards": 1, **fixed}
+        path.write_bytes(signed(obj))
+        for folder in ("layout", "snapshots", "shards"):
+            for file in (ground.store / folder).rglob("*.*"):
+                file.unlink()
+        save_file({"w": np.zeros(1 << 22, dtype=np.float32)}, ground.state)
+
+    return change
+
+
+def in_index(change: Callable[[dict[str, Any]], None]) -> Callable[[Ground], None]:
+    """Change what every index says of its shard's state."""
+
+    def made(ground: Ground) -> None:
+        found = list((ground.store / "shards").glob("*/index/*"))
+        assert found, "the store has no index"
+        for path in found:
+            raw = path.read_bytes()
+            length = header_length(raw[:8], len(raw), path)
+            was = parse_header(raw[:length], len(raw), path)
+            state = json.loads(was.metadata["state"])
+            change(state)
+            shapes = [(n, e.dtype, e.shape) for n, e in sorted(was.tensors.items(), key=lambda x: x[1].start)]
+            text = {**was.metadata, "state": canonical(state).decode()}
+            content = encode_header(dump_header(shapes, text)) + raw[length:-32]
+            path.write_bytes(content + hashlib.sha256(content).digest())
+
+    return made
+
+
+def many_segments(state: dict[str, Any]) -> None:
+    state["segments"] = state["segments"][:1] * 150_000
+
+
+def many_lists(state: dict[str, Any]) -> None:
+    state["zzz"] = [[]] * 1_000_000
+
+
+def in_extras(text: str) -> Callable[[Ground], None]:
+    """Commit extras of this text."""
+    return lambda ground: _commit(ground, {}, (text, {}))
+
+
+def points(count: int, norm: float) -> Callable[[Ground], None]:
+    """Commit extras with so many points of how far the parameters have moved."""
+    steps = np.arange(count, dtype=np.float64) * 2
+    found = np.stack([steps, np.ones(count), np.full(count, norm)], axis=1)
+    extras = {"early": {}, "late": {}, "history": {"norm": "l2", "points": found}}
+    return lambda ground: _commit(ground, extras, None)
+
+
+def all_points(norm: float) -> Callable[[Ground], None]:
+    return points(MOST, norm)
+
+
+def _commit(ground: Ground, extras: object, encoded: tuple[str, dict[str, Any]] | None) -> None:
+    store = Store.open(ground.store)
+    count = store.settings.shards
+    with (
+        open_writer(store, layout=LAYOUT, shard_of=LAYOUT.shards(count, SEED)) as writer,
+        mock.patch.object(codec, "encode", return_value=encoded or codec.encode(extras)),
+    ):
+        writer.commit(0, np.empty(0, np.int64), Data(LAYOUT, 0), step=10_000, extras=extras)
+    store.close()
+
+
+def in_arena(text: bytes) -> Callable[[Ground], None]:
+    """A stopped run's arena with this text as its layout; all else in its header fits."""
+
+    def change(ground: Ground) -> None:
+        store = Store.open(ground.store)
+        folder, everything = arena_folder(str(ground.root), store.run_id), np.arange(LAYOUT.partitions)
+        arena = Arena.create(folder, LAYOUT, run_id=store.run_id, epoch=9)
+        arena.begin(everything)
+        arena.end(everything, pack(9, 900))
+        arena.begin_lines(store.lines())
+        arena.close()
+        store.close()
+        with (folder / FILE).open("r+b") as file:
+            file.seek(4096)
+            file.write(text)
+            file.truncate(max(file.tell(), (folder / FILE).stat().st_size))
+            size = file.seek(0, 2)
+            for at, value in ((16, size), (40, len(text))):
+                file.seek(at)
+                file.write(struct.pack("<Q", value))
+
+    return change
+
+
+def listed(unit: bytes, count: int) -> bytes:
+    return b"[" + b",".join([unit] * count) + b"]"
+
+
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}."
+
+
+def legacy(content: bytes) -> Callable[[Ground], None]:
+    """A `.pt` file of the kind before archives, with this pickle."""
+
+    def change(ground: Ground) -> None:
+        ground.torch.write_bytes(_LEGACY + content)
+
+    return change
+
+
+def unbacked(*, keys: bool) -> Callable[[Ground], None]:
+    """A tensor of 64 GiB without data. keys: whether its storage is named as one that follows."""
+
+    def change(ground: Ground) -> None:
+        import torch
+
+        out = io.BytesIO()
+        torch.save({"w": torch.zeros(77)}, out, _use_new_zipfile_serialization=False)
+        data = out.getvalue().replace(b"K\x4d", b"\x8a\x05" + (1 << 34).to_bytes(5, "little"))
+        at = data.rindex(b"\x80\x02]")
+        end = data.index(b"a.", at) + 2
+        ground.torch.write_bytes(data[:at] + (data[at:end] if keys else b"\x80\x02].") + data[end:])
+
+    return change

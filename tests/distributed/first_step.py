@@ -1,0 +1,48 @@
+"""Jobs in which one rank cannot begin to save, when the others can."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import fully_shard
+
+import scarctl
+import scarctl.persist.saver
+from scarctl.config import grouped
+from scarctl.persist.thread import PersisterThread
+from tests.distributed.jobs import Bowl
+
+
+class Starved(PersisterThread):
+    """One that is to begin when there is no memory for another thread's stack."""
+
+    def __init__(self, *args: Any) -> None:
+        size = threading.stack_size(1 << 46)
+        try:
+            super().__init__(*args)
+        finally:
+            threading.stack_size(size)
+
+
+def starved(rank: int, world: int, folder: str) -> str:
+    """What each rank's first step, or what comes before it, raises: the last rank's saving thread cannot begin."""
+    model = Bowl()
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    Path(folder, "arena").mkdir(exist_ok=True)
+    options = grouped(interval=1000, daemon=False, arena_dir=f"{folder}/arena")
+    session = scarctl.attach(model, optimizer, store=f"{folder}/store", **options)
+    if rank == world - 1:
+        scarctl.persist.saver.PersisterThread = Starved  # type: ignore[misc]
+    try:
+        session.resume()
+        model().backward()
+        optimizer.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        session.close(seal=False)
+    return ""

@@ -1,0 +1,200 @@
+"""Copies in memory stay as young while the store is stopped as with one that keeps up, and the store loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import scarctl
+from scarctl.config import grouped
+from scarctl.daemon.client import ask
+from scarctl.persist.persister import Persister
+from scarctl.state.version import step_of
+from scarctl.store import Store, verify
+from tests.support import stepper
+from tests.support.forkserver import Program
+from tests.support.training import drained
+
+TURN = 12
+"""Iterations in which the stepper saves all of the state."""
+
+
+class Table:
+    """A table of 64 rows, all of which a step changes, the first ones by far the most."""
+
+    def __init__(self, store: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Embedding(64, 256)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        given = {"rows": {"*": 1}, "daemon": False, "interval": 1, **options}
+        self.session = scarctl.attach(self.model, self.optimizer, store=store, **grouped(**given))
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        weight = self.model.weight
+        (weight.sum() + 100 * weight[:4].sum()).backward()
+        self.optimizer.step()
+        self.session._finish()
+        time.sleep(0.01)
+
+    def oldest_copy(self) -> int:
+        """How many iterations the oldest copy in memory is behind."""
+        arena = self.session._started().arena
+        return self.session.head_step - int(step_of(arena.newest()).min())
+
+
+class Reader:
+    """Takes the place of how the persister reads the arena: it may hang, or be slow."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.hangs = threading.Event()
+        self.seconds = 0.0
+        real = Persister._source
+
+        def source(persister: Persister, *arguments: Any) -> memoryview:
+            if not self.goes_on.is_set():
+                self.hangs.set()
+                self.goes_on.wait(60)
+            time.sleep(self.seconds)
+            return real(persister, *arguments)
+
+        patch.setattr(Persister, "_source", source)
+
+
+def test_a_run_killed_long_after_the_store_had_stopped_comes_back_young(
+    tmp_path: Path, daemon_folder: Path
+) -> None:
+    """The daemon is stopped, then the training process killed, then the daemon."""
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        job = Program(["-m", "tests.support.stepper", str(tmp_path / "store"), "1000000"], stdout=output)
+    daemon = 0
+
+    def last() -> int:
+        lines = log.read_bytes().split(b"\n")
+        return int(json.loads(lines[-2])["step"]) if len(lines) > 1 else 0
+
+    def wait_for(step: int) -> None:
+        deadline = time.monotonic() + 60
+        while last() < step:
+            assert job.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    try:
+        wait_for(40)
+        daemon = ask(daemon_folder, "status")["pid"]
+        os.kill(daemon, signal.SIGSTOP)
+        stopped = time.monotonic()
+        stopped_at = last()
+        wait_for(stopped_at + 200)
+        while time.monotonic() < stopped + 4:  # more than the patience with a store that stops while it reads
+            time.sleep(0.01)
+        head = last()
+    finally:
+        job.kill()
+        job.wait()
+        if daemon:
+            os.kill(daemon, signal.SIGKILL)
+    store = Store.open(str(tmp_path / "store"))
+    in_store = max(int(step_of(store.state(shard).version).max()) for shard in store.shards())
+    store.close()
+    assert in_store <= stopped_at + TURN
+    model, optimizer = stepper.build()
+    session = stepper.attach(model, optimizer, str(tmp_path / "store"))
+    resumed = session.resume()
+    assert resumed.step > head - 6
+    assert resumed.report is not None
+    # What the kill has torn in the middle of a copy comes from the store.
+    ages = resumed.step - step_of(resumed.report.plan.version[resumed.report.plan.tier == 1])
+    assert ages.size >= 48
+    assert ages.max() <= TURN + 6
+    assert stepper.torn_rows(model, optimizer) == []
+    session.close(seal=False)
+
+
+def test_a_store_that_hangs_in_the_middle_of_a_copy_keeps_nothing_old_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = Reader(monkeypatch)
+    table = Table(tmp_path / "store", fraction=1.0)
+    for _ in range(5):
+        table.step()
+    drained([table.session])
+    reader.goes_on.clear()
+    while not reader.hangs.is_set():
+        table.step()
+    deadline = time.monotonic() + 1.5
+    while time.monotonic() < deadline or table.oldest_copy() > 2:
+        table.step()
+        assert time.monotonic() < deadline + 20
+    for _ in range(20):
+        table.step()
+        assert table.oldest_copy() <= 2
+    assert table.session.lag >= 20, "what the store has not is said, however young memory is"
+    assert len(table.session._started().queue.numbers()) <= 3
+    reader.goes_on.set()
+    table.session.close()
+    store = Store.open(tmp_path / "store")
+    assert verify(store, read_data=True).problems == []
+    store.close()
+    again = Table(tmp_path / "store")
+    resumed = again.session.resume()
+    assert (resumed.step, resumed.exact) == (table.session.head_step, True)
+    assert torch.equal(again.model.weight, table.model.weight)
+    again.session.close()
+
+
+def test_a_slow_store_gets_everything_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes several intervals for a hand-over. What changes most is picked again and again, and comes to the store
+    nonetheless; what changes least, too."""
+    reader = Reader(monkeypatch)
+    table = Table(tmp_path / "store", fraction=0.25)
+    table.step()
+    drained([table.session])
+    reader.seconds = 0.05
+    arena = table.session._started().arena
+    head, deadline = table.session.head_step, time.monotonic() + 60
+    while (step_of(arena.durable) <= head + 50).any():
+        table.step()
+        assert time.monotonic() < deadline, step_of(arena.durable).tolist()
+    reader.seconds = 0.0
+    table.session.close()
+    assert verify(Store.open(tmp_path / "store"), read_data=True).problems == []
+
+
+def test_a_seal_that_memory_has_overtaken_is_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The very first one, too: the store hangs, memory moves on, and then the store gets a state to roll back to."""
+    reader = Reader(monkeypatch)
+    reader.goes_on.clear()
+    table = Table(tmp_path / "store", fraction=0.25)
+    deadline = time.monotonic() + 20
+    while table.session.head_step < 20 or table.oldest_copy() >= 12:
+        table.step()
+        assert time.monotonic() < deadline
+    assert reader.hangs.is_set()
+    reader.goes_on.set()
+    arena = table.session._started().arena
+    while step_of(arena.sealed) < 12:
+        table.step()
+        drained([table.session])
+        assert time.monotonic() < deadline + 20
+    sealed = int(step_of(arena.sealed))
+    table.session.close(seal=False)
+    again = Table(tmp_path / "store")
+    resumed = again.session.resume(mode="rollback")
+    assert (resumed.step, resumed.exact) == (sealed, True)
+    again.session.close(seal=False)
