@@ -238,7 +238,7 @@ class LiveState:
         return set(map(attrgetter("device"), self._flat))
 
     def all_counters(self) -> list[int]:
-        """The `counters` of all groups, one after the other: there may be thousands of tensors."""
+        """Return the `counters` of all groups in one list, at once: there may be thousands of tensors."""
         return list(map(attrgetter("_version"), self._flat))
 
     def written(self, before: list[int]) -> Set[int]:
