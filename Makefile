@@ -105,6 +105,7 @@ oldest: $(OLDEST)/.oldest
 optimizers: $(OPTIMIZERS)/.optimizers
 	$(OPTIMIZERS)/bin/python -m tests.optimizers
 	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party
+	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party --killed
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -41,7 +41,7 @@ from peer_savers import PARTS, SAVERS, timed
 from timing import arenas, parser, print_table, scratch, settle, spread
 from training import build, tensors
 
-MARKER = "SCARCTL_BENCHMARK_PEER"
+MARKER = "BENCHMARK_PEER"
 SYNCED = ("scarctl", "DCP", "torchsnapshot")
 """Those that sync what they write."""
 _PAUSE = 0.02

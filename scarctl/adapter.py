@@ -180,7 +180,7 @@ class KnowsCaveats(Protocol):
     """Optional part of an adapter, to detect training that does not match the saved state."""
 
     def watch(self, caveats: Caveats) -> Watching:
-        """Start reporting to `caveats` what is not protected, as soon as it is detected."""
+        """Start reporting state and steps that are not protected to `caveats`, as soon as they are detected."""
 
 
 class _Blind:

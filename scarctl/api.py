@@ -17,6 +17,7 @@ from scarctl.config import (
     Settings,
     flatten,
 )
+from scarctl.config.environment import warn_of_unread
 from scarctl.distributed.collectives import Solo, Team, world_size
 from scarctl.distributed.coordinator import Crew
 from scarctl.errors import UsageError
@@ -85,6 +86,7 @@ def attach(
     }
     given["arena_dir"] = _path("arena_dir", given.get("arena_dir"))
     resolved = SessionSettings.resolve(given, environ=os.environ)
+    warn_of_unread(os.environ)
     named = _by_name(extras)
     late = {name: extra.value for name, extra in named.items() if extra.after_step}
     adapter = find_adapter(

@@ -34,7 +34,7 @@ def check_names(what: str, saved: Mapping[str, Any], given: Mapping[str, Any]) -
 
 
 def _is_generator(item: Any) -> bool:
-    """Return whether `item` is a generator of torch, or an older one of numpy, without importing torch."""
+    """Return whether `item` is a torch generator or a numpy `RandomState`, without importing torch."""
     return hasattr(item, "get_state") and hasattr(item, "set_state") and not hasattr(item, "state_dict")
 
 

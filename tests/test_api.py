@@ -15,7 +15,7 @@ from torch import nn
 
 import scarctl
 from scarctl.arena.folder import host_folder
-from scarctl.config import describe, grouped
+from scarctl.config import describe, environment, grouped
 from scarctl.errors import LayoutMismatch, Unavailable, UsageError
 from tests.daemon.trainer import status, stop
 from tests.support import stepper
@@ -211,3 +211,22 @@ def test_the_live_state_takes_the_place_of_an_earlier_run(tmp_path: Path) -> Non
     with pytest.raises(LayoutMismatch):
         session.supersede()
     session.close()
+
+
+def test_a_variable_that_nothing_reads_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    environment._warn.cache_clear()
+    for name in ("INTERVALL", "WAIT", "ROWS", "RUN_TIMEOUT", "RESTART_COUNT", "simulate_seed", "UNHEARD_OF"):
+        monkeypatch.setenv(f"SCARCTL_{name}", "3")
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING, "scarctl"):
+            scarctl.attach(nn.Linear(2, 2), store=tmp_path / "store", hooks="off").close()
+    said = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
+    assert said == [
+        "SCARCTL_INTERVALL has no effect: scarctl reads no such variable; did you mean SCARCTL_INTERVAL?",
+        "SCARCTL_ROWS has no effect: give it in scarctl.toml, or to attach",
+        "SCARCTL_UNHEARD_OF has no effect: scarctl reads no such variable",
+        "SCARCTL_WAIT has no effect: scarctl reads no such variable; did you mean SCARCTL_RUN_TIMEOUT?",
+        "SCARCTL_simulate_seed has no effect: scarctl reads no such variable; did you mean SCARCTL_SIMULATE_SEED?",
+    ]

@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "scarctl"
 WITH_TORCH = {
     "scarctl.adapter",
     "scarctl.api",
+    "scarctl.distributed.host_memory",
     "scarctl.checkpoint.binding",
     "scarctl.checkpoint.checkpointer",
     "scarctl.session.completing",

@@ -53,7 +53,7 @@ def attach_and_resume(
     That is models, optimizers, schedulers, gradient scaler, and the objects of `register_for_checkpointing`. Call it
     after `accelerator.prepare`, on all ranks, right before the loop.
 
-    mode, snapshot: what to resume from, see `Session.resume`.
+    mode, snapshot: the state to resume, see `Session.resume`.
     options: those of `scarctl.attach` (store, fraction, interval, extras, ...), except model, optimizer, schedulers,
         scaler and hooks. Registered objects and schedulers are read right before the next optimizer's step. Pass state
         that the next batch changes as `extras`.
@@ -98,7 +98,7 @@ class Run:
 
     session: scarctl.Session
     resumed: Resumed
-    """What the run resumed from."""
+    """The state from which the run resumed."""
 
     def __init__(self) -> None:
         self._closed = False

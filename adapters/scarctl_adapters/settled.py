@@ -1,4 +1,4 @@
-"""Keep values as they were when a framework's loop was done with a step.
+"""Keep the values of the moment at which a framework's loop was done with a step.
 
 A framework changes schedules, counters and callbacks after the optimizer's step, and again in a validation or at an
 epoch's end. A resumed run repeats the latter, so a checkpoint needs the values from before.
@@ -16,7 +16,7 @@ class Settled(Generic[T]):
     """The values of one step. `value` is None until the loop is done with the step."""
 
     def __init__(self, capture: Callable[[], T]) -> None:
-        """capture: returns the values as they are now."""
+        """capture: returns the current values."""
         self._capture = capture
         self.value: T | None = None
 

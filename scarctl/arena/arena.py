@@ -5,7 +5,7 @@
 It holds one copy of the state: every partition as it was last saved. It outlives a process that dies, and the next
 process maps it again. Each partition has these fields:
 
-    generation uint64   odd while a copy is under way, even after it, so that torn copies are known
+    generation uint64   odd during a copy, and after it if the process died, so that torn copies are known
     version    int64    (epoch, step) of the copy, see `scarctl.state.version`; -1 without a copy
     durable    int64    version that the store has; if it differs, the copy is pending
     distance   float64  last known distance of the live values from the copy; NaN if unknown

@@ -145,6 +145,11 @@ class BeforeBoot(Corruption):
     """The arena is from before the machine's last boot: its generations do not show which copies are intact."""
 
 
+def stamp_boot(fd: int) -> None:
+    """Have an arena's file belong to this start of this machine: it came from another host, complete."""
+    os.pwrite(fd, boot_id(), _FIXED.size - 16)
+
+
 def boot_id() -> bytes:
     """Return the id of this boot: 16 bytes; zeros if the system has none."""
     try:

@@ -114,7 +114,7 @@ def believed(arena: Arena | None, store: Store, *, set_aside: bool = False) -> A
         if _is_kin(arena, store):
             return arena
         if set_aside:
-            what = f"the copies in memory are not used, and set aside in {_set_aside(arena.folder)}"
+            what = f"the copies in memory are not used, and set aside in {put_aside(arena.folder)}"
     except BaseException:
         arena.close()
         raise
@@ -188,7 +188,7 @@ def _aside_of(folder: Path) -> Path:
     return folder.with_name(folder.name + ASIDE)
 
 
-def _set_aside(folder: Path) -> Path:
+def put_aside(folder: Path) -> Path:
     """Rename an arena's folder. An earlier folder of that name is deleted: a run has at most one."""
     aside = _aside_of(folder)
     try:

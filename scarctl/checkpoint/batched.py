@@ -41,7 +41,7 @@ def distances_of_groups(
             some = [groups[i] for i in batch], [live[i][0] for i in batch], [saved[i][0] for i in batch]
             found.update(zip(batch, _packed_distances(*some, norm), strict=True))
     for i, group in enumerate(groups):
-        # Overflow, or values that are not finite: the other way knows what to make of those.
+        # Overflow, or values that are not finite: only the unbatched method handles those.
         if i not in found or not np.isfinite(found[i]).all():
             found[i] = distances(group, live[i], saved[i], norm, scratch)
     return [found[i] for i in range(len(groups))]

@@ -55,12 +55,12 @@ class Behind:
         self._behind_at = 0
         """The newest step at which the lag was more than a turn."""
         self._since = np.full(arena.layout.partitions, NEVER, dtype=np.int64)
-        """Step of the first copy that waits since the store had the newest one; NEVER where none waits."""
+        """Per partition, step of its first pending copy since it was last durable; NEVER without a pending copy."""
         self._durable = arena.durable.copy()
         self._seen: tuple[int, float] | None = None
         self._step_seconds: float | None = None
         self._oldest, self._oldest_since = -1, math.inf
-        """Step of the oldest change that waits for the store, and the time since when it has been the oldest."""
+        """Step of the oldest pending change, and the time at which it became the oldest."""
 
     @property
     def turn(self) -> int:
@@ -92,9 +92,9 @@ class Behind:
             self._caveats.say(KIND, self._text(lag, step, saver.speed), inexact=False)
 
     def lag(self, pending: NDArray[np.bool_], step: int) -> int:
-        """Return the iterations since the oldest change that waits for the store. 0 when nothing waits.
+        """Return the iterations since the oldest pending change; 0 if all copies are durable.
 
-        pending, step: see `look`. A copy that waits may be replaced by a newer one, and the change waits nonetheless.
+        pending, step: see `look`. If a newer copy replaces a pending one, the older change is still pending.
         """
         durable = self._arena.durable.copy()
         # A partition that the store took meanwhile waits with another copy.
@@ -108,12 +108,12 @@ class Behind:
     def _text(self, lag: int, step: int, speed: Speed | None) -> str:
         turn, interval = self.turn, self._cadence.interval
         text = (
-            f"step {step}: the store is {lag} iterations behind. All of the state is to be saved every {turn}. "
-            "What this host's memory holds is younger, and is lost with the host."
+            f"step {step}: the store is {lag} iterations behind. The whole state should be saved every {turn}. "
+            "Newer copies are in this host's memory only, and lost if the host fails."
         )
         period = interval * self._step_seconds if self._step_seconds else None
         if speed is None or period is None:
-            return f"{text} Nothing was measured yet: `scarctl daemon status` shows what waits."
+            return f"{text} Nothing was measured yet: `scarctl daemon status` shows the pending copies."
         text += (
             f" Measured: {speed.handover_seconds:.3g} s for a checkpoint, one every {period:.3g} s; "
             f"{speed.bytes_per_second / 1e6:.3g} MB/s and {speed.commits_per_second:.3g} commits/s."

@@ -1,4 +1,4 @@
-"""Measure or estimate how far every partition has moved since it was saved, to choose what to save.
+"""Measure or estimate how far every partition has moved since it was saved, to choose the partitions to save.
 
     exact       compares all values of the parameter with the copy (`distance`).
     overlapped  the same, in pieces, after every iteration between two checkpoints (`overlapped`). If all parameters

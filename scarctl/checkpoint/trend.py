@@ -61,7 +61,7 @@ class Trend:
             return
         now = []
         for n, g in enumerate(self.groups):
-            # Once: positions stay where the parameter is.
+            # Computed once, on the parameter's device.
             self._index[n] = self._index[n].to(tensors[g][0].device)
             now.append(values_at(tensors[g][0], self._index[n]))
         self._now = np.concatenate(now)
@@ -71,10 +71,10 @@ class Trend:
         with np.errstate(invalid="ignore", over="ignore"):
             guess = self._each(weight) * (self._saved - self._before)
             moved = self._now - self._saved
-            # Where there is no guess there is nothing to learn about it.
-            told = self._each(np.logical_or.reduceat(guess != 0, self._first))
-            told &= np.isfinite(guess) & np.isfinite(moved)
-            guess, moved = np.where(told, guess, 0.0), np.where(told, moved, 0.0)
+            # Without an extrapolated value there is no error to measure.
+            measured = self._each(np.logical_or.reduceat(guess != 0, self._first))
+            measured &= np.isfinite(guess) & np.isfinite(moved)
+            guess, moved = np.where(measured, guess, 0.0), np.where(measured, moved, 0.0)
             self.fits.learn(
                 *(
                     np.add.reduceat(a * b, self._begin)
@@ -92,7 +92,7 @@ class Trend:
         self._before[each] = self._saved[each]
         self._saved[each] = self._now[each]
         on = mine | self._there if sealed else mine
-        # One that was known to stand still meanwhile has taken all that time for its last movement.
+        # If a partition has not moved since then, its last movement took the whole time.
         known = self._there & (mine | (self._gap > 0))
         gap = np.where(mine, 0, self._gap) + step - self._step
         self._gap[on] = np.where(known, gap, 0)[on]

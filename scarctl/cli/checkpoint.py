@@ -122,7 +122,7 @@ def save_state(
     )
     done = checkpoint(open_state(state), settings, dry_run=dry_run)
     for reason in done.damaged:
-        warn(f"{reason}; what it held is saved again")
+        warn(f"{reason}; its partitions are saved again")
     if done.nonfinite_partitions:
         warn(_about_nonfinite(done))
     emit(

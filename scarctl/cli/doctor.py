@@ -1,4 +1,4 @@
-"""`scarctl doctor`: test what a place for a store guarantees, and how fast it is."""
+"""`scarctl doctor`: test the guarantees of a place for a store, and its speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scarctl inspect`: show what a store holds, how old it is, and what losing a shard now would change."""
+"""`scarctl inspect`: show a store's copies, their ages, and the effect of losing a shard."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def command(
     as_json: bool,
     debug: bool,
 ) -> int:
-    """Show what a store holds: ages, shards, sizes, and what losing each shard now would change.
+    """Show a store's copies, their ages and sizes, and the predicted effect of losing each shard.
 
     Distances and the newest step of a run are known as long as its arena is on this host. With --watch, --json prints
     one document per line; it lists no partitions unless --limit asks for them.

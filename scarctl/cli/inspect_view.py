@@ -123,7 +123,7 @@ def summary(view: Survey) -> list[str]:
 
 
 def _processes(view: Survey) -> list[str]:
-    """Return what saves to the store: ranks and their shards, or one process."""
+    """Return the writers of the store: ranks and their shards, or one process."""
     run, topology = view.run, view.topology
     if topology is None:
         if run is None:
@@ -165,7 +165,7 @@ def _convergence(view: Survey) -> str:
 
 
 def tables(view: Survey) -> list[Table]:
-    """Return the tables of what fails together (shards or ranks), and of the partitions at risk."""
+    """Return the tables of shards or ranks, and of the partitions at risk."""
     if view.layout is None:
         return []
     stalest, changed = (

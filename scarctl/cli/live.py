@@ -15,6 +15,7 @@ from scarctl.cli.output import (
     human_bytes,
     note,
     open_store,
+    recovery_options,
     shown_url,
     timeout_option,
     warn,
@@ -36,7 +37,7 @@ Examples:
 def command() -> None:
     """Ask the session that runs on this host to save, or to restore lost parts in place.
 
-    The session has to save through this host's daemon. It does what it was asked for after its next step.
+    The session has to save through this host's daemon. It carries out the request after its next step.
     """
 
 
@@ -101,20 +102,7 @@ Examples:
   scarctl live recover --store ckpt --lost rank:2 --max-rework 50
 """
 )
-@click.option(
-    "--lost",
-    required=True,
-    multiple=True,
-    metavar="SPEC",
-    help="Lost shards (2,5) or ranks (rank:1,3), patterns of names ('layers.3.*', 'emb.weight[0:512]'), or all. May be "
-    "repeated.",
-)
-@click.option(
-    "--max-rework",
-    type=click.FloatRange(min=0),
-    metavar="N",
-    help="Refuse, and change nothing, if the predicted cost exceeds N iterations or is unknown.",
-)
+@recovery_options
 @timeout_option("Seconds to wait for the session's answer.")
 @arena_option
 @common_options
@@ -161,5 +149,5 @@ def recover(
     }
     emit(fields, as_json=as_json, text="\n".join(lines))
     if report["problems"] and not report["degraded"]:
-        note("exit code 3: what is named above could not be restored whole")
+        note("exit code 3: the parts named above could not be restored completely")
     return EXIT_PARTLY if report["degraded"] or report["problems"] else EXIT_OK

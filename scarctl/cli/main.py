@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,9 +14,8 @@ import click
 from scarctl import __version__
 from scarctl.cli.output import EXIT_RUN_FAILED, EXIT_SIGNAL, logging_to_stderr, report_error, signals
 from scarctl.config import KNOWN_NAMES, STORAGE_OPTIONS, VERBS, read_file, storage_options
+from scarctl.config.environment import OF_EACH_COMMAND, warn_of_unread
 from scarctl.errors import UsageError
-
-log = logging.getLogger("scarctl")
 
 # Listed here so that `scarctl --help` imports no command.
 COMMANDS = {
@@ -77,9 +75,10 @@ Examples:
 
 \b
 Every setting is also an environment variable (--store is SCARCTL_STORE) and a key of scarctl.toml in the
-current folder: a table per command, or at the top for all. Command line > environment > file. Options that
-say what to do are given on the command line only: --lost, --into, --output, --snapshot, --full, --keep,
---no-writer, --yes, --reap. A scarctl.toml that others may write is ignored.
+current folder: a table per command, or at the top for all. --timeout has the command's name (SCARCTL_RUN_TIMEOUT)
+and counts in its table only. Command line > environment > file. Options that say what to do are given on the
+command line only: --lost, --into, --output, --snapshot, --full, --keep, --no-writer, --yes, --reap. A variable
+that has no effect is named in a warning. A scarctl.toml that others may write is ignored.
 
 \b
 Exit codes:
@@ -100,7 +99,7 @@ class LazyGroup(click.Group):
         command: click.Command = importlib.import_module(f"scarctl.cli.{cmd_name}").command
         leaves = command.commands if isinstance(command, click.Group) else {"": command}
         for leaf in leaves.values():
-            _name_variables(leaf, study=cmd_name if cmd_name in _OF_STUDIES else None)
+            _name_variables(leaf, cmd_name)
         # A file has the names of the command line; click knows options by the names of the function's arguments.
         names = {
             part: {_key(word): parameter.name for parameter in leaf.params for word in parameter.opts}
@@ -142,7 +141,7 @@ class LazyGroup(click.Group):
         self._main_shell_completion(extra, prog_name, complete_var)
         try:
             with signals(), logging_to_stderr():
-                _warn_of_verbs()
+                warn_of_unread(os.environ)
                 extra.setdefault("default_map", default_map(Path()))
                 with self.make_context(prog_name, arguments[:], **extra) as context:
                     code = self.invoke(context)
@@ -197,6 +196,7 @@ def default_map(folder: Path) -> dict[str, dict[str, Any]]:
         _refuse_verb(key)
         if key not in KNOWN_NAMES and key not in OPTIONS:
             raise UsageError(f"scarctl.toml has {key!r}, which is no setting and no option")
+    shared = {key: value for key, value in shared.items() if key not in OF_EACH_COMMAND}
     return {
         name: ({} if name in _OF_STUDIES else shared) | _options(tables.get(name, {})) for name in COMMANDS
     }
@@ -210,22 +210,14 @@ def _refuse_verb(key: str) -> None:
         )
 
 
-def _warn_of_verbs() -> None:
-    """Warn of variables that look like settings, and are options of the command line only."""
-    for key in sorted(VERBS):
-        if os.environ.get(f"SCARCTL_{key.upper()}"):
-            option = f"--{key.replace('_', '-')}"
-            log.warning("SCARCTL_%s has no effect: say %s on the command line", key.upper(), option)
-
-
-def _name_variables(command: click.Command, *, study: str | None) -> None:
+def _name_variables(command: click.Command, name: str) -> None:
     """Give every option but the verbs its environment variable: --arena-dir is SCARCTL_ARENA_DIR."""
     for option in command.params:
         if not isinstance(option, click.Option):
             continue
         key = _key(max(option.opts, key=len))
-        if study is not None and key not in _OF_ALL:
-            option.envvar = f"SCARCTL_{study}_{key}".upper()
+        if key in OF_EACH_COMMAND or (name in _OF_STUDIES and key not in _OF_ALL):
+            option.envvar = f"SCARCTL_{name}_{key}".upper()
         elif key not in VERBS:
             option.envvar = f"SCARCTL_{key.upper()}"
 

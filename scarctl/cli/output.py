@@ -83,6 +83,25 @@ def arena_option(command: Command) -> Command:
     return click.option("--arena-dir", metavar="DIR", help=describe("arena_dir"))(command)
 
 
+def recovery_options(command: Command) -> Command:
+    """Add `--lost` and `--max-rework`."""
+    max_rework = click.option(
+        "--max-rework",
+        type=click.FloatRange(min=0),
+        metavar="N",
+        help="Refuse, and change nothing, if the predicted cost exceeds N iterations or is unknown.",
+    )
+    lost = click.option(
+        "--lost",
+        required=True,
+        multiple=True,
+        metavar="SPEC",
+        help="Lost shards (shard:2,5), ranks (rank:1,3), name patterns ('layers.3.*', 'emb.weight[0:512]'), or all. "
+        "A number alone is a shard of one process, or a rank of several. May be repeated.",
+    )
+    return lost(max_rework(command))
+
+
 def open_store(url: str) -> Store:
     """Open the store of `--store`. Raises NoStore, Corruption, AccessDenied, Unavailable."""
     from scarctl.store import Store
@@ -159,7 +178,7 @@ def logging_to_stderr() -> Iterator[None]:
 
 
 def human_bytes(count: int) -> str:
-    """Return a size for people: 1536 -> "1.5 KiB"."""
+    """Return a readable size: 1536 -> "1.5 KiB"."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":

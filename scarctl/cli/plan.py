@@ -1,4 +1,4 @@
-"""`scarctl plan`: recommend how often to save how much, and report whether that pays."""
+"""`scarctl plan`: recommend the interval and size of checkpoints, and report whether they pay."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def _number(text: str) -> float:
     type=click.IntRange(min=1),
     help="Number of parts of the state. A failure loses one.",
 )
-@click.option("--from", "source", metavar="STORE", help="Store from which to take what is not given.")
+@click.option(
+    "--from", "source", metavar="STORE", help="Store from which to take options that are not given."
+)
 @click.option(
     "--restart",
     type=_Time(zero=True),
@@ -123,7 +125,7 @@ def _number(text: str) -> float:
     type=_Time(),
     default="24h",
     show_default=True,
-    help="Duration of training without failures. It counts only where nothing is saved.",
+    help="Duration of training without failures. It matters only for a run without checkpoints.",
 )
 @output_options
 def command(

@@ -84,7 +84,7 @@ def command(
 
 
 def delete_old(store: str, retention: Retention, *, dry_run: bool, yes: bool, as_json: bool) -> int:
-    """Delete what need not be kept, after asking unless `yes`; print it, and return the exit code."""
+    """Delete obsolete files, after asking unless `yes`; print them, and return the exit code."""
     from scarctl.store.prune import Pruned, plan_prune, prune
 
     opened = open_store(store)
@@ -100,7 +100,7 @@ def delete_old(store: str, retention: Retention, *, dry_run: bool, yes: bool, as
 
 
 def _report(plan: PrunePlan, done: Pruned, *, dry_run: bool, as_json: bool) -> None:
-    """Print what was deleted, and what it freed."""
+    """Print the deleted files, and the freed bytes."""
     emit(
         {
             **plan.to_json(),

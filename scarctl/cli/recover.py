@@ -10,11 +10,13 @@ import click
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
+    arena_option,
     common_options,
     emit,
     human_bytes,
     note,
     options_for,
+    recovery_options,
     warn,
 )
 from scarctl.store import Store
@@ -37,14 +39,7 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@click.option(
-    "--lost",
-    required=True,
-    multiple=True,
-    metavar="SPEC",
-    help="Shards (shard:2,5), ranks (rank:1,3), patterns of names ('layers.3.*', 'emb.weight[0:512]'), or all. "
-    "A number alone is a shard of one process, or a rank of several. May be repeated.",
-)
+@recovery_options
 @click.option(
     "--into",
     type=click.Path(path_type=Path),
@@ -60,21 +55,15 @@ Examples:
     type=click.Choice(["partial", "rollback", "auto"]),
     default="partial",
     show_default=True,
-    help="Restore only what was lost, or everything to the newest state of one step. auto: the one that is predicted "
+    help="Restore only lost partitions, or everything to the newest state of one step. auto: the one that is predicted "
     "to cost fewer iterations, partial if there is no prediction.",
-)
-@click.option(
-    "--max-rework",
-    type=click.FloatRange(min=0),
-    metavar="N",
-    help="Refuse, and change nothing, if the predicted cost exceeds N iterations or is unknown.",
 )
 @click.option(
     "--snapshot",
     metavar="NAME",
     help="With --mode rollback: to this snapshot, exactly.",
 )
-@click.option("--arena-dir", metavar="DIR", help="Where arenas are, if not the default.")
+@arena_option
 @click.option("--dry-run", is_flag=True, help="Print the plan; change nothing.")
 @common_options
 def command(
@@ -127,7 +116,7 @@ def command(
 
 
 def cost_lines(cost: Cost, mode: str) -> list[str]:
-    """Return lines on what a recovery costs, and why it was made in this way."""
+    """Return lines about the cost of a recovery, and the reason for its mode."""
     rework, back = cost.rework, cost.rollback_steps
     if rework.basis == "steps":
         lines = [f"rework: {rework} iterations, which are done again"]
@@ -148,9 +137,9 @@ def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
     if plan.exact:
         label = f"the state is exact, of step {plan.step}"
     elif plan.step is not None:
-        label = f"what was restored is of step {plan.step}; exact only if the survivors are of that step too"
+        label = f"restored copies are of step {plan.step}; the state is exact only if the survivors are, too"
     else:
-        label = "what was restored is of several steps: the state is perturbed"
+        label = "restored copies are of several steps: the state is perturbed"
     lines = [
         f"{'would restore' if dry_run else 'restored'} {fields['restored_partitions']} partitions ({tiers}), "
         f"{human_bytes(plan.nbytes)}, to {done.output or 'the arena'}",

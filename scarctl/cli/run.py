@@ -224,8 +224,9 @@ def _in_foreground() -> bool:
 def _wait_until_durable(
     folder: Path, address: Address | None, timeout: float, forwarding: _Forwarding, started: float
 ) -> None:
-    """Wait until the daemon has saved what dead sessions left, at most `timeout` seconds or until a signal; say what
-    is left then.
+    """Wait until the daemon has saved the arenas of dead sessions, for `timeout` seconds or until a signal.
+
+    Reports the arenas that are not saved by then.
     """
     from scarctl.arena.stale import survey
     from scarctl.daemon.client import ask

@@ -80,7 +80,7 @@ def command(store: str, read_data: bool, read_data_subset: str | None, as_json: 
 
 
 class _Progress:
-    """Show progress on stderr: in place on a terminal twice a second, else as a line every 30 seconds."""
+    """Show progress on stderr: in place on a terminal twice a second, otherwise as a line every 30 seconds."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()

@@ -14,7 +14,7 @@ Look: TypeAlias = Callable[[], Survey]
 
 
 def watch(look: Look, every: float, *, as_json: bool, on_screen: bool, limit: int | None) -> None:
-    """Show what `look` returns every `every` seconds until the run has ended.
+    """Show the result of `look` every `every` seconds until the run has ended.
 
     With `as_json`, every look is a line of JSON with at most `limit` partitions (None: all). With `on_screen`, one page
     is refreshed in place. Otherwise every look is a line of text. Ctrl-C raises KeyboardInterrupt.
@@ -36,7 +36,7 @@ def _follow(look: Look, every: float, show: Callable[[Survey], None]) -> None:
         if view.run is None or not view.run.alive:
             note("no run is alive on this host" if turns == 0 else "the run has ended")
             return
-        # On a fixed beat: looking at a large store takes a while itself.
+        # At fixed times, because reading a large store takes a while itself.
         turns = max(turns + 1, int((time.monotonic() - started) / every))
         time.sleep(max(0.0, started + turns * every - time.monotonic()))
 

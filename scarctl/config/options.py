@@ -1,6 +1,6 @@
 """Groups of options that `scarctl.attach` takes. The class docstrings here document every option in them.
 
-None always means: take the environment's value, else that of `scarctl.toml`, else the default.
+None always means: the environment's value, then that of `scarctl.toml`, then the default.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Settings:
     pin_memory: Pin the arena if the state is on a GPU. Copies are faster, and the arena cannot be swapped out.
         Default: True.
     validate: Compare every copy with the live values before it is kept. This clones the state. Default: False.
-    assume_single_writer: Create the store even where a file cannot be created exclusively. Nothing then keeps two
+    assume_single_writer: Create the store even if a file cannot be created exclusively. Nothing then keeps two
         writers apart. Default: False.
     timeout: Seconds that closing the session waits for the store. Default: 60.
     """

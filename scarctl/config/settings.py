@@ -39,7 +39,7 @@ from scarctl.config.options import (
 from scarctl.errors import UsageError
 
 VERBS = frozenset({"full", "into", "keep", "lost", "no_writer", "output", "reap", "snapshot", "yes"})
-"""Options that say what to do, not how: the command line only gives them, never the environment or a file."""
+"""Options that name an action: they are accepted on the command line only, never from the environment or a file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,7 +209,7 @@ def grouped(**options: Any) -> dict[str, Any]:
 
 
 def describe(name: str) -> str:
-    """Return the documentation of an option: what it means, its unit and its default. Raises KeyError."""
+    """Return the documentation of an option: meaning, unit and default. Raises KeyError."""
     return _texts()[name]
 
 

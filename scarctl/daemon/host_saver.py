@@ -65,8 +65,10 @@ class HostSaver(LocalSaver):
             super().stop()
 
     def resume(self) -> None:
-        """See `Saver`."""
+        """See `Saver`. Raises UsageError before the arena is open."""
         with self._lock:
+            if self.arena is None:
+                raise UsageError("open the run before you resume it")
             super().resume()
 
     def roll_back(self, seqs: Mapping[int, int]) -> None:

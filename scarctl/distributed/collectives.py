@@ -90,7 +90,7 @@ class Team:
         """Make the call on every rank. If it fails on one rank, raise on all ranks.
 
         undo: called with the result of this rank when another rank failed.
-        Raises the exception of the call on this rank, else the error of the first rank that failed, with its number.
+        Raises the exception of the call on this rank, or else the error of the first rank that failed, with its number.
         """
         value, error = None, None
         try:

@@ -26,6 +26,7 @@ from scarctl.checkpoint.selector import OwnSelector, Selector
 from scarctl.config import SessionSettings
 from scarctl.daemon.request import Wish
 from scarctl.distributed.collectives import Team
+from scarctl.distributed.host_memory import bring_memory
 from scarctl.distributed.leftover_arenas import fence, save_leftovers
 from scarctl.distributed.own_extras import Early, completed, with_own
 from scarctl.distributed.owned_adapter import OwnedAdapter, broadcast_over, holdings_of, slots_of, spread
@@ -96,6 +97,8 @@ class Crew:
         self._exchange_group = team.subgroup() if team.world > 1 else None
         self._earlier = self._begun = False
         self._whole = adapter
+        self.brought = False
+        """See `Together`."""
         self.moved = False
         """The store has this state under another division."""
 
@@ -156,6 +159,8 @@ class Crew:
         self.shards = tuple(shards)
         if self._earlier and not self.moved:
             self.adapter.learn_slots(self.agree(lambda: slots_of(self._layouts(store))))
+        if not self.moved and self.team.world > 1:
+            self.brought = bring_memory(store, settings, self.team, self.shards)
         return store.of_shard(self.shards[self.team.rank], self._epoch)
 
     def _is_divided_otherwise(self, store: Store) -> bool:
@@ -248,7 +253,7 @@ class Crew:
         if extras is None or found.step != agreement.step:
             own = extras or Extras(self.adapter.capture_early(), self.adapter.capture_late())
             extras = self._mixed(Extras.from_tree(torched(theirs)), own)
-        extras = self._completed(extras)
+        extras = self.completed(extras)
         stored = History() if found.extras is None else History.from_array(found.extras.notes.points)
         points = stored.until(agreement.step).points
         measures = any(group.kind == "parameter" for group in self.adapter.groups())
@@ -257,8 +262,8 @@ class Crew:
         summary = self._summary(agreement, everyone, store, outlook)
         return AgreedState(agreement.step, extras, agreement.exact, summary)
 
-    def _completed(self, extras: Extras) -> Extras:
-        """Return the extras. Parts of this rank that it never saved itself keep their current value."""
+    def completed(self, extras: Extras) -> Extras:
+        """See `Together`."""
         early = Early.of(extras.early)
         if early.rng is not None and not self._rank_extras - early.objects.keys():
             return extras

@@ -26,6 +26,7 @@ from scarctl.config import SessionSettings
 from scarctl.distributed.own_extras import NOTHING, Early, with_own
 from scarctl.distributed.ownership import Division
 from scarctl.errors import Contention, Unavailable
+from scarctl.state.caveats import Caveat
 from scarctl.state.extras import Extras, Notes
 from scarctl.state.torch_dtypes import torch_of
 from scarctl.state.version import pack, step_of
@@ -96,6 +97,11 @@ class Rescue:
         return rescued
 
 
+_OLDER = Caveat(
+    "rescued",
+    "a rank died, and what is its own (random numbers, extras with per_rank) is not of this step: where the loop draws "
+    "random numbers, as for dropout, it draws others",
+)
 _Held: TypeAlias = dict[str, tuple[int, int, int]]
 """By stored name: index of this rank's group, and start and stop of the owner's rows in it."""
 
@@ -177,7 +183,8 @@ def _is_of(arena: Arena, store: Store) -> bool:
 def _for_owner(extras: Extras, known: Extras | None, names: Collection[str]) -> Extras:
     """Return the survivor's extras. Parts that every rank saves itself come from `known`, the owner's newest extras."""
     early, notes = (NOTHING, Notes()) if known is None else (Early.of(known.early), known.notes)
-    return replace(with_own(extras, early, names), notes=extras.notes.of_part(notes))
+    notes = extras.notes.of_part(notes)
+    return replace(with_own(extras, early, names), notes=replace(notes, caveats=(*notes.caveats, _OLDER)))
 
 
 def _tensors(arena: Arena, held: _Held, groups: Sequence[StateGroup]) -> list[list[torch.Tensor]]:

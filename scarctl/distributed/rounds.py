@@ -24,7 +24,7 @@ log = logging.getLogger("scarctl")
 TIMEOUT = 300.0
 """Seconds that a rank may be late before it counts as dead."""
 LINGER = 2.0
-"""Seconds that closing waits for rounds under way, so that the other ranks can finish theirs."""
+"""Seconds that closing waits for current rounds, so that the other ranks can finish theirs."""
 BEHIND = 10_000
 """Rounds that may wait for a late rank."""
 
@@ -91,13 +91,13 @@ class Exchange:
         self._timeout = timedelta(seconds=timeout)
         self._linger = linger
         self._changed = threading.Condition()
-        self._rounds: deque[Round] = deque()  # the first is under way
+        self._rounds: deque[Round] = deque()  # the first one is being carried out
         self._hurried = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="scarctl-exchange", daemon=True)
         self._thread.start()
 
-    # -- what the session calls -----------------------------------------------------------------------------------
+    # -- for the session ------------------------------------------------------------------------------------------
 
     def join(self, step: int, turn: Turn, reported: tuple[int, int] = (0, 0)) -> Round:
         """Join the round of `step`, after all rounds joined before. Returns at once.

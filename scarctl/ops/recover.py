@@ -130,7 +130,7 @@ def _refuse_inside(store: Store, settings: RecoverSettings) -> None:
 
 
 class _Recovery:
-    """One call of `recover`. `stack` closes what it opens."""
+    """One call of `recover`. `stack` closes stores and arenas."""
 
     def __init__(
         self,
@@ -163,6 +163,10 @@ class _Recovery:
             Loss(share.store, share.states, share.layout, ids, arena, from_arena=not self.to_arena)
             for share, ids, arena in zip(state.shares, self.ids, self.arenas, strict=True)
         ]
+        if settings.mode != "rollback":
+            # Before the cost is weighed: of what cannot be read it would be an unknown age's.
+            for share, ids in zip(state.shares, self.ids, strict=True):
+                share.require(ids)
         choice, self.cost = weigh(losses, self._sealed_step(), settings.mode, settings.max_rework)
         self.settings = replace(settings, mode=choice.mode)
         self.writers: list[StoreWriter] = []

@@ -244,11 +244,11 @@ class Persister:
     def _source_of(
         self, ids: Ids, before: NDArray[np.uint64], g: int, t: int, start: int, stop: int
     ) -> memoryview:
-        """Return rows of the arena. Raises Overwritten, before more is written in vain, when a copy in them changed."""
+        """Return rows of the arena. Raises Overwritten if a copy in them has changed, to stop writing early."""
         base, rows = int(self._arena.layout.base[g]), self._arena.layout.groups[g].rows_per_partition
         first, last = np.searchsorted(ids, (base + start // rows, base + -(-stop // rows)))
         if (self._arena.generation[ids[first:last]] != before[first:last]).any():
-            raise Overwritten("copies have changed while they were written", hint="it is tried again")
+            raise Overwritten("copies have changed while they were written", hint="saving retries")
         return self._source(g, t, start, stop)
 
     def _unchanged(self, ids: Ids, before: NDArray[np.uint64], read: Callable[[], object]) -> bool:
@@ -276,7 +276,7 @@ def adopt_orphans(arena: Arena, queue: HandOverQueue) -> int:
     Returns the number of these partitions. Their extras are lost, so a resume combines them with older extras.
     """
     waiting = queue.pending()
-    # What is older than a hand-over that waits is saved with that.
+    # Older copies than a waiting hand-over are saved with it.
     newest = max((handover.version for handover in waiting), default=NEVER)
     orphans = arena.pending() & arena.intact() & (arena.version >= newest)
     for handover in waiting:

@@ -143,7 +143,7 @@ class LocalSaver:
 
     @property
     def trouble(self) -> ScarError | None:
-        """See `Saver`. None: the thread logs what fails."""
+        """See `Saver`. Always None, because the thread logs failures."""
         return None
 
     @property

@@ -94,7 +94,7 @@ class Cadence:
         self._waiting[number] = nbytes
 
     def superseded(self, numbers: Iterable[int]) -> None:
-        """Note that these hand-overs never become durable: a later one has what they had."""
+        """Note that these hand-overs never become durable, because a later one replaces them."""
         for number in numbers:
             self._waiting.pop(number, None)
 

@@ -74,7 +74,7 @@ def select(
     distance_sq: squared distance from the last saved copy. If it is zero, only "full" saves the partition. If it is
         not finite, no policy does, because the last good copy is worth more.
     staleness: iterations since the last saved copy.
-    eligible: whether the partition is owned and has no copy under way.
+    eligible: whether the partition is owned and has no pending copy.
     budget, credit: bytes. At most budget + credit are selected. The rest carries over, up to one budget plus the
         largest partition.
     max_staleness: changed partitions of at least this staleness come first, the stalest first.

@@ -1,6 +1,6 @@
 """Carry out a recovery plan: verify every copy, and replace damaged ones by the next best.
 
-The result is a `Report`: the plan as it was carried out, and the changes that it made.
+The result is a `Report`: the executed plan, and the changes that it made.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from scarctl.arena.arena import Arena
 from scarctl.errors import NoIntactCopy
 from scarctl.recovery.plan import (
     MEMORY,
+    PEER,
     STORE,
     Perturbation,
     Plan,
@@ -67,7 +68,7 @@ class Report:
     perturbation: Perturbation
     seconds: float
     problems: tuple[str, ...] = ()
-    """Descriptions of damaged copies, for people."""
+    """Descriptions of damaged copies, for display."""
     output: str | None = None
     """Path of the written file."""
     cost: Cost | None = None
@@ -76,6 +77,11 @@ class Report:
     """UTC time of the store's newest commit; None if no copy came from the store, or its records lack the time."""
     extrapolation: Extrapolation | None = None
     """Values extrapolated beyond their copies; None if not requested, or if all copies are of one step."""
+
+    def from_peer(self) -> Report:
+        """Return the report of a recovery whose copies in memory were brought from another host."""
+        tier = np.where(self.plan.tier == MEMORY, np.int8(PEER), self.plan.tier)
+        return replace(self, plan=replace(self.plan, tier=tier))
 
     @property
     def mode(self) -> str:
@@ -181,7 +187,7 @@ def execute_once(plan: Plan, store: Store | None, arena: Arena | None, sink: Sin
 
 
 class SealedStateDamaged(NoIntactCopy):
-    """A copy of the sealed state that a rollback goes back to is damaged. The message names the copy."""
+    """A copy of the sealed state that a rollback restores is damaged. The message names the copy."""
 
     kind = "no-sealed-state"
 
@@ -225,7 +231,7 @@ class _Run:
         return squared
 
     def outcome(self) -> Plan:
-        """Return the plan as it was carried out."""
+        """Return the executed plan."""
         if not self.fell_back and not self.moved_on:
             return self.plan
         step = only_step(self.version)

@@ -1,4 +1,4 @@
-"""Estimate from the extras of a store's checkpoints how fast its run converges, and what a recovery will cost.
+"""Estimate from the extras of a store's checkpoints the convergence of its run, and the cost of a recovery.
 
 It works without a running session, and without torch.
 """

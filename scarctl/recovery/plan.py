@@ -25,6 +25,7 @@ from scarctl.util.arrays import Ids, distinct
 TIERS = ("live", "memory", "peer", "store")
 """Places of copies, freshest first: a surviving process, this host's memory, another host's memory, the store."""
 MEMORY = 1
+PEER = 2
 STORE = 3
 
 _NAMES_SHOWN = 5

@@ -198,7 +198,7 @@ class SharedReport:
     perturbation: Perturbation
     seconds: float
     problems: tuple[str, ...]
-    """Descriptions of damaged copies, for people."""
+    """Descriptions of damaged copies, for display."""
 
 
 def execute_shared(plan: SharedPlan, arenas: Arenas, sinks: Sequence[Sink]) -> SharedReport:

@@ -34,7 +34,7 @@ class Host(Protocol):
 
     @property
     def caveats(self) -> Caveats:
-        """Caveats to which the loop reports what is not exact."""
+        """Caveats to which the loop reports why it is not exact."""
 
     @property
     def head_step(self) -> int:
@@ -45,6 +45,9 @@ class Host(Protocol):
 
     def handed_out(self) -> None:
         """Note that the loop continues with a batch."""
+
+    def doubt(self, reason: str) -> None:
+        """Note that the loop may not continue as the earlier run would have."""
 
 
 class Loop:
@@ -79,6 +82,8 @@ class Loop:
         """The session's step at that moment."""
         self._since = 0
         """Batches handed out since that moment."""
+        self._restored: int | None = None
+        """The step from which the loop resumed."""
         self._workers: dict[int, Rng] = {}
         """Random numbers with which persistent workers were started, by id of their loader."""
 
@@ -106,6 +111,11 @@ class Loop:
                 "session.batches() is read several times without session.epochs(): where a loop does something after "
                 "each time, such as stepping a schedule, it does that at other steps after resuming",
             )
+            if self._restored == self._host.head_step:
+                self._host.doubt(
+                    "session.batches() had nothing left where the run was stopped and is read again without "
+                    "session.epochs(): the loop may count that as one more epoch"
+                )
             self._next_epoch()
         saved = self._again.pop(0) if self._again else None
         number = len(self._passes)
@@ -126,7 +136,7 @@ class Loop:
             if self._rank != saved["rank"]:
                 self._host.caveats.say(
                     "another-ranks-order",
-                    "the order of the data is drawn anew: what it was drawn from was saved by another rank",
+                    "the order of the data is drawn again, because another rank saved the generator of the old one",
                 )
         while not this.done:
             self._proceed()
@@ -203,7 +213,7 @@ class Loop:
             return
         self.epoch, self._begun = position["epoch"], position["begun"]
         self._again, self._left = list(position["passes"]), list(position["left"])
-        self._position, self._head = dict(position), head
+        self._position, self._head, self._restored = dict(position), head, head
         self._held = raw()
 
 
@@ -288,14 +298,14 @@ class _Pass:
             caveats.say(
                 "persistent-workers",
                 "a DataLoader's workers stay over epochs (persistent_workers=True), and their random numbers are not "
-                "saved: what they draw comes out otherwise after resuming. Leave out persistent_workers",
+                "saved, so that they differ after a resume. Omit persistent_workers",
             )
         streams = isinstance(getattr(self._loader, "dataset", None), IterableDataset)
         if streams and self.count and not self._loader.num_workers and not before.same_on_host(raw()):
             caveats.say(
                 "stream-draws",
-                "an IterableDataset draws from the global random generators, as the loop does: it comes out otherwise "
-                "after resuming. Give it a generator of its own, or read it with num_workers=1",
+                "an IterableDataset draws from the global random generators, as the loop does, so that its data differ "
+                "after a resume. Give it its own generator, or read it with num_workers=1",
             )
 
     def end(self) -> None:

@@ -95,7 +95,7 @@ class Opening:
         self._together.agree(engine.start, undo=lambda _: engine.stop())
 
     def run_on(self, engine: Engine, head_step: int) -> Engine:
-        """Start the engine at `head_step`, and return it."""
+        """Make the engine the session's, at `head_step`, and return it."""
         self.engine = engine
         engine.arena.reach(head_step)
         return engine

@@ -95,6 +95,9 @@ class Together(Lockstep, Protocol):
     def agree_on_state(self, found: Found | None, store: Store) -> AgreedState | None:
         """Agree on the state from which all continue. Return None if a process has no complete state."""
 
+    def completed(self, extras: Extras) -> Extras:
+        """Return the extras; what is this rank's own and was never saved, or by another rank, stays as it is now."""
+
     @property
     def rank(self) -> int:
         """The number of this process."""
@@ -113,6 +116,10 @@ class Together(Lockstep, Protocol):
     @property
     def moved(self) -> bool:
         """Whether the state in the store was saved under another division than that of these processes."""
+
+    @property
+    def brought(self) -> bool:
+        """Whether this process's arena was brought from another host when it started."""
 
     def elsewhere(self, store: Store, mode: str, snapshot: str | None) -> Elsewhere | None:
         """Return the state that a previous set of processes has saved; None if the store has no such state."""
@@ -146,7 +153,7 @@ class WrittenByRanks(UsageError):
 class Alone:
     """A process that trains on its own."""
 
-    moved = several = False
+    moved = several = brought = False
     leads = True
     rank = 0
 
@@ -191,6 +198,10 @@ class Alone:
     def agree_on_state(self, found: Found | None, store: Store) -> AgreedState | None:
         """See `Together`."""
         return None if found is None else AgreedState(found.step, found.extras, found.exact)
+
+    def completed(self, extras: Extras) -> Extras:
+        """See `Together`."""
+        return extras
 
     def elsewhere(self, store: Store, mode: str, snapshot: str | None) -> Elsewhere | None:
         """See `Together`."""

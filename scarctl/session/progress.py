@@ -47,7 +47,9 @@ class Progress:
         hooked: bool,
         framework: bool,
     ) -> None:
-        """fault: called with what an object raises that cannot be read. hooked: whether hooks report the beginning and
+        """Begin before the first step.
+
+        fault: called with the error of an object that cannot be read. hooked: whether hooks report the beginning and
         end of steps. framework: whether a framework owns the loop and restores its position. Extras with an attribute
         `owns_loop` do so, too.
 
@@ -77,7 +79,7 @@ class Progress:
         """Whether the loop usually changes each of them after a step."""
         self._checks = _CHECKED
 
-    # -- what happens in the loop -------------------------------------------------------------------------------
+    # -- events of the loop -------------------------------------------------------------------------------------
 
     @property
     def patience(self) -> float:
@@ -134,8 +136,8 @@ class Progress:
         if self.witness.seen(self.head_step):
             self.caveats.say(
                 "fetched-ahead",
-                "the loop asks for a batch while it still has one to use, or runs the model in training mode after the "
-                "step: what it has at hand then is lost when it stops. Ask for each batch right before it is used",
+                "the loop requests a batch while it still has one to use, or runs the model in training mode after the "
+                "step: batches requested ahead are lost when it stops. Request each batch right before it is used",
             )
         with self._gate.held():
             moment = self._newest
@@ -149,7 +151,7 @@ class Progress:
     def _settle(self, moment: Moment) -> None:
         early, light = private(self._adapter.capture_early()), self._light()
         late = plain(self._adapter.capture_late()) if self.loop.between_passes else moment.late
-        # All of the moment, or nothing of it.
+        # The moment is changed completely, or not at all.
         moment.early, moment.light, moment.late = early, light, late
         moment.position = self.loop.position(moment.step)
         moment.settled = True
@@ -157,6 +159,10 @@ class Progress:
     def handed_out(self) -> None:
         """See `Host`."""
         self.witness.given(self.head_step)
+
+    def doubt(self, reason: str) -> None:
+        """See `Host`."""
+        self._origin.doubt((reason,))
 
     def _forward_begins(self) -> None:
         with self._gate.held():
@@ -188,8 +194,8 @@ class Progress:
             if name in before and not _equal(before[name], plain(now[name])):
                 self.caveats.say(
                     f"changes-late:{name}",
-                    f"the loop changes extras[{name!r}] after the optimizer's step, and what is saved of it is of "
-                    "before that: pass scarctl.Extra(..., after_step=True), or read the data from session.batches()",
+                    f"the loop changes extras[{name!r}] after the optimizer's step, but its value from before "
+                    "that is saved: pass scarctl.Extra(..., after_step=True), or read the data from session.batches()",
                 )
 
     # -- checkpoints --------------------------------------------------------------------------------------------
@@ -202,7 +208,7 @@ class Progress:
         return None if newest.position is None else newest
 
     def extras(self, moment: Moment) -> Extras:
-        """Return what the adapter and the loop give to the extras of the step of `moment`."""
+        """Return the extras of the adapter and the loop for the step of `moment`."""
         if self._is_settled(moment):
             self.caveats.withdraw("not-settled")
         else:

@@ -124,6 +124,8 @@ def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resume
     plan, exact = report.plan, agreed.exact
     extrapolation, _, _ = together.agree(lambda: load_extrapolated(engine, live, plan, step, exact=exact))
     report = _with(report, extrapolation)
+    if together.brought:
+        report = report.from_peer()
     together.spread()
     return Resumed(step, agreed.exact, report, agreed.summary), agreed.extras
 
@@ -272,7 +274,7 @@ def _roll_back(
     live.load(everything)
     together.spread()
     engine.equal(everything)
-    return report, extras
+    return report, together.completed(extras)
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ class Requests:
         """
         requested = self._requested
         if requested is Extent.WHOLE or (requested is not None and engine.may_copy):
-            # Another thread may have asked for more meanwhile.
+            # Another thread may have requested a larger checkpoint meanwhile.
             requested, self._requested = self._requested, None
             return requested
         if not regular:

@@ -26,7 +26,7 @@ from scarctl.util.worker import Worker
 log = logging.getLogger("scarctl")
 
 FLUSH_SECONDS = 10.0
-"""Longest time that a flush waits for a running step to end."""
+"""Longest wait of a flush for a running step to end, in seconds."""
 _LAST_DRAIN = 10.0
 """Longest wait for the store after a fatal signal, in seconds: SIGKILL may follow at any time."""
 _PATIENCE = 120.0
@@ -113,7 +113,7 @@ class Saving:
             self.fault(error)
 
     def finish(self) -> bool:
-        """Do the second half, if one is under way. Return whether it has sealed the state."""
+        """Do the second half of the current checkpoint, if any. Return whether it has sealed the state."""
         engine = self._opening.engine
         if engine is None:
             return False

@@ -95,15 +95,8 @@ class Session:
             undo.callback(self._remove_hooks)
             self._watch = watch_of(adapter, self.caveats)
             undo.pop_all()
-        parts = Parts(
-            adapter,
-            settings,
-            self._together,
-            self._gate,
-            self._progress,
-            self._binding,
-            self._opening,
-        )
+        shared = (adapter, settings, self._together, self._gate, self._progress, self._binding, self._opening)
+        parts = Parts(*shared)
         self._saving = Saving(parts)
         self._steps = Steps(parts, self._requests, self._saving, self._watch, touched)
         self._resumption = Resumption(parts)

@@ -38,7 +38,7 @@ Callback = Callable[[bool], None]
 """Called with True if the process ends right after it."""
 
 
-# -- what to do next: a pure state machine -----------------------------------------------------------------------
+# -- decisions: a pure state machine ----------------------------------------------------------------------------
 
 
 class Phase(enum.Enum):
@@ -135,7 +135,7 @@ class Machine:
             return []
         self.waiting += [] if signum in self.waiting else [signum]
         if now < self.since + TOGETHER:
-            # Another one at the same time. Where the first is through already there is nothing to wait for.
+            # Another signal at the same time. If the first one has been handled, there is no flush to wait for.
             return [Let((signum,))] if self.phase is Phase.PASSING else []
         self.phase, self.since = Phase.PASSING, now
         return [Let(tuple(self.waiting), at_once=True)]
@@ -153,7 +153,7 @@ class _Watch:
     """Handlers, wakeup file and threads, from the first `watch` to the end of the last one."""
 
     def __init__(self) -> None:
-        """Install everything, in the main thread."""
+        """Install handlers and wakeup file, and start the thread. Only in the main thread."""
         self._machine = Machine()
         self._through: set[int] = set()
         """Signals that the next run of the handler passes on."""

@@ -1,4 +1,4 @@
-"""Detect a resumed run that continues differently, by keeping digests of what followed a step with its checkpoint.
+"""Detect a resumed run that continues differently, by saving digests of the next forward with each checkpoint.
 
 A checkpoint of step k has digests of the random numbers and inputs with which the first forward pass of step k+1 began.
 The first forward pass of a run that resumes from it must begin with the same. That holds whatever the loop does in
@@ -127,13 +127,13 @@ class Witness:
             gap.ended = raw()
         gap.inputs = [(tensor, tensor._version) for tensor in _tensors(args)]
         self._left -= 1
-        # Where the inputs are keywords, a module inside gets them as they are.
+        # If the inputs are keywords, an inner module gets them unchanged.
         if gap.inputs or not self._left:
             self.stop()
             self._seen()
 
     def following(self, step: int) -> dict[str, Any] | None:
-        """Return what `differences` compares with, for `Extras.following`; None where there is no model to watch."""
+        """Return the digests that `differences` compares with, for `Extras.following`; None without a model."""
         gap = next((gap for gap in self._gaps if gap.step == step), None)
         if not self.looks:
             return None
@@ -189,7 +189,7 @@ class Witness:
             same = drawn is not None and usual and all(list(counts) == drawn for counts in usual)
             if not same:
                 found.append(
-                    "random numbers are drawn before the first forward, perhaps not those that came next"
+                    "random numbers are drawn before the first forward, perhaps others than the earlier run had next"
                 )
         if by_hand and _reads_a_loader():
             found.append("a DataLoader is read, and which batch came next is not saved")
@@ -200,7 +200,7 @@ class Witness:
 
 def _reads_a_loader() -> bool:
     """Return whether this process has an iterator over a DataLoader."""
-    # Not isinstance: it reads __class__ of every object, and some objects of torch warn when an attribute is read.
+    # isinstance would read __class__ of every object, and some objects of torch warn when an attribute is read.
     return any(issubclass(type(item), _BaseDataLoaderIter) for item in gc.get_objects())
 
 

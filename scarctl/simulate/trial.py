@@ -43,7 +43,7 @@ from scarctl.theory.rework import Outlook
 from scarctl.util.arrays import Ids
 
 PATIENCE = 4
-"""A run is given up after so many times the iterations of the undisturbed one."""
+"""A run is given up after this multiple of the undisturbed run's iterations."""
 _SAME = 1e-6
 """Largest relative difference of the metric between two equal runs of one seed."""
 
@@ -139,7 +139,7 @@ class _Keeper:
         *,
         extrapolates: bool = False,
     ) -> None:
-        """extrapolates: keep what an extrapolating recovery needs."""
+        """extrapolates: keep the data that an extrapolating recovery needs."""
         self.every = int(interval * fraction)
         self.arena = Arena.anonymous(layout)
         self._trend = Trend(layout) if extrapolates else None
@@ -191,7 +191,7 @@ class _Keeper:
         self._copy(live, chosen.ids, iteration)
 
     def load(self, adapter: Adapter, ids: Ids, iteration: int | None = None) -> None:
-        """Restore the partitions `ids`; iteration: extrapolate them to it."""
+        """Restore the partitions `ids`. iteration: the iteration to which they are extrapolated."""
         live = self.live(adapter)
         if iteration is None:
             live.load(ids)

@@ -28,7 +28,7 @@ class Workload(Protocol):
         norm             "l2" (default), "rms", "relative", or a function (see `scarctl.checkpoint.distance`)
         partition_bytes, rows, by_layer
                          the partitioning, as for `scarctl.attach`
-        recompute        method called after every recovery: recomputes what follows from `state` and is not in it
+        recompute        method called after every recovery: recomputes values that are derived from `state`
     """
 
     iterations: int
@@ -38,7 +38,7 @@ class Workload(Protocol):
         """Restart with the state, batches and noise of this seed."""
 
     def state(self) -> Any:
-        """Return what `scarctl.attach` takes: a dict of numpy arrays, a module, or a pair (module, optimizer)."""
+        """Return an argument for `scarctl.attach`: a dict of numpy arrays, a module, or a pair (module, optimizer)."""
 
     def step(self, iteration: int) -> None:
         """Run one iteration; the first is 1."""

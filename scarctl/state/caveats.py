@@ -24,7 +24,7 @@ class Caveat:
     kind: str
     """Short and stable, such as "generator-moved"."""
     message: str
-    """What does not hold, and what to do about it, for people."""
+    """A sentence for users: the limit, and how to avoid it."""
     inexact: bool = True
     """Whether a run that resumes from a state saved meanwhile may end differently from one that never stopped."""
 
@@ -62,7 +62,7 @@ class Caveats:
 
 
 def read_caveats(stored: object) -> tuple[Caveat, ...]:
-    """Read what `Caveat.to_json` wrote, in a list. Takes hostile input: an entry that is no caveat is skipped."""
+    """Read a list of the values of `Caveat.to_json`. Takes hostile input: an entry that is no caveat is skipped."""
     caveats = []
     for entry in stored[:_MOST] if isinstance(stored, list) else ():
         if not isinstance(entry, dict):

@@ -83,7 +83,7 @@ class RawTensor:
     """A tensor of any safetensors dtype, including those that numpy lacks (BF16, F8). C order, little endian."""
 
     dtype: str
-    """A name in `layout.DTYPES`."""
+    """A name in `scarctl.state.group.DTYPES`."""
     shape: tuple[int, ...]
     data: bytes | memoryview
     """nbytes bytes, contiguous."""

@@ -1,6 +1,6 @@
-"""Define the extras of a checkpoint: what it carries next to the partitions, and how that is stored.
+"""Define the extras of a checkpoint, its state next to the partitions, and their stored form.
 
-`Extras` is what a training session stores, `Notes` the part that any reader may look at. Both are stored as a tree of
+`Extras` is the state that a session stores, `Notes` the part that any program may read. Both are stored as a tree of
 plain values and arrays; `scarctl.state.codec` turns a tree into bytes.
 """
 
@@ -23,14 +23,14 @@ _MOST = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class PolicyMemory:
-    """What the selection policy carries from one checkpoint to the next."""
+    """The selection policy's state between two checkpoints."""
 
     credit: int = 0
     """Unused budget in bytes."""
     cursor: int = 0
     """Partition at which the policy "round" continues."""
     seed: int | None = None
-    """Seed of the policy "random"; None where the store's own seed counts, as in a session."""
+    """Seed of the policy "random"; None: the store's own seed, as in a session."""
 
     @classmethod
     def from_tree(cls, tree: object) -> PolicyMemory:
@@ -51,7 +51,7 @@ class PolicyMemory:
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """What a session noted of its run, for forecasts and for people. Every field may be absent."""
+    """A session's measurements of its run, for forecasts and display. Every field may be absent."""
 
     points: Any = None
     """How far the parameters moved: `scarctl.theory.history.History.to_array`, which also checks it."""
@@ -77,7 +77,7 @@ class Notes:
         )
 
     def to_tree(self) -> dict[str, Any]:
-        """Return the stored fields; what is absent has none."""
+        """Return the stored fields, without absent ones."""
         tree: dict[str, Any] = {}
         if self.points is not None:
             tree["history"] = {"norm": self.norm, "points": self.points}
@@ -94,17 +94,17 @@ class Notes:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a session stores with a checkpoint, next to the partitions.
+    """State that a session saves with a checkpoint, next to the partitions.
 
     Tensors inside are torch's while a session uses them, and `RawTensor` in a stored tree.
     """
 
     early: Any
-    """Of the adapter: what the next batch changes, as random numbers and the position in the data."""
+    """The adapter's state that the next batch changes, such as random numbers and the position in the data."""
     late: Any
-    """Of the adapter: what the loop changes after a step, as schedules and the optimizer's scalars."""
+    """The adapter's state that the loop changes after a step, such as schedules and the optimizer's scalars."""
     following: Mapping[str, Any] | None = None
-    """Digests of what came right after the step: see `scarctl.session.witness`."""
+    """Digests of the forward right after the step: see `scarctl.session.witness`."""
     loop: Mapping[str, Any] | None = None
     """Position of a loop over `Session.batches`: see `scarctl.session.loop`."""
     policy: PolicyMemory = field(default_factory=PolicyMemory)

@@ -275,7 +275,7 @@ class Layout:
             raise Corruption(f"not a layout: {error.message}") from error
 
     def differences(self, other: Layout) -> list[str]:
-        """List the changes from this layout to `other`, a line each for people; empty when they are equal."""
+        """List the changes from this layout to `other`, one line each; empty if they are equal."""
         lines = []
         if self._optimizer != other._optimizer:
             lines.append(f"optimizer {self._optimizer or 'none'} -> {other._optimizer or 'none'}")

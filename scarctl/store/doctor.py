@@ -225,7 +225,7 @@ def _read_after_write(blobs: Blobs, folder: str) -> Check:
             stale += blobs.read(name, len(data)) != data
         except FileNotFoundError:
             stale += 1
-    return Check("read-after-write", not stale, f"{10 - stale} of 10 reads saw what was just written")
+    return Check("read-after-write", not stale, f"{10 - stale} of 10 reads returned the bytes just written")
 
 
 def _list_after_write(blobs: Blobs, folder: str) -> Check:

@@ -308,7 +308,7 @@ class ShardLog:
         passed = np.zeros(len(found.ids), bool)  # the copy in `state` is newer than the record at hand
         sealed_as = np.full(
             len(found.ids), NEVER, np.int64
-        )  # what a seal between the two copies made of the older's version
+        )  # the older copy's version after a seal between the two copies
         for record in self._back(state.seq):
             if not wanted.any() or record.layout != state.layout.digest:
                 break

@@ -17,7 +17,7 @@ from scarctl.testing.training import Training
 LAST = 6
 """Iterations of a whole run."""
 RARELY: dict[str, Any] = {"interval": 1000}
-"""Save only the first iteration and what a test saves itself."""
+"""Save only the first iteration, and explicit checkpoints of a test."""
 OFTEN: dict[str, Any] = {"interval": 1, "fraction": 0.25}
 """Save in every iteration."""
 
@@ -32,7 +32,7 @@ class Stop(Exception):
 
 
 class Runs:
-    """Base of the suite: what a subclass defines, and runs of its training."""
+    """Base of the suite: the methods that a subclass defines, and runs of its training."""
 
     generators: ClassVar[tuple[str, ...]] = ("python", "numpy", "torch")
     """Global random generators that the adapter saves. The training draws from each in every iteration."""

@@ -1,4 +1,4 @@
-"""Find what a training leaves behind in its process: threads, files, handlers, objects."""
+"""Find leaks of a training in its process: threads, files, handlers, objects."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def differing_rows(a: State, b: State) -> list[tuple[str, str]]:
 
 
 def check_groups(session: Session) -> None:
-    """Assert what holds for the groups of every adapter."""
+    """Assert the rules for the groups of every adapter."""
     groups = adapter_of(session).groups()
     names = [group.name for group in groups]
     assert len(set(names)) == len(names), f"two groups have the same name: {names}"

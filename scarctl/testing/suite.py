@@ -1,4 +1,4 @@
-"""Test what every adapter must do. An adapter's test module defines a subclass with a method `training`.
+"""Test the requirements for every adapter. An adapter's test module defines a subclass with a method `training`.
 
 Each test runs whole trainings with real stores, in this process or in one that is killed. It compares bytes through
 `Training.values`, which does not use the adapter. The only fixture is pytest's `tmp_path`.

@@ -47,13 +47,13 @@ class Training(ABC):
 
     @abstractmethod
     def values(self) -> Mapping[str, Any]:
-        """Return what a partial recovery restores: parameters, persistent buffers, optimizer's slots, by any names.
+        """Return the values that a partial recovery restores, by any names: parameters, persistent buffers, slots.
 
         Tensors or arrays, live or copied. May be called at any time; slots that do not exist yet are left out.
         """
 
     def extras(self) -> Mapping[str, Any]:
-        """Return what only resuming and rollback restore: step counts, schedules, data position, by any names.
+        """Return the values that only resume and rollback restore, by any names: step counts, schedules, data position.
 
         Plain values, tensors or arrays, also nested. May be called at any time. Default: none.
         """

@@ -3,7 +3,7 @@
 Numbers of equations and theorems are those of Qiao, Aragam, Zhang, Xing, "Fault Tolerance in Iterative-Convergent
 Machine Learning" (arXiv:1810.07354); its Theorem 3.2 is Theorem 3.1 in the ICML text. Everywhere c is the rate of
 (3), ‖f(x) - x*‖ <= c ‖x - x*‖ with 0 < c < 1. A rework cost is a number of iterations (the paper's iteration cost). A
-bound holds in the worst case, and is infinite where the theorem gives none. Every function raises UsageError for
+bound holds in the worst case, and is infinite if the theorem has no bound. Every function raises UsageError for
 arguments outside the stated range. Formulas that no other module calls are for users: see docs/theory.md.
 
 `scarctl.theory.convergence` estimates c and ‖x(0) - x*‖ from a run.

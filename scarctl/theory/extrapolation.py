@@ -96,7 +96,7 @@ class Fits:
 
 @dataclass(frozen=True, slots=True)
 class Extrapolation:
-    """Report on what a recovery has extrapolated."""
+    """Report on the extrapolation of a recovery."""
 
     partitions: int
     """Number of partitions restored beyond their saved values. They equal no saved copy."""

@@ -45,7 +45,7 @@ class History:
             self.least_gap = 2 * gap
 
     def until(self, step: int) -> History:
-        """Return the points that end at or before this iteration, for a run that went back to it."""
+        """Return the points that end at or before this iteration, for a run that continues from it."""
         return History(point for point in self._points if point[0] + point[1] <= step)
 
     def convergence(self, step: int) -> Convergence | NoEstimate:

@@ -10,7 +10,7 @@ hour of undisturbed training.
     scar          partial checkpoints during training; only the lost shard is restored, from copies of several ages
 
 How far the state moves in an iteration is unknown. So rework is (6) of `scarctl.theory.bounds` for a run on a straight
-path: with c = 1, a partial recovery costs √p of the age of what it restores. A policy's measured effect is `gain`.
+path: with c = 1, a partial recovery costs √p of the age of the restored copies. A policy's measured effect is `gain`.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class Outlook:
         return self._over_the_interval(bound, share, "distances")
 
     def of_ages(self, ages: ArrayLike, share: float, counts: ArrayLike | None = None) -> Rework:
-        """Predict the rework after a `share` of the state went back to copies of these ages, in iterations.
+        """Predict the rework after a `share` of the state is restored from copies of these ages, in iterations.
 
         counts: copies of each age, of the same shape; default 1.
         """
@@ -144,7 +144,7 @@ def rework_of_loss(
     counts: ArrayLike | None = None,
     since: int = 0,
 ) -> Rework:
-    """Predict the rework after a `share` of the state went back to its copies.
+    """Predict the rework after a `share` of the state is restored from its copies.
 
     norm: l2 norm of the perturbation, measured `since` iterations ago; None: unknown, and the ages are used.
     ages: of the copies, in iterations. counts: copies of each age, of the same shape; default 1.

@@ -419,3 +419,15 @@ def test_rows_without_values_whose_slot_has_some(run: Run, tmp_path: Path) -> No
         "w/m[1:3]": (2, 2),
     }
     assert found["w/m[1:3]"].flatten().tolist() == [2, 3, 4, 5]
+
+
+def test_a_shard_that_cannot_be_read_comes_before_its_cost(run: Run, saved: Model) -> None:
+    saved.train()
+    run("checkpoint", saved.path, "--store", "ckpt", "--step", 7)
+    *earlier, _ = sorted(Path("ckpt/shards/2/log").iterdir())
+    for path in (*earlier, *Path("ckpt/shards/2/index").iterdir()):
+        path.write_bytes(b"{}")
+    arguments = ("recover", "--store", "ckpt", "--lost", "all", "--output", "out.safetensors", "--json")
+    for more in ((), ("--max-rework", 0), ("--max-rework", 0, "--mode", "auto")):
+        assert run(*arguments, *more, code=13).error["exit_code"] == 13
+    assert not Path("out.safetensors").exists()

@@ -437,7 +437,7 @@ class TestOtherUsers:
         as_nobody(plant)
         with pytest.raises(AccessDenied):
             client.connect(folder)
-        with pytest.raises(Unavailable, match="not a folder of yours") as caught:
+        with pytest.raises(Unavailable, match="not a folder of this user") as caught:
             client.start(folder)
         assert caught.value.kind == "daemon-not-started"
         with pytest.raises(AccessDenied):

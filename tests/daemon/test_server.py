@@ -132,6 +132,7 @@ class TestOperations:
         for seqs in (None, [], {"x": 1}, {"0": "1"}, {"0": True}, {"²": 1}, {"٣": 1}, {"1" * 5000: 1}):
             assert refused(connection, "roll_back", seqs=seqs) == "usage"
         assert refused(connection, "roll_back", seqs={"0": 0}) == "usage", "nothing is open"
+        assert refused(connection, "resume") == "usage", "nothing is open"
         for version in (0, protocol.VERSION + 1, "1", None, 1e300, "x" * 10000):
             protocol.send(connection, {"v": version, "op": "status"})
             with pytest.raises(UsageError) as caught:

@@ -129,7 +129,8 @@ def train(
     Options: `die` (a rank, or "all") at the end of iteration `die_at`, or `die_in` a place of `PLACES`; iterations
     after which it waits for the store (`drained_at`); a file to keep the state in that was `resumed`, and that of the
     end (`keep`); a file to train `until`; arguments of `attach` (`settings`); `mode` and `snapshot` of `resume`; a
-    `snapshot_at` iteration; what to `recover` at the end; a rank whose store is `slow`.
+    `snapshot_at` iteration; what to `recover` at the end; a rank whose store is `slow`; folders of the ranks' arenas
+    (`homes`); iterations after which the store stops (`store_stops_at`), and the state is flushed (`flush_at`).
     """
     options = options or {}
     if rank == options.get("die") and "die_in" in options:
@@ -140,7 +141,8 @@ def train(
     logging.getLogger("scarctl").addHandler(handler)
     model, optimizer = build(kind)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
-    Path(folder, "arena").mkdir(exist_ok=True)
+    arena = Path(folder, options["homes"][rank] if "homes" in options else "arena")
+    arena.mkdir(exist_ok=True)
     session = scarctl.attach(
         model,
         optimizer,
@@ -153,7 +155,7 @@ def train(
                 "interval": 5,
                 "partition_bytes": 2048,
                 "daemon": False,
-                "arena_dir": f"{folder}/arena",
+                "arena_dir": str(arena),
                 **options.get("settings", {}),
             }
         ),
@@ -174,6 +176,11 @@ def train(
             if number in options.get("drained_at", ()):
                 session._finish()
                 drained([session])
+            if options.get("store_stops_at") == number:
+                drained([session])
+                session._saver.stop()
+            if options.get("flush_at") == number:
+                session.flush()
             if options.get("die_at") == number and options["die"] in (rank, "all"):
                 os.kill(os.getpid(), signal.SIGKILL)
             # The file may appear between two ranks' looks: they agree on what they saw.
@@ -193,6 +200,7 @@ def train(
         "step": resumed.step,
         "exact": resumed.exact,
         "ranks": None if resumed.ranks is None else dict(resumed.ranks),
+        "tiers": None if resumed.report is None else resumed.report.tiers,
         "recovered": recovered,
         "shared": [p.double().sum().item() for n, p in model.named_parameters() if n.startswith("shared")],
         "rate": optimizer.param_groups[0]["lr"],

@@ -87,7 +87,8 @@ def test_losing_a_rank_loses_only_what_it_owned(tmp_path: Path) -> None:
 def test_what_others_hold_too_is_not_lost_with_its_owner(tmp_path: Path, uninterrupted: Any) -> None:
     options = [{"die": 1, "die_at": 13, "settings": {"daemon": None}}, {"keep": str(tmp_path / "end.pt")}]
     found = torchrun("ddp", 2, tmp_path, 17, options)
-    assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 2
+    # Nobody knows the dead rank's random numbers of that step; this loop draws none.
+    assert [(report["step"], report["exact"]) for report in found] == [(13, False)] * 2
     assert found[0]["ranks"]["lost"] == []
     assert same(tmp_path / "end.pt", uninterrupted("ddp", 17))
 

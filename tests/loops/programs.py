@@ -9,13 +9,10 @@ resumed from, whether that was exact, and why not.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,120 +20,11 @@ from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import scarctl
-from scarctl.config import grouped
-from tests.support.training import drain
-
-EPOCHS, PER_EPOCH = 3, 5
-STEPS = EPOCHS * PER_EPOCH
-
-
-class Run:
-    """What a program is given."""
-
-    def __init__(self, store: str, stop: str, at: int) -> None:
-        self._store, self._stop, self._at = store, stop, at
-        self._models: list[nn.Module] = []
-
-    def attach(self, model: nn.Module, optimizer: Any, **options: Any) -> scarctl.Session:
-        self._models.append(model)
-        settings = {"policy": "full", "interval": 1, "partition_bytes": 4096, **options}
-        self.session = scarctl.attach(model, optimizer, store=self._store, **grouped(**settings))
-        last = optimizer[-1] if isinstance(optimizer, list) else optimizer
-        last.register_step_post_hook(lambda *_: self._stepped())
-        return self.session
-
-    def resume(self) -> int:
-        self.resumed = self.session.resume("rollback" if os.environ.get("ROLL_BACK") else "partial")
-        return self.resumed.step
-
-    def _stepped(self) -> None:
-        if self._stop == "SIGKILL":
-            # So that every step is sealed: a copy that waits for the store would be overtaken.
-            drain(self.session)
-        if self._stop.startswith("SIG") and self.session.head_step == self._at:
-            os.kill(os.getpid(), getattr(signal, self._stop))
-
-    def iterated(self) -> None:
-        """The end of an iteration."""
-        if self._stop == "close" and self.session.head_step == self._at:
-            self.session.close()
-            self._end()
-
-    def _end(self) -> NoReturn:
-        sys.stdout.flush()
-        os._exit(0)
-
-    def done(self) -> None:
-        digest = hashlib.sha256()
-        for model in self._models:
-            for tensor in model.state_dict().values():
-                digest.update(tensor.numpy().tobytes())
-        resumed = self.session.resumed
-        assert resumed is not None
-        found = {
-            "digest": digest.hexdigest()[:16],
-            "head": self.session.head_step,
-            "step": resumed.step,
-            "exact": resumed.exact,
-            "reasons": list(resumed.reasons),
-        }
-        self.session.close()
-        sys.stdout.write(json.dumps(found) + "\n")
-
-
-class Digits(Dataset[Any]):
-    """Random features. noise: drawn anew each time, as an augmentation is."""
-
-    def __init__(self, size: int = 4 * PER_EPOCH, *, noise: bool = False) -> None:
-        generator = torch.Generator().manual_seed(5)
-        self.x, self.y = torch.rand(size, 8, generator=generator), torch.arange(size) % 2
-        self.noise = noise
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> Any:
-        x = self.x[index]
-        return (x + 0.1 * torch.rand(8) if self.noise else x), self.y[index]
-
-
-class Stream(IterableDataset[Any]):
-    def __init__(self, *, draws: bool = False) -> None:
-        self.draws = draws
-
-    def __iter__(self) -> Iterator[Any]:
-        generator = None if self.draws else torch.Generator().manual_seed(7)
-        for index in range(4 * PER_EPOCH):
-            yield torch.rand(8, generator=generator), index % 2
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 2))
-
-
-def train(model: nn.Module, optimizer: Any, batch: Any) -> None:
-    optimizer.zero_grad()
-    functional.cross_entropy(model(batch[0]), batch[1]).backward()
-    optimizer.step()
-
-
-def evaluate(model: nn.Module) -> None:
-    model.eval()
-    with torch.no_grad():
-        for x, _ in DataLoader(Digits(8), batch_size=4, shuffle=True):
-            model(x)
-    model.train()
-
-
-def by_step(step: int) -> Any:
-    """A batch that is a function of the step."""
-    generator = torch.Generator().manual_seed(step)
-    return torch.rand(4, 8, generator=generator), torch.randint(0, 2, (4,), generator=generator)
-
+from tests.loops.rig import EPOCHS, PER_EPOCH, STEPS, Digits, Run, Stream, by_step, evaluate, net, train
+from tests.loops.samplers import distributed, repeated, stateful
 
 # -- loops over a DataLoader ------------------------------------------------------------------------------------------
 
@@ -275,54 +163,6 @@ def one_cycle(run: Run) -> None:
         for batch in session.batches(loader):
             train(model, optimizer, batch)
             scheduler.step()
-            run.iterated()
-
-
-def distributed(run: Run, *, ours: bool = True, epochs: bool = True) -> None:
-    """A `DistributedSampler`, which draws its order from its own seed and the number of the epoch."""
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
-    data = Digits(8 * PER_EPOCH, noise=True)
-    sampler = DistributedSampler(data, num_replicas=2, rank=1, seed=3)
-    loader = DataLoader(data, batch_size=4, sampler=sampler)
-    session = run.attach(model, optimizer)
-    step = run.resume()
-    by_hand = range(step // PER_EPOCH, EPOCHS)
-    for epoch in session.epochs(EPOCHS) if ours and epochs else by_hand:
-        sampler.set_epoch(epoch)
-        for batch in session.batches(loader) if ours else loader:
-            train(model, optimizer, batch)
-            run.iterated()
-
-
-def repeated(run: Run, *, schedule: bool) -> None:
-    """`session.batches` once per epoch, but the epochs are counted by hand."""
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
-    scheduler = StepLR(optimizer, 1, 0.7)
-    loader = DataLoader(Digits(), batch_size=4, shuffle=True)
-    session = run.attach(model, optimizer, schedulers=scheduler)
-    step = run.resume()
-    for _ in range(step // PER_EPOCH, EPOCHS):
-        for batch in session.batches(loader):
-            train(model, optimizer, batch)
-            run.iterated()
-        if schedule:
-            scheduler.step()
-
-
-def stateful(run: Run, *, ours: bool = True, workers: int = 0) -> None:
-    """torchdata's loader, which has a state of its own. By hand, that is in extras."""
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
-    loader: Any = StatefulDataLoader(Digits(noise=True), batch_size=4, shuffle=True, num_workers=workers)
-    session = run.attach(model, optimizer, extras={} if ours else {"loader": loader})
-    step = run.resume()
-    for _ in session.epochs(EPOCHS) if ours else range(step // PER_EPOCH, EPOCHS):
-        for batch in session.batches(loader) if ours else loader:
-            train(model, optimizer, batch)
             run.iterated()
 
 
@@ -550,10 +390,6 @@ PROGRAMS: dict[str, Program] = {
     "distributed sampler": distributed,
     "distributed sampler, own epochs": lambda run: distributed(run, epochs=False),
     "distributed sampler by hand": lambda run: distributed(run, ours=False),
-    "stateful loader": stateful,
-    "stateful loader, 2 workers": lambda run: stateful(run, workers=2),
-    "stateful loader by hand, extras": lambda run: stateful(run, ours=False),
-    "stateful loader by hand, 2 workers": lambda run: stateful(run, ours=False, workers=2),
     "own epochs": lambda run: repeated(run, schedule=False),
     "own epochs and schedule": lambda run: repeated(run, schedule=True),
     "two loaders": two_loaders,
@@ -584,6 +420,14 @@ PROGRAMS: dict[str, Program] = {
     "scaler by hand, step": lambda run: skipping(run, counts="step"),
     "scaler by hand, extras": lambda run: skipping(run, counts="extras"),
 }
+TORCHDATA: dict[str, Program] = {
+    "stateful loader": stateful,
+    "stateful loader, 2 workers": lambda run: stateful(run, workers=2),
+    "stateful loader by hand, extras": lambda run: stateful(run, ours=False),
+    "stateful loader by hand, 2 workers": lambda run: stateful(run, ours=False, workers=2),
+}
+if find_spec("torchdata") is not None:
+    PROGRAMS |= TORCHDATA
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.loops.programs import PROGRAMS
+from tests.loops.programs import PROGRAMS, TORCHDATA
 from tests.loops.table import AT, STOPS, Row, show, table, wrong
 
 PARTS = 8
@@ -23,8 +23,15 @@ def check(found: list[Row], capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_program_stopped_in_one_way(
     arena_dir: Path, capsys: pytest.CaptureFixture[str], part: int
 ) -> None:
-    cases = [(name, (STOPS[number % 3],), 7) for number, name in enumerate(PROGRAMS)]
+    cases = [(name, (STOPS[number % 3],), 7) for number, name in enumerate(PROGRAMS) if name not in TORCHDATA]
     check(table(arena_dir, cases[part::PARTS]), capsys)
+
+
+@pytest.mark.skipif(not TORCHDATA.keys() <= PROGRAMS.keys(), reason="torchdata is not installed")
+@pytest.mark.leaves_arena
+@pytest.mark.parametrize("name", TORCHDATA)
+def test_torchdatas_loader(arena_dir: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    check(table(arena_dir, [(name, ("SIGKILL",), 7)]), capsys)
 
 
 @pytest.mark.leaves_arena

@@ -1,4 +1,4 @@
-"""Counts what becomes of every configuration: `python -m tests.optimizers [--third-party] [PATTERN]`."""
+"""Counts what becomes of every configuration: `python -m tests.optimizers [--third-party] [--killed] [PATTERN]`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from tests.optimizers import torchs
+from tests.optimizers import killed
 from tests.optimizers.sweep import BROKEN, EXACT, SILENT, deterministic, outcome
 
 
@@ -18,21 +18,22 @@ def main() -> int:
     parser.add_argument(
         "--third-party", action="store_true", help="those of other packages instead of torch's own"
     )
+    parser.add_argument(
+        "--killed", action="store_true", help="end the run by SIGKILL in the middle of an iteration"
+    )
     parser.add_argument("pattern", nargs="?", default="*")
     arguments = parser.parse_args()
-    if arguments.third_party:
-        from tests.optimizers import third_party
-
-        cases = third_party.cases()
-    else:
-        cases = torchs.cases()
+    cases = killed.cases(third_party=arguments.third_party)
     warnings.simplefilter("ignore")
     counts: collections.Counter[str] = collections.Counter()
     with deterministic():
         for case in cases:
             if fnmatch.fnmatch(case.name, arguments.pattern):
                 with tempfile.TemporaryDirectory() as folder:
-                    found, why = outcome(case, Path(folder))
+                    if arguments.killed:
+                        found, why = killed.outcome(case, Path(folder), third_party=arguments.third_party)
+                    else:
+                        found, why = outcome(case, Path(folder))
                 counts[found] += 1
                 if found != EXACT:
                     print(f"{found:8} {case.name}: {why}", flush=True)

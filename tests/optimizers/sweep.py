@@ -80,6 +80,8 @@ class Run:
         np.random.seed(2)
         random.seed(3)
         self.case = case
+        self.die: Callable[[], None] = lambda: None
+        """Called when an iteration has its gradients, within its step if that takes a closure."""
         self.model = Net(case)
         self.optimizer = case.make(self.model)
         self.session = (
@@ -103,6 +105,7 @@ class Run:
                 self.optimizer.zero_grad()
                 loss = self.model(step)
                 loss.backward(create_graph=self.case.create_graph)
+                self.die()
                 return loss  # type: ignore[no-any-return]
 
             if self.case.twice:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.optimizers import killed
 from tests.optimizers.sweep import EXACT, Case, deterministic, outcome
 from tests.optimizers.torchs import cases
 
@@ -14,3 +15,18 @@ from tests.optimizers.torchs import cases
 def test_every_configuration_is_exact(case: Case, tmp_path: Path) -> None:
     with deterministic():
         assert outcome(case, tmp_path) == (EXACT, "")
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.parametrize("case", killed.sample(), ids=lambda case: case.name)
+def test_a_killed_run_is_resumed_exactly(case: Case, arena_dir: Path) -> None:
+    with deterministic():
+        assert killed.outcome(case, arena_dir) == (EXACT, "")
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.long
+@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
+def test_every_killed_run_is_resumed_exactly(case: Case, arena_dir: Path) -> None:
+    with deterministic():
+        assert killed.outcome(case, arena_dir) == (EXACT, "")

@@ -144,7 +144,7 @@ def test_a_partition_that_is_not_finite_keeps_its_last_good_copy(
     assert loop.session.stats.nonfinite_partitions == 1
     loop.session.recover(lost="embed.weight")
     assert torch.isfinite(loop.model.embed.weight).all()
-    rows = loop.session._engine.layout.groups[0].rows_per_partition  # type: ignore[union-attr]
+    rows = loop.session.layout.groups[0].rows_per_partition
     first = 5 // rows * rows
     assert torch.equal(loop.model.embed.weight[first : first + rows], good[first : first + rows])
     loop.session.close()

@@ -69,7 +69,7 @@ def test_right_after_a_record_was_made(
     with pytest.raises(InDoubt):
         writer.commit(0, ids, data, step=9)
     for _ in range(2):
-        with pytest.raises(InDoubt, match="the store is not there"):
+        with pytest.raises(InDoubt, match="the store is missing"):
             writer.commit(0, ids, Data(layout, 1), step=10)
     folder.come_back()
     check(folder, data.all(ids.tolist()))
@@ -112,7 +112,7 @@ def test_it_comes_back_while_its_record_is_looked_for(folder: Folder, layout: La
 
     writer.store.blobs = ComesBack(inner, "", None)
     newer = Data(layout, 2)
-    with pytest.raises(InDoubt, match="comes and goes"):
+    with pytest.raises(InDoubt, match="appears and disappears"):
         writer.commit(0, ids[:3], newer, step=3)
     check(folder, data.all(ids.tolist()))
     writer.commit(0, ids[:3], newer, step=3)

@@ -31,7 +31,7 @@ def server(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 def test_it_is_refused_without_a_race(server: tuple[str, subprocess.Popen[str]]) -> None:
     with pytest.raises(
-        MissingGuarantee, match="looks whether the file is there, and then writes it"
+        MissingGuarantee, match="checks whether the file exists, and then writes it"
     ) as caught:
         Store.create(server[0])
     assert "--assume-single-writer" in caught.value.hint
@@ -57,7 +57,7 @@ def test_what_an_earlier_version_believed_is_not_believed(
     told["probe"] = {"exclusive_create": True, "assumed": False}
     settings.write_bytes(dump_json(told))
     assert not Store.open(server[0]).blobs.exclusive
-    with pytest.raises(MissingGuarantee, match="looks whether"):
+    with pytest.raises(MissingGuarantee, match="checks whether"):
         Store.create(server[0])
     Store.create(server[0], assume_single_writer=True)
 

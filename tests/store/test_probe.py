@@ -102,7 +102,7 @@ def test_file_systems_of_fsspec_that_look_first(scheme: str) -> None:
     except ImportError:
         pytest.skip(f"a package for {scheme}:// is missing")
     assert why is not None
-    assert "looks whether the file is there" in why
+    assert "checks whether the file exists" in why
 
 
 @pytest.mark.parametrize("scheme", ["s3", "s3a", "memory"])

@@ -93,7 +93,7 @@ def test_a_server_that_does_not_tell_stops_nothing(
             writer.commit(0, writer.states[0].ids, data, step=1, sealed=True)
             Collector(writer).collect()
         assert any(request.query.startswith("uploads") for request in wire.seen)
-    assert [r.levelno for r in caplog.records if "never finished" in r.message] == [logging.WARNING]
+    assert [r.levelno for r in caplog.records if "unfinished uploads" in r.message] == [logging.WARNING]
 
 
 def test_memory_of_a_large_upload_is_bounded(s3_place: Place, wire: Proxy) -> None:

@@ -102,7 +102,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
         if options.get("ranks") is False:
             raise UsageError("all ranks of a fit save together", hint="leave out ranks=False")
         self.resumed: Resumed | None = None
-        """What the newest fit resumed from; None when it continues from another state, and did not look."""
+        """The state from which the newest fit resumed; None when it continues from another state, and did not look."""
         self._options = {"store": store, **options}
         self._mode, self._snapshot = mode, snapshot
         self._session: Session | None = None

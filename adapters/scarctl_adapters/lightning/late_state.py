@@ -1,4 +1,4 @@
-"""Save and restore what Lightning changes after a step: schedules, gradient scaler, other callbacks."""
+"""Save and restore the state that Lightning changes after a step: schedules, gradient scaler, other callbacks."""
 
 from __future__ import annotations
 

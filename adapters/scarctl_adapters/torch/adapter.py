@@ -212,7 +212,7 @@ class TorchAdapter:
 
     @torch.no_grad()
     def touched_rows(self, *, dense: bool) -> dict[str, torch.Tensor]:
-        """Return the rows with a gradient by table: indices if it is sparse, else a mask, bool of shape (rows,).
+        """Return the rows with a gradient by table: indices if it is sparse, otherwise a mask, bool of shape (rows,).
 
         Tables are parameters that have had a sparse gradient. dense: also the weights of `nn.Embedding` and
         `nn.EmbeddingBag`, whose gradients are read once.

@@ -103,7 +103,7 @@ def _restored(
 
 
 def _put_rows(value: torch.Tensor, copy: Any, rows: Rows | None) -> None:
-    """Restore one number per row: for lost rows, and where it is not finite."""
+    """Restore one number per row: those of lost rows, and those that are not finite."""
     if not isinstance(copy, torch.Tensor) or copy.shape != value.shape:
         return
     there = copy.to(value.device, value.dtype)

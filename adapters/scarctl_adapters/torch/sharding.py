@@ -77,7 +77,7 @@ def place_of(tensor: torch.Tensor, name: str) -> Place | None:
     if not is_dtensor(tensor):
         return None
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "the caller leaves out what lies on other ranks only"
+    assert coordinate is not None, "the caller leaves out tensors that only other ranks have"
     shape, offset = list(tensor.shape), [0] * tensor.dim()
     for placement in tensor.placements:
         if placement.is_partial():
@@ -215,7 +215,7 @@ def zero_of(optimizer: Optimizer) -> Any:
         return None
     if getattr(optimizer, "_overlap_with_ddp", False):
         raise UsageError(
-            "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps within the backward pass, where nothing can be saved",
+            "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps within the backward pass, when no step can be saved",
             hint="leave overlap_with_ddp at False",
         )
     return optimizer

@@ -138,7 +138,7 @@ class Watch:
         elif self._foreign >= 5 * SLACK and self._steps:
             self._caveats.say(
                 "other-training",
-                f"optimizers that attach was not given have taken {5 * SLACK} steps, and those that it was given none. "
+                f"optimizers that attach was not given have taken {5 * SLACK} steps, and the attached ones none. "
                 "If the model or its parameters were replaced, close the session and attach again",
                 inexact=False,
             )

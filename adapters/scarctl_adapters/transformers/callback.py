@@ -63,7 +63,7 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
     it, the callback warns, and saves all of that state before the next step. A run that has taken all its steps is
     not trained again.
 
-    session: the `scarctl.Session` while the Trainer trains, else None. resumed: what the session resumed from.
+    session: the `scarctl.Session` during a training, else None. resumed: the state from which the session resumed.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         optimizer = trainer.optimizer
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
-        # Registered before the session's hook, which reads what this one changes.
+        # Registered before the session's hook, which reads values that this hook changes.
         self._remove_hook = optimizer.register_step_post_hook(lambda *_: self._progress.stepped()).remove
         self.session = scarctl.attach(
             trainer.model,
@@ -367,7 +367,7 @@ def _check_trainer(trainer: Trainer) -> None:
         )
     if any(name in str(args.optim).lower() for name in ("layerwise", "lomo")):
         raise UsageError(
-            f"{args.optim} steps within the backward pass, where nothing can be saved",
+            f"{args.optim} steps within the backward pass, when no step can be saved",
             hint="use an optimizer that steps after it, such as adamw_torch",
         )
 

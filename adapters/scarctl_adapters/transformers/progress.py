@@ -123,7 +123,7 @@ class Progress:
             self._settled.value = dataclasses.replace(self._settled.value, rng=rng)
 
     def forget(self) -> None:
-        """Drop what was restored."""
+        """Drop the restored values."""
         self._settled.drop()
         self.restored, self._step, self._log, self._logged = None, 0, "", 0
 
@@ -133,7 +133,7 @@ class Progress:
         return self.restored["rng"] if self.restored is not None else None
 
     def _values(self, *, drawn: bool = False) -> _Values:
-        """Return the current values. drawn: with random numbers, but not for several ranks, whose numbers differ."""
+        """Return the current values. drawn: include the random generators, except with several ranks: theirs differ."""
         state = self._trainer.state
         fields = {name: getattr(state, name, None) for name in _FIELDS}
         # The TrainerState lacks the operations since the last log.

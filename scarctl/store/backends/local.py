@@ -257,7 +257,7 @@ class LocalBlobs:
             try:
                 self._mode = stat.S_IMODE(os.stat(self.root / SETTINGS).st_mode) & 0o666
             except OSError:
-                return 0o666  # it is being created
+                return 0o666  # another process is creating it
         return self._mode
 
     @contextmanager

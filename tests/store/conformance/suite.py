@@ -353,7 +353,7 @@ class StoreConformance:
         assert caught.value.kind == "no-store"
         place.raw.put("somebody/else.txt", b"x")
         for use in (self.open, self.create):
-            with pytest.raises(NoStore, match="holds other things") as caught:
+            with pytest.raises(NoStore, match="holds other files") as caught:
                 use(place)
             assert caught.value.kind == "foreign-store"
         assert place.raw.names() == ["somebody/else.txt"]

@@ -1,0 +1,171 @@
+"""Bring each rank's arena to its host, if a restart has put ranks on other hosts than before."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from scarctl.arena.folder import host_folder
+from scarctl.arena.header import boot_id
+from scarctl.arena.kinship import view_of
+from scarctl.arena.transfer import Incoming, Outgoing
+from scarctl.config import SessionSettings
+from scarctl.daemon.claim import claim_saver
+from scarctl.distributed.collectives import Team
+from scarctl.errors import ScarError
+from scarctl.state.version import epoch_of
+from scarctl.store import Store
+
+log = logging.getLogger("scarctl")
+
+_CHUNK = 8 << 20
+"""Bytes that are sent at a time."""
+
+Inventory = Mapping[int, tuple[int, int]]
+"""Epoch and step of the newest state in memory, by shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """An arena that moves to the host of another rank."""
+
+    shard: int
+    source: int
+    target: int
+    """Ranks."""
+
+
+def plan_transfers(
+    places: Sequence[str], inventories: Sequence[Inventory], shards: Sequence[int]
+) -> list[Transfer]:
+    """Return which arenas move: for each rank the newest one of its shard, if that is at another place.
+
+    places: of each rank's arenas. inventories: of each rank; the first rank of each place lists all that is there.
+    shards: of the ranks.
+    """
+    found = []
+    for target, shard in enumerate(shards):
+        own = inventories[places.index(places[target])].get(shard)
+        newest, source = max(
+            ((inventory[shard], -rank) for rank, inventory in enumerate(inventories) if shard in inventory),
+            default=(None, 0),
+        )
+        if newest is not None and (own is None or newest > own):
+            found.append(Transfer(shard, -source, target))
+    return found
+
+
+def bring_memory(store: Store, settings: SessionSettings, team: Team, shards: Sequence[int]) -> bool:
+    """Bring the newest arena of this rank's shard to this host. Return whether that was done. A collective.
+
+    The arena at its old place stays: once the shard is saved to from here, it does not belong to the store any more. If
+    an arena cannot be moved, a warning says so, and the store's copies are used.
+
+    Raises Unavailable if a rank is gone.
+    """
+    places = team.gather(_place(settings))
+    if len(set(places)) == 1:
+        return False
+    lists = places.index(places[team.rank]) == team.rank
+    inventories = team.gather(_inventory(store, settings, shards) if lists else {})
+    done = [
+        _carry_out(transfer, store, settings, team)
+        for transfer in plan_transfers(places, inventories, shards)
+    ]
+    return any(done)
+
+
+def _place(settings: SessionSettings) -> str:
+    """Return a name of where this process's arenas are: equal for two processes exactly if they share them."""
+    folder = os.path.realpath(host_folder(settings.arena_dir))
+    return f"{socket.gethostname()}:{boot_id().hex()}:{folder}"
+
+
+def _inventory(store: Store, settings: SessionSettings, shards: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Return the newest state of each shard in this host's memory, as far as it belongs to the store."""
+    found = {}
+    for shard in shards:
+        try:
+            view = view_of(settings.arena_dir, store.of_shard(shard))
+        except ScarError as error:
+            log.warning("%s: this host's memory of shard %d is not offered to other ranks", error, shard)
+            continue
+        if view is not None and not view.alive and (view.version >= 0).any():
+            found[shard] = int(epoch_of(view.version.max())), view.head_step
+    return found
+
+
+def _carry_out(transfer: Transfer, store: Store, settings: SessionSettings, team: Team) -> bool:
+    """Move one arena. Return whether this rank has received it."""
+    outgoing, incoming = None, None
+    view = store.of_shard(transfer.shard)
+    with contextlib.ExitStack() as undo:
+        if team.rank == transfer.source and (outgoing := _outgoing(view, settings, undo)) is not None:
+            undo.callback(outgoing.close)
+        head = team.from_rank(transfer.source, None if outgoing is None else outgoing.head())
+        if head is not None and team.rank == transfer.target:
+            incoming = _incoming(view, settings, head)
+            if incoming is not None:
+                undo.callback(incoming.close)
+        if not team.from_rank(transfer.target, incoming is not None):
+            return False
+        if outgoing is not None:
+            _send(outgoing, transfer.target, team)
+        if incoming is not None:
+            _receive(incoming, transfer.source, team)
+        digest = team.from_rank(transfer.source, None if outgoing is None else outgoing.digest())
+        return incoming is not None and _install(incoming, digest, view)
+
+
+def _outgoing(view: Store, settings: SessionSettings, undo: contextlib.ExitStack) -> Outgoing | None:
+    """Open an arena to send. Until `undo`, no daemon saves its copies, so that it does not change."""
+    try:
+        saver = claim_saver(view, settings, lambda wish: None)
+        undo.callback(view.unlock)
+        undo.callback(saver.close)
+        return Outgoing.open(view, settings.arena_dir)
+    except ScarError as error:
+        log.warning("what this host has in memory of %s cannot be sent: %s", view.url, error)
+        return None
+
+
+def _incoming(view: Store, settings: SessionSettings, head: Mapping[str, Any]) -> Incoming | None:
+    try:
+        return Incoming(view, settings.arena_dir, head)
+    except ScarError as error:
+        log.warning("what another host has in memory of %s cannot be received: %s", view.url, error)
+        return None
+
+
+def _install(incoming: Incoming, digest: str, view: Store) -> bool:
+    try:
+        incoming.install(digest)
+    except ScarError as error:
+        log.warning("what another host has in memory of %s is not used: %s", view.url, error)
+        return False
+    log.info(
+        "%s: brought %d bytes from another host's memory to %s", view.url, incoming.size, incoming.folder
+    )
+    return True
+
+
+def _send(outgoing: Outgoing, target: int, team: Team) -> None:
+    for at in range(0, outgoing.size, _CHUNK):
+        chunk = torch.from_numpy(outgoing.read(at, min(_CHUNK, outgoing.size - at)))
+        team.collectively(lambda chunk=chunk: dist.send(chunk, target, group=team.group))  # type: ignore[misc]
+
+
+def _receive(incoming: Incoming, source: int, team: Team) -> None:
+    for at in range(0, incoming.size, _CHUNK):
+        chunk = torch.from_numpy(np.empty(min(_CHUNK, incoming.size - at), np.uint8))
+        team.collectively(lambda chunk=chunk: dist.recv(chunk, source, group=team.group))  # type: ignore[misc]
+        incoming.write(at, chunk.numpy())

@@ -1,0 +1,109 @@
+"""Ranks come back on other hosts than before: each finds its memory where it was."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scarctl.arena.header import FILE
+from scarctl.arena.kinship import ASIDE
+from scarctl.distributed.host_memory import Transfer, plan_transfers
+from tests.distributed.jobs import load
+from tests.distributed.launch import launch
+
+TRAIN = "tests.distributed.jobs:train"
+HOMES, SWAPPED = ["east", "west"], ["west", "east"]
+CUT = {"store_stops_at": 7, "flush_at": 13, "die": "all", "die_at": 13, "homes": HOMES}
+"""The store has no state of after step 7, and both hosts flush step 13. Then both ranks are killed."""
+
+
+def cut_short(kind: str, folder: Path, **options: Any) -> None:
+    with pytest.raises(AssertionError, match="ended with -9"):
+        launch(TRAIN, 2, kind, str(folder), 20, {**CUT, **options})
+
+
+def arenas(folder: Path, *, aside: bool = False) -> list[Path]:
+    found = sorted(path.parent for path in folder.rglob(FILE) if path.is_file())
+    return [path for path in found if path.name.endswith(ASIDE) == aside]
+
+
+@pytest.mark.parametrize("daemon", [False, None])
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_two_ranks_swap_hosts(tmp_path: Path, kind: str, daemon: bool | None) -> None:
+    settings = {"settings": {"daemon": daemon}}
+    calm = tmp_path / "calm"
+    calm.mkdir()
+    launch(TRAIN, 2, kind, str(calm), 17, {"keep": str(calm / "end.pt")})
+    cut_short(kind, tmp_path, **settings)
+    found = launch(
+        TRAIN, 2, kind, str(tmp_path), 17, {"homes": SWAPPED, "keep": f"{tmp_path}/end.pt", **settings}
+    )
+    assert [(report["step"], report["exact"], report["errors"]) for report in found] == [(13, True, 0)] * 2
+    assert [set(report["tiers"]) for report in found] == [{"peer"}] * 2
+    first, second = load(tmp_path / "end.pt"), load(calm / "end.pt")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_ranks_that_stay_find_their_own_memory(tmp_path: Path) -> None:
+    cut_short("fsdp", tmp_path)
+    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 14, {"homes": HOMES})
+    assert [(report["step"], report["exact"], set(report["tiers"])) for report in found] == [
+        (13, True, {"memory"})
+    ] * 2
+
+
+def test_all_ranks_come_back_on_one_host(tmp_path: Path) -> None:
+    cut_short("fsdp", tmp_path)
+    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 14, {"homes": ["east", "east"]})
+    # Nobody is where the other rank's memory is.
+    assert [report["ranks"]["lost"] for report in found] == [[1]] * 2
+    assert {report["step"] for report in found} == {13}
+
+
+def test_memory_of_a_line_that_was_left_is_not_brought(tmp_path: Path) -> None:
+    """It is of a later step. The run has gone on from an earlier one since, and saved that."""
+    cut_short("fsdp", tmp_path)
+    shutil.copytree(tmp_path / "east", tmp_path / "kept", symlinks=True)
+    third = ["north", "south"]
+    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 10, {"homes": third})
+    assert {report["step"] for report in found} <= {5, 6, 7}
+    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 12, {"homes": SWAPPED})
+    assert [(report["step"], report["exact"]) for report in found] == [(10, True)] * 2
+    assert all("peer" not in report["tiers"] for report in found)
+
+
+def test_memory_that_is_damaged_or_does_not_fit_is_left_to_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_short("fsdp", tmp_path)
+    for folder in arenas(tmp_path):
+        os.truncate(folder / FILE, 5000)
+    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 10, {"homes": SWAPPED})
+    assert {report["step"] for report in found} <= {5, 6, 7}
+    assert [report["errors"] for report in found] == [0, 0]
+    assert any("size" in text for report in found for text in report["warned"])
+
+
+class TestPlan:
+    def test_everybody_stays(self) -> None:
+        assert plan_transfers(["a", "b"], [{0: (1, 5)}, {1: (1, 5)}], [0, 1]) == []
+
+    def test_the_newest_by_epoch_then_step_is_brought(self) -> None:
+        inventories = [{0: (1, 9), 1: (2, 3)}, {0: (2, 1)}, {1: (2, 4)}]
+        assert plan_transfers(["a", "b", "c"], inventories, [0, 1, 2]) == [
+            Transfer(0, 1, 0),
+            Transfer(1, 2, 1),
+        ]
+
+    def test_ranks_of_one_place_share_its_list(self) -> None:
+        assert plan_transfers(["a", "a"], [{0: (1, 1), 1: (1, 1)}, {}], [0, 1]) == []
+        assert plan_transfers(["a", "a", "b"], [{2: (1, 1)}, {}, {}], [0, 1, 2]) == [Transfer(2, 0, 2)]
+
+    def test_of_equal_ones_the_own_stays(self) -> None:
+        assert plan_transfers(["a", "b"], [{1: (1, 1)}, {1: (1, 1)}], [0, 1]) == []

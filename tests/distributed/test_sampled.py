@@ -1,0 +1,44 @@
+"""A `DistributedSampler` with `set_epoch` in a job of several ranks: resumed exactly, or said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import torchrun
+
+NEVER = 99
+
+
+def job(folder: Path, way: str, dies_at: int, dying: str = "-") -> list[dict[str, Any]]:
+    folder.mkdir()
+    torchrun("tests.distributed.sampled", str(folder), way, str(dies_at), dying, world=2)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.leaves_arena
+def test_a_killed_job_continues_with_the_data_that_came_next(tmp_path: Path) -> None:
+    whole = job(tmp_path / "whole", "epochs", NEVER)
+    assert whole[0]["digest"] == whole[1]["digest"]
+    found = job(tmp_path / "killed", "epochs", 6, "01")
+    assert [(rank["exact"], rank["reasons"]) for rank in found] == [(True, [])] * 2
+    assert 0 < found[0]["step"] == found[1]["step"] <= 6
+    assert [rank["digest"] for rank in found] == [whole[0]["digest"]] * 2
+
+
+@pytest.mark.leaves_arena
+def test_what_others_saved_for_a_dead_rank_is_not_called_exact(tmp_path: Path) -> None:
+    found = job(tmp_path / "killed", "epochs", 6, "1")
+    assert [rank["exact"] for rank in found] == [False, False], "its dropout draws other numbers"
+    assert all("a rank died" in " ".join(rank["reasons"]) for rank in found)
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.long
+def test_by_hand_it_begins_the_epoch_again_and_says_so(tmp_path: Path) -> None:
+    found = job(tmp_path / "killed", "by-hand", 6, "01")
+    assert "not the one that came next" in " ".join(found[0]["reasons"] + found[1]["reasons"])
+    assert not all(rank["exact"] for rank in found)

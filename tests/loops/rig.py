@@ -1,0 +1,128 @@
+"""What the programs of the table of loops share: a run that is stopped, data, a model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import scarctl
+from scarctl.config import grouped
+from tests.support.training import drain
+
+EPOCHS, PER_EPOCH = 3, 5
+STEPS = EPOCHS * PER_EPOCH
+
+
+class Run:
+    """What a program is given."""
+
+    def __init__(self, store: str, stop: str, at: int) -> None:
+        self._store, self._stop, self._at = store, stop, at
+        self._models: list[nn.Module] = []
+
+    def attach(self, model: nn.Module, optimizer: Any, **options: Any) -> scarctl.Session:
+        self._models.append(model)
+        settings = {"policy": "full", "interval": 1, "partition_bytes": 4096, **options}
+        self.session = scarctl.attach(model, optimizer, store=self._store, **grouped(**settings))
+        last = optimizer[-1] if isinstance(optimizer, list) else optimizer
+        last.register_step_post_hook(lambda *_: self._stepped())
+        return self.session
+
+    def resume(self) -> int:
+        self.resumed = self.session.resume("rollback" if os.environ.get("ROLL_BACK") else "partial")
+        return self.resumed.step
+
+    def _stepped(self) -> None:
+        if self._stop == "SIGKILL":
+            # So that every step is sealed: a copy that waits for the store would be overtaken.
+            drain(self.session)
+        if self._stop.startswith("SIG") and self.session.head_step == self._at:
+            os.kill(os.getpid(), getattr(signal, self._stop))
+
+    def iterated(self) -> None:
+        """The end of an iteration."""
+        if self._stop == "close" and self.session.head_step == self._at:
+            self.session.close()
+            self._end()
+
+    def _end(self) -> NoReturn:
+        sys.stdout.flush()
+        os._exit(0)
+
+    def done(self) -> None:
+        digest = hashlib.sha256()
+        for model in self._models:
+            for tensor in model.state_dict().values():
+                digest.update(tensor.numpy().tobytes())
+        resumed = self.session.resumed
+        assert resumed is not None
+        found = {
+            "digest": digest.hexdigest()[:16],
+            "head": self.session.head_step,
+            "step": resumed.step,
+            "exact": resumed.exact,
+            "reasons": list(resumed.reasons),
+        }
+        self.session.close()
+        sys.stdout.write(json.dumps(found) + "\n")
+
+
+class Digits(Dataset[Any]):
+    """Random features. noise: drawn anew each time, as an augmentation is."""
+
+    def __init__(self, size: int = 4 * PER_EPOCH, *, noise: bool = False) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x, self.y = torch.rand(size, 8, generator=generator), torch.arange(size) % 2
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        x = self.x[index]
+        return (x + 0.1 * torch.rand(8) if self.noise else x), self.y[index]
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, *, draws: bool = False) -> None:
+        self.draws = draws
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = None if self.draws else torch.Generator().manual_seed(7)
+        for index in range(4 * PER_EPOCH):
+            yield torch.rand(8, generator=generator), index % 2
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 2))
+
+
+def train(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    optimizer.zero_grad()
+    functional.cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+
+
+def evaluate(model: nn.Module) -> None:
+    model.eval()
+    with torch.no_grad():
+        for x, _ in DataLoader(Digits(8), batch_size=4, shuffle=True):
+            model(x)
+    model.train()
+
+
+def by_step(step: int) -> Any:
+    """A batch that is a function of the step."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.rand(4, 8, generator=generator), torch.randint(0, 2, (4,), generator=generator)

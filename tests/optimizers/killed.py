@@ -1,0 +1,82 @@
+"""A run that is really killed: its process ends by SIGKILL in the middle of an iteration, and another resumes it.
+
+    python -m tests.optimizers.killed NAME STORE [--third-party]
+
+trains a configuration until it kills itself. `outcome` starts that, and compares as `tests.optimizers.sweep` does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.optimizers import torchs
+from tests.optimizers.sweep import BROKEN, EXACT, SAID, SILENT, STEPS, STOP, Case, Run, deterministic
+from tests.support import forkserver
+from tests.support.training import drain
+
+_THEIRS = "--third-party"
+_SAMPLE = ("AdamW-0-default", "LBFGS-0-default", "SparseAdam-0-default")
+_LAST = 100.0
+"""Seconds."""
+
+
+def cases(*, third_party: bool) -> Iterator[Case]:
+    """All configurations of the one sweep or of the other."""
+    if third_party:
+        from tests.optimizers import third_party as others
+
+        return others.cases()
+    return torchs.cases()
+
+
+def sample() -> list[Case]:
+    """The first configurations of some of torch's optimizers: slots, a state without slots, sparse gradients."""
+    return [case for case in torchs.cases() if case.name in _SAMPLE]
+
+
+def outcome(case: Case, folder: Path, *, third_party: bool = False) -> tuple[str, str]:
+    """What becomes of it, and why. Only of configurations that `sweep.outcome` finds exact."""
+    store = folder / "store"
+    arguments = ["-m", "tests.optimizers.killed", case.name, str(store), *([_THEIRS] if third_party else [])]
+    environ = {**os.environ, "SCARCTL_ARENA_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    done = forkserver.run(
+        arguments, timeout=_LAST, env=environ, imports=(*forkserver.TORCH, "tests.optimizers.killed")
+    )
+    if done.returncode != -signal.SIGKILL:
+        return BROKEN, f"it ended with {done.returncode}: {done.stderr[-300:]}"
+    after = Run(case, store, arena_dir=str(folder))
+    assert after.session is not None
+    with after.session:
+        resumed = after.session.resume("rollback")
+        if not 0 < resumed.step <= STOP:
+            return SILENT, f"resumed {resumed.step}"
+        after.train(resumed.step, STEPS)
+        if not resumed.exact:
+            return SAID, "; ".join(resumed.reasons)
+        whole = Run(case, None)
+        whole.train(0, STEPS)
+        return (EXACT, "") if after.digest() == whole.digest() else (SILENT, "exact, and it is not")
+
+
+def main() -> None:
+    """Train, and die in the iteration after `STOP`: between its gradients and the end of its step."""
+    name, store, *more = sys.argv[1:]
+    case = next(case for case in cases(third_party=_THEIRS in more) if case.name == name)
+    with deterministic():
+        run = Run(case, Path(store), policy="full")
+        assert run.session is not None
+        run.session.resume()
+        for step in range(STOP):
+            run.train(step, step + 1)
+            assert drain(run.session)
+        assert not run.session.stats.errors, run.session.stats.last_error
+        run.die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        run.train(STOP, STEPS)
+
+
+if __name__ == "__main__":
+    main()
