@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from scarctl.errors import UsageError
+from scarctl.util.generators import HostStates, keep_host
 
 
 def check_stateful(name: str, item: Any) -> None:
@@ -95,7 +96,12 @@ def _same_size(state: Sequence[Any], live: Any) -> bool:
 
 def capture_host_rng() -> dict[str, Any]:
     """Return the states of the global random number generators of Python and numpy."""
-    return {"python": _state_of_python(random.getstate()), "numpy": np.random.get_state()}
+    return host_rng_of(keep_host())
+
+
+def host_rng_of(states: HostStates) -> dict[str, Any]:
+    """Return what `capture_host_rng` would have returned when these states were read."""
+    return {"python": _state_of_python(states.python()), "numpy": states.numpy()}
 
 
 def restore_host_rng(state: Mapping[str, Any]) -> None:

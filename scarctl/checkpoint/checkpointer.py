@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,17 +47,15 @@ class Stats:
     errors: int = 0
     last_error: str = ""
 
-    @contextmanager
-    def stalled(self, *, first: bool = False, part: bool = False) -> Iterator[None]:
-        """Count the block as lost training time. part: for the newest checkpoint, too. first: that begins here."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - started
-            self.stall_seconds += seconds
-            if part:
-                self.last_stall_seconds = seconds + (0.0 if first else self.last_stall_seconds)
+    def stalled(self, since: float, *, first: bool = False, part: bool = False) -> None:
+        """Count the time since then (`time.perf_counter`) as training time lost.
+
+        part: for the newest checkpoint too. first: that begins there.
+        """
+        seconds = time.perf_counter() - since
+        self.stall_seconds += seconds
+        if part:
+            self.last_stall_seconds = seconds + (0.0 if first else self.last_stall_seconds)
 
 
 def _leave_threads(worker: Worker) -> None:
@@ -86,7 +83,7 @@ class _UnderWay:
     moment: Moment
     job: Job[Copied]
     live: LiveState
-    counters: list[list[int]]
+    counters: list[int]
     snapshot: list[list[torch.Tensor]] | None
 
 
@@ -131,15 +128,10 @@ class Checkpoints:
             self._fault(trouble)  # copying continues, because another process may take over these copies
         self._live = live
         # A forward pass changes buffers (batch norm), so the copy reads the moment's private copies instead.
-        live = live.with_tensors(
-            {
-                g: [moment.buffers[group.name]]
-                for g, group in enumerate(live.layout.groups)
-                if group.kind == "buffer"
-            }
-        )
+        buffers = {g: [moment.buffers[live.layout.groups[g].name]] for g in live.buffers}
+        live = live.with_tensors(buffers) if buffers else live
 
-        marks = self._streams.complete(moment.marks, (t for group in live.tensors for t in group))
+        marks = self._streams.complete(moment.marks, live.devices)
         if marks:
             engine.pin(next(iter(marks)))
 
@@ -147,7 +139,7 @@ class Checkpoints:
             with self._streams.beside(marks):
                 return engine.copy(live, moment.step, extent)
 
-        counters = [live.counters(g) for g in range(len(live.tensors))]
+        counters = live.all_counters()
         snapshot = [[t.clone() for t in group] for group in live.tensors] if self._validate else None
         engine.tracker.interrupt()
         self._under_way = _UnderWay(moment, self._worker.submit(copy), live, counters, snapshot)
@@ -221,9 +213,10 @@ class Checkpoints:
         """
         live, arena = under_way.live, engine.arena
         everything = copied.ids
-        for g, part in live.parts(everything):
+        written = live.written(under_way.counters)
+        for g, part in live.parts(everything) if written or under_way.snapshot is not None else ():
             ids = everything[part]
-            if under_way.counters[g] != live.counters(g):
+            if g in written:
                 copied = self._repeat(live, copied, g, engine)
             elif under_way.snapshot is not None:
                 twin = live.with_tensors({g: under_way.snapshot[g]})
@@ -274,6 +267,6 @@ def _misses(copied: Copied, under_way: _UnderWay) -> bool:
     live = under_way.live
     if copied.ids.size == live.layout.partitions:
         return False
-    if all(before == live.counters(g) for g, before in enumerate(under_way.counters)):
+    if not live.written(under_way.counters):
         return False
     return bool(np.delete(live.changed(), copied.ids).any())

@@ -6,9 +6,11 @@ the arena under the generation protocol, `load` copies them back.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -221,6 +223,33 @@ class LiveState:
             movements.gap[ids] = np.where(whole, np.maximum(step_of(version) - since, 0), 0)
 
         return note
+
+    @functools.cached_property
+    def buffers(self) -> Sequence[int]:
+        """Numbers of the groups that a forward pass may change."""
+        return [g for g, group in enumerate(self.layout.groups) if group.kind == "buffer"]
+
+    @functools.cached_property
+    def _flat(self) -> list[torch.Tensor]:
+        return [tensor for group in self.tensors for tensor in group]
+
+    @functools.cached_property
+    def devices(self) -> Set[torch.device]:
+        """The devices of all tensors."""
+        return set(map(attrgetter("device"), self._flat))
+
+    def all_counters(self) -> list[int]:
+        """Return the `counters` of all groups in one list, at once: there may be thousands of tensors."""
+        return list(map(attrgetter("_version"), self._flat))
+
+    def written(self, before: list[int]) -> Set[int]:
+        """Return the groups that were written to in place since `all_counters` was `before`."""
+        now = self.all_counters()
+        if now == before:
+            return frozenset()
+        ends = np.cumsum([len(group) for group in self.tensors])
+        other = np.flatnonzero(np.array(now) != np.array(before))
+        return set(np.searchsorted(ends, other, side="right").tolist())
 
     def counters(self, g: int) -> list[int]:
         """Return torch's counts of in-place writes to each tensor of group `g`."""

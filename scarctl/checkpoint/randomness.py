@@ -11,54 +11,82 @@ from typing import Any
 import numpy as np
 import torch
 
-from scarctl.stateful import capture_host_rng, restore_host_rng
+from scarctl.state.torch_dtypes import Deferred
+from scarctl.stateful import host_rng_of, restore_host_rng
+from scarctl.util.generators import keep_host
 
 _WORDS = 624
 """Words of a Mersenne twister, the algorithm of all three global generators."""
 _MOST = 4096
 """Most blocks of words that are generated to count draws."""
 
-Raw = tuple[Any, Any, torch.Tensor]
-"""States of the CPU generators of Python, numpy and torch, each in its own format."""
+
+class Raw(Deferred):
+    """The states of the global generators of Python, numpy, torch, and CUDA if it is in use, as they were read.
+
+    To read them takes a few microseconds. What is saved of them, `value`, takes longer to make.
+    """
+
+    __slots__ = ("cuda", "host", "torch")
+
+    def __init__(self) -> None:
+        self.host = keep_host()
+        self.torch = torch.default_generator.get_state()
+        # Not `is_available`, which asks the driver.
+        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+
+    def value(self) -> dict[str, Any]:
+        """Return the states as they are saved."""
+        return host_rng_of(self.host) | {"torch": self.torch, "cuda": self.cuda}
+
+    def same_on_host(self, other: Raw) -> bool:
+        """Return whether the generators on the host were in the same states."""
+        return (
+            self.host.same_python(other.host)
+            and self.host.same_numpy(other.host)
+            and torch.equal(self.torch, other.torch)
+        )
+
+
+def raw() -> Raw:
+    """Return the generators' states, to be interpreted later if at all."""
+    return Raw()
 
 
 def capture_rng() -> dict[str, Any]:
     """Return the states of the global random number generators of Python, numpy, torch, and CUDA if it is in use."""
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return capture_host_rng() | {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if cuda else [],
-    }
+    return Raw().value()
 
 
-def restore_rng(state: Mapping[str, Any]) -> None:
-    """Restore the result of `capture_rng`; states of missing CUDA devices are ignored."""
+def restore_rng(state: Mapping[str, Any] | Raw) -> None:
+    """Restore the result of `capture_rng` or `raw`; states of missing CUDA devices are ignored."""
+    if isinstance(state, Raw):
+        state = state.value()
     restore_host_rng(state)
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
 
 
-def raw() -> Raw:
-    """Return the CPU generators' states, faster than `capture_rng`."""
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Restore the CPU generators at exit, so that draws inside leave no trace."""
-    python, numpy, torched = raw()
+    before = Raw()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torched)
+        after = Raw()
+        if not before.host.same_python(after.host):
+            random.setstate(before.host.python())
+        if not before.host.same_numpy(after.host):
+            np.random.set_state(before.host.numpy())
+        if not torch.equal(before.torch, after.torch):
+            torch.set_rng_state(before.torch)
 
 
 def digests(state: Raw) -> dict[str, str]:
     """Return a digest of each generator's state, by the generator's name: 24 hex digits."""
-    python, numpy, torched = state
+    python, numpy, torched = state.host.python(), state.host.numpy(), state.torch
     texts = {
         "python": repr(python).encode(),
         "numpy": repr((numpy[0], numpy[2:])).encode() + numpy[1].tobytes(),
@@ -79,8 +107,7 @@ def draws(before: Raw, after: Raw) -> list[int] | None:
 
 
 def _parts(state: Raw) -> list[Any]:
-    python, numpy, torched = state
-    return [("python", python), ("numpy", numpy), ("torch", torched)]
+    return [("python", state.host.python()), ("numpy", state.host.numpy()), ("torch", state.torch)]
 
 
 def _twister(part: tuple[str, Any]) -> tuple[Any, int]:

@@ -27,6 +27,10 @@ class Selector(Protocol):
     interval: int
     """The interval that `agreed` has received; 0: no new one."""
 
+    @property
+    def expecting(self) -> bool:
+        """Whether an expected checkpoint is not settled."""
+
     def agreed(self) -> int:
         """Return the largest `wish` of a round some checkpoints ago. Call it once before each `expect`."""
 
@@ -63,7 +67,7 @@ class Selector(Protocol):
 class OwnSelector:
     """Selects for a session without other ranks, by `policy.select`."""
 
-    shared = False
+    shared = expecting = False
     wish = proposed = interval = 0
 
     def agreed(self) -> int:

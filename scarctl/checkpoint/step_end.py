@@ -16,7 +16,7 @@ from scarctl.checkpoint.streams import Marks, Streams
 from scarctl.errors import UsageError
 from scarctl.state.extras import Extras
 from scarctl.state.identity import Identities, Lockstep
-from scarctl.state.torch_dtypes import plain
+from scarctl.state.torch_dtypes import plain, private
 from scarctl.state.version import MAX_STEP
 
 # Batch norm's kernels write to running statistics without counting the write in `_version`. Those are small; larger
@@ -30,7 +30,7 @@ class Moment:
 
     step: int
     early: Any
-    """Extras that the next batch changes. None: they are read when the loop has settled."""
+    """Extras that the next batch changes, `private`. None: they are read when the loop has settled."""
     buffers: Mapping[str, torch.Tensor]
     """Private copies of buffers, by name. They are valid until the next moment is taken."""
     marks: Marks
@@ -66,20 +66,25 @@ class Moments:
     def take(self, step: int, *, early: bool = True) -> Moment:
         """Keep the current state, right after `step`. early: with the extras that the next batch changes."""
         self.identities.stepped(step)
+        buffers = self._adapter.buffers()
+        if buffers or self._copies:
+            self._copy(buffers)
+        kept, marks = private(self._adapter.capture_early()) if early else None, self._streams.mark()
+        return Moment(step, kept, dict(self._copies), marks, self.identities)
+
+    @torch.no_grad()
+    def _copy(self, buffers: Mapping[str, torch.Tensor]) -> None:
         targets, sources = [], []
-        with torch.no_grad():
-            for name, buffer in self._adapter.buffers().items():
-                copy = self._copies.get(name)
-                if copy is None or not _alike(copy, buffer):
-                    self._copies[name] = buffer.detach().clone()
-                elif buffer.nbytes <= _UNCOUNTED_BYTES or self._changed(name, buffer):
-                    targets.append(copy)
-                    sources.append(buffer.detach())
-                self._copied[name] = buffer, buffer._version
-            if targets:
-                torch._foreach_copy_(targets, sources)
-        extras, marks = plain(self._adapter.capture_early()) if early else None, self._streams.mark()
-        return Moment(step, extras, dict(self._copies), marks, self.identities)
+        for name, buffer in buffers.items():
+            copy = self._copies.get(name)
+            if copy is None or not _alike(copy, buffer):
+                self._copies[name] = buffer.detach().clone()
+            elif buffer.nbytes <= _UNCOUNTED_BYTES or self._changed(name, buffer):
+                targets.append(copy)
+                sources.append(buffer.detach())
+            self._copied[name] = buffer, buffer._version
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def _changed(self, name: str, buffer: torch.Tensor) -> bool:
         source, version = self._copied[name]

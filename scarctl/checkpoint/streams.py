@@ -31,16 +31,19 @@ class Streams:
     def follow(self) -> None:
         """Note that a step has ended in this thread, which becomes the training thread, on its current streams."""
         self._thread = threading.get_ident()
-        self._trains = {device: torch.cuda.current_stream(device) for device in self._streams}
+        if self._streams:
+            self._trains = {device: torch.cuda.current_stream(device) for device in self._streams}
 
     def mark(self) -> Marks:
         """Mark the work that the training thread has queued so far on all known GPUs. Call it in any thread."""
+        if not self._streams:
+            return {}
         here = threading.get_ident() == self._thread
         return {device: _mark(device, None if here else self._trains.get(device)) for device in self._streams}
 
-    def complete(self, marks: Marks, tensors: Iterable[torch.Tensor]) -> Marks:
-        """Return marks for the GPUs of all these tensors, which become known; missing marks are made."""
-        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    def complete(self, marks: Marks, among: Iterable[torch.device]) -> Marks:
+        """Return marks for the GPUs among these devices, which become known; missing marks are made."""
+        devices = {device for device in among if device.type == "cuda"}
         for device in devices - self._streams.keys():
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return {device: marks.get(device) or _mark(device) for device in devices}

@@ -54,6 +54,11 @@ class GlobalSelector:
         self._exchange.hurry(False)
         self._expected = (step, budget)
 
+    @property
+    def expecting(self) -> bool:
+        """Whether an expected checkpoint is not settled."""
+        return self._expected is not None
+
     def hurry(self) -> None:
         """Note that the training thread waits for the copy."""
         self._exchange.hurry()

@@ -11,7 +11,8 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -46,17 +47,18 @@ class Gate:
         """Identifier of the training thread."""
         return self._trainer
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> _Held:
         """Exclude other threads from `held` and `quiet`. May be nested."""
-        with self._changed, _outside_inference():
-            yield
+        return _Held(self._changed)
 
     def enter(self) -> None:
         """Begin a step: wait for a running flush. The calling thread becomes the training thread."""
         with self._changed:
             self._trainer = threading.get_ident()
             if self._stepping:
+                return
+            if not self._wanted:
+                self._stepping = True
                 return
             self._at_gate = True
             self._changed.notify_all()
@@ -71,13 +73,15 @@ class Gate:
         with self._changed:
             self._stepping = False
             self._settled_at = time.monotonic() + settle
-            self._changed.notify_all()
+            if self._wanted:
+                self._changed.notify_all()
 
     def settled(self, wait: float = 0.0) -> None:
         """Note that the loop is done with the step. wait: seconds for which a flush may still wait."""
         with self._changed:
             self._settled_at = min(self._settled_at, time.monotonic() + wait)
-            self._changed.notify_all()
+            if self._wanted:
+                self._changed.notify_all()
 
     def end(self) -> None:
         """Stop every wait for a step, because no more steps will come."""
@@ -121,6 +125,29 @@ class Gate:
             limit = deadline if self._stepping else min(deadline, self._settled_at)
             self._changed.wait(limit - now)
         return False
+
+
+class _Held:
+    """See `Gate.held`. Entered several times per step: a generator would take longer."""
+
+    __slots__ = ("_left", "_lock")
+
+    def __init__(self, lock: threading.Condition) -> None:
+        self._lock = lock
+        self._left: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if torch.is_inference_mode_enabled():
+            self._left = _outside_inference()
+            self._left.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            if self._left is not None:
+                self._left.__exit__(*error)
+        finally:
+            self._lock.release()
 
 
 @contextmanager

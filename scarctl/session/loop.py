@@ -17,11 +17,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from scarctl.checkpoint.randomness import capture_rng, generators_of, raw, restore_rng, undisturbed
+from scarctl.checkpoint.randomness import Raw, generators_of, raw, restore_rng, undisturbed
 from scarctl.errors import UsageError
 from scarctl.state.caveats import Caveats
 
 T = TypeVar("T")
+Rng = Raw | Mapping[str, Any]
+"""States of the random generators: as they were read here, or as they were saved."""
 
 _LOOKAHEAD = 2
 """Used batches that are loaded again, because a loader may have read ahead."""
@@ -60,7 +62,7 @@ class Loop:
         """Whether it reads `epochs`."""
         self.epoch = 0
         """Current epoch, from 0."""
-        self._begun: dict[str, Any] | None = None
+        self._begun: Rng | None = None
         """Random numbers with which this epoch began."""
         self._passes: list[_Pass] = []
         """Passes of this epoch."""
@@ -72,7 +74,7 @@ class Loop:
         """Ids of loaders whose state this process knows."""
         self._again: list[Mapping[str, Any]] = []
         """Passes of this epoch that a resumed loop must still repeat."""
-        self._held: dict[str, Any] | None = None
+        self._held: Rng | None = None
         """Random numbers with which a resumed loop will continue, until it does."""
         self._position: dict[str, Any] | None = None
         """Position of the last settled moment."""
@@ -82,7 +84,7 @@ class Loop:
         """Batches handed out since that moment."""
         self._restored: int | None = None
         """The step from which the loop resumed."""
-        self._workers: dict[int, dict[str, Any]] = {}
+        self._workers: dict[int, Rng] = {}
         """Random numbers with which persistent workers were started, by id of their loader."""
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -94,7 +96,7 @@ class Loop:
                 restore_rng(self._begun)
             else:
                 self._proceed()
-                self._begun = capture_rng()
+                self._begun = raw()
             yield epoch
             if self.epoch == epoch:
                 self._next_epoch()
@@ -212,7 +214,7 @@ class Loop:
         self.epoch, self._begun = position["epoch"], position["begun"]
         self._again, self._left = list(position["passes"]), list(position["left"])
         self._position, self._head, self._restored = dict(position), head, head
-        self._held = capture_rng()
+        self._held = raw()
 
 
 _END: Any = object()
@@ -221,16 +223,16 @@ _END: Any = object()
 class _Pass:
     """One pass over a loader within an epoch."""
 
-    def __init__(self, loader: Any, workers: dict[int, dict[str, Any]]) -> None:
+    def __init__(self, loader: Any, workers: dict[int, Rng]) -> None:
         self._loader = loader
         self._workers = workers
         self.count = 0
         """Batches handed out."""
         self.done = False
         self._own = generators_of(loader)
-        self._begun: dict[str, Any] = {}
+        self._begun: Rng = {}
         """Random numbers before the iterator was made."""
-        self._before: dict[str, Any] | None = None
+        self._before: Rng | None = None
         """Random numbers before the newest batch was requested."""
         self._own_begun: list[torch.Tensor] = []
         self._iteration = getattr(loader, "iteration", None)
@@ -239,7 +241,7 @@ class _Pass:
         self._first = self._stays and id(loader) not in workers
 
     def begin(self) -> Iterator[Any]:
-        self._begun = capture_rng()
+        self._begun = raw()
         self._own_begun = [generator.get_state() for generator in self._own]
         if self._first:
             self._workers[id(self._loader)] = self._begun
@@ -258,7 +260,7 @@ class _Pass:
         _set_iteration(self._loader, saved["iteration"])
         self._iteration = saved["iteration"]
         if not same_rank:
-            saved = {**saved, "begun": capture_rng(), "before": None, "workers": None, "own_begun": []}
+            saved = {**saved, "begun": raw(), "before": None, "workers": None, "own_begun": []}
         self._begun, self._before = saved["begun"], saved["before"]
         self._own_begun = list(saved["own_begun"])
         count = saved["count"]
@@ -290,7 +292,7 @@ class _Pass:
     @contextlib.contextmanager
     def fetching(self, caveats: Caveats) -> Iterator[None]:
         """Record the random numbers around a request for a batch, and report draws that cannot be repeated."""
-        self._before = capture_rng()
+        before = self._before = raw()
         yield
         if self._stays and not self._first:
             caveats.say(
@@ -299,7 +301,7 @@ class _Pass:
                 "saved, so that they differ after a resume. Omit persistent_workers",
             )
         streams = isinstance(getattr(self._loader, "dataset", None), IterableDataset)
-        if streams and self.count and not self._loader.num_workers and not _same(self._before):
+        if streams and self.count and not self._loader.num_workers and not before.same_on_host(raw()):
             caveats.say(
                 "stream-draws",
                 "an IterableDataset draws from the global random generators, as the loop does, so that its data differ "
@@ -342,11 +344,6 @@ def _leave(loader: Any, state: Mapping[str, Any]) -> None:
 def _set_iteration(loader: Any, iteration: int | None) -> None:
     if iteration is not None and hasattr(loader, "iteration"):
         loader.set_epoch(iteration)
-
-
-def _same(before: Mapping[str, Any]) -> bool:
-    python, _, torched = raw()
-    return torch.equal(torched, before["torch"]) and python[1][-1] == before["python"][1][-1]
 
 
 def _set(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:

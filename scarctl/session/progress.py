@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from scarctl.adapter import Adapter, loop_known
+from scarctl.checkpoint.randomness import Raw
 from scarctl.checkpoint.step_end import Moment
 from scarctl.session.gate import SETTLE, Gate
 from scarctl.session.loop import Loop
@@ -21,7 +22,7 @@ from scarctl.session.witness import Witness
 from scarctl.state.caveats import Caveats
 from scarctl.state.codec import encode
 from scarctl.state.extras import Extras
-from scarctl.state.torch_dtypes import plain
+from scarctl.state.torch_dtypes import plain, private
 
 _ASKS = 8.0
 """Seconds after a step that a flush waits for a loop with `batches` to request the next one."""
@@ -103,7 +104,9 @@ class Progress:
                 self._ended = None
                 self._fault(error)
         self.caveats.withdraw("not-settled")
-        self.witness.begin(step, self._forward_begins)
+        kept = moment.early if moment is not None else None
+        rng = kept.get("rng") if isinstance(kept, dict) else None
+        self.witness.begin(step, self._forward_begins, rng if isinstance(rng, Raw) else None)
 
     def step_begins(self) -> None:
         """Note that the next step is about to change parameters."""
@@ -146,7 +149,7 @@ class Progress:
         self._gate.settled(_COMES if self.witness.looks else 0.0)
 
     def _settle(self, moment: Moment) -> None:
-        early, light = plain(self._adapter.capture_early()), self._light()
+        early, light = private(self._adapter.capture_early()), self._light()
         late = plain(self._adapter.capture_late()) if self.loop.between_passes else moment.late
         # The moment is changed completely, or not at all.
         moment.early, moment.light, moment.late = early, light, late
@@ -214,7 +217,7 @@ class Progress:
                 f"step {moment.step} was saved before the loop was done with it: a schedule or an average that it "
                 "changes after the step may be one step behind",
             )
-        early = moment.early if moment.early is not None else plain(self._adapter.capture_early())
+        early = plain(moment.early if moment.early is not None else self._adapter.capture_early())
         late = moment.late if moment.late is not None else plain(self._adapter.capture_late())
         if moment.light is not None and self._known is not None:
             late = plain(self._known.with_light(late, moment.light))

@@ -78,6 +78,12 @@ class Saving:
         """Whether the first half of a checkpoint waits for its second."""
         return self._checkpoints.under_way
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether `finish` has something to do."""
+        engine = self._opening.engine
+        return engine is not None and (self._checkpoints.under_way or engine.selector.expecting)
+
     def take(self, *, early: bool = True) -> Moment | None:
         """Keep the current moment as the newest step's end, and return it; None on failure.
 

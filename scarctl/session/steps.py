@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -42,18 +43,28 @@ class Steps:
     def begin(self) -> None:
         """Finish the current copy, right before an optimizer changes parameters."""
         self.between()
-        with self._saving.stats.stalled():
+        started = time.perf_counter()
+        try:
             self._gate.enter()
             # Noted after `finish`: otherwise a flush in between would count the coming step's rows as saved.
-            self._note_touched()
+            if self.touched is not None:
+                self._note_touched()
+        finally:
+            self._saving.stats.stalled(started)
 
     def between(self) -> None:
         """Finish the current copy before parameters change. Raises UsageError if the run was not resumed."""
         if self._opening.engine is None and self._progress.head_step == 0:
             self._opening.require_looked()
         self._progress.step_begins()
-        with self._gate.held(), self._saving.stats.stalled(part=self._saving.under_way):
-            self._saving.finish()
+        if not self._saving.unfinished:
+            return
+        with self._gate.held():
+            started, part = time.perf_counter(), self._saving.under_way
+            try:
+                self._saving.finish()
+            finally:
+                self._saving.stats.stalled(started, part=part)
 
     def end(self) -> Wish | None:
         """Count the iteration, right after the last optimizer's step. Return the recovery that is due, if any.
@@ -84,13 +95,16 @@ class Steps:
         """Start the checkpoint that is due after this step. The first step saves the whole state."""
         saving, step, moment = self._saving, self._progress.head_step, None
         due = self._due(step)
-        with saving.stats.stalled(first=due is not None, part=due is not None):
+        started = time.perf_counter()
+        try:
             if due is not None or self._flush_on_signal:
                 moment = saving.take(early=self._progress.reads_early)
             self._progress.step_ended(step, moment)
             if due is not None:
                 saving.begin(moment, due)
             saving.look_ahead()
+        finally:
+            saving.stats.stalled(started, first=due is not None, part=due is not None)
 
     def _due(self, step: int) -> Extent | None:
         engine = self._opening.engine

@@ -57,7 +57,7 @@ class Witness:
         self._ids: frozenset[int] = frozenset()
         self._gaps: list[_Gap] = []
         """Recent gaps, the newest last."""
-        self._remove: Callable[[], None] = lambda: None
+        self._handle: Any = None
         self._left = 0
         self._looking = False
         """Whether the hook is installed."""
@@ -75,18 +75,25 @@ class Witness:
         """Return whether the forward pass after `step` has begun."""
         return any(gap.step == step and gap.ended is not None for gap in self._gaps[-1:])
 
-    def begin(self, step: int, seen: Callable[[], None]) -> None:
-        """Start observing after `step`, ended or resumed from. seen: called when the next forward begins."""
+    def begin(self, step: int, seen: Callable[[], None], now: Raw | None = None) -> None:
+        """Start observing after `step`, ended or resumed from. seen: called when the next forward begins.
+
+        now: the random numbers, if they were read already.
+        """
         self.stop()
         if self._modules is None:
             return
-        self._gaps = [*self._gaps[1 - _GAPS :], _Gap(step, raw())]
+        self._gaps = [*self._gaps[1 - _GAPS :], _Gap(step, now or raw())]
         self._seen = seen
         if not self._ids:
             self._ids = frozenset(map(id, self._modules()))
         self._left, self._looking = _MODULES, True
         # Of all modules, because a hook of the model's own would be copied and pickled with it; and for a moment only.
-        self._remove = nn.modules.module.register_module_forward_pre_hook(self._look).remove
+        if self._handle is None:
+            self._handle = nn.modules.module.register_module_forward_pre_hook(self._look)
+        else:
+            # What registering does, without another handle for each step.
+            self._handle.hooks_dict_ref()[self._handle.id] = self._look
 
     def given(self, step: int) -> None:
         """Restart the gap, because `Session.batches` returned a batch: draws for it do not count."""
@@ -103,15 +110,16 @@ class Witness:
 
     def stop(self) -> None:
         """Stop observing."""
-        self._looking = False
-        remove, self._remove = self._remove, lambda: None
-        remove()
+        if self._looking:
+            self._looking = False
+            self._handle.remove()
 
     def _look(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        inner = getattr(module, "_orig_mod", module)
-        if not module.training or (id(module) not in self._ids and id(inner) not in self._ids):
+        if not module.training:
+            return
+        if id(module) not in self._ids and id(getattr(module, "_orig_mod", None)) not in self._ids:
             return
         gap = self._gaps[-1]
         first = gap.ended is None

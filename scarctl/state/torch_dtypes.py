@@ -100,14 +100,42 @@ def from_raw(raw: RawTensor) -> torch.Tensor:
     return in_order(flat.view(raw.shape), raw.order)
 
 
+class Deferred:
+    """A private value that is kept in a form which is quick to make, until it is saved."""
+
+    __slots__ = ()
+
+    def value(self) -> object:
+        """Return the value in its usual form."""
+        raise NotImplementedError
+
+
+_AS_THEY_ARE = frozenset((int, float, bool, str, bytes, type(None)))
+
+
 def plain(value: object) -> object:
     """Return `value` with every torch tensor inside dicts, lists, tuples and deques replaced by a `RawTensor`.
 
-    Subclasses of tuple, such as torch.Size, become plain tuples.
+    Subclasses of tuple, such as torch.Size, become plain tuples. What is `Deferred` gets its usual form.
     """
+    if type(value) in _AS_THEY_ARE:
+        return value
     if isinstance(value, torch.Tensor):
         return to_raw(value)
+    if isinstance(value, Deferred):
+        return plain(value.value())
     return _rebuild(value, plain)
+
+
+def private(value: object) -> object:
+    """Return the same as `plain`, with what is `Deferred` left as it is: `plain` of it later is `plain` of it now."""
+    if type(value) is dict:
+        return {key: private(item) for key, item in value.items()}
+    if type(value) in _AS_THEY_ARE or isinstance(value, Deferred):
+        return value
+    if isinstance(value, torch.Tensor):
+        return to_raw(value)
+    return _rebuild(value, private)
 
 
 def torched(value: object) -> object:
@@ -118,8 +146,10 @@ def torched(value: object) -> object:
 
 
 def _rebuild(value: object, convert: Callable[[object], object]) -> object:
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, convert(item)) for key, item in value.items())  # type: ignore[call-arg, attr-defined]
+    if type(value) is dict:
+        return {key: convert(item) for key, item in value.items()}
+    if type(value) is OrderedDict:
+        return OrderedDict((key, convert(item)) for key, item in value.items())
     if isinstance(value, list):
         return [convert(item) for item in value]
     if type(value) is deque:

@@ -19,7 +19,7 @@ _LATE = 200_000_000
 
 def test_on_the_host_there_is_nothing_to_wait_for() -> None:
     streams = Streams()
-    marks = streams.complete(streams.mark(), [torch.zeros(3)])
+    marks = streams.complete(streams.mark(), [torch.device("cpu")])
     assert marks == {}
     with streams.beside(marks):
         assert torch.zeros(3).add(1).sum() == 3

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ from tests.support.process import Forked, Tell
 class Loop:
     """A model, Adam, and backward passes."""
 
-    def __init__(self, store: Path, **options: object) -> None:
+    def __init__(self, store: Path, depth: int = 0, **options: object) -> None:
         torch.manual_seed(0)
-        self.model = nn.Linear(4, 4)
+        layers = [nn.Linear(4, 4) for _ in range(depth)]
+        self.model: Any = nn.Sequential(*layers) if depth else nn.Linear(4, 4)
         self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters())
         self.session = scarctl.attach(
             self.model,
@@ -121,6 +123,23 @@ def test_updates_by_hand_are_said(tmp_path: Path, before: int, steps: int) -> No
         _by_hand(loop)
     if steps == 3:
         loop.session.close()  # looks once more
+    assert loop.kinds() == ["no-step"]
+    loop.session.close()
+
+
+def test_updates_by_hand_are_said_when_the_parameters_that_count_passes_are_frozen(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "s", depth=4)
+    loop.train(6)  # two of the eight parameters are enough by now
+    assert len(loop.session._watch._counting) == 2  # type: ignore[attr-defined]
+    for parameter in (*loop.model[0].parameters(), *loop.model[-1].parameters()):
+        parameter.requires_grad_(False)
+    loop.train(1)
+    for _ in range(30):
+        loop.backward()
+        with torch.no_grad():
+            for parameter in loop.model.parameters():
+                if parameter.requires_grad:
+                    parameter -= 0.01 * parameter.grad
     assert loop.kinds() == ["no-step"]
     loop.session.close()
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from scarctl.adapter import StateGroup, Watching
-from scarctl.checkpoint.randomness import capture_rng, restore_rng, undisturbed
+from scarctl.checkpoint.randomness import raw, restore_rng, undisturbed
 from scarctl.errors import UsageError
 from scarctl.state.caveats import Caveats
 from scarctl.state.layout import Layout
@@ -205,6 +205,8 @@ class TorchAdapter:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the persistent buffers of the modules as of the newest call of `groups`."""
+        if not self._places:
+            return {}
         found = ((name, module._buffers.get(key)) for name, module, key in self._places)
         return {name: distinct_part(buffer) for name, buffer in found if buffer is not None}
 
@@ -232,8 +234,11 @@ class TorchAdapter:
 
     def capture_early(self) -> dict[str, Any]:
         """Return the states of the random number generators and the user's extras."""
+        rng = raw()
+        if not self._early:
+            return {"rng": rng, "extras": {}}
         with undisturbed():
-            return {"rng": capture_rng(), "extras": {n: state_of(item) for n, item in self._early.items()}}
+            return {"rng": rng, "extras": {n: state_of(item) for n, item in self._early.items()}}
 
     def modules(self) -> Iterator[nn.Module]:
         """See `KnowsLoop`."""
@@ -259,7 +264,7 @@ class TorchAdapter:
         """Return optimizers' extras, schedulers, gradient scaler and modules' extra state."""
         return {
             "optimizers": [
-                {**state.capture(self._unsavable), **self._names(optimizer)}
+                {**state.capture(self._unsavable, self._known[0]), **self._names(optimizer)}
                 for optimizer, state in zip(self._optimizers, self._states, strict=True)
             ],
             "objects": {name: state_of(item) for name, item in self._late.items()},

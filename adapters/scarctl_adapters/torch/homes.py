@@ -59,17 +59,20 @@ memory."""
 
 
 def slot_of(
-    name: str, holders: Sequence[Holder], homes: Sequence[Home]
+    name: str, holders: Sequence[Holder], homes: Sequence[tuple[Home, Collection[int]]]
 ) -> tuple[Optimizer, nn.Parameter, str] | None:
-    """Return the optimizer, parameter and key of a group's slot of this name; None if no optimizer has it."""
+    """Return the optimizer, parameter and key of a group's slot of this name; None if no optimizer has it.
+
+    homes: each with the ids of its parameters.
+    """
     ways = [
         (home, parameter, label)
-        for home in homes
+        for home, known in homes
         for parameter, label in holders
         if not home.shares
         and name.startswith(home.prefix)
         and name.endswith(label)
-        and id(parameter) in home.numbers()
+        and id(parameter) in known
     ]
     if not ways:
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, methodcaller
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from scarctl_adapters.torch.homes import homes_of
 from scarctl_adapters.torch.slots import NEVER_SLOTS
 
-_PLAIN = (torch.Tensor, nn.Parameter)
+_PLAIN = {torch.Tensor, nn.Parameter}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,37 +39,40 @@ def tensors_now(model: nn.Module, optimizers: Sequence[Optimizer]) -> Tensors | 
         _is_usual(module.named_buffers, nn.Module.named_buffers) for module in model.modules()
     ):
         return None
-    facts: list[object] = []
+    places: list[object] = []
     kept: dict[int, torch.Tensor] = {}
     for where, tensor in _tensors_of(model, optimizers):
         number = id(tensor)
-        facts += where, number
-        if number not in kept:
-            if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
-                return None
-            kept[number] = tensor
-            facts += _facts_of(tensor)
-    return Tensors(facts, kept)
+        places += where, number
+        kept[number] = tensor
+    tensors = list(kept.values())
+    if not set(map(type, tensors)) <= _PLAIN or set(map(_LAYOUT, tensors)) - {torch.strided}:
+        return None
+    # One attribute of all tensors after the other: a loop over thousands of them would take milliseconds.
+    return Tensors([places, *(list(map(fact, tensors)) for fact in _FACTS)], kept)
 
 
 def _is_usual(method: Callable[..., object], usual: Callable[..., object]) -> bool:
     return getattr(method, "__func__", None) is usual
 
 
-def _facts_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return facts that change as soon as views of the tensor, or its version counter, are no longer valid."""
-    return (
-        tensor._cdata,
-        # An emptied storage lives on, and its address may belong to another one by now.
-        tensor.untyped_storage()._cdata,
-        tensor.data_ptr(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-        tensor.requires_grad,
-    )
+_LAYOUT = attrgetter("layout")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    # An emptied storage lives on, and its address may belong to another one by now.
+    return int(tensor.untyped_storage()._cdata)
+
+
+_FACTS: Sequence[Callable[[torch.Tensor], object]] = (
+    attrgetter("_cdata", "shape", "dtype", "requires_grad"),
+    _storage,
+    methodcaller("data_ptr"),
+    methodcaller("stride"),
+    methodcaller("is_conj"),
+    methodcaller("is_neg"),
+)
+"""Facts that change as soon as views of a tensor, or its version counter, are no longer valid."""
 
 
 def _tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[object, torch.Tensor]]:

@@ -10,8 +10,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from scarctl.state.torch_dtypes import plain
+from scarctl.state.torch_dtypes import Deferred, plain
 from scarctl_adapters.torch.optimizer_state import is_savable
+from scarctl_adapters.torch.packing import LEAVES
 
 
 def light_of(late: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> list[Any]:
@@ -19,13 +20,15 @@ def light_of(late: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> list[A
 
     Does not wait for a GPU: tensors there are copied there.
     """
-    found: list[Any] = [
-        [name, _scale_of(item) if isinstance(item, GradScaler) else plain(item.state_dict())]
-        for name, item in late.items()
-        if isinstance(item, LRScheduler | GradScaler)
-    ]
-    groups = [[_settings(group) for group in optimizer.param_groups] for optimizer in optimizers]
-    return [*found, *([number, each] for number, each in enumerate(groups))]
+    found: list[Any] = []
+    for name, item in late.items():
+        if isinstance(item, LRScheduler | GradScaler):
+            found.append(
+                [name, _scale_of(item) if isinstance(item, GradScaler) else plain(item.state_dict())]
+            )
+    for number, optimizer in enumerate(optimizers):
+        found.append([number, [Settings(group) for group in optimizer.param_groups]])
+    return found
 
 
 def with_light(late: Mapping[str, Any], light: Sequence[Any]) -> dict[str, Any]:
@@ -43,12 +46,25 @@ def with_light(late: Mapping[str, Any], light: Sequence[Any]) -> dict[str, Any]:
     return {**late, "objects": objects, "optimizers": optimizers}
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key != "params" and is_savable(value)
-    }
+_CONSTANT = frozenset((*LEAVES, list, tuple))
+"""Types of values that are no tensors."""
+
+
+class Settings(Deferred):
+    """The settings of a param_group at one moment."""
+
+    __slots__ = ("_found",)
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        found = dict(group)
+        for key, value in group.items():
+            if type(value) not in _CONSTANT and isinstance(value, torch.Tensor) and is_savable(value):
+                found[key] = value.detach().clone()
+        self._found = found
+
+    def value(self) -> dict[str, Any]:
+        """Return those that extras can hold."""
+        return {key: value for key, value in self._found.items() if key != "params" and is_savable(value)}
 
 
 def _scale_of(scaler: GradScaler) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,67 @@ from scarctl_adapters.torch.sharding import is_dtensor, params_of, zero_of
 from scarctl_adapters.torch.slots import is_slot
 
 Columns = dict[str, tuple[list[int], list[Any]]]
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+class _Sorted:
+    """What belongs where in one optimizer's state.
+
+    To find out takes long with thousands of parameters, and changes only with the tensors.
+    """
+
+    def __init__(self, references: References) -> None:
+        self.references = references
+        self.stateful: list[int] = []
+        """Numbers of the parameters with a state."""
+        self.columns: Columns = {}
+        """Values that are saved as they are, by their key: the numbers of the parameters, and the states to read."""
+        self.packed: Columns = {}
+        self.slots: dict[str, list[int]] = {}
+        self.others: list[Any] = []
+        self.orders: list[Any] = []
+        self._known: tuple[object, list[Any], list[Any]] | None = None
+
+    def remember(self, state: Mapping[Any, Any], tensors: object) -> bool:
+        """Note of what this was found. Return whether it holds as long as that is the same."""
+        content = None if self.packed or self.others else _content(state)
+        if content is None:
+            return False
+        kept = [*state, *(value for held in state.values() for value in held.values())]
+        self._known = tensors, content, kept  # no other object gets their ids
+        return True
+
+    def holds(self, state: Mapping[Any, Any], tensors: object) -> bool:
+        """Return whether the state has the same tensors in the same places; see `OptimizerState.capture`."""
+        return self._known is not None and self._known[0] is tensors and self._known[1] == _content(state)
+
+    def to_tree(self) -> dict[str, Any]:
+        """Return it as it is saved, with the present values."""
+        return {
+            "stateful": np.array(self.stateful, dtype=np.int64),
+            "columns": {
+                key: (np.array(where), _stack([state[key] for state in states]))
+                for key, (where, states) in self.columns.items()
+            },
+            "slots": {key: np.array(where, dtype=np.int64) for key, where in self.slots.items()},
+            "packed": {key: (np.array(where), values) for key, (where, values) in self.packed.items()},
+            "others": self.others,
+            "orders": self.orders,
+        }
+
+
+def _content(state: Mapping[Any, Any]) -> list[Any] | None:
+    """Return the ids of parameters and tensors, and the types of other values. None: they do not say it all."""
+    found: list[Any] = []
+    for parameter, held in state.items():
+        if type(held) is not dict:
+            return None
+        found.append(id(parameter))
+        found += held
+        for value in held.values():
+            kind = type(value)
+            found.append(id(value) if kind in _TENSORS else kind)
+    return found
 
 
 class OptimizerState:
@@ -37,13 +99,16 @@ class OptimizerState:
         self._attributes = [Attributes(home.optimizer) for home in homes]
         self._settings = [[dict(group) for group in home.optimizer.param_groups] for home in homes]
         """The param_groups at attach."""
+        self._sorted: list[_Sorted | None] = [None] * len(homes)
+        """What the newest capture has found in each home."""
 
-    def capture(self, unsavable: Callable[[str], None]) -> dict[str, Any]:
+    def capture(self, unsavable: Callable[[str], None], tensors: object = None) -> dict[str, Any]:
         """Return the state by parameter number. unsavable: called with a text for every attribute that cannot be saved.
 
+        tensors: the same object as in an earlier call only if no tensor's form or memory has changed since.
         Raises UsageError for a value that cannot be saved and is needed to restore the optimizer.
         """
-        first, *nested = [self._home(number, unsavable) for number in range(len(self.homes))]
+        first, *nested = [self._home(number, unsavable, tensors) for number in range(len(self.homes))]
         prefixes = [home.prefix for home in self.homes[1:]]
         return first | {"nested": dict(zip(prefixes, nested, strict=True))}
 
@@ -68,28 +133,49 @@ class OptimizerState:
     def _name(self) -> str:
         return type(self._given).__name__
 
-    def _home(self, at: int, unsavable: Callable[[str], None]) -> dict[str, Any]:
+    def _home(self, at: int, unsavable: Callable[[str], None], tensors: object) -> dict[str, Any]:
         home = self.homes[at]
         optimizer = home.optimizer
+        sorted_out = self._sorted[at]
+        if tensors is None or sorted_out is None or not sorted_out.holds(home.state, tensors):
+            sorted_out = self._sort(home)
+            self._sorted[at] = sorted_out if sorted_out.remember(home.state, tensors) else None
+        references = sorted_out.references
+        given = self._given if not at else optimizer
+        result = {
+            "param_groups": [
+                self._plain_settings(group, first)
+                for group, first in zip(given.param_groups, self._first(at, given), strict=True)
+            ],
+            **sorted_out.to_tree(),
+            "attributes": [],
+        }
+        if zero_of(self._given) is None:
+            kept = f"an attribute of {self._name} is not saved: "
+            result["attributes"] = self._attributes[at].capture(
+                references, lambda text: unsavable(kept + text)
+            )
+        return result
+
+    def _sort(self, home: Home) -> _Sorted:
         references = references_of(home)
         numbers = home.numbers()
-        columns: Columns = {}
-        packed: Columns = {}
-        slots: dict[str, list[int]] = {}
-        stateful, others, orders = [], [], []
+        found = _Sorted(references)
         try:
             for parameter, state in home.state.items():
                 if id(parameter) not in numbers:
                     path = f"state[{parameter!r}]" if not isinstance(parameter, torch.Tensor) else "state"
-                    others.append([pack_key(parameter, references, path), pack(state, references, path)])
+                    found.others.append(
+                        [pack_key(parameter, references, path), pack(state, references, path)]
+                    )
                     continue
                 number = numbers[id(parameter)]
-                stateful.append(number)
+                found.stateful.append(number)
                 for key, value in state.items():
                     if is_slot(key, value, parameter):
-                        slots.setdefault(key, []).append(number)
+                        found.slots.setdefault(key, []).append(number)
                         if not is_dtensor(value) and value.stride() != parameter.stride():
-                            orders.append((number, key, order_of(value)))
+                            found.orders.append((number, key, order_of(value)))
                         continue
                     if is_dtensor(value):
                         raise UsageError(
@@ -101,34 +187,15 @@ class OptimizerState:
                         and is_plain_tensor(value)
                         and references.place(value) == ("slot", number, key)
                     )
-                    where, values = (columns if simple else packed).setdefault(key, ([], []))
+                    where, values = (found.columns if simple else found.packed).setdefault(key, ([], []))
                     where.append(number)
-                    values.append(value if simple else pack(value, references, f"{key!r} of a parameter"))
+                    values.append(state if simple else pack(value, references, f"{key!r} of a parameter"))
         except Unsavable as error:
             raise UsageError(
                 f"the state of {self._name} cannot be saved: {error}",
                 hint="use an optimizer that keeps tensors and plain values, such as AdamW",
             ) from error
-        given = self._given if not at else optimizer
-        result = {
-            "param_groups": [
-                self._plain_settings(group, first)
-                for group, first in zip(given.param_groups, self._first(at, given), strict=True)
-            ],
-            "stateful": np.array(stateful, dtype=np.int64),
-            "columns": {key: (np.array(where), _stack(values)) for key, (where, values) in columns.items()},
-            "slots": {key: np.array(where, dtype=np.int64) for key, where in slots.items()},
-            "packed": {key: (np.array(where), values) for key, (where, values) in packed.items()},
-            "others": others,
-            "orders": orders,
-            "attributes": [],
-        }
-        if zero_of(self._given) is None:
-            kept = f"an attribute of {self._name} is not saved: "
-            result["attributes"] = self._attributes[at].capture(
-                references, lambda text: unsavable(kept + text)
-            )
-        return result
+        return found
 
     def _first(self, at: int, given: Optimizer) -> list[dict[str, Any]]:
         first = self._settings[at]
@@ -180,11 +247,12 @@ def references_of(home: Home) -> References:
 def _stack(values: list[Any]) -> Any:
     """Return 0-dim tensors of one dtype as one tensor, others as a list: a model has hundreds of step counts."""
     if (
-        all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in values)
-        and len({v.dtype for v in values}) == 1
+        all(isinstance(value, torch.Tensor) for value in values)
+        and set(map(attrgetter("ndim"), values)) == {0}
+        and len(set(map(attrgetter("dtype"), values))) == 1
     ):
         # One wait for the GPU instead of one for each.
-        where = {v.device for v in values}
+        where = set(map(attrgetter("device"), values))
         return torch.stack(values if len(where) == 1 else [v.cpu() for v in values]).detach().cpu()
     return list(values)
 

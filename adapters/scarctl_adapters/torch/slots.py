@@ -107,9 +107,10 @@ def create_slots(
     holders: the parameters of a group, by its name.
     """
     created: list[tuple[Optimizer, nn.Parameter, str]] = []
+    known = [(home, home.numbers()) for home in homes]
     for group in layout.groups:
         for spec in group.tensors[1:]:
-            found = slot_of(spec.slot, holders.get(group.name, ()), homes)
+            found = slot_of(spec.slot, holders.get(group.name, ()), known)
             if found is None:
                 continue
             optimizer, parameter, key = found

@@ -7,7 +7,7 @@ backward pass, are found by comparing them between backward passes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ _LOOKED_AT = 8
 """Number of parameters that are compared, the smallest ones."""
 _LARGEST = 1 << 16
 """Largest number of elements of such a parameter."""
+_ALIKE = 3
+"""Steps after which two of them are enough to count backward passes."""
 _HINT = "pass hooks='off' to attach, and call session.step() at the end of every iteration"
 
 
@@ -58,23 +60,47 @@ class Watch:
         """Backward passes since the last step, by parameter."""
         self._usual = 0
         """Most backward passes between two steps so far."""
+        self._alike = 0
+        """Steps in a row before which all of them had as many."""
         self._seen: list[torch.Tensor] = []
         self._compared = 0
         self._handles: list[Any] = [
             register_optimizer_step_post_hook(self._after),
         ]
-        for number, parameter in enumerate(self._looked_at):
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(number)))  # type: ignore[no-untyped-call]
+        self._counting: dict[int, Any] = {}
+        """Handles of the hooks that count, by number of their parameters."""
+        self._count(range(len(self._looked_at)))
+
+    def _count(self, numbers: Iterable[int]) -> None:
+        """Count the backward passes of these parameters, and of no others. One that is frozen now can have no hook."""
+        wanted = set(numbers)
+        for number in sorted(wanted - self._counting.keys()):
+            if not self._looked_at[number].requires_grad:
+                continue
+            hook = self._looked_at[number].register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
+            self._counting[number] = hook
+        for number in self._counting.keys() - wanted:
+            self._counting.pop(number).remove()
 
     def stepped(self) -> None:
         """See `Watching`."""
         self._steps += 1
         self._foreign = 0
-        if self._backwards:
-            self._usual = max(self._usual, *self._backwards)
-            self._backwards = [0] * len(self._backwards)
+        if self._looked_at:
+            self._forget_passes()
         self._seen = []
         self._caveats.withdraw("no-step")
+
+    def _forget_passes(self) -> None:
+        """Begin to count anew. Where all parameters have as many, two are enough, until one of these has none."""
+        counts = [self._backwards[number] for number in self._counting]
+        self._usual = max(self._usual, *counts)
+        self._backwards = [0] * len(self._backwards)
+        self._alike = self._alike + 1 if min(counts) and min(counts) == max(counts) else 0
+        if self._alike == _ALIKE:
+            self._count((0, len(self._looked_at) - 1))
+        elif not self._alike and len(self._counting) < len(self._looked_at):
+            self._count(range(len(self._looked_at)))
 
     def look(self) -> None:
         """See `Watching`."""
@@ -86,6 +112,7 @@ class Watch:
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
+        self._count(())
         self._seen, self._looked_at = [], []
 
     # -- steps ---------------------------------------------------------------------------------------------------
