@@ -316,8 +316,8 @@ def test_sigint_is_a_keyboard_interrupt_after_a_flush(
     def body(tell: Tell) -> None:
         loop = trained(tmp_path / "store")
         with pytest.raises(KeyboardInterrupt), loop.session:  # noqa: PT012
-            tell("ready")
             try:
+                tell("ready")
                 time.sleep(600)
             finally:
                 tell(f"flushed {loop.session._saving.flushed}")

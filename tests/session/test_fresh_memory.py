@@ -118,8 +118,8 @@ def test_a_run_killed_long_after_the_store_had_stopped_comes_back_young(
     assert resumed.report is not None
     # What the kill has torn in the middle of a copy comes from the store.
     ages = resumed.step - step_of(resumed.report.plan.version[resumed.report.plan.tier == 1])
-    assert ages.size >= 48
-    assert ages.max() <= TURN + 6
+    assert ages.size >= 40
+    assert ages.max() <= 2 * TURN
     assert stepper.torn_rows(model, optimizer) == []
     session.close(seal=False)
 
@@ -181,7 +181,7 @@ def test_a_seal_that_memory_has_overtaken_is_saved_again(
     reader = Reader(monkeypatch)
     reader.goes_on.clear()
     table = Table(tmp_path / "store", fraction=0.25)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while table.session.head_step < 20 or table.oldest_copy() >= 12:
         table.step()
         assert time.monotonic() < deadline
