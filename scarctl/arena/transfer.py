@@ -43,16 +43,25 @@ class Outgoing:
     def open(cls, store: Store, base: str | None) -> Outgoing | None:
         """Open the arena of this store's run on this host. Return None if no arena belongs to the store.
 
-        base: see `arena_folder`. Raises as `take` does.
+        base: see `arena_folder`. Raises as `take` does, and Unavailable.
         """
         arena = take(arena_folder(base, store.run_id), store)
-        return None if arena is None else cls(arena)
+        if arena is None:
+            return None
+        try:
+            return cls(arena)
+        except OSError as error:
+            arena.close()
+            raise folder_error(error, arena.folder / FILE) from error
 
     def head(self) -> dict[str, Any]:
-        """Return the size and the small files, for `Incoming`. Call it before `read`."""
+        """Return the size and the small files, for `Incoming`. Call it before `read`. Raises Unavailable."""
         folder = self._arena.folder
-        names = sorted(name for name in os.listdir(folder) if _SMALL.fullmatch(name))
-        files = {name: (folder / name).read_bytes() for name in names}
+        try:
+            names = sorted(name for name in os.listdir(folder) if _SMALL.fullmatch(name))
+            files = {name: (folder / name).read_bytes() for name in names}
+        except OSError as error:
+            raise folder_error(error, folder) from error
         for data in files.values():
             self._digest.update(data)
         return {"size": self.size, "files": files}

@@ -106,12 +106,11 @@ def _inventory(store: Store, settings: SessionSettings, shards: Sequence[int]) -
 
 def _carry_out(transfer: Transfer, store: Store, settings: SessionSettings, team: Team) -> bool:
     """Move one arena. Return whether this rank has received it."""
-    outgoing, incoming = None, None
+    incoming = None
     view = store.of_shard(transfer.shard)
     with contextlib.ExitStack() as undo:
-        if team.rank == transfer.source and (outgoing := _outgoing(view, settings, undo)) is not None:
-            undo.callback(outgoing.close)
-        head = team.from_rank(transfer.source, None if outgoing is None else outgoing.head())
+        outgoing, head = _outgoing(view, settings, undo) if team.rank == transfer.source else (None, None)
+        head = team.from_rank(transfer.source, head)
         if head is not None and team.rank == transfer.target:
             incoming = _incoming(view, settings, head)
             if incoming is not None:
@@ -126,16 +125,21 @@ def _carry_out(transfer: Transfer, store: Store, settings: SessionSettings, team
         return incoming is not None and _install(incoming, digest, view)
 
 
-def _outgoing(view: Store, settings: SessionSettings, undo: contextlib.ExitStack) -> Outgoing | None:
-    """Open an arena to send. Until `undo`, no daemon saves its copies, so that it does not change."""
+def _outgoing(
+    view: Store, settings: SessionSettings, undo: contextlib.ExitStack
+) -> tuple[Outgoing | None, Mapping[str, Any] | None]:
+    """Open an arena to send, and return its head too. Until `undo`, no daemon saves its copies: it does not change."""
     try:
         saver = claim_saver(view, settings, lambda wish: None)
         undo.callback(view.unlock)
         undo.callback(saver.close)
-        return Outgoing.open(view, settings.arena_dir)
+        if (outgoing := Outgoing.open(view, settings.arena_dir)) is None:
+            return None, None
+        undo.callback(outgoing.close)
+        return outgoing, outgoing.head()
     except ScarError as error:
         log.warning("what this host has in memory of %s cannot be sent: %s", view.url, error)
-        return None
+        return None, None
 
 
 def _incoming(view: Store, settings: SessionSettings, head: Mapping[str, Any]) -> Incoming | None:
