@@ -34,6 +34,7 @@ WITH_TORCH = {
     "scarctl.session.steps",
     "scarctl.session.gate",
     "scarctl.checkpoint.live_state",
+    "scarctl.checkpoint.loading",
     "scarctl.session.loop",
     "scarctl.checkpoint.step_end",
     "scarctl.checkpoint.motion",

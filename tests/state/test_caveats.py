@@ -134,5 +134,5 @@ def test_a_buffer_that_is_registered_after_the_first_step_is_said_not_to_be_save
     session = _run(tmp_path / "s", 0)
     assert session.resumed is not None
     assert not session.resumed.exact
-    assert "'seen' came into the model" in session.resumed.reasons[0]
+    assert "'seen' was added to the model" in session.resumed.reasons[0]
     session.close()
