@@ -281,7 +281,7 @@ class Prunes:
             [("open",), *acts, ("seal", 0.5), ("snapshot", "a"), *acts, ("seal", 0.5), ("snapshot", "b")]
         )
         player.close()
-        command = [sys.executable, "-m", "scarctl", "snapshot", "delete", "a", "--store", self.url]
+        command = [sys.executable, "-m", "scarctl", "snapshot", "delete", "a", "--yes", "--store", self.url]
         witness.take({"begin": "drop", "name": "a"})
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         lock = Path(self.url) / "lock"
