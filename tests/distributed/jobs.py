@@ -228,7 +228,8 @@ class Bowl(nn.Module):
 def descend(rank: int, world: int, folder: str, steps: int, options: dict[str, Any]) -> dict[str, Any]:
     """Resume, and take `steps` iterations, each of which shrinks the state by 5 %; then what a loss of rank 1 costs.
 
-    Options: `die` (a rank) at the end; what is `refused` (`max_rework`), and arguments of `recover`.
+    Options: `die` (a rank) at the end; what is `refused` (`max_rework`), and arguments of `recover`; `drained`: wait
+    for the store after each iteration.
     """
     model = Bowl()
     fully_shard(model)
@@ -248,6 +249,9 @@ def descend(rank: int, world: int, folder: str, steps: int, options: dict[str, A
             optimizer.zero_grad()
             model().backward()
             optimizer.step()
+            if options.get("drained"):
+                session._finish()
+                drained([session])
         if options.get("die") == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         report: dict[str, Any] = {}
