@@ -32,19 +32,24 @@ class Binding:
         self._caveats = caveats
         self._views: LiveState | None = None  # mapping the arena takes longer than the rest of a hook
         self._savable = False
+        self._built: tuple[list[StateGroup], Layout] | None = None
+        """The adapter's groups and the layout that was built of them."""
         self._seen: list[StateGroup] = []
         """The adapter's groups when `_views` was made, which fitted the layout."""
 
     def build_layout(self) -> Layout:
         """Return the layout of the live state, after the first step."""
-        return layout_of(self._adapter, self._store.settings)
+        there = self._adapter.groups()
+        if self._built is None or not _same(there, self._built[0]):
+            self._built = there, _layout_of(there, self._adapter.optimizer, self._store.settings)
+        return self._built[1]
 
     def require_savable(self) -> None:
         """Raise UsageError after the first step if the state cannot be stored, because no checkpoint would succeed."""
         if self._savable:
             return
         try:
-            layout_of(self._adapter, self._store.settings)
+            self.build_layout()
             encode(captured(self._adapter).to_tree())
         except ScarError:
             raise
@@ -102,7 +107,7 @@ class Binding:
         """Return the model's current tensors. Raises LayoutMismatch if they do not fit the arena's layout."""
         views = self._views if self._views is not None and self._views.arena is arena else None
         there = self._adapter.groups()
-        if views is not None and len(there) == len(self._seen) and all(map(operator.is_, there, self._seen)):
+        if views is not None and _same(there, self._seen):
             return views
         states = _states_of(there, arena.layout)
         self._say_what_is_new(there, arena.layout)
@@ -126,14 +131,23 @@ class Binding:
             )
 
 
+def _same(groups: Sequence[StateGroup], others: Sequence[StateGroup]) -> bool:
+    """Return whether these are the same objects. An adapter returns new ones when a tensor is another one."""
+    return len(groups) == len(others) and all(map(operator.is_, groups, others))
+
+
 def layout_of(adapter: Adapter, fixed: Settings) -> Layout:
     """Return the layout of the live state, cut by the fixed settings of a store."""
+    return _layout_of(adapter.groups(), adapter.optimizer, fixed)
+
+
+def _layout_of(groups: Sequence[StateGroup], optimizer: str, fixed: Settings) -> Layout:
     return build_layout(
-        [(group.name, group.kind, _specs(group), group.place) for group in adapter.groups()],
+        [(group.name, group.kind, _specs(group), group.place) for group in groups],
         partition_bytes=fixed.partition_bytes,
         rows=dict(fixed.rows),
         by_layer=fixed.by_layer,
-        optimizer=adapter.optimizer,
+        optimizer=optimizer,
     )
 
 

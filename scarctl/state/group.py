@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from scarctl.errors import Corruption
@@ -25,7 +26,8 @@ RESERVED = ("scarctl/", "__metadata__")
 """Prefixes of tensor names that segments reserve."""
 
 
-@dataclass(frozen=True, slots=True)
+# Layouts ask tensors and groups for these numbers dozens of times, so they are kept: no slots.
+@dataclass(frozen=True)
 class TensorSpec:
     """One tensor of a group: the parameter or buffer itself (`slot` ""), or an optimizer slot of it."""
 
@@ -39,7 +41,7 @@ class TensorSpec:
         """Length of dim 0; a 0-dim tensor is one row."""
         return self.shape[0] if self.shape else 1
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return DTYPES[self.dtype] * math.prod(self.shape[1:])
@@ -59,7 +61,7 @@ class Place:
     """Index of the box's first value, one entry per dimension."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Group:
     """A parameter or buffer with its optimizer slots. All tensors have the same number of rows."""
 
@@ -87,7 +89,7 @@ class Group:
         """Index of its first row in the whole tensor."""
         return self.place.offset[0] if self.place is not None else 0
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row, over all tensors."""
         return sum(tensor.row_bytes for tensor in self.tensors)
@@ -96,7 +98,7 @@ class Group:
     def nbytes(self) -> int:
         return self.rows * self.row_bytes
 
-    @property
+    @cached_property
     def partitions(self) -> int:
         """Number of partitions; 0 when the group has no bytes, because there is nothing to save."""
         return -(-self.rows // self.rows_per_partition) if self.nbytes else 0
