@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.arena.arena import Arena
 from scarctl.arena.movements import Movements
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.live_state import LiveState
@@ -51,7 +52,7 @@ def extrapolate(
     # Training does not change a frozen group, even if it moved before it was frozen.
     factors[list(live.frozen)] = 0.0
     elapsed = step - step_of(version)
-    wanted = (factors[groups] > 0) & (elapsed > 0)
+    wanted = (factors[groups] > 0) & (elapsed > 0) & ~_still(arena, trend)[ids]
     # If a seal found a copy unchanged, its last movement took longer than was noted.
     own = arena.version[ids]
     gap = movements.gap[ids] + step_of(version) - step_of(own)
@@ -75,6 +76,15 @@ def extrapolate(
         expected_gain=trend.expected_gain(guesses),
     )
     return report, moved, np.concatenate([np.empty(0), *(one.distance for one in done)])
+
+
+def _still(arena: Arena, trend: Trend) -> NDArray[np.bool_]:
+    """Return which partitions equalled their copies at the last look, bool (partitions,).
+
+    They stand still, as a row does that no batch has touched: only those that were copied at that look may move on.
+    """
+    copied = step_of(arena.version)
+    return (arena.distance == 0) & (copied < max(trend.looked, int(copied.max(initial=0))))
 
 
 def _batches(layout: Layout, groups: Ids, places: Ids) -> Iterator[tuple[int, Ids]]:

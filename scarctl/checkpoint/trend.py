@@ -46,6 +46,10 @@ class Trend:
         """Iterations from the previous copy to that one; 0 if unknown."""
         self._there = np.zeros(len(self._ids), dtype=bool)
         """Whether the saved values of each partition are known."""
+        self._still = np.zeros(len(self._ids), dtype=bool)
+        """Whether each partition equalled an earlier copy at the last look: it stands still, so nothing is guessed."""
+        self.looked = 0
+        """The iteration of the last look."""
         # Over values; where they begin by partition, and by parameter.
         self._first = np.cumsum(self._values) - self._values
         self._begin = np.cumsum([0, *(index.numel() for index in self._index[:-1])])
@@ -64,8 +68,9 @@ class Trend:
             # Computed once, on the parameter's device.
             self._index[n] = self._index[n].to(tensors[g][0].device)
             now.append(values_at(tensors[g][0], self._index[n]))
-        self._now = np.concatenate(now)
-        weight = reach(step - self._step, self._gap)
+        self._now, self.looked = np.concatenate(now), step
+        weight = np.where(self._still, 0.0, reach(step - self._step, self._gap))
+        self._still = ~np.logical_or.reduceat(self._now != self._saved, self._first) & self._there
         if not weight.any():
             return
         with np.errstate(invalid="ignore", over="ignore"):
@@ -98,16 +103,17 @@ class Trend:
         self._gap[on] = np.where(known, gap, 0)[on]
         self._step[on] = step
         self._there |= mine
+        self._still &= ~mine
 
     def forget(self, ids: Ids) -> None:
         """Forget the movement of partitions `ids` (ascending), which have jumped."""
         mine = self._among(ids)
-        self._gap[mine], self._there[mine] = 0, False
+        self._gap[mine], self._there[mine], self._still[mine] = 0, False, False
 
     def continue_from(self, fits: Any) -> None:
         """Continue from another state, with the fits in its extras (`Notes.fits`)."""
         self.fits = Fits.from_array(fits, len(self.groups))
-        self._gap[:], self._there[:] = 0, False
+        self._gap[:], self._there[:], self._still[:] = 0, False, False
 
     def by_group(self, values: Floats) -> Floats:
         """Spread values of the fits over all groups of the layout: float64 (groups,), 0 if never extrapolated."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scarctl.cli.output import EXIT_OK, emit, human_bytes, open_store, output_options
+from scarctl.cli.output import EXIT_OK, emit, open_store, output_options
 from scarctl.errors import NoIntactCopy, UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _UNITS = {unit: 1000**k for k, unit in enumerate(("", "k", "m", "g", "t", "p"))}
 _BINARY = {unit: 1024**k for k, unit in enumerate(("", "k", "m", "g", "t", "p"))}
 _TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _TITLES = {
-    "nothing": "nothing is saved",
+    "nothing": "saving nothing",
     "full": "full checkpoints, training waits",
     "background": "full checkpoints, in the background",
     "scar": "partial checkpoints and recovery",
@@ -268,8 +268,8 @@ def _finite(value: float) -> float | None:
 
 def _text(job: Job, advice: Advice, known: Pace | None, stored: _Stored | None) -> str:
     lines = [
-        f"{human_bytes(round(job.state_bytes))} in {job.shards} shard{'s' if job.shards > 1 else ''}, "
-        f"an iteration takes {_time(job.step_seconds)}, the store takes {human_bytes(round(job.bandwidth))}/s, "
+        f"{_size(job.state_bytes)} in {job.shards} shard{'s' if job.shards > 1 else ''}, "
+        f"an iteration takes {_time(job.step_seconds)}, the store takes {_size(job.bandwidth)}/s, "
         f"a failure every {_time(job.mtbf)}"
     ]
     if known is not None and stored is not None:
@@ -298,7 +298,12 @@ def _text(job: Job, advice: Advice, known: Pace | None, stored: _Stored | None) 
 def _verdict(job: Job, advice: Advice) -> list[str]:
     scar, rival = advice.scar, advice.rival
     if math.isinf(rival.cost.total) and math.isinf(scar.cost.total):
-        return ["No way ever finishes: failures are more frequent than recoveries."]
+        return [
+            f"No way ever finishes: a failure every {_time(job.mtbf)} leaves no time to recover, "
+            f"{_time(job.restart)} for a restart alone. Is the unit right? --mtbf 6 is 6 seconds, --mtbf 6h are hours."
+        ]
+    if advice.pays is None:
+        return _either(job, advice)
     if not advice.pays:
         lines = [f"SCAR does not pay here. Use instead: {_TITLES[rival.name]}"]
         if rival.fraction is not None:
@@ -325,8 +330,30 @@ def _verdict(job: Job, advice: Advice) -> list[str]:
     return lines
 
 
+def _either(job: Job, advice: Advice) -> list[str]:
+    """The verdict where the two best ways cost about as much."""
+    scar, rival = advice.scar, advice.rival
+    assert scar.fraction is not None
+    lines = [
+        f"It makes little difference here: partial checkpoints cost {scar.cost.total:.1f} s per hour, "
+        f"{_TITLES[rival.name]} {rival.cost.total:.1f} s.",
+        f"SCAR at its best: fraction={_share(scar.fraction)}, interval={_iterations(scar, job)}.",
+    ]
+    if job.shards == 1:
+        lines.append("With one shard a failure loses everything, so partial recovery is impossible.")
+    return lines
+
+
 def _share(fraction: float) -> str:
     return "1" if fraction == 1 else f"1/{round(1 / fraction)}"
+
+
+def _size(nbytes: float) -> str:
+    """In decimal units, as storage and networks are sold and as options are usually given."""
+    for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:,.0f} {unit}"
+    return f"{nbytes:.0f} bytes"
 
 
 def _time(seconds: float) -> str:

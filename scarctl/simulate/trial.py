@@ -175,9 +175,10 @@ class _Keeper:
             self.save_all(adapter, iteration)
             return
         live, layout = self.live(adapter), self.arena.layout
+        distance = live.distances(norm)
         chosen = select(
             self._policy,
-            distance_sq=squared(live.distances(norm)),
+            distance_sq=squared(distance),
             nbytes=layout.partition_bytes,
             staleness=np.maximum(iteration - step_of(self.arena.version), 0),
             eligible=np.ones(layout.partitions, dtype=bool),
@@ -188,6 +189,7 @@ class _Keeper:
             step=iteration,
         )
         self._credit, self._cursor = chosen.credit, chosen.cursor
+        self.arena.note_distances(distance)
         self._copy(live, chosen.ids, iteration)
 
     def load(self, adapter: Adapter, ids: Ids, iteration: int | None = None) -> None:
@@ -204,6 +206,7 @@ class _Keeper:
         if self._trend is not None:
             self._trend.look(live.tensors, iteration)
         live.save(ids, pack(self.arena.epoch, iteration), self._movements)
+        self.arena.note_distances(0.0, ids)
         if self._trend is not None:
             self._trend.saved(ids, iteration)
 

@@ -25,6 +25,18 @@ LARGE = (
     "--shards",
     "16",
 )
+SLOW = (
+    "--state-bytes",
+    "10GB",
+    "--step-time",
+    "1s",
+    "--bandwidth",
+    "1GB",
+    "--memory-bandwidth",
+    "500MB",
+    "--mtbf",
+    "1h",
+)
 SMALL = ("--state-bytes", "1MB", "--step-time", "100ms", "--bandwidth", "1e9", "--mtbf", "1d")
 
 
@@ -57,10 +69,39 @@ def test_it_says_when_it_pays_and_when_not(run: Run) -> None:
     said = run("plan", *LARGE).stdout
     assert "SCAR pays: fraction=" in said
     assert "measure --gain" in said
-    said = run("plan", *SMALL).stdout
+    said = run("plan", *SLOW).stdout
     assert "SCAR does not pay here" in said
     assert "so partial recovery is impossible" in said
-    assert run("plan", *SMALL, "--json").document["pays"] is False
+    assert run("plan", *SLOW, "--json").document["pays"] is False
+
+
+def test_it_says_when_it_makes_little_difference(run: Run) -> None:
+    """Seconds lost in an hour by a model of 1 MB: whatever is chosen, the choice is not worth a word."""
+    said = run("plan", *SMALL, "--shards", 8).stdout
+    assert "It makes little difference here" in said
+    assert "pays" not in said
+    assert "fraction=1/8" in said, "the default, where nothing is clearly better"
+    document = run("plan", *SMALL, "--shards", 8, "--json").document
+    assert document["pays"] is None
+    assert abs(document["saves"]) < 3.6
+
+
+def test_a_unit_that_was_forgotten(run: Run) -> None:
+    """--mtbf 6 are six seconds."""
+    given = ("--state-bytes", "1.3MB", "--step-time", "0.1", "--bandwidth", "1GB", "--mtbf", "6")
+    said = run("plan", *given).stdout
+    assert "No way ever finishes" in said
+    assert "--mtbf 6h" in said
+    assert "inf" not in said
+    assert "e+" not in said
+    for way in run("plan", *given, "--json").document["ways"].values():
+        assert way["seconds_per_hour"]["total"] is None
+
+
+def test_sizes_are_told_in_the_units_that_they_are_usually_given_in(run: Run) -> None:
+    said = run("plan", *LARGE).stdout
+    assert "100 GB in 16 shards" in said
+    assert "the store takes 1 GB/s" in said
 
 
 def test_a_policy_that_gains_makes_small_fractions_pay(run: Run) -> None:

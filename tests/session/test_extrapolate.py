@@ -111,6 +111,35 @@ def test_what_converges_comes_back_nearer(tmp_path: Path) -> None:
     run.session.close()
 
 
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("tracker", ["exact", "overlapped"])
+def test_rows_that_stand_still_stay_where_they_are(tmp_path: Path, tracker: str, fraction: float) -> None:
+    """Rows of an embedding that no batch has touched since their copy: the copy is exact."""
+    still, last = slice(0, ROWS // 2), 5 * INTERVAL
+
+    def some(x: NDArray[Any], step: int) -> None:
+        x[ROWS // 2 :] += 1
+        if step <= last:
+            x[still] += 1
+
+    run = Moving(tmp_path / "store", some, tracker=tracker, fraction=fraction)
+    run.train(12 * INTERVAL)
+    run.session.checkpoint(full=True, wait=True)
+    now = run.x.copy()
+    report = run.session.recover("all")
+    assert report.perturbation.value == 0
+    assert run.x.tobytes() == now.tobytes()
+    run.train(20 * INTERVAL + 3)
+    before = run.x.copy()
+    report = run.session.recover("all")
+    assert run.x[still].tobytes() == before[still].tobytes()
+    told = report.extrapolation
+    assert told is not None
+    assert told.partitions == ROWS // 2
+    assert told.expected_gain == pytest.approx(1, abs=0.2), "only what moves is extrapolated, and judged"
+    run.session.close()
+
+
 @pytest.mark.parametrize("extrapolate", [True, False])
 def test_what_would_be_harmed_comes_back_as_it_was_saved(tmp_path: Path, extrapolate: bool) -> None:
     run = Moving(tmp_path / "store", swing, extrapolate=extrapolate)

@@ -36,6 +36,17 @@ class TestFits:
             learn(fits, dy, 1.0, 1.0)
         assert fits.factor == 0
 
+    def test_chance_is_not_used(self) -> None:
+        """Guesses that help now and then, by about as much as they harm otherwise."""
+        fits = Fits(1)
+        learn(fits, 1.0, 1.0, 1.0)
+        learn(fits, 1.0, 1.0, 1.0)
+        assert fits.factor > 0
+        for dy in (-0.4, 0.9, -0.3, 0.8, -0.5, 0.9):
+            learn(fits, dy, 1.0, 1.0)
+        assert fits.candidate > 0
+        assert fits.factor == 0
+
     def test_what_turns_to_harm_is_stopped(self) -> None:
         fits = Fits(1)
         for _ in range(5):
@@ -149,12 +160,13 @@ class TestTrend:
         assert not run.trend.fits.to_array().any(), "no partition was saved twice before"
         run.tensors[0][0] += 0.5
         run.checkpoint(25, [0, 1])
-        count, _, dy, dd = run.trend.fits.to_array()[:, 0]
+        count, _, dy, dd, _ = run.trend.fits.to_array()[:, 0]
         # Half a gap later, half of the way: the guess is right.
         assert (count, dy, dd) == (1, 1, 1)
         run.tensors[0][0] += 0.5
         run.trend.look(run.tensors, 30)
         # [0, 1] moved 0.5 in 5 iterations, all others 1 in 10.
+        assert run.trend.fits.candidate[0] > 0
         assert run.trend.fits.factor[0] > 0
 
     def test_what_a_seal_found_as_it_was_took_all_that_time(self) -> None:
@@ -191,7 +203,7 @@ class TestTrend:
     def test_nothing_to_look_at(self) -> None:
         run = Run(layout((0, 4)))
         run.checkpoint(10)
-        assert run.trend.fits.to_array().shape == (4, 0)
+        assert run.trend.fits.to_array().shape == (5, 0)
 
     def test_fits_go_through_extras_and_movements_do_not(self) -> None:
         run = Run(layout((8, 4)))
