@@ -84,7 +84,10 @@ def _still(arena: Arena, trend: Trend) -> NDArray[np.bool_]:
     They stand still, as a row does that no batch has touched: only those that were copied at that look may move on.
     """
     copied = step_of(arena.version)
-    return (arena.distance == 0) & (copied < max(trend.looked, int(copied.max(initial=0))))
+    still: NDArray[np.bool_] = (arena.distance == 0) & (
+        copied < max(trend.looked, int(copied.max(initial=0)))
+    )
+    return still
 
 
 def _batches(layout: Layout, groups: Ids, places: Ids) -> Iterator[tuple[int, Ids]]:

@@ -331,7 +331,7 @@ def _verdict(job: Job, advice: Advice) -> list[str]:
 
 
 def _either(job: Job, advice: Advice) -> list[str]:
-    """The verdict where the two best ways cost about as much."""
+    """Return the verdict where the two best ways cost about as much."""
     scar, rival = advice.scar, advice.rival
     assert scar.fraction is not None
     lines = [
@@ -349,7 +349,7 @@ def _share(fraction: float) -> str:
 
 
 def _size(nbytes: float) -> str:
-    """In decimal units, as storage and networks are sold and as options are usually given."""
+    """Format bytes in decimal units, in which options are usually given and storage is sold."""
     for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:,.0f} {unit}"

@@ -32,8 +32,8 @@ _GAIN_AT = 1 / 8
 USUAL = 1 / 8
 """Fraction of `attach`'s defaults: taken where another one is not clearly better."""
 SLIGHT, SLIGHT_SHARE = 3.6, 0.05
-"""Two ways are as good if their costs differ by less than 3.6 s per hour (a thousandth of the time), or by less than 5 %.
-The model is not more accurate: it knows neither the machine's noise nor how the state moves."""
+"""Costs count as equal if they differ by less than 3.6 s per hour, a thousandth of the time, or by less than 5 %. The
+model is not more accurate: it knows neither the machine's noise nor how the state moves."""
 _NEVER = 1000.0
 """Hours lost in an hour of training above which a job counts as one that never ends."""
 # Points and weights of a mean over an interval (Gauss and Legendre): the integrand is smooth.
@@ -130,7 +130,7 @@ class Advice:
 
 
 def about_equal(cost: float, other: float) -> bool:
-    """Return whether two costs, in seconds per hour, differ by less than the model can tell."""
+    """Return whether two costs, in seconds per hour, differ by less than the model's accuracy."""
     if math.isinf(cost) or math.isinf(other):
         return cost == other
     return abs(cost - other) < max(SLIGHT, SLIGHT_SHARE * max(cost, other))
