@@ -26,6 +26,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Before anything imports torch: several workers with a thread per core each would fight for the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A shell that starts tests in the background, or nohup, has these ignored, and so would every process that tests end.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
+
 # Wall-clock deadlines fail on a busy machine; in CI the examples are the same every time.
 settings.register_profile(
     "scarctl",

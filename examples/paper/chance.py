@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from examples.paper.markdown import percent, table
 from examples.paper.studies import INTERVALS, PAIRS, Runs
-from scarctl.simulate.summary import DRAWS, Mean
+from scarctl.simulate.intervals import Mean, ratio_of
 
 RATES = (None, 0.02, 0.05, 0.1)
 """None: each iteration before convergence is as likely."""
@@ -53,13 +53,10 @@ def effective(weight: NDArray[np.float64]) -> float:
 
 
 def reduction(results: Sequence[dict[str, Any]], weight: NDArray[np.float64]) -> Mean | None:
-    """1 - rework / the rollback's, of weighed means, with its interval by bootstrap over trials."""
+    """1 - rework / the rollback's, of weighed means, with its interval."""
     rework = np.array([result["rework"] for result in results], dtype=np.float64)[:, [_ROLLBACK, _BEST]]
-    draws = np.random.default_rng(0).integers(0, len(results), (DRAWS, len(results)))
-    back, best = (weight @ rework / weight.sum()).tolist()
-    if back <= 0:
+    back, best = (weight[:, None] * rework).T
+    if back.mean() <= 0:
         return None
-    sums = np.einsum("dt,dtc->dc", weight[draws], rework[draws])
-    good = sums[:, 0] > 0
-    low, high = np.percentile(1 - sums[good, 1] / sums[good, 0], [2.5, 97.5]).tolist()
-    return Mean(1 - best / back, low, high)
+    of = ratio_of(best, back)
+    return Mean(1 - of.mean, None if of.high is None else 1 - of.high, None if of.low is None else 1 - of.low)

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 from examples.paper.studies import HALF, ONE
-from scarctl.simulate.summary import Line, Mean, Summary
+from scarctl.simulate.intervals import Mean
+from scarctl.simulate.summary import Line, Summary
 
 
 def pick(

@@ -10,9 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from scarctl.simulate.intervals import Mean
 from scarctl.simulate.results import Results
 from scarctl.simulate.study import Study
-from scarctl.simulate.summary import Mean, Summary, summarise
+from scarctl.simulate.summary import Summary, summarise
 from scarctl.simulate.trial import run_trial
 from scarctl.simulate.workload import Workload, load, source_digest
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from examples.paper.markdown import less, percent, pick, table
 from examples.paper.studies import EIGHTH, HALF, INTERVALS, ONE, PAIRS, QUARTER, Runs
-from scarctl.simulate.summary import Mean, Summary
+from scarctl.simulate.intervals import Mean
+from scarctl.simulate.summary import Summary
 
 Summaries = dict[str, dict[str, Summary]]
 PAPER_LOST = {1 - QUARTER: "12 to 42 %", HALF: "31 to 62 %", QUARTER: "59 to 89 %"}

@@ -21,6 +21,7 @@ from model import Batches, Net, build, evaluate, train_step
 
 import scarctl
 from scarctl.recovery.execute import Report
+from scarctl.simulate.intervals import mean_of
 
 SHARDS = 8
 LOST = SHARDS // 2
@@ -188,13 +189,12 @@ def _poison(
 
 
 def _mean(costs: list[int]) -> str:
-    """Mean and spread. The interval is by bootstrap: a handful of costs is far from any normal distribution."""
+    """Mean and range, and the mean's interval from five runs on."""
     if len(costs) == 1:
         return f"{costs[0]} iterations (one seed says little)"
-    draws = np.random.default_rng(0).choice(costs, (10_000, len(costs))).mean(axis=1)
-    low, high = np.percentile(draws, [2.5, 97.5])
-    spread = f"95 % interval {low:.1f} to {high:.1f}, range {min(costs)} to {max(costs)}"
-    return f"{np.mean(costs):.1f} iterations on average ({spread})"
+    mean = mean_of(np.array(costs, dtype=np.float64))
+    interval = "" if mean.low is None else f"95 % interval {mean.low:.1f} to {mean.high:.1f}, "
+    return f"{mean.mean:.1f} iterations on average ({interval}range {min(costs)} to {max(costs)})"
 
 
 def _line(report: Report) -> str:

@@ -16,7 +16,8 @@ from scarctl.cli.output import EXIT_OK, emit, note, output_options, warn
 from scarctl.errors import AccessDenied, UsageError
 
 if TYPE_CHECKING:
-    from scarctl.simulate.summary import Mean, Summary
+    from scarctl.simulate.intervals import Mean
+    from scarctl.simulate.summary import Summary
 
 EXAMPLES = """\b
 Examples:
@@ -249,7 +250,16 @@ def _write(path: Path, picture: str) -> None:
 
 
 def _text(summary: Summary) -> str:
-    columns = ("way", "saves", "lost", "rework", "95 % interval", "less than rollback", "perturbation")
+    columns = (
+        "way",
+        "saves",
+        "lost",
+        "rework",
+        "95 % interval",
+        "median",
+        "less than rollback",
+        "perturbation",
+    )
     rows = [columns]
     for line in summary.lines:
         cell = line.cell
@@ -260,6 +270,7 @@ def _text(summary: Summary) -> str:
                 "-" if cell.lost is None else str(cell.lost),
                 f"{line.rework.mean:.2f}{'+' if line.given_up else ''}",
                 _interval(line.rework, 1),
+                f"{line.median:g}",
                 "-"
                 if line.reduction is None
                 else f"{line.reduction.mean:.0%} {_interval(line.reduction, 100)}".strip(),
