@@ -112,7 +112,7 @@ def test_a_rollback_that_failed_after_it_had_read_an_older_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool
 ) -> None:
     """changed: the seal that waits has copies of its own; else all were copied, but not sealed, before."""
-    run = Counting(tmp_path / "store", timeout=0.2, fraction=0.5)
+    run = Counting(tmp_path / "store", fraction=0.5)
     session = run.session
     if changed:
         run.seal_that_waits()
