@@ -1,4 +1,4 @@
-"""The README is true: its commands run, its Python runs, its tables name what there is."""
+"""The README and the guides are true: their commands run, their Python runs, their tables name what there is."""
 
 from __future__ import annotations
 
@@ -19,22 +19,37 @@ from scarctl.cli.main import COMMANDS
 pytestmark = pytest.mark.usefixtures("usual_saver")
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+STEPS = ("docs/quickstart.md", "docs/costs.md", "docs/failures.md")
+"""Their commands are one session of a terminal, in this order."""
+LOOP = """
+import torch
+criterion = torch.nn.CrossEntropyLoss()
+loader = [(torch.rand(4, 8), torch.randint(0, 2, (4,))) for _ in range(3)]
+def build():
+    model = torch.nn.Linear(8, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+"""
 
 
-def blocks(language: str) -> list[str]:
+def read(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def blocks(document: str, language: str) -> list[str]:
     """Contents of the fenced blocks of one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```$", read(document), re.MULTILINE | re.DOTALL)
 
 
 def commands() -> list[str]:
     """Lines after a prompt."""
-    return [line[2:] for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
+    console = [block for document in STEPS for block in blocks(document, "console")]
+    return [line[2:] for block in console for line in block.splitlines() if line.startswith("$ ")]
 
 
-def table(heading: str) -> list[list[str]]:
+def table(document: str, heading: str) -> list[list[str]]:
     """Cells of the first table that has this heading as its first cell, without header and rule."""
-    lines = README[README.index(f"| {heading} |") :].split("\n\n")[0].splitlines()[2:]
+    text = read(document)
+    lines = text[text.index(f"| {heading} |") :].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -63,20 +78,38 @@ def test_commands_run(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_python_runs(folder: Path) -> None:
+@pytest.mark.parametrize("document", ["README.md", "docs/api.md"])
+def test_python_runs(folder: Path, document: str) -> None:
     """The blocks are one program."""
     program = folder / "program.py"
-    program.write_text("\n".join(blocks("python")))
+    program.write_text("\n".join(blocks(document, "python")))
+    run(sys.executable, "-W", "error", str(program))
+
+
+@pytest.mark.slow
+def test_the_lines_to_add_to_a_loop_are_all(folder: Path) -> None:
+    """The loop before trains without scarctl, the loop after resumes: at the second start nothing is left to train."""
+    (change,) = blocks("README.md", "diff")
+    lines = change.splitlines()
+    before, after = ("\n".join(x[1:] for x in lines if x[0] in wanted) for wanted in (" -", " +"))
+    program = folder / "program.py"
+    program.write_text(LOOP + before)
+    run(sys.executable, "-W", "error", str(program))
+    program.write_text(f"{LOOP}{after}\nassert session.head_step == 30, session.head_step")
+    run(sys.executable, "-W", "error", str(program))
+    program.write_text(
+        f"{LOOP}trained = 0\n{after.replace('loss.backward()', 'loss.backward(); trained += 1')}\nassert not trained"
+    )
     run(sys.executable, "-W", "error", str(program))
 
 
 def test_the_commands_are_those_that_there_are() -> None:
-    named = [re.match(r"`scarctl (\w+)", row[0]) for row in table("command")]
+    named = [re.match(r"`scarctl (\w+)", row[0]) for row in table("docs/commands.md", "command")]
     assert [match[1] for match in named if match] == list(COMMANDS)
 
 
 def test_the_exit_codes_are_those_that_there_are() -> None:
-    cells = [cell for row in table("exit code") for cell in row[::2]]
+    cells = [cell for row in table("docs/commands.md", "exit code") for cell in row[::2]]
     documented = {int(cell) for cell in cells if cell.isdecimal()}
     raised = {
         item.exit_code
@@ -87,7 +120,7 @@ def test_the_exit_codes_are_those_that_there_are() -> None:
 
 
 def test_the_arguments_of_attach_are_those_that_there_are() -> None:
-    documented = [row[0].strip("`") for row in table("argument")]
+    documented = [row[0].strip("`") for row in table("docs/api.md", "argument")]
     assert documented == list(inspect.signature(scarctl.attach).parameters)
 
 
@@ -101,5 +134,5 @@ def test_the_methods_of_a_session_are_those_that_there_are() -> None:
 
 
 def _methods() -> list[tuple[str, str]]:
-    matches = [re.fullmatch(r"`(\w+)\((.*)\)`", row[0]) for row in table("method")]
+    matches = [re.fullmatch(r"`(\w+)\((.*)\)`", row[0]) for row in table("docs/api.md", "method")]
     return [(match[1], match[2]) for match in matches if match]
