@@ -20,6 +20,7 @@ from scarctl.cli.output import (
     shown_url,
     warn,
 )
+from scarctl.cli.units import WholeSize
 from scarctl.config import DEFAULT_FRACTION, DEFAULT_POLICY, POLICIES, Policy, describe, parse_fraction
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def state_options(command: Command) -> Command:
     """Add the options that a new store takes, `--dry-run` and `--arena-dir`."""
     options = (
         click.option("--shards", type=int, help=describe("shards")),
-        click.option("--partition-bytes", type=int, help=describe("partition_bytes")),
+        click.option("--partition-bytes", type=WholeSize(), metavar="SIZE", help=describe("partition_bytes")),
         click.option("--assume-single-writer", is_flag=True, help=describe("assume_single_writer")),
         click.option("--dry-run", is_flag=True, help="Print the result of saving; write nothing."),
         arena_option,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -18,6 +16,7 @@ from scarctl.cli.output import (
     options_for,
     warn,
 )
+from scarctl.cli.units import WholeSize
 
 EXAMPLES = """\b
 Examples:
@@ -26,19 +25,6 @@ Examples:
   scarctl export --store ckpt best.pt --snapshot best --format pt
   scarctl export --store ckpt best-dcp --snapshot best --format dcp
 """
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
-
-class _Size(click.ParamType[Any]):
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(value).lower())
-        if match is None or (match[3] and not match[2]):
-            self.fail(f"{value!r} is no size: write 5GB, 500MB or 2GiB", param, ctx)
-        unit = _BINARY[match[2]] if match[3] else _UNITS[match[2]]
-        return int(float(match[1]) * unit)
 
 
 @click.command(epilog=EXAMPLES)
@@ -58,7 +44,7 @@ class _Size(click.ParamType[Any]):
 )
 @click.option(
     "--max-shard-size",
-    type=_Size(),
+    type=WholeSize(),
     default="5GB",
     show_default=True,
     metavar="SIZE",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from scarctl.cli.groups import Group
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
@@ -33,7 +34,7 @@ Examples:
 """
 
 
-@click.group(epilog=EXAMPLES)
+@click.group(cls=Group, epilog=EXAMPLES)
 def command() -> None:
     """Ask the session that runs on this host to save, or to restore lost parts in place.
 

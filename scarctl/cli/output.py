@@ -6,6 +6,7 @@ With `--json` exactly one document goes to stdout, also if the command fails:
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -145,6 +146,29 @@ def emit(fields: Mapping[str, Any], *, as_json: bool, text: str = "") -> None:
         # A name may contain bytes that stdout's encoding cannot represent, which must not end the command.
         data = (printable_lines(text) + "\n").encode(sys.stdout.encoding or "utf-8", "backslashreplace")
         click.echo(data, nl=False)
+
+
+def plain_streams() -> None:
+    """Escape characters that stdout and stderr cannot represent. With LC_ALL=C that is everything but ASCII.
+
+    Python writes UTF-8 in the locale C, which a terminal that has asked for C may not show.
+    """
+    environ = os.environ
+    ascii_only = environ.get("LC_ALL") in ("C", "POSIX") and not (
+        environ.get("PYTHONIOENCODING") or environ.get("PYTHONUTF8")
+    )
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="ascii" if ascii_only else None, errors="backslashreplace")
+
+
+def stdout_takes(text: str) -> bool:
+    """Return whether stdout's encoding can represent `text`."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def warn(message: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from scarctl.cli.checkpoint import save_state, state_options
+from scarctl.cli.groups import Group
 from scarctl.cli.live import report_saved
 from scarctl.cli.output import EXIT_OK, common_options, emit, open_store, timeout_option
 from scarctl.cli.prune import delete_old, deleting_options
@@ -22,7 +23,7 @@ Examples:
 _OF_STATES = ("step", "shards", "partition_bytes", "assume_single_writer", "dry_run")
 
 
-@click.group(epilog=EXAMPLES)
+@click.group(cls=Group, epilog=EXAMPLES)
 def command() -> None:
     """Create, list and delete snapshots: whole states of one step, kept under a name.
 

@@ -7,7 +7,7 @@ this package and the command line read the environment.
 
 from __future__ import annotations
 
-from scarctl.config.checks import check_fixed, check_fraction, check_policy, parse_fraction
+from scarctl.config.checks import check_fixed, check_fraction, check_policy, parse_bytes, parse_fraction
 from scarctl.config.file import FILE_NAME, STORAGE_OPTIONS, read_file, storage_options
 from scarctl.config.options import (
     DEFAULT_FRACTION,
@@ -55,6 +55,7 @@ __all__ = [
     "describe",
     "flatten",
     "grouped",
+    "parse_bytes",
     "parse_fraction",
     "read_file",
     "storage_options",

@@ -134,9 +134,10 @@ class Study:
 
 
 def parse_share(text: str) -> Fraction:
-    """Parse a share such as `1/2` or `0.5`. Raises UsageError unless it is above 0 and at most 1."""
+    """Parse a share such as `1/2`, `0.5` or `12.5%`. Raises UsageError unless it is above 0 and at most 1."""
     try:
-        share = Fraction(text.strip())
+        number = text.strip()
+        share = Fraction(number[:-1].strip()) / 100 if number.endswith("%") else Fraction(number)
     except (ValueError, ZeroDivisionError):
         share = Fraction(0)
     if not (0 < share <= 1 and share.denominator <= _MAX_PARTS):
