@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from scarctl.cli.given import refuse
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
@@ -22,6 +23,7 @@ from scarctl.cli.output import (
 )
 from scarctl.cli.units import WholeSize
 from scarctl.config import DEFAULT_FRACTION, DEFAULT_POLICY, POLICIES, Policy, describe, parse_fraction
+from scarctl.util.text import counted
 
 if TYPE_CHECKING:
     from scarctl.ops.checkpoint import Checkpoint
@@ -75,6 +77,8 @@ def command(
     call creates the store and saves everything; it fixes --shards and --partition-bytes. Values that are not finite
     never replace a good copy. If there are any, the exit code is 3.
     """
+    if policy == "full":
+        refuse("fraction", why="has no effect with --policy full, which saves everything")
     return save_state(
         state,
         store=store,
@@ -140,10 +144,10 @@ def save_state(
 
 def _about_nonfinite(done: Checkpoint) -> str:
     if not done.left_out_partitions:
-        return f"{done.nonfinite_partitions} partitions are not finite; they had no copy before, so they are saved"
+        return f"{counted(done.nonfinite_partitions, 'partition')} not finite, without a copy before: saved as they are"
     more = "" if done.left_out_partitions <= len(done.left_out) else ", ..."
     names = ", ".join(done.left_out) + more
-    return f"{done.left_out_partitions} partitions are not finite, their last good copy is kept: {names}"
+    return f"{counted(done.left_out_partitions, 'partition')} not finite, the last good copy is kept: {names}"
 
 
 def _text(done: Checkpoint, store: str, dry_run: bool) -> str:
@@ -151,6 +155,6 @@ def _text(done: Checkpoint, store: str, dry_run: bool) -> str:
     verb = "would save" if dry_run else "saved"
     exact = "; the whole state is of this step" if done.exact else ""
     return (
-        f"step {done.step}: {verb} {done.saved_partitions} of {done.total_partitions} partitions, "
+        f"step {done.step}: {verb} {done.saved_partitions} of {counted(done.total_partitions, 'partition')}, "
         f"{human_bytes(done.saved_bytes)} of {human_bytes(done.total_bytes)} ({share:.1%}), to {store}{exact}"
     )

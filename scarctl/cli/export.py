@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from scarctl.cli.given import refuse
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
@@ -16,7 +17,9 @@ from scarctl.cli.output import (
     options_for,
     warn,
 )
+from scarctl.cli.progress import Progress
 from scarctl.cli.units import WholeSize
+from scarctl.util.text import counted
 
 EXAMPLES = """\b
 Examples:
@@ -68,6 +71,8 @@ def command(
     """
     from scarctl.ops.export import ExportSettings, export
 
+    if form == "pt":
+        refuse("max_shard_size", why="splits safetensors and DCP; a .pt file is one file")
     done = export(
         ExportSettings(
             store=store,
@@ -76,7 +81,8 @@ def command(
             snapshot=snapshot,
             format=form,
             max_shard_bytes=max_shard_size,
-        )
+        ),
+        progress=Progress("exported"),
     )
     for problem in done.problems:
         warn(problem)
@@ -88,7 +94,8 @@ def command(
     emit(
         {**done.to_json(), "format": form, "snapshot": snapshot},
         as_json=as_json,
-        text=f"wrote {done.tensors} tensors, {human_bytes(done.bytes)}, to {output} ({len(done.files)} files): {label}",
+        text=f"wrote {counted(done.tensors, 'tensor')}, {human_bytes(done.bytes)}, to {output} "
+        f"({counted(len(done.files), 'file')}): {label}",
     )
     if done.degraded:
         note("exit code 3: the newest copy of something is damaged, an older one was taken")

@@ -39,6 +39,7 @@ COMMANDS = {
     "run": "Run a command whose sessions save through the host's daemon.",
     "simulate": "Fail runs of a workload, and show how many iterations that costs.",
     "snapshot": "Create, list and delete whole states that are kept under a name.",
+    "status": "Show what is not well, worst first, and what to do next.",
     "verify": "Check every record, segment and checksum of a store.",
 }
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from scarctl.cli.completion import complete_store
 from scarctl.config import describe, read_file, storage_options
 from scarctl.errors import ScarError
 from scarctl.util.text import printable, printable_lines
@@ -68,8 +69,20 @@ class Seconds(click.FloatRange):
 
 def common_options(command: Command) -> Command:
     """Add the options of every command on a store: `--store`, `--json`, `--debug`."""
-    store = click.option("--store", required=True, metavar="URL", help=describe("store"))
-    return store(output_options(command))
+    return store_option(required=True)(output_options(command))
+
+
+def store_option(
+    name: str = "--store", *, required: bool = False, about: str = ""
+) -> Callable[[Command], Command]:
+    """Add `--store`, or an option like it. A shell completes it with folders that hold a store."""
+    return click.option(
+        *name.split(),
+        required=required,
+        metavar="URL",
+        help=about or describe("store"),
+        shell_complete=complete_store,
+    )
 
 
 def output_options(command: Command) -> Command:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scarctl.cli.output import EXIT_OK, emit, open_store, output_options
+from scarctl.cli.output import EXIT_OK, emit, open_store, output_options, store_option
 from scarctl.cli.units import Given, Size, Time
 from scarctl.errors import NoIntactCopy, UsageError
 from scarctl.util.text import counted
@@ -52,9 +52,7 @@ _TITLES = {
     type=click.IntRange(min=1),
     help="Number of parts of the state. A failure loses one.",
 )
-@click.option(
-    "--from", "source", metavar="STORE", help="Store from which to take options that are not given."
-)
+@store_option("--from source", about="Store from which to take options that are not given.")
 @click.option(
     "--restart",
     type=Time(zero=True),
@@ -272,7 +270,10 @@ def _verdict(job: Job, advice: Advice) -> list[str]:
         lines = [f"SCAR does not pay here. Use instead: {_TITLES[rival.name]}"]
         if rival.fraction is not None:
             lines[0] += f", every {_time(rival.interval)}"
-        lines[0] += f" ({_saves(advice) * -1:.1f} s per hour less)."
+        less = -_saves(advice)
+        lines[0] += (
+            f" ({less:.1f} s per hour less)." if math.isfinite(less) else " (the other never finishes)."
+        )
         if job.shards == 1:
             lines.append("With one shard a failure loses everything, so partial recovery is impossible.")
         return lines

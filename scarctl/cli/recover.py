@@ -19,8 +19,10 @@ from scarctl.cli.output import (
     recovery_options,
     warn,
 )
+from scarctl.cli.progress import Progress
 from scarctl.store import Store
 from scarctl.store.saved import describe, last_saved
+from scarctl.util.text import counted
 
 if TYPE_CHECKING:
     from scarctl.ops.recover import Recovery
@@ -98,12 +100,13 @@ def command(
         max_rework=max_rework,
     )
     saved_at = last_saved(Store.open(store, storage_options=settings.storage_options))
-    done = recover(settings, dry_run=dry_run)
+    done = recover(settings, dry_run=dry_run, progress=Progress("restored"))
     for reason in done.problems:
         warn(reason)
     if done.left_out:
         warn(
-            f"{into} holds no optimizer slots: {len(done.left_out)} tensors such as {min(done.left_out)!r} are left out"
+            f"{into} holds no optimizer slots: {counted(len(done.left_out), 'tensor')} left out, "
+            f"such as {min(done.left_out)!r}"
         )
     emit(
         {**done.to_json(), "saved_at": saved_at, "dry_run": dry_run},
@@ -141,7 +144,8 @@ def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
     else:
         label = "restored copies are of several steps: the state is perturbed"
     lines = [
-        f"{'would restore' if dry_run else 'restored'} {fields['restored_partitions']} partitions ({tiers}), "
+        f"{'would restore' if dry_run else 'restored'} {counted(fields['restored_partitions'], 'partition')} "
+        f"({tiers}), "
         f"{human_bytes(plan.nbytes)}, to {done.output or 'the arena'}",
         label,
     ]
@@ -154,14 +158,14 @@ def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
     ranks = fields.get("ranks")
     if ranks is not None and plan.mode == "partial":
         lost = f" ({', '.join(map(str, ranks['lost']))})" if ranks["lost"] else ""
-        lines.append(f"lost {len(ranks['lost'])} of {ranks['world']} ranks{lost}")
+        lines.append(f"lost {len(ranks['lost'])} of {counted(ranks['world'], 'rank')}{lost}")
     for shard in fields["shards"]:
         who = (
             f"rank {shard['rank']}, shard {shard['shard']}" if "rank" in shard else f"shard {shard['shard']}"
         )
-        age = f", {shard['age']} steps behind the newest" if "age" in shard else ""
+        age = f", {counted(shard['age'], 'step')} behind the newest" if "age" in shard else ""
         lines.append(
-            f"  {who}: {shard['partitions']} partitions, {human_bytes(shard['bytes'])}, "
+            f"  {who}: {counted(shard['partitions'], 'partition')}, {human_bytes(shard['bytes'])}, "
             f"steps {shard['oldest_step']} to {shard['newest_step']}{age}"
         )
     return "\n".join(lines)

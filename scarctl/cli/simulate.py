@@ -14,6 +14,7 @@ import click
 
 from scarctl.cli.output import EXIT_OK, emit, note, output_options, warn
 from scarctl.errors import AccessDenied, UsageError
+from scarctl.util.text import counted
 
 if TYPE_CHECKING:
     from scarctl.simulate.intervals import Mean
@@ -184,7 +185,7 @@ def command(
         try:
             missing = [trial for trial in range(trials) if trial not in kept.by_trial]
             if results is not None and len(missing) < trials:
-                note(f"{trials - len(missing)} of {trials} trials are in {results}")
+                note(f"{trials - len(missing)} of {counted(trials, 'trial')} already in {results}")
             with _progress(trials, trials - len(missing)) as progress:
                 for result in workers.run(missing):
                     kept.add(result)
@@ -195,8 +196,8 @@ def command(
     summary = summarise(study, chosen)
     if summary.irreproducible:
         warn(
-            f"in {summary.irreproducible} of {trials} trials the same seed gave another run: part of the differences "
-            "shown come from that"
+            f"in {summary.irreproducible} of {counted(trials, 'trial')} the same seed gave another run: part of the "
+            "differences shown come from that"
         )
     if plot is not None:
         from scarctl.simulate.chart import draw
@@ -281,11 +282,13 @@ def _text(summary: Summary) -> str:
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
-    lines.append(f"{summary.trials} trials; undisturbed, a run takes {summary.undisturbed:.1f} iterations")
+    lines.append(
+        f"{counted(summary.trials, 'trial')}; undisturbed, a run takes {summary.undisturbed:.1f} iterations"
+    )
     lost = sum(line.given_up for line in summary.lines)
     if lost:
         lines.append(
-            f"+: {lost} runs never reached the target, and count with the iterations after which they were stopped"
+            f"+: {counted(lost, 'run')} never reached the target: counted with the iterations until the stop"
         )
     return "\n".join(lines)
 
@@ -324,7 +327,7 @@ class _Lines:
         self._done += 1
         if time.monotonic() >= self._next and self._done < self._total:
             self._next = time.monotonic() + _PAUSE
-            note(f"{self._done} of {self._total} trials")
+            note(f"{self._done} of {counted(self._total, 'trial')}")
 
 
 class _Bar:

@@ -21,7 +21,7 @@ from typing import IO, Any
 import pytest
 
 from scarctl.arena.folder import host_folder
-from scarctl.cli.run import _Forwarding
+from scarctl.cli.run import _Forwarding, _Unattached
 from scarctl.daemon import client
 from scarctl.daemon.__main__ import LOCK
 from scarctl.errors import ScarError
@@ -155,6 +155,24 @@ def test_what_the_command_gets(folder: Path, tmp_path: Path, arena_dir: Path) ->
     # Absolute: the command may go to another folder first.
     assert environment["SCARCTL_STORE"] == str(tmp_path / "ckpt")
     assert environment["SCARCTL_ARENA_DIR"] == str(arena_dir)
+
+
+def test_a_command_that_attaches_nothing_is_warned_of(folder: Path, tmp_path: Path) -> None:
+    """One that fails has said why, so nothing is added."""
+    done = Running(tmp_path, "true").ends(0)
+    assert done.stderr.startswith("scarctl: warning: true has ended, and no session has attached")
+    assert Running(tmp_path, "false").ends(1).stderr == ""
+
+
+def test_a_long_command_that_attaches_nothing_is_warned_of_while_it_runs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.hold(folder, 60)
+    watch = _Unattached(folder, "train")
+    watch.look("is running")
+    watch.look("has ended")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("scarctl: warning: train is running, and no session has attached")
 
 
 def test_options_of_the_command_are_its_own(folder: Path, tmp_path: Path) -> None:
@@ -374,7 +392,7 @@ class TestDead:
         os.kill(training.daemon, signal.SIGKILL)
         training.kill()
         training.ends(137, seconds=5.0)
-        assert "partitions are only in memory; the next session of that run" in training.stderr
+        assert "partitions only in memory; the next session of that run" in training.stderr
         assert str(folder) in training.stderr
         assert training.stored()
 
@@ -396,7 +414,7 @@ class TestDead:
         os.kill(training.daemon, signal.SIGKILL)
         told = training.kill()
         training.ends(137)
-        assert "partitions are only in memory" in training.stderr
+        assert "partitions only in memory" in training.stderr
         assert "no scarctl store" not in training.stderr
         assert not at_least(training.stored(), told["handed"])
 
@@ -406,7 +424,8 @@ def test_others_are_not_waited_for(folder: Path, arena_dir: Path, tmp_path: Path
     other.save(other.everything, 1)
     other.saver.stop()
     other.save(other.everything, 2)
-    assert Running(tmp_path, "true").ends(0, seconds=10.0).stderr == ""
+    done = Running(tmp_path, "true").ends(0, seconds=10.0)
+    assert "not durable" not in done.stderr
     assert status(folder) is not None, "their daemon goes on"
     other.saver.resume()
     other.close()
