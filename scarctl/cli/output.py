@@ -273,7 +273,10 @@ def report_error(error: BaseException, *, command: str | None, as_json: bool, de
     if as_json:
         fields = {"kind": kind, "message": message, "hint": hint, "exit_code": code}
         document = {"schema_version": SCHEMA_VERSION, "command": command, "error": fields}
-        click.echo(json.dumps(document, ensure_ascii=True))
+        try:
+            click.echo(json.dumps(document, ensure_ascii=True))
+        except BrokenPipeError:
+            _drop_stdout()
     elif isinstance(error, click.exceptions.NoArgsIsHelpError):
         click.echo(printable_lines(message), err=True)
     else:

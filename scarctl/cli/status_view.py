@@ -13,7 +13,10 @@ from scarctl.util.text import counted
 
 _MARKS = {LOSING: "!!", AT_RISK: "! ", NOTE: "- "}
 _VERDICT = {LOSING: "LOSING", AT_RISK: "AT RISK", NOTE: "well"}
-_IF_LOST = {"process": "the process", "host": "this host", "store": "the store"}
+_IF_LOST = {"process": "process", "host": "this host", "store": "store"}
+_COLUMNS = ("if it is lost now", "goes back by up to", "change", "predicted rework")
+_MOST = 230
+"""Characters of a finding, three lines: `scarctl inspect` and --json show all of it."""
 _SHARDS = 3
 """Shards that are listed for a store."""
 
@@ -39,11 +42,9 @@ def _store(one: Health) -> Iterator[str]:
             f"  step {view.step}{bound}, {counted(view.layout.partitions, 'partition')}, "
             f"{human_bytes(view.layout.nbytes)}; {who}; {describe(view.age.saved_at)}"
         )
+    yield from _losses(one)
     for finding in one.findings:
         yield from _finding(finding)
-    if one.losses:
-        yield "  if it is lost now:"
-        yield from (f"    {_IF_LOST[loss.what]}: {_loss(loss)}" for loss in one.losses)
     for line in one.unwell[:_SHARDS]:
         yield f"  {_shard(line)}"
     if len(one.unwell) > _SHARDS:
@@ -60,28 +61,38 @@ def _run(one: Health) -> str:
     return f"process {run.pid} {'alive' if run.alive else 'dead'}"
 
 
+def _losses(one: Health) -> Iterator[str]:
+    """Yield a table: what is lost if the process, the host or the store is lost now."""
+    if not one.losses:
+        return
+    rows = [_COLUMNS, *(_loss(loss) for loss in one.losses)]
+    widths = [max(len(row[k]) for row in rows if len(row) > 2) for k in range(len(_COLUMNS))]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+
+
+def _loss(loss: Loss) -> tuple[str, ...]:
+    """Return the cells of one loss: its name and a sentence, or a cell for each column."""
+    name = _IF_LOST[loss.what]
+    if loss.gone == loss.total:
+        return name, "everything is lost: no other copy is known here"
+    if loss.gone:
+        return name, f"{loss.gone} of {counted(loss.total, 'partition')} lost: no other copy is known here"
+    assert loss.steps is not None
+    if not loss.steps:
+        return name, "nothing is lost" if not loss.lower_bound else "nothing is known to be lost"
+    return (
+        name,
+        f"{'at least ' if loss.lower_bound else ''}{counted(loss.steps, 'step')}",
+        "unknown" if loss.perturbation is None else f"{loss.perturbation:.4g}",
+        "unknown" if loss.rework.iterations is None else f"{loss.rework} iterations",
+    )
+
+
 def _finding(finding: Finding) -> Iterator[str]:
-    yield f"  {_MARKS[finding.severity]} {finding.message}"
+    yield f"  {_MARKS[finding.severity]} {textwrap.shorten(finding.message, _MOST, placeholder=' ...')}"
     if finding.command:
         yield f"     $ {finding.command}"
-
-
-def _loss(loss: Loss) -> str:
-    """Return what one loss costs, in a line."""
-    if loss.gone == loss.total:
-        return "everything is lost: no other copy is known here"
-    if loss.gone:
-        return f"{loss.gone} of {counted(loss.total, 'partition')} lost: no other copy is known here"
-    assert loss.steps is not None
-    if loss.what == "store" and loss.steps == 0:
-        return "nothing: the run has the whole state"
-    least = "at least " if loss.lower_bound else "up to "
-    parts = [f"back by {least}{counted(loss.steps, 'step')}" if loss.steps else "nothing is known to be lost"]
-    if loss.perturbation is not None:
-        parts.append(f"a change of {loss.perturbation:.4g}")
-    if loss.rework.iterations is not None:
-        parts.append(f"predicted rework {loss.rework} iterations")
-    return ", ".join(parts)
 
 
 def _shard(line: ShardLine) -> str:

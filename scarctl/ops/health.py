@@ -20,8 +20,6 @@ from scarctl.util.text import counted
 LOSING, AT_RISK, NOTE = 2, 1, 0
 """Severities: something is not being saved; something is not protected as it should be; worth knowing."""
 SEVERITIES = {LOSING: "losing", AT_RISK: "at-risk", NOTE: "note"}
-_SHARDS = 5
-"""Shards that a finding names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,19 +178,15 @@ def _of_processes(view: Survey) -> Iterable[Finding]:
 def _of_copies(view: Survey) -> Iterable[Finding]:
     """Yield what the store lacks."""
     if view.layout is None:
-        yield Finding(
-            AT_RISK, "empty", "nothing is saved yet", f"scarctl live checkpoint --full --store {_name(view)}"
-        )
+        yield Finding(AT_RISK, "empty", "nothing is saved yet", _save(view))
         return
     never = int((view.saved_step < 0).sum())
     if never:
-        shards = [line.shard for line in view.shards if line.never_saved]
-        names = ", ".join(map(str, shards[:_SHARDS])) + (", ..." if len(shards) > _SHARDS else "")
         yield Finding(
             AT_RISK,
             "never-saved",
-            f"the store has no copy of {never} of {counted(view.layout.partitions, 'partition')} (shard {names})",
-            f"scarctl live checkpoint --full --store {_name(view)}",
+            f"the store has no copy of {never} of {counted(view.layout.partitions, 'partition')}",
+            _save(view),
         )
 
 
@@ -255,6 +249,11 @@ def _name(view: Survey) -> str:
 
 def _doctor(url: str) -> str:
     return f"scarctl doctor --store {shlex.quote(url)}"
+
+
+def _save(view: Survey) -> str:
+    alive = view.run is not None and view.run.alive
+    return f"scarctl live checkpoint --full --store {_name(view)}" if alive else _resume(view)
 
 
 def _resume(view: Survey) -> str:
