@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from scarctl.cli.completion import complete_store
-from scarctl.config import describe, read_file, storage_options
+from scarctl.config import brief, read_file, storage_options
 from scarctl.errors import ScarError
 from scarctl.util.text import printable, printable_lines
 
@@ -80,7 +80,7 @@ def store_option(
         *name.split(),
         required=required,
         metavar="URL",
-        help=about or describe("store"),
+        help=about or brief("store"),
         shell_complete=complete_store,
     )
 
@@ -94,7 +94,7 @@ def output_options(command: Command) -> Command:
 
 def arena_option(command: Command) -> Command:
     """Add `--arena-dir`."""
-    return click.option("--arena-dir", metavar="DIR", help=describe("arena_dir"))(command)
+    return click.option("--arena-dir", metavar="DIR", help=brief("arena_dir"))(command)
 
 
 def recovery_options(command: Command) -> Command:
@@ -103,15 +103,15 @@ def recovery_options(command: Command) -> Command:
         "--max-rework",
         type=click.FloatRange(min=0),
         metavar="N",
-        help="Refuse, and change nothing, if the predicted cost exceeds N iterations or is unknown.",
+        help="Refuse if the predicted cost exceeds N iterations or is unknown.",
     )
     lost = click.option(
         "--lost",
         required=True,
         multiple=True,
         metavar="SPEC",
-        help="Lost shards (shard:2,5), ranks (rank:1,3), name patterns ('layers.3.*', 'emb.weight[0:512]'), or all. "
-        "A number alone is a shard of one process, or a rank of several. May be repeated.",
+        help="Lost shards (2,5), ranks (rank:1,3), names ('layers.3.*', 'emb.weight[0:512]'), or all; may be repeated. "
+        "Among ranks, a number alone is a rank.",
     )
     return lost(max_rework(command))
 
@@ -142,7 +142,7 @@ def shown_url(url: str) -> str:
 def timeout_option(about: str, *, default: float = 60.0) -> Callable[[Command], Command]:
     """Add `--timeout`."""
     return click.option(
-        "--timeout", type=Seconds(), default=default, show_default=True, metavar="SECONDS", help=about
+        "--timeout", type=Seconds(), default=default, show_default=True, metavar="SEC", help=about
     )
 
 
@@ -267,7 +267,7 @@ def report_error(error: BaseException, *, command: str | None, as_json: bool, de
     if isinstance(error, BrokenPipeError):
         _drop_stdout()
         return code
-    kind, message, hint = _describe(error)
+    kind, message, hint = _brief(error)
     if debug:
         click.echo(printable_lines("".join(traceback.format_exception(error))), err=True, nl=False)
     if as_json:
@@ -291,7 +291,7 @@ def error_fields(error: ScarError) -> dict[str, Any]:
     return {"kind": error.kind, "message": error.message, "hint": error.hint, "exit_code": error.exit_code}
 
 
-def _describe(error: BaseException) -> tuple[str, str, str]:
+def _brief(error: BaseException) -> tuple[str, str, str]:
     """Return (kind, message, hint) of an exception."""
     if isinstance(error, ScarError):
         return error.kind, error.message, error.hint

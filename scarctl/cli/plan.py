@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\b
 Examples:
-  scarctl plan --state-bytes 120GB --step-time 0.8 --bandwidth 2GB --mtbf 6h --shards 16
-  scarctl plan --from ckpt --bandwidth 500MB --mtbf 2d
-  scarctl plan --from ckpt --bandwidth 500MB --mtbf 2d --gain 0.25 --json
+  scarctl plan --state-bytes 120GB --step-time 800ms --bandwidth 2GB --mtbf 6h
+  scarctl plan --from ckpt --step-time 0.5 --bandwidth 500MB --mtbf 2d --json
 """
 
 _TITLES = {
@@ -33,60 +32,63 @@ _TITLES = {
 
 
 @click.command(epilog=EXAMPLES)
-@click.option("--state-bytes", type=Size(), help="Size of parameters and moments together.")
+@click.option("--state-bytes", type=Size(), help="Size of parameters and moments.")
 @click.option("--step-time", type=Time(), help="Duration of an iteration.")
 @click.option(
     "--bandwidth",
     type=Size(per_second=True),
     required=True,
-    help="Bytes per second that the store takes, over all shards; `scarctl doctor` measures it.",
+    help="Bytes per second of the store; `scarctl doctor` measures it.",
 )
 @click.option(
     "--mtbf",
     type=Time(),
     required=True,
-    help="Mean time between two failures of the job.",
+    help="Mean time between failures of the job.",
 )
 @click.option(
     "--shards",
     type=click.IntRange(min=1),
-    help="Number of parts of the state. A failure loses one.",
+    metavar="N",
+    help="Parts of the state; a failure loses one.",
 )
-@store_option("--from source", about="Store from which to take options that are not given.")
+@store_option("--from source", about="Store that has the options not given.")
 @click.option(
     "--restart",
     type=Time(zero=True),
     default="60s",
     show_default=True,
-    help="Time to replace failed machines, before anything is restored.",
+    help="Time to replace failed machines.",
 )
 @click.option(
     "--gain",
     type=float,
     default=1.0,
     show_default=True,
-    help="Squared perturbation of priority at 1/8, relative to round; `scarctl simulate` shows both.",
+    metavar="X",
+    help="Squared perturbation of priority at 1/8, relative to round.",
 )
 @click.option(
     "--convergence",
     type=float,
     default=1.0,
     show_default=True,
-    help="Factor per iteration by which the distance to the optimum shrinks (the paper's c).",
+    metavar="C",
+    help="Shrinking of the distance to the optimum, per iteration.",
 )
 @click.option(
     "--memory-bandwidth",
     type=Size(per_second=True),
     default="4GB",
     show_default=True,
-    help="Bytes per second at which one shard's checkpoint is compared and copied.",
+    help="Bytes per second of comparing and copying a shard.",
 )
 @click.option(
     "--duration",
     type=Time(),
     default="24h",
     show_default=True,
-    help="Duration of training without failures. It matters only for a run without checkpoints.",
+    help="Duration of training without failures.",
 )
 @output_options
 def command(
@@ -106,8 +108,8 @@ def command(
 ) -> int:
     """Recommend how often to save how much of the state, and report whether partial checkpoints pay.
 
-    Four ways are compared, each at its best, by the cost of failures in an hour of training: time for saving, for
-    rework and for restarts. An option takes precedence over the store of --from. docs/theory.md has the model.
+    Four ways are compared, each at its best, by the time that saving, rework and restarts take in an hour of training.
+    Options take precedence over the store of --from. docs/theory.md has the model.
     """
     from scarctl.theory.job_cost import Job, advise
 

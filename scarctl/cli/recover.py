@@ -32,11 +32,8 @@ EXAMPLES = """\b
 Examples:
   scarctl recover --store ckpt --lost 2,5 --into survivors.safetensors
   scarctl recover --store ckpt --lost 'layers.3.*' --output lost.safetensors
-  scarctl recover --store ckpt --lost rank:2 --output lost.safetensors
   scarctl recover --store ckpt --lost all --mode rollback --output whole.pt
-  scarctl recover --store ckpt --lost all --mode rollback --snapshot best --output best.safetensors
-  scarctl recover --store ckpt --lost all --dry-run --json
-  scarctl recover --store ckpt --lost 2,5 --into survivors.safetensors --mode auto --max-rework 50
+  scarctl recover --store ckpt --lost rank:2 --dry-run --json
 """
 
 
@@ -45,20 +42,23 @@ Examples:
 @click.option(
     "--into",
     type=click.Path(path_type=Path),
-    help="State file (.safetensors, .pt) whose lost rows are patched, atomically.",
+    metavar="FILE",
+    help="State file whose lost rows are patched, atomically.",
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
-    help="New file for the restored rows: .pt, .pth or else safetensors.",
+    metavar="FILE",
+    help="New file for the rows: .pt, .pth or else safetensors.",
 )
 @click.option(
     "--mode",
     type=click.Choice(["partial", "rollback", "auto"]),
+    metavar="NAME",
     default="partial",
     show_default=True,
-    help="Restore only lost partitions, or everything to the newest state of one step. auto: the one that is predicted "
-    "to cost fewer iterations, partial if there is no prediction.",
+    help="partial: restore what is lost; rollback: everything, to the newest state of one step; auto: whichever is "
+    "predicted to cost less.",
 )
 @click.option(
     "--snapshot",

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\b
 Examples:
   scarctl run -- python train.py
-  scarctl run --store ckpt --restarts 3 -- torchrun --nproc-per-node 8 train.py
+  scarctl run --store ckpt --restarts 3 -- torchrun --nproc-per-node 8 t.py
 """
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
@@ -61,7 +61,8 @@ _PATIENCE = 1.0
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Number of times to run CMD again if it fails.",
+    metavar="N",
+    help="Run CMD again so often if it fails.",
 )
 @timeout_option("Seconds to wait at the end until all is durable.")
 @arena_option
@@ -71,12 +72,10 @@ def command(
 ) -> int:
     """Run CMD. Its sessions save through the host's daemon, which continues if CMD dies.
 
-    SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to CMD. At the end, scarctl waits until everything that
-    CMD handed over is durable.
-
-    The exit code is CMD's, or 128+N if signal N ended it; 125 if scarctl itself fails, 126 if CMD cannot be executed,
-    127 if it is not found. SCARCTL_RESTART_COUNT contains the number of earlier runs of CMD. After a SIGTERM, SIGINT or
-    SIGHUP, CMD is not run again.
+    Signals are forwarded to CMD. At the end, scarctl waits until everything that CMD handed over is durable. The exit
+    code is CMD's, or 128+N if signal N ended it; 125 if scarctl itself fails, 126 if CMD cannot be executed, 127 if it
+    is not found. SCARCTL_RESTART_COUNT has the number of earlier runs of CMD. After SIGTERM, SIGINT or SIGHUP, CMD is
+    not run again.
     """
     # This comes first: numpy's import starts threads, which would take signals that are not blocked yet.
     with _Forwarding() as forwarding:

@@ -26,7 +26,7 @@ from scarctl.config.options import (
     Settings,
     Tracker,
 )
-from scarctl.config.settings import KNOWN_NAMES, VERBS, SessionSettings, describe, flatten, grouped
+from scarctl.config.settings import KNOWN_NAMES, VERBS, SessionSettings, brief, describe, flatten, grouped
 
 __all__ = [
     "DEFAULT_FRACTION",
@@ -49,6 +49,7 @@ __all__ = [
     "SessionSettings",
     "Settings",
     "Tracker",
+    "brief",
     "check_fixed",
     "check_fraction",
     "check_policy",

@@ -216,6 +216,12 @@ def describe(name: str) -> str:
     return _texts()[name]
 
 
+def brief(name: str) -> str:
+    """Return the first sentence of `describe`, and the default. Raises KeyError."""
+    first, *others = re.split(r"(?<=\.) +(?=[A-Z])", describe(name))
+    return " ".join([first, *(text for text in others if text.startswith("Default: "))])
+
+
 @functools.cache
 def _texts() -> dict[str, str]:
     """Documentation by option, from the docstrings of the classes that have it."""
