@@ -39,11 +39,19 @@ Examples:
 """,
 )
 @click.argument("words", metavar="[COMMAND]", nargs=-1)
+@click.option("--man", "manual", is_flag=True, help="Print the manual page of all commands, for `man -l -`.")
 @click.pass_context
-def help_(context: click.Context, words: tuple[str, ...]) -> int:
+def help_(context: click.Context, words: tuple[str, ...], manual: bool) -> int:
     """Show the help of scarctl, or of a command: the same as COMMAND --help."""
     assert context.parent is not None, "it is a command of scarctl's"
     here = context.parent
+    if manual:
+        from scarctl.cli import main, man
+
+        if words:
+            raise click.UsageError("--man is a page of all commands", context)
+        click.echo(man.manual(here, main.EPILOG), nl=False)
+        return EXIT_OK
     for word in words:
         command = here.command
         if not isinstance(command, click.Group):

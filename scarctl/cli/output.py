@@ -156,9 +156,16 @@ def emit(fields: Mapping[str, Any], *, as_json: bool, text: str = "") -> None:
         }
         text = json.dumps(document, allow_nan=False)
     if text:
-        # A name may contain bytes that stdout's encoding cannot represent, which must not end the command.
-        data = (printable_lines(text) + "\n").encode(sys.stdout.encoding or "utf-8", "backslashreplace")
-        click.echo(data, nl=False)
+        say(printable_lines(text), err=False)
+
+
+def say(text: str, *, err: bool = True) -> None:
+    """Write lines to stderr, or stdout. Characters that its encoding cannot represent are escaped.
+
+    click would write UTF-8 to a terminal that takes ASCII only.
+    """
+    encoding = (sys.stderr if err else sys.stdout).encoding or "utf-8"
+    click.echo((text + "\n").encode(encoding, "backslashreplace"), err=err, nl=False)
 
 
 def plain_streams() -> None:
@@ -186,19 +193,19 @@ def stdout_takes(text: str) -> bool:
 
 def warn(message: str) -> None:
     """Write a warning to stderr."""
-    click.echo(f"scarctl: warning: {printable(message)}", err=True)
+    say(f"scarctl: warning: {printable(message)}")
 
 
 def note(message: str) -> None:
     """Write a message to stderr."""
-    click.echo(f"scarctl: {printable(message)}", err=True)
+    say(f"scarctl: {printable(message)}")
 
 
 class _ToStderr(logging.Handler):
     """Show the library's log as messages of the command."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        click.echo(f"scarctl: {record.levelname.lower()}: {printable(record.getMessage())}", err=True)
+        say(f"scarctl: {record.levelname.lower()}: {printable(record.getMessage())}")
 
 
 @contextmanager
@@ -269,7 +276,7 @@ def report_error(error: BaseException, *, command: str | None, as_json: bool, de
         return code
     kind, message, hint = _brief(error)
     if debug:
-        click.echo(printable_lines("".join(traceback.format_exception(error))), err=True, nl=False)
+        say(printable_lines("".join(traceback.format_exception(error)).rstrip("\n")))
     if as_json:
         fields = {"kind": kind, "message": message, "hint": hint, "exit_code": code}
         document = {"schema_version": SCHEMA_VERSION, "command": command, "error": fields}
@@ -278,11 +285,11 @@ def report_error(error: BaseException, *, command: str | None, as_json: bool, de
         except BrokenPipeError:
             _drop_stdout()
     elif isinstance(error, click.exceptions.NoArgsIsHelpError):
-        click.echo(printable_lines(message), err=True)
+        say(printable_lines(message))
     else:
-        click.echo(f"{' '.join(filter(None, ['scarctl', command]))}: {printable_lines(message)}", err=True)
+        say(f"{' '.join(filter(None, ['scarctl', command]))}: {printable_lines(message)}")
         if hint:
-            click.echo(f"  {hint}", err=True)
+            say(f"  {hint}")
     return code
 
 
@@ -298,7 +305,9 @@ def _brief(error: BaseException) -> tuple[str, str, str]:
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
         hint = f"see `{context.command_path} --help`" if context else "see `scarctl --help`"
-        return "usage", error.format_message(), hint
+        if isinstance(error, click.exceptions.NoArgsIsHelpError):
+            return "usage", error.format_message(), hint
+        return "usage", " ".join(error.format_message().split()), hint
     if isinstance(error, Terminated):
         return (
             "signal",

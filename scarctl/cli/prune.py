@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from scarctl.cli.given import refuse
-from scarctl.cli.output import EXIT_OK, common_options, emit, human_bytes, note, open_store
+from scarctl.cli.output import EXIT_OK, common_options, emit, human_bytes, note, open_store, say
 from scarctl.errors import UsageError
 from scarctl.util.text import counted
 
@@ -125,7 +125,7 @@ def _report(plan: PrunePlan, done: Pruned, *, dry_run: bool, as_json: bool) -> N
 def _ask(plan: PrunePlan, as_json: bool) -> None:
     if as_json or not sys.stdin.isatty():
         raise UsageError("this deletes files", hint="give --yes, or look first with --dry-run")
-    click.echo("\n".join(_lines(plan, "will be")), err=True)
+    say("\n".join(_lines(plan, "will be")))
     click.confirm("Delete?", abort=True, err=True)
 
 

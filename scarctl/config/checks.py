@@ -33,7 +33,7 @@ def check_fraction(fraction: object) -> None:
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
         raise UsageError(
             f"the fraction is {fraction!r}, not a number above 0 and up to 1",
-            hint="it is the share of the state that one checkpoint writes, such as 1/8 or 0.125",
+            hint="it is the share of the state that one checkpoint writes, such as 1/8, 0.125 or 12.5%",
         )
 
 
@@ -59,7 +59,7 @@ def parse_fraction(text: str) -> float:
     if not 0 < value <= 1:
         raise UsageError(
             f"the fraction is {text!r}, not a number above 0 and up to 1",
-            hint="it is the share of the state that one checkpoint writes, such as 1/8 or 0.125",
+            hint="it is the share of the state that one checkpoint writes, such as 1/8, 0.125 or 12.5%",
         )
     return value
 
