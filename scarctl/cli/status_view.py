@@ -17,6 +17,7 @@ _IF_LOST = {"process": "process", "host": "this host", "store": "store"}
 _COLUMNS = ("if it is lost now", "goes back by up to", "change", "predicted rework")
 _MOST = 230
 """Characters of a finding, three lines: `scarctl inspect` and --json show all of it."""
+_UNSEEN = "unknown: this host does not see how far the run is"
 _SHARDS = 3
 """Shards that are listed for a store."""
 
@@ -80,7 +81,7 @@ def _loss(loss: Loss) -> tuple[str, ...]:
         return name, f"{loss.gone} of {counted(loss.total, 'partition')} lost: no other copy is known here"
     assert loss.steps is not None
     if not loss.steps:
-        return name, "nothing is lost" if not loss.lower_bound else "nothing is known to be lost"
+        return name, _UNSEEN if loss.lower_bound else "nothing is lost"
     return (
         name,
         f"{'at least ' if loss.lower_bound else ''}{counted(loss.steps, 'step')}",

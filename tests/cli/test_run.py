@@ -21,7 +21,7 @@ from typing import IO, Any
 import pytest
 
 from scarctl.arena.folder import host_folder
-from scarctl.cli.run import _Forwarding, _Unattached
+from scarctl.cli.run import _Forwarding
 from scarctl.daemon import client
 from scarctl.daemon.__main__ import LOCK
 from scarctl.errors import ScarError
@@ -155,24 +155,6 @@ def test_what_the_command_gets(folder: Path, tmp_path: Path, arena_dir: Path) ->
     # Absolute: the command may go to another folder first.
     assert environment["SCARCTL_STORE"] == str(tmp_path / "ckpt")
     assert environment["SCARCTL_ARENA_DIR"] == str(arena_dir)
-
-
-def test_a_command_that_attaches_nothing_is_warned_of(folder: Path, tmp_path: Path) -> None:
-    """One that fails has said why, so nothing is added."""
-    done = Running(tmp_path, "true").ends(0)
-    assert done.stderr.startswith("scarctl: warning: true has ended, and no session has attached")
-    assert Running(tmp_path, "false").ends(1).stderr == ""
-
-
-def test_a_long_command_that_attaches_nothing_is_warned_of_while_it_runs(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    client.hold(folder, 60)
-    watch = _Unattached(folder, "train")
-    watch.look("is running")
-    watch.look("has ended")
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("scarctl: warning: train is running, and no session has attached")
 
 
 def test_options_of_the_command_are_its_own(folder: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from scarctl.ops.health import LOSING, health_of, unreadable, worst_first
 from scarctl.ops.survey import survey
 from scarctl.store import Store
 from tests.cli.conftest import Model, Run
+from tests.support.ranks import RankStore
 from tests.daemon.trainer import Trainer, stop
 
 
@@ -146,3 +147,22 @@ def test_options_that_would_be_ignored_are_refused(run: Run, saved: Model) -> No
     run("status", "ckpt", "--every", "3", code=2)
     run("status", "ckpt", "--store", "ckpt", code=2)
     run("status", "", code=2)
+
+
+def test_ranks_are_one_run(run: Run, tmp_path: Path, arena_dir: Path) -> None:
+    """Two of four ranks are on this host, one of them dead with copies that the store lacks."""
+    made = RankStore(tmp_path / "ckpt", 4)
+    made.save(3)
+    made.close()
+    well = run("status", "ckpt").stdout
+    assert well.startswith("well: ckpt\n")
+    assert "this host does not see how far the run is" in well
+    alive, dead = (made.arena(arena_dir, rank, 9) for rank in (0, 2))
+    dead.take_over(0x7FFFFFF0)  # a number that no process has
+    done = run("status", "ckpt", code=3).stdout
+    assert done.startswith("LOSING: ckpt\n")
+    assert "1 of 2 ranks on this host alive" in done
+    assert "rank 2 of 4 died; " in done
+    assert "$ scarctl inspect --store " in done
+    alive.remove()
+    dead.remove()

@@ -136,3 +136,19 @@ def test_progress_goes_to_stderr(run: Run, saved: Model, monkeypatch: pytest.Mon
     done = run("verify", "--store", "ckpt", "--json")
     assert done.document["intact"]
     assert "verified " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [("export out", "exported "), ("recover --lost all --output out.safetensors", "restored ")],
+)
+def test_other_long_work_shows_progress_too(
+    run: Run, saved: Model, monkeypatch: pytest.MonkeyPatch, words: str, says: str
+) -> None:
+    now = iter(range(0, 10_000_000, 31))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(now)))
+    done = run(*words.split(), "--store", "ckpt")
+    shown = [line for line in done.stderr.splitlines() if says in line]
+    assert shown[-1].partition(says)[2].split(" of ")[0] == shown[-1].partition(" of ")[2], (
+        "all of it, in the end"
+    )
