@@ -18,8 +18,8 @@ from scarctl.ops.health import LOSING, health_of, unreadable, worst_first
 from scarctl.ops.survey import survey
 from scarctl.store import Store
 from tests.cli.conftest import Model, Run
-from tests.support.ranks import RankStore
 from tests.daemon.trainer import Trainer, stop
+from tests.support.ranks import RankStore
 
 
 @pytest.fixture
