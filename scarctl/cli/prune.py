@@ -81,6 +81,8 @@ def command(
     """
     from scarctl.store.prune import Retention
 
+    if "://" not in store or store.startswith("file:"):
+        refuse("no_writer", why="is for a remote store: a folder shows whether a session writes to it")
     retention = Retention(keep_last=keep_last, keep_every=keep_every, keep=keep, no_writer=no_writer)
     return delete_old(store, retention, dry_run=dry_run, yes=yes, as_json=as_json)
 

@@ -118,6 +118,7 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "--store nowhere": NO_STORE,
         "--store ckpt --keep-last -1": (2, "keep"),
         "--store ckpt --keep best --yes": (2, "best"),
+        "--store ckpt --no-writer --yes": (2, "--no-writer is for a remote store"),
         "--store ckpt --dry-run --yes": (2, "--yes deletes, and --dry-run deletes nothing"),
     },
     "recover": {
@@ -214,10 +215,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, template: Path) -> Path:
 
 
 def content(folder: Path) -> dict[str, int]:
-    """Sizes of all files below a folder."""
-    return {
-        str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()
-    }
+    """Sizes of all files below a folder. A lock has the process id of its last owner."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "lock"]
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
 
 @pytest.mark.parametrize("command", TABLE)
