@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from scarctl.cli.output import EXIT_OK, arena_option, common_options, emit, open_store
+from scarctl.cli.output import EXIT_OK, EXIT_PARTLY, arena_option, common_options, emit, open_store, warn
 from scarctl.errors import AccessDenied, UsageError
 
 EXAMPLES = """\b
@@ -39,9 +39,13 @@ def command(store: str, output: str, arena_dir: str | None, as_json: bool, debug
             f"{target} is no place for a file", hint="give a file in an existing folder: report.html"
         )
     found = gather(open_store(store), arena_dir)
-    _write(target, page(found))
-    emit({**found.to_json(), "output": str(target)}, as_json=as_json, text=f"wrote {target}")
-    return EXIT_OK
+    document = found.to_json()
+    _write(target, page(found, document))
+    emit({**document, "output": str(target)}, as_json=as_json, text=f"wrote {target}")
+    if found.damage is None:
+        return EXIT_OK
+    warn(f"the history cannot be shown: {found.damage}; `scarctl verify` says what else is damaged")
+    return EXIT_PARTLY
 
 
 def _write(target: Path, content: str) -> None:

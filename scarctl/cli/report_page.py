@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
+from typing import Any
 
 from scarctl import __version__
 from scarctl.cli.inspect_view import Table, summary, tables
@@ -27,8 +28,8 @@ from scarctl.store.saved import describe, parse
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
-def page(report: Report) -> str:
-    """Return the HTML document."""
+def page(report: Report, data: Mapping[str, Any]) -> str:
+    """Return the HTML document. data: the report's `to_json`, which is embedded."""
     style = files("scarctl.cli").joinpath("report.css").read_text(encoding="utf-8")
     parts = [
         "<!doctype html>",
@@ -38,15 +39,15 @@ def page(report: Report) -> str:
         f"<title>scarctl: {text(report.view.url)}</title>",
         f"<style>{style}</style></head><body>",
         *_body(report),
-        f"<script type='application/json' id='data'>{_embedded(report)}</script>",
+        f"<script type='application/json' id='data'>{_embedded(data)}</script>",
         "</body></html>",
         "",
     ]
     return "\n".join(parts)
 
 
-def _embedded(report: Report) -> str:
-    document = {"schema_version": SCHEMA_VERSION, "command": "report", **report.to_json()}
+def _embedded(data: Mapping[str, Any]) -> str:
+    document = {"schema_version": SCHEMA_VERSION, "command": "report", **data}
     # Nothing in a script element may look like markup, and these are the characters that begin and end it.
     plain = json.dumps(document, allow_nan=False, ensure_ascii=True)
     return plain.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -91,7 +92,7 @@ def _body(report: Report) -> list[str]:
     if view.events:
         parts += ["<h2>Starts and recoveries</h2>", _table(_event_table(view.events))]
         parts.append(
-            "<p class='soft'>As the newest checkpoint tells them. Iterations done again: those between the newest step "
+            "<p class='soft'>As of the newest checkpoint. Iterations done again: those between the newest step "
             "that was finished and the step of the resume.</p>"
         )
     return parts
@@ -134,14 +135,14 @@ def _steps(report: Report) -> list[str]:
     keys = [(line.name, line.label) for line in lines]
     return [
         "<h2>Steps over time</h2>",
-        f"<p>The band is what losing everything but the copies takes back. {about}{stall}</p>",
+        f"<p>The band is how far the oldest copy is behind. {about}{stall}</p>",
         _keys([*keys, ("failure", "failure")]),
         _wide(steps_over_time(seconds, lines, marks)),
     ]
 
 
 def _is_failure(event: Event) -> bool:
-    """Return whether an event tells of a loss: a recovery, or a resume that was not exact."""
+    """Return whether an event is a loss: a recovery, or a resume that was not exact."""
     return event.kind == "recovered" or (event.kind == "resumed" and event.facts.get("exact") is not True)
 
 

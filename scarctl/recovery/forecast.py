@@ -27,7 +27,7 @@ from scarctl.theory.rework import Choice, Cost, Outlook, Rework, choose, grouped
 
 
 class Told(NamedTuple):
-    """What the newest extras of a store tell of its run."""
+    """What the newest extras of a store report of its run."""
 
     outlook: Outlook
     """The run's convergence."""
@@ -41,7 +41,7 @@ class Told(NamedTuple):
 
 
 def stored_outlook(writers: Sequence[tuple[Store, Mapping[int, ShardState]]], step: int) -> Told:
-    """Return what the newest extras tell of the run at `step`.
+    """Return what the newest extras report of the run at `step`.
 
     writers: each writer's view of the store, with the states of its shards. One writer, or one for each rank that holds
     part of the state. Damaged extras raise no error: the outlook gives the reason.

@@ -71,7 +71,7 @@ class Journal:
         self._gap = _LEAST_GAP
 
     def add(self, kind: str, step: int, **facts: Fact) -> None:
-        """Add an event of now. Numbers that are not finite are left out."""
+        """Add an event, with the current time. Numbers that are not finite are left out."""
         known = {name: value for name, value in facts.items() if _finite(value)}
         at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self._events = [*self._events, Event(kind, at, step, known)][-MOST:]
