@@ -48,6 +48,7 @@ RUN = {
     "recover": (0, 1, 2),
     "export": (0, 2),
     "plan": (0, 1),
+    "report": (0,),
     "prune": (0, 1),
     "snapshot delete": (0,),
     "doctor": (0,),

@@ -141,6 +141,13 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "--store ckpt --lost all --mode rollback --snapshot best --output o.pt": (2, "no snapshot 'best'"),
         "--store ckpt --lost 0 --max-rework -1": (2, "-1"),
     },
+    "report": {
+        "--output r.html": MISSING,
+        "--store ckpt": (2, "Missing option '--output'"),
+        "--store nowhere --output r.html": NO_STORE,
+        "--store ckpt --output folder": (2, "folder is no place for a file"),
+        "--store ckpt --output gone/r.html": (2, "is no place for a file"),
+    },
     "run": {
         "": (125, "Missing argument"),
         "--store tape://0 -- true": (125, "tape"),
