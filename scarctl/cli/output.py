@@ -231,6 +231,11 @@ def human_bytes(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
+def in_iterations(amount: object) -> str:
+    """Return an amount that is a number, or a number with an interval, in iterations: "1 iteration"."""
+    return f"{amount} iteration{'' if str(amount) == '1' else 's'}"
+
+
 @contextmanager
 def signals() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into `Terminated`, so that temporary files are removed. Main thread only."""

@@ -14,6 +14,7 @@ from scarctl.cli.output import (
     common_options,
     emit,
     human_bytes,
+    in_iterations,
     note,
     options_for,
     recovery_options,
@@ -122,11 +123,11 @@ def cost_lines(cost: Cost, mode: str) -> list[str]:
     """Return lines about the cost of a recovery, and the reason for its mode."""
     rework, back = cost.rework, cost.rollback_steps
     if rework.basis == "steps":
-        lines = [f"rework: {rework} iterations, which are done again"]
+        lines = [f"rework: {in_iterations(rework)}, to be done again"]
     elif rework.iterations is None:
         lines = [f"predicted rework: unknown: {rework.reason}"]
     else:
-        lines = [f"predicted rework: {rework} iterations, by {rework.basis}"]
+        lines = [f"predicted rework: {in_iterations(rework)}, by {rework.basis}"]
     if mode == "partial" and back is not None:
         lines[0] += f"; a rollback would cost {back}"
     if cost.reason is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from scarctl import __version__
 from scarctl.cli.inspect_view import Table, summary, tables
-from scarctl.cli.output import SCHEMA_VERSION, human_bytes
+from scarctl.cli.output import SCHEMA_VERSION, human_bytes, in_iterations
 from scarctl.cli.report_charts import (
     LEVELS,
     MOST_ROWS,
@@ -24,6 +24,7 @@ from scarctl.cli.report_charts import (
 from scarctl.ops.report import Report
 from scarctl.state.journal import Event
 from scarctl.store.saved import describe, parse
+from scarctl.util.text import counted
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
@@ -71,7 +72,7 @@ def _body(report: Report) -> list[str]:
         parts += [
             "<h2>What changes</h2>",
             f"<p>Layers that were saved, over time: the darker, the larger the share of the layer.{of} "
-            f"{history.commits} commits wrote {human_bytes(history.bytes)}.</p>",
+            f"{counted(history.commits, 'commit')} wrote {human_bytes(history.bytes)}.</p>",
             _wide(layers_over_time(history)),
         ]
     parts += [
@@ -157,7 +158,10 @@ def _cards(report: Report) -> str:
     sealed = [snapshot.step for snapshot in view.snapshots]
     cards = [
         (f"{view.step}{' or later' if view.age.is_lower_bound else ''}", "newest step"),
-        (f"{never} never saved" if never else f"{bound}{oldest} iterations", "age of the oldest copy"),
+        (
+            f"{never} never saved" if never else f"{bound}{counted(oldest, 'iteration')}",
+            "age of the oldest copy",
+        ),
         (_ago(report), "since the last save"),
         (
             human_bytes(view.usage["bytes"]),
@@ -167,7 +171,7 @@ def _cards(report: Report) -> str:
     if sealed:
         cards.append((f"{len(sealed)}, newest of step {max(sealed)}", "snapshots"))
     if view.run is not None:
-        cards.append((f"{view.run.lag_steps} iterations", "the store is behind this host's memory"))
+        cards.append((counted(view.run.lag_steps, "iteration"), "the store is behind this host's memory"))
     boxes = "".join(f"<div class='card'><b>{text(value)}</b>{text(name)}</div>" for value, name in cards)
     return f"<div class='cards'>{boxes}</div>"
 
@@ -191,7 +195,11 @@ def _concerns(report: Report) -> list[tuple[str, str, str]]:
         )
     if view.run is not None and view.run.errors:
         found.append(
-            ("bad", f"{view.run.errors} attempts to save have failed", "see the log of the run or daemon")
+            (
+                "bad",
+                f"{counted(view.run.errors, 'attempt')} to save failed",
+                "see the log of the run or daemon",
+            )
         )
     stopped = [str(rank.rank) for rank in view.ranks if rank.alive is False]
     if view.run is not None and not view.run.alive:
@@ -204,7 +212,7 @@ def _concerns(report: Report) -> list[tuple[str, str, str]]:
         found.append(
             (
                 "warn",
-                f"{view.run.pending_partitions} partitions are not durable yet",
+                f"{counted(view.run.pending_partitions, 'partition')} not durable yet",
                 "losing this host takes them back to older copies",
             )
         )
@@ -219,7 +227,7 @@ def _concerns(report: Report) -> list[tuple[str, str, str]]:
     if worst:
         most = max(worst, key=lambda line: line.rework.iterations or 0.0)
         found.append(
-            ("info", f"Losing shard {most.shard} now is predicted to cost {most.rework} iterations", "")
+            ("info", f"Losing shard {most.shard} now is predicted to cost {in_iterations(most.rework)}", "")
         )
     if not any(level in ("bad", "warn") for level, _, _ in found):
         found.insert(0, ("good", "Everything that was copied is durable, and no caution is known", ""))

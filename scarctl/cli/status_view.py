@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from scarctl.cli.output import human_bytes
+from scarctl.cli.output import human_bytes, in_iterations
 from scarctl.ops.health import AT_RISK, LOSING, NOTE, Finding, Health, Loss
 from scarctl.ops.surveyed import ShardLine
 from scarctl.store.saved import describe
@@ -86,7 +86,7 @@ def _loss(loss: Loss) -> tuple[str, ...]:
         name,
         f"{'at least ' if loss.lower_bound else ''}{counted(loss.steps, 'step')}",
         "unknown" if loss.perturbation is None else f"{loss.perturbation:.4g}",
-        "unknown" if loss.rework.iterations is None else f"{loss.rework} iterations",
+        "unknown" if loss.rework.iterations is None else in_iterations(loss.rework),
     )
 
 
