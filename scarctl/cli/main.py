@@ -21,6 +21,7 @@ from scarctl.errors import UsageError
 COMMANDS = {
     "checkpoint": "Save the part of a state file that changed most.",
     "daemon": "Start, inspect or stop the process that makes checkpoints durable.",
+    "diff": "Compare two checkpoints of any kind, tensor by tensor.",
     "doctor": "Test a place for a store: its guarantees, and its speed.",
     "export": "Write a state as safetensors, .pt or DCP, for other tools.",
     "inspect": "Show the content of a store, and the change if a shard is lost.",
@@ -82,7 +83,7 @@ that has no effect is named in a warning. A scarctl.toml that others may write i
 
 \b
 Exit codes:
-  0 ok  1 error  2 usage  3 partly done  10 no store  11 contention  12 access denied  13 corruption
+  0 ok  1 error  2 usage  3 partly done  4 different  10 no store  11 contention  12 access denied  13 corruption
   14 store lacks a guarantee  15 fenced  16 no intact copy  17 store unavailable  128+N ended by signal N
 """
 

@@ -97,8 +97,8 @@ class StateFile:
         return [(name, "parameter", (spec,)) for name, spec in self.specs.items()]
 
 
-def open_state(path: Path) -> StateFile:
-    """Open a state file of any known format.
+def open_state(path: Path, *, may_be_empty: bool = False) -> StateFile:
+    """Open a state file of any known format. One without tensors is refused, unless it `may_be_empty`.
 
     Raises UsageError when the file is missing, has no known format, or holds tensors that a layout cannot;
     Corruption when it is cut short or contradicts itself; AccessDenied; Unavailable.
@@ -117,7 +117,7 @@ def open_state(path: Path) -> StateFile:
         state = _open_safetensors(path)
     else:
         raise UsageError(f"{path} has no known format of state files", hint=_KNOWN, kind="foreign-state-file")
-    if not state.specs:
+    if not state.specs and not may_be_empty:
         raise UsageError(f"{path} holds no tensors", hint=_KNOWN, kind="foreign-state-file")
     return state
 
