@@ -63,8 +63,8 @@ def command(
 ) -> int:
     """Compare the checkpoints A and B tensor by tensor, the largest change first.
 
-    Each is a store (its newest copies), STORE@NAME (a snapshot), STORE@STEP (a sealed state), a safetensors or .pt
-    file, a DCP folder, or a folder of safetensors files with an index.
+    Each is a safetensors or .pt file, a DCP folder, or a folder of safetensors files with an index. STORE is the newest
+    copies in a store, STORE@NAME a snapshot, STORE@STEP a sealed state.
 
     The relative change is the norm of B - A divided by the norm of A. Values within --atol + --rtol * |A| count as
     equal; without both every byte counts.

@@ -78,7 +78,7 @@ Examples:
 Every setting is also an environment variable (--store is SCARCTL_STORE) and a key of scarctl.toml in the
 current folder: a table per command, or at the top for all. --timeout has the command's name (SCARCTL_RUN_TIMEOUT)
 and counts in its table only. Command line > environment > file. Options that say what to do are given on the
-command line only: --lost, --into, --output, --snapshot, --full, --keep, --no-writer, --yes, --reap. A variable
+command line only: --lost, --into, --output, --snapshot, --full, --keep, --ignore, --atol, --yes, ... A variable
 that has no effect is named in a warning. A scarctl.toml that others may write is ignored.
 
 \b

@@ -50,7 +50,6 @@ OF_COMMANDS = frozenset(
             "step",
             "step_time",
         ),
-        *("atol", "finite", "ignore", "rtol", "values", "weights"),
         *("watch", "daemon_timeout", "live_timeout", "run_timeout", "snapshot_timeout", "simulate_data"),
         *("simulate_fail_after", "simulate_failure_rate", "simulate_fraction", "simulate_interval"),
         *("simulate_iterations", "simulate_jobs", "simulate_lost", "simulate_mode", "simulate_norm"),
