@@ -23,7 +23,8 @@ EXAMPLES = """\b
 Examples:
   scarctl export --store ckpt out
   scarctl export --store ckpt out --max-shard-size 2GB --json
-  scarctl export --store ckpt best.pt --snapshot best --format pt
+  scarctl export --store ckpt best.pt --snapshot best
+  scarctl export --store ckpt model.safetensors --weights
   scarctl export --store ckpt best-dcp --snapshot best --format dcp
 """
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -52,9 +53,10 @@ class _Size(click.ParamType[Any]):
     "--format",
     "form",
     type=click.Choice(["safetensors", "pt", "dcp"]),
-    default="safetensors",
-    show_default=True,
-    help="A folder of safetensors files, one .pt file of plain tensors, or a DCP folder.",
+    help="safetensors, one .pt file of plain tensors, or a DCP folder.  [default: by OUTPUT's ending, or safetensors]",
+)
+@click.option(
+    "--weights", is_flag=True, help="Only the model's own state_dict(), tied tensors under all their names."
 )
 @click.option(
     "--max-shard-size",
@@ -69,29 +71,33 @@ def command(
     output: Path,
     store: str,
     snapshot: str | None,
-    form: str,
+    form: str | None,
+    weights: bool,
     max_shard_size: int,
     as_json: bool,
     debug: bool,
 ) -> int:
     """Write the running checkpoint, or a snapshot, to OUTPUT for other tools.
 
-    OUTPUT appears when it is whole. Several safetensors files come with an index, as Hugging Face's do. Tensors are
-    named as in the store: `layers.3.weight`, `layers.3.weight/exp_avg`. Without --snapshot steps may be mixed; the
-    answer says so. Exit code 3: an older copy than the newest one had to be taken.
+    OUTPUT appears when it is whole: a .pt file, one .safetensors file, or a folder. Several safetensors files come with
+    an index, as Hugging Face's do. Tensors are named as in the store: `layers.3.weight`, `layers.3.weight/exp_avg`.
+    With --weights they are what the model's `load_state_dict(strict=True)` and `from_pretrained` take.
+
+    Without --snapshot steps may be mixed; the answer says so. Exit code 3: an older copy than the newest one had to be
+    taken.
     """
     from scarctl.ops.export import ExportSettings, export
 
-    done = export(
-        ExportSettings(
-            store=store,
-            storage_options=options_for(store),
-            output=output,
-            snapshot=snapshot,
-            format=form,
-            max_shard_bytes=max_shard_size,
-        )
+    settings = ExportSettings(
+        store=store,
+        storage_options=options_for(store),
+        output=output,
+        snapshot=snapshot,
+        format=form,
+        max_shard_bytes=max_shard_size,
+        weights=weights,
     )
+    done = export(settings)
     for problem in done.problems:
         warn(problem)
     label = (
@@ -100,7 +106,7 @@ def command(
         else f"mixed, of steps {done.oldest_step} to {done.newest_step}"
     )
     emit(
-        {**done.to_json(), "format": form, "snapshot": snapshot},
+        {**done.to_json(), "format": settings.form, "snapshot": snapshot, "weights": weights},
         as_json=as_json,
         text=f"wrote {done.tensors} tensors, {human_bytes(done.bytes)}, to {output} ({len(done.files)} files): {label}",
     )
