@@ -87,11 +87,11 @@ def inspected(checkpoint: str, values: bool, limit: int | None) -> dict[str, Any
 def inspected_lines(fields: dict[str, Any]) -> list[str]:
     """Return the document of `inspected` as text: a summary, then a table of tensors."""
     lines = [
-        f"{shown(fields['checkpoint'])}: {fields['format']}, {fields['count']} tensors, "
-        f"{fields['values']} values, {human_bytes(fields['bytes'])}"
+        f"{shown(fields['checkpoint'])}: {fields['format']}, {plural(fields['count'], 'tensor')}, "
+        f"{plural(fields['values'], 'value')}, {human_bytes(fields['bytes'])}"
     ]
     lines += [
-        f"{dtype}: {of['tensors']} tensors, {human_bytes(of['bytes'])}"
+        f"{dtype}: {plural(of['tensors'], 'tensor')}, {human_bytes(of['bytes'])}"
         for dtype, of in fields["dtypes"].items()
     ]
     measured = bool(fields["tensors"]) and "norm" in fields["tensors"][0]
@@ -125,16 +125,16 @@ def verified_lines(found: Verified) -> list[str]:
     faulty = {fault.tensor for fault in found.faults}
     counted = [(name, values) for name, values in found.not_finite.items() if name not in faulty]
     for name, values in counted[:_SHOWN]:
-        lines.append(f"{shown(name)}: {values.nan} values are NaN, {values.inf} infinite")
+        lines.append(f"{shown(name)}: {values.nan} NaN, {values.inf} infinite")
     if len(counted) > _SHOWN:
         lines.append(f"and {len(counted) - _SHOWN} more tensors with such values: --json names all")
     problems = len(found.faults)
-    verdict = f"{problems} problem{'s' * (problems > 1)}" if problems else "intact"
+    verdict = plural(problems, "problem") if problems else "intact"
     if found.not_finite:
-        verdict += f", {len(found.not_finite)} tensors with values that are not finite"
+        verdict += f", not finite in {plural(len(found.not_finite), 'tensor')}"
     if not found.read_data:
         verdict += ", data not read" if not problems else ", not all data read"
-    looked = f"{found.format}, {found.tensors} tensors, {human_bytes(found.bytes)}"
+    looked = f"{found.format}, {plural(found.tensors, 'tensor')}, {human_bytes(found.bytes)}"
     return [*lines, f"{shown(found.where)}: {looked}: {verdict}"]
 
 
@@ -143,9 +143,8 @@ def difference_lines(found: Comparison, a: str, b: str, limit: int | None) -> li
     counts = found.to_json()
     ignored = f", {found.ignored} ignored" if found.ignored else ""
     if found.equal:
-        return [
-            f"{shown(a)} and {shown(b)} are equal: {found.tensors} tensors, {human_bytes(found.bytes)}{ignored}"
-        ]
+        looked = f"{plural(found.tensors, 'tensor')}, {human_bytes(found.bytes)}{ignored}"
+        return [f"{shown(a)} and {shown(b)} are equal: {looked}"]
     words = {
         "values": "with other values",
         "dtype": "of another dtype",
@@ -155,9 +154,11 @@ def difference_lines(found: Comparison, a: str, b: str, limit: int | None) -> li
     }
     parts = [f"{counts[key]} {text}" for key, text in words.items() if counts[key]]
     lines = [f"A is {shown(a)}", f"B is {shown(b)}"]
-    lines.append(f"{len(found.differences)} of {found.tensors} tensors differ{ignored}: {', '.join(parts)}")
+    lines.append(
+        f"{len(found.differences)} of {plural(found.tensors, 'tensor')} differ{ignored}: {', '.join(parts)}"
+    )
     if counts["nan_appeared"] or counts["inf_appeared"]:
-        lines.append(f"in B alone {counts['nan_appeared']} values are NaN, {counts['inf_appeared']} infinite")
+        lines.append(f"only in B: {counts['nan_appeared']} NaN, {counts['inf_appeared']} infinite")
     rows = [("relative", "max abs", "values", "tensor", ""), *map(_row, found.differences[:limit])]
     if len(rows) > 1:
         lines += ["", *aligned(rows)]
@@ -180,6 +181,11 @@ def _row(one: Difference) -> tuple[str, ...]:
         (number(one.relative), number(one.max_abs), str(one.changed)) if one.measured else ("-", "-", "-")
     )
     return (*numbers, shown(one.name), ", ".join(notes))
+
+
+def plural(count: int, word: str) -> str:
+    """Return a count of things: "1 tensor", "2 tensors"."""
+    return f"{count} {word}{'s' * (count != 1)}"
 
 
 def number(value: float | None) -> str:

@@ -176,9 +176,7 @@ def _values(
         if values.nan or values.inf:
             found.not_finite[name] = values
             if finite and is_float(spec.dtype):
-                found.faults.append(
-                    Fault(found.where, name, f"{values.nan} values are NaN, {values.inf} infinite")
-                )
+                found.faults.append(Fault(found.where, name, f"{values.nan} NaN, {values.inf} infinite"))
         done += spec.nbytes
         if progress is not None:
             progress(done, found.bytes)

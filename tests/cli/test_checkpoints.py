@@ -65,8 +65,8 @@ def test_values_that_are_not_finite_are_counted(run: Run) -> None:
     found = run("verify", "w.safetensors", "--json").document
     assert (found["nan"], found["inf"]) == (1, 2)
     assert found["not_finite"] == [{"name": "w", "nan": 1, "inf": 2}]
-    assert "w: 1 values are NaN, 2 infinite" in run("verify", "w.safetensors").stdout
-    assert reasons(run, "w.safetensors", "--finite") == ["1 values are NaN, 2 infinite"]
+    assert "w: 1 NaN, 2 infinite" in run("verify", "w.safetensors").stdout
+    assert reasons(run, "w.safetensors", "--finite") == ["1 NaN, 2 infinite"]
 
 
 def test_a_safetensors_file_that_contradicts_itself(run: Run) -> None:
