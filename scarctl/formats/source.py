@@ -18,7 +18,7 @@ from scarctl.state.group import DTYPES
 from scarctl.state.layout import TensorSpec
 from scarctl.util.arrays import Bytes
 
-BLOCK = 4 << 20
+BLOCK = 1 << 20
 """Bytes of a tensor that are read at a time."""
 METADATA = ".metadata"
 _AHEAD = 64 << 20

@@ -83,10 +83,11 @@ def norm_of(values: NDArray[Any]) -> float:
     largest = float(max(values.max(), -values.min()))
     if not largest or not math.isfinite(largest):
         return largest
+    # Not a product of BLAS, which would start threads.
     if _SAFE[0] < largest < _SAFE[1]:
-        return math.sqrt(float(np.dot(values, values)))
+        return math.sqrt(float(np.einsum("i,i->", values, values)))
     scaled = values / largest
-    return largest * math.sqrt(float(np.dot(scaled, scaled)))
+    return largest * math.sqrt(float(np.einsum("i,i->", scaled, scaled)))
 
 
 def join_norms(one: float, other: float) -> float:
