@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.checkpoint import metadata
+from typing import TYPE_CHECKING, Any
 
 from scarctl.formats.dcp import read_metadata, tensors_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import metadata
 
 Box = tuple[Sequence[int], Sequence[int]]
 """Offsets and sizes of a piece."""
