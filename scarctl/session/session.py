@@ -24,6 +24,7 @@ from scarctl.errors import Unavailable, UsageError
 from scarctl.recovery.execute import Report
 from scarctl.session import attached, signals
 from scarctl.session.gate import Gate
+from scarctl.session.metrics import measure
 from scarctl.session.opening import Opening, claim
 from scarctl.session.origin import Origin
 from scarctl.session.parts import Parts
@@ -146,6 +147,11 @@ class Session:
     def lag(self) -> int:
         """Iterations since the oldest copy that is not durable yet; 0 if all copies are."""
         return self._engine.lag() if self._engine is not None else 0
+
+    def metrics(self, prefix: str = "scarctl/") -> dict[str, float]:
+        """Return the session's figures by name, for any logger; docs/metrics.md has names and units."""
+        alone = not self._together.several
+        return measure(prefix, self._saving.stats, self.head_step, self.caveats, self._engine, alone=alone)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
