@@ -20,7 +20,7 @@ CLASSES = [
 
 def kinds() -> set[str]:
     """Every kind that the sources give to an error."""
-    found = {"signal", "unexpected"}
+    found = {"signal", "unexpected", "no-torch"}
     for top in ("scarctl", "adapters"):
         for path in (ROOT / top).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
