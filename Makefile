@@ -22,7 +22,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick quick test lint types layers unit long oldest optimizers docs package format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick man quick test lint types layers unit long oldest optimizers docs package format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
@@ -37,6 +37,7 @@ help:
 	@echo "make long     tests that unit leaves out: some minutes"
 	@echo "make oldest   the adapters' tests with the oldest versions of their frameworks, in $(OLDEST): some minutes, most of it set-up"
 	@echo "make optimizers  train with every optimizer of other packages, stop, resume: some minutes, in $(OPTIMIZERS)"
+	@echo "make man      the manual page, docs/scarctl.1, from what the commands say of their options"
 	@echo "make docs     the site, into build/site: broken links fail; in $(DOCS)"
 	@echo "make package  sdist and wheel, into dist, checked as the package index does; in $(DOCS)"
 	@echo "make format   rewrite the sources the way that lint wants them"
@@ -109,6 +110,9 @@ optimizers: $(OPTIMIZERS)/.optimizers
 	$(OPTIMIZERS)/bin/python -m tests.optimizers
 	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party
 	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party --killed
+
+man: $(VENV)/.dev
+	$(BIN)/scarctl help --man > docs/scarctl.1
 
 # Warnings fail. This one is about a program that this project does not use.
 docs: export NO_MKDOCS_2_WARNING = 1

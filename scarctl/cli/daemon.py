@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scarctl.cli.given import refuse
 from scarctl.cli.output import (
     EXIT_OK,
     arena_option,
@@ -20,6 +21,7 @@ from scarctl.cli.output import (
     timeout_option,
 )
 from scarctl.errors import ScarError, Unavailable, UsageError
+from scarctl.util.text import counted
 
 if TYPE_CHECKING:
     from scarctl.arena.stale import StaleArena
@@ -37,8 +39,6 @@ _SHARDS_SHOWN = 32
 _POLL = 0.05
 _PATIENCE = 5.0
 """Seconds that one request to the daemon may take."""
-_GOES_WITH = {"reap": "stop", "timeout": "stop", "metrics": "start", "metrics_listen": "start"}
-"""The action of each option that goes with one only."""
 
 
 @click.command(epilog=EXAMPLES)
@@ -79,11 +79,10 @@ def command(
     """
     from scarctl.arena.folder import host_folder
 
-    context = click.get_current_context()
-    for name, only in _GOES_WITH.items():
-        given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if given and action != only:
-            raise UsageError(f"--{name.replace('_', '-')} goes with {only}, not with {action}")
+    if action != "stop":
+        refuse("reap", "timeout", why=f"goes with stop, not with {action}")
+    if action != "start":
+        refuse("metrics", "metrics_listen", why=f"goes with start, not with {action}")
     folder = host_folder(arena_dir)
     if action == "start":
         return _start(folder, metrics, metrics_listen, as_json)
@@ -163,7 +162,7 @@ def _status(folder: Path, as_json: bool) -> int:
         fields["error"], code = error_fields(missing), missing.exit_code
         if not as_json:
             note(str(missing))
-    lines = [f"daemon {answer['pid']} in {folder}, {len(runs)} runs"] if answer else []
+    lines = [f"daemon {answer['pid']} in {folder}, {counted(len(runs), 'run')}"] if answer else []
     if fields["metrics"] is not None and fields["metrics"]["fault"] is not None:
         lines.append(f"  metrics are not published: {fields['metrics']['fault']}")
     for run in runs:
@@ -195,7 +194,7 @@ def _stop(folder: Path, timeout: float, reap_too: bool, as_json: bool) -> int:
     lines += [_stale_line(arena) for arena in stale]
     emit(fields, as_json=as_json, text="\n".join(lines))
     if attached:
-        note(f"{len(attached)} live sessions will start another daemon")
+        note(f"{counted(len(attached), 'live session')} will start another daemon")
     return EXIT_OK
 
 
@@ -247,7 +246,7 @@ def _run_lines(run: RunStatus) -> list[str]:
         f"{head}, step {run['head_step']}, durable {run['durable_step']} (oldest {run['oldest_durable_step']}), "
         f"{describe(run['saved_at'])}, "
         f"queued {human_bytes(run['queued_bytes'])}, {human_bytes(run['bytes_per_second'])}/s, "
-        f"{run['errors']} errors, {len(run['peers'])} peers"
+        f"{counted(run['errors'], 'error')}, {counted(len(run['peers']), 'peer')}"
     ]
     if run["shards"] is not None and 1 < len(run["shards"]) <= _SHARDS_SHOWN:
         steps = (f"{shard['shard']}: {shard['oldest_durable_step']}" for shard in run["shards"])
@@ -285,5 +284,7 @@ def _stale_line(arena: StaleArena) -> str:
     elif arena.durable:
         what = f"step {arena.durable_step}, completely in the store"
     else:
-        what = f"step {arena.head_step}, {arena.pending} partitions are not in the store: resume that run"
-    return f"left by process {arena.pid}: {arena.folder}, {human_bytes(arena.nbytes)}, {what}"
+        what = (
+            f"step {arena.head_step}, {counted(arena.pending, 'partition')} not in the store: resume that run"
+        )
+    return f"{arena.place or arena.folder}: left by process {arena.pid}, {human_bytes(arena.nbytes)}, {what}"

@@ -290,8 +290,13 @@ class Daemon:
         return {"pid": os.getpid()}
 
     def _status(self) -> DaemonStatus:
-        runs, metrics = self.runs.status(), self._outlet.describe()
-        return {"pid": os.getpid(), "started": self.started, "runs": runs, "metrics": metrics}
+        return {
+            "pid": os.getpid(),
+            "started": self.started,
+            "runs": self.runs.status(),
+            "claims": self.runs.claims,
+            "metrics": self._outlet.describe(),
+        }
 
     def _run(self, peer: _Peer) -> Run:
         run = self.runs.owned(peer.run, peer)

@@ -48,7 +48,7 @@ OPEN: RunStatus = {
 
 def status(*runs: RunStatus) -> DaemonStatus:
     publishing = {"file": None, "listen": None, "ready": True, "fault": None}
-    return {"pid": 5, "started": 1.5e9, "runs": list(runs), "metrics": publishing}  # type: ignore[typeddict-item]
+    return {"pid": 5, "started": 1.5e9, "runs": list(runs), "claims": 0, "metrics": publishing}  # type: ignore[typeddict-item]
 
 
 def samples(text: bytes) -> dict[str, list[tuple[dict[str, str], float]]]:
