@@ -21,6 +21,7 @@ from scarctl.config.checks import (
     check_storage_options,
     check_store,
     parse_fraction,
+    seconds_of,
 )
 from scarctl.config.file import read_file
 from scarctl.config.options import (
@@ -76,6 +77,7 @@ class SessionSettings:
     by_layer: bool | None = None
     rows: Mapping[str, int] | None = None
     flush_on_signal: bool = True
+    grace: float | None = None
     on_error: OnError = "warn"
     daemon: bool | None = None
     arena_dir: str | None = None
@@ -122,6 +124,13 @@ class SessionSettings:
             )
         if self.on_error not in ("warn", "raise"):
             raise UsageError(f"on_error is {self.on_error!r}", hint='use "warn" or "raise"')
+        if self.grace is not None:
+            seconds_of("grace", self.grace)
+            if not self.flush_on_signal:
+                raise UsageError(
+                    "grace is the time after SIGTERM, and flush_on_signal=False lets it pass at once",
+                    hint="leave one of them out",
+                )
         if not (isinstance(self.timeout, int | float) and self.timeout >= 0):
             raise UsageError(f"timeout is {self.timeout!r}", hint="give seconds, 0 or more")
 
@@ -168,6 +177,8 @@ class SessionSettings:
                 values[name] = in_file[name]
         if isinstance(values.get("fraction"), str):
             values["fraction"] = parse_fraction(values["fraction"])
+        if "grace" in values:
+            values["grace"] = seconds_of("grace", values["grace"])
         if "store" not in values:
             raise UsageError("no store given", hint='pass store="a/folder", or set SCARCTL_STORE')
         return cls(**values)
@@ -267,6 +278,7 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "partition_bytes": int,
     "by_layer": _flag,
     "flush_on_signal": _flag,
+    "grace": str,
     "on_error": str,
     "daemon": _flag,
     "arena_dir": str,

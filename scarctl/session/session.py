@@ -19,10 +19,13 @@ from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.step_end import check_step
 from scarctl.checkpoint.tracker import touched_of
 from scarctl.config import Hooks, SessionSettings
+from scarctl.config.checks import seconds_of
 from scarctl.daemon.request import Wish
 from scarctl.errors import Unavailable, UsageError
+from scarctl.persist.evacuation import Evacuated
 from scarctl.recovery.execute import Report
 from scarctl.session import attached, signals
+from scarctl.session.departure import Departure
 from scarctl.session.gate import Gate
 from scarctl.session.opening import Opening, claim
 from scarctl.session.origin import Origin
@@ -103,7 +106,11 @@ class Session:
         # A loop that ends without `close` would lose the steps since its last checkpoint.
         atexit.register(self._at_exit)
         attached.opened(self)
-        self._unwatch = signals.watch(self._before_signal) if settings.flush_on_signal else lambda: None
+        self._departure = Departure(parts, self._saving, self._inert)
+        self._requests.flush = lambda wish: self._departure.wished(wish, self._saver.answer)
+        self._unwatch: Callable[[], None] = lambda: None
+        if settings.flush_on_signal:
+            self._unwatch = signals.watch(self._departure.before_signal, patience=settings.grace or 0.0)
 
     def _install(self, hooks: Hooks) -> Callable[[], None]:
         if hooks == "off":
@@ -220,6 +227,16 @@ class Session:
         self._started()
         with self._gate.quiet(timeout) as quiet:
             return quiet and not self._closed and self._saving.flush()
+
+    def evacuate(self, seconds: float) -> Evacuated:
+        """Flush, then save to the store what the time allows, the most changed per byte first. For any thread.
+
+        seconds: until the host goes. The call returns before, also if the store hangs.
+        Returns what is safe, what a loss of the host would lose, and its predicted rework (docs/evacuation.md).
+        Raises UsageError before the first step, and for seconds that are no number of at least 0.
+        """
+        self._started()
+        return self._departure.evacuate(seconds_of("seconds", seconds))
 
     def snapshot(self, name: str) -> int:
         """Save the whole state as a sealed checkpoint, keep it under a name, and return its step once it is durable.
@@ -398,18 +415,6 @@ class Session:
             raise UsageError(
                 "this is a forked child's copy of the session", hint="call it in the process that attached it"
             )
-
-    def _before_signal(self, fatal: bool) -> None:
-        """Flush, after SIGTERM or SIGINT. Called in a thread. fatal: this process ends right after it."""
-        with self._gate.quiet(FLUSH_SECONDS) as quiet:
-            if self._inert() or self._engine is None:
-                return
-            if quiet:
-                self._saving.before_signal(fatal=fatal)
-            else:
-                log.warning("a signal arrived in a step that did not end: the state is not flushed")
-            if fatal:
-                self._saving.end_now()
 
     def _at_exit(self) -> None:
         # The interpreter keeps an exception that was not caught.
