@@ -22,6 +22,7 @@ COMMANDS = {
     "checkpoint": "Save the part of a state file that changed most.",
     "daemon": "Start, inspect or stop the process that makes checkpoints durable.",
     "doctor": "Test a place for a store: its guarantees, and its speed.",
+    "evacuate": "Save what this host has in memory, before the host goes.",
     "export": "Write a state as safetensors, .pt or DCP, for other tools.",
     "inspect": "Show the content of a store, and the change if a shard is lost.",
     "live": "Have the session that runs on this host save or recover.",
@@ -41,6 +42,7 @@ GROUPS = {"live": ("checkpoint", "recover"), "snapshot": ("create", "delete", "l
 OPTIONS = frozenset(
     {
         "json",
+        "deadline",
         "debug",
         "limit",
         "mode",
