@@ -19,7 +19,9 @@ GROWTH = 4
 SHARE = 0.2
 """Part of the time left that a commit takes, once one was measured."""
 FIRST_SHARE = 1 / 16
-"""The same for the first commit: the speed that is known may be of another hour."""
+"""The same for the first commit."""
+FIRST_KNOWN = 1 << 20
+"""Most bytes of the first commit: the speed that is known may be of another hour, and one cut off saves nothing."""
 SURE = 0.8
 """Part of the time left that a commit may be predicted to take at most."""
 LEAST = 0.02
@@ -66,8 +68,8 @@ class Pace:
         share = SHARE if self._points else FIRST_SHARE
         spent = min(usable, max(left * share, 2 * fixed))
         usual = (spent - fixed) * bandwidth
-        if self._points:
-            usual = min(usual, GROWTH * max(nbytes for nbytes, _ in self._points))
+        largest = GROWTH * max((nbytes for nbytes, _ in self._points), default=0)
+        usual = min(usual, largest or FIRST_KNOWN)
         return max(1, int(usual)), (usable - fixed) * bandwidth
 
     def _line(self) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scarctl.policy.evacuation import FIRST, GROWTH, LEAST, Pace, fitting, order
+from scarctl.policy.evacuation import FIRST, FIRST_KNOWN, GROWTH, LEAST, Pace, fitting, order
 
 
 def test_what_changed_most_per_byte_goes_first() -> None:
@@ -47,9 +47,10 @@ def test_nothing_known_begins_small_and_grows_with_what_was_measured() -> None:
 
 
 def test_a_known_speed_is_believed_a_little() -> None:
-    usual, most = Pace(expected_bytes=50e6, expected_seconds=5.0).room(16.0)
-    assert usual == pytest.approx(10_000_000 - LEAST * 10e6)  # a sixteenth of the time at 10 MB/s
-    assert most == pytest.approx((16 * 0.8 - LEAST) * 10e6)
+    usual, most = Pace(expected_bytes=1e6, expected_seconds=5.0).room(16.0)
+    assert usual == pytest.approx(200_000 - LEAST * 2e5)  # a sixteenth of the time at 0.2 MB/s
+    assert most == pytest.approx((16 * 0.8 - LEAST) * 2e5)
+    assert Pace(expected_bytes=1e9, expected_seconds=1.0).room(16.0)[0] == FIRST_KNOWN
 
 
 def test_no_commit_begins_that_may_end_too_late() -> None:
@@ -134,8 +135,8 @@ def test_a_store_that_loses_its_speed_costs_one_commit(factor: float, at: float)
 
 
 def test_a_wrong_speed_of_earlier_does_not_cost_everything() -> None:
-    """The store was ten times as fast an hour ago."""
-    pace = Pace(expected_bytes=1e9, expected_seconds=1.0)
+    """The store was a hundred times as fast an hour ago."""
+    pace = Pace(expected_bytes=1e10, expected_seconds=1.0)
     done, now, _ = _run(lambda nbytes: nbytes / 1e8, 1 << 40, 25.0, pace)
     assert now <= 25.0
     assert done > 1.5e9

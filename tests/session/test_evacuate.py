@@ -182,13 +182,18 @@ def _training(store: Path, tell: Tell, *, grace: str, bytes_per_second: float) -
     optimizer.step()
     session.checkpoint(full=True, wait=True)
     throttled = throttle(session, bytes_per_second)
-    passing = throttled.pass_through
+    passing, creating = throttled.pass_through, throttled.create_exclusive
 
     def pass_through(nbytes: int, seconds: float = 0.0) -> None:
         tell("writing")
         passing(nbytes, seconds)
 
+    def create_exclusive(name: str, parts: Any) -> None:
+        creating(name, parts)
+        tell("committed")
+
     throttled.pass_through = pass_through  # type: ignore[method-assign]
+    throttled.create_exclusive = create_exclusive  # type: ignore[method-assign]
     for _ in range(STEPS):
         optimizer.step()
     tell("ready")
@@ -208,13 +213,13 @@ def test_sigterm_with_grace_brings_to_the_store_what_the_time_allows(tmp_path: P
         seconds = time.monotonic() - began
     assert seconds < 30, "no bound of a speed: it ends by itself, and not by the end of all bytes"
     steps = stored_steps(store)
-    assert set(steps) <= {1, STEPS + 1}
+    assert steps.min() >= 1
     leave_host(arena_dir)
     model, optimizer = stepper.build()
     session = stepper.attach(model, optimizer, str(store))
     resumed = session.resume()
     assert stepper.torn_rows(model, optimizer) == []
-    assert resumed.step in (1, STEPS + 1)
+    assert 1 <= resumed.step <= STEPS + 1
     assert resumed.exact == (len(set(steps)) == 1)
     session.close()
 
@@ -236,23 +241,23 @@ def test_sigterm_with_enough_grace_is_exact_on_another_host(tmp_path: Path, aren
 
 
 @pytest.mark.leaves_arena
-@pytest.mark.parametrize("writes", [1, 8, 20])
+@pytest.mark.parametrize("commits", [0, 1, 6])
 def test_sigkill_within_the_grace_period_leaves_what_was_committed(
-    tmp_path: Path, arena_dir: Path, writes: int
+    tmp_path: Path, arena_dir: Path, commits: int
 ) -> None:
     """The platform gives less than it said."""
     store = tmp_path / "store"
     with Forked(lambda tell: _training(store, tell, grace="100s", bytes_per_second=2e6)) as child:
         child.expect("ready")
         child.signal(signal.SIGTERM)
-        for _ in range(writes):
-            child.expect("writing")
+        for _ in range(commits):
+            child.expect("committed")
         child.signal(signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL
     steps = stored_steps(store)
-    assert set(steps) <= {1, STEPS + 1}
-    if writes == 20:
-        assert (steps == STEPS + 1).any(), "the first commits are small"
+    assert steps.min() >= 1
+    if commits:
+        assert (steps > 1).any()
     leave_host(arena_dir)
     model, optimizer = stepper.build()
     session = stepper.attach(model, optimizer, str(store))
@@ -271,7 +276,7 @@ def test_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
         time.sleep(0.3)  # not one that a launcher forwards besides: see TOGETHER
         child.signal(signal.SIGTERM)
         assert child.wait(60) == -signal.SIGTERM
-    assert set(stored_steps(store)) <= {1, STEPS + 1}
+    assert stored_steps(store).min() >= 1
 
 
 @pytest.mark.leaves_arena
