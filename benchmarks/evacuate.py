@@ -36,12 +36,19 @@ def train(rows: int, steps: int, folder: Path | None) -> tuple[Any, Any, dict[st
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     session = None
     if folder is not None:
-        options = {"interval": 10**6, "daemon": False, "arena_dir": str(folder), "tracker": "exact"}
+        options = {
+            "interval": 10**6,
+            "daemon": False,
+            "arena_dir": str(folder),
+            "tracker": "exact",
+            "partition_bytes": 4096,
+        }
         session = scarctl.attach(model, optimizer, store=folder / "store", **grouped(**options))
     generator = np.random.default_rng(0)
+    names = generator.permutation(rows)  # how often a row is used says nothing about its place
     before = {}
     for step in range(steps):
-        ids = torch.from_numpy(np.minimum(generator.zipf(1.3, 4096) - 1, rows - 1))
+        ids = torch.from_numpy(names[np.minimum(generator.zipf(1.3, 4096) - 1, rows - 1)])
         loss = model["out"](model["embed"](ids)).square().mean()
         optimizer.zero_grad()
         loss.backward()

@@ -66,7 +66,7 @@ class HandOver:
     extras: Any
     """Extras of the step; None if the process died before it queued them."""
     unsaved: NDArray[np.float32] | None = None
-    """Distance of each copy of `ids` from the store's, NaN if unknown: float32 (len(ids),); None: nobody measured it.
+    """Distance of each copy of `ids` from the store's, NaN if unknown: float32 (len(ids),); None: not measured.
     Only the order of an evacuation depends on it."""
 
     @property
