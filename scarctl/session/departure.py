@@ -12,6 +12,7 @@ from dataclasses import replace
 from scarctl.daemon.request import Wish
 from scarctl.errors import ScarError
 from scarctl.persist.evacuation import Evacuated, before, not_evacuated
+from scarctl.session import signals
 from scarctl.session.parts import Parts
 from scarctl.session.saving import FLUSH_SECONDS, Saving
 
@@ -28,6 +29,7 @@ class Departure:
         """Prepare. inert: returns whether the session is closed, or not this process's."""
         self._gate = parts.gate
         self._opening = parts.opening
+        self._settings = parts.settings
         self._grace = parts.settings.grace
         self._saving = saving
         self._inert = inert
@@ -64,6 +66,12 @@ class Departure:
             found = not_evacuated(engine.arena, engine.queue, error)
         return replace(found, flushed=flushed)
 
+    def watch_signals(self) -> Callable[[], None]:
+        """Flush and evacuate before signals take effect, if the settings allow it; return a function that ends this."""
+        if not self._settings.flush_on_signal:
+            return lambda: None
+        return signals.watch(self.before_signal, patience=self._grace or 0.0)
+
     def before_signal(self, signum: int, fatal: bool) -> None:
         """Flush, after SIGTERM or SIGINT. After SIGTERM also evacuate, if there is a grace period. Called in a thread.
 
@@ -92,18 +100,19 @@ class Departure:
             found = self._evacuate(before(began + grace, grace), flushed=flushed)
             log.log(logging.INFO if found.safe else logging.WARNING, "SIGTERM: %s", said(found))
 
-    def wished(self, wish: Wish, answer: Callable[[int, dict[str, object]], None]) -> None:
+    def wished(self, wish: Wish) -> None:
         """Flush for a command that evacuates the host, in a thread, and answer it. Returns at once."""
 
         def work() -> None:
             began, seconds = time.monotonic(), wish.seconds or 0.0
             try:
                 flushed = self.flush(began + seconds, seconds)
-            except Exception as error:
+            except Exception:
                 log.exception("flushing for an evacuation failed")
-                answer(wish.number, {"flushed": False, "error": str(error)})
-                return
-            answer(wish.number, {"flushed": flushed})
+                flushed = False
+            engine = self._opening.engine
+            if engine is not None:  # without one there is nothing to save, and nothing to answer
+                engine.saver.answer(wish.number, {"flushed": flushed})
 
         threading.Thread(target=work, name="scarctl-flush", daemon=True).start()
 
