@@ -1,6 +1,6 @@
 """Measure what is left of a change when a host goes: an evacuation, a full save in the order of names, a full DCP save.
 
-    python benchmarks/evacuate.py
+    PYTHONPATH=. python benchmarks/evacuate.py
 
 A model with an embedding table trains after a full checkpoint, with a skewed choice of rows. Then its store takes
 `--bandwidth` bytes per second, and the host goes after 5, 15 and 30 s. What counts is the squared distance of the live

@@ -233,9 +233,8 @@ class Session:
     def evacuate(self, seconds: float) -> Evacuated:
         """Flush, then save to the store what the time allows, the most changed per byte first. For any thread.
 
-        seconds: until the host goes. The call returns before, also if the store hangs.
-        Returns what is safe, what a loss of the host would lose, and its predicted rework (docs/evacuation.md).
-        Raises UsageError before the first step, and for seconds that are no number of at least 0.
+        seconds: until the host goes, 0 or more. The call returns before, also if the store hangs.
+        Returns what is safe, what a loss would lose, and its predicted rework. Raises UsageError before the first step.
         """
         self._started()
         return self._departure.evacuate(seconds_of("seconds", seconds))
