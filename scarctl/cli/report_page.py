@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
 from scarctl import __version__
 from scarctl.cli.inspect_view import Table, summary, tables
-from scarctl.cli.output import SCHEMA_VERSION, human_bytes, in_iterations
+from scarctl.cli.output import SCHEMA_VERSION, human_bytes
 from scarctl.cli.report_charts import (
     LEVELS,
     MOST_ROWS,
@@ -21,11 +21,14 @@ from scarctl.cli.report_charts import (
     steps_over_time,
     text,
 )
+from scarctl.cli.status_view import LOSS_COLUMNS, loss_cells
+from scarctl.ops.health import AT_RISK, LOSING, NOTE, Health
 from scarctl.ops.report import Report
 from scarctl.state.journal import Event
 from scarctl.store.saved import describe, parse
 from scarctl.util.text import counted
 
+_LEVELS = {LOSING: "bad", AT_RISK: "warn", NOTE: "info"}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
@@ -59,8 +62,13 @@ def _body(report: Report) -> list[str]:
     made = f"as of {clock(report.made)} UTC, scarctl {text(__version__)}"
     parts = [f"<h1>{text(view.url)}</h1>", f"<p class='soft'>{made}</p>"]
     if view.layout is None:
-        return [*parts, _list([("bad", "Nothing is saved yet", "")])]
-    parts += [_cards(report), "<h2>Is it safe now?</h2>", _list(_concerns(report))]
+        return [*parts, _findings(report.health)]
+    parts += [
+        _cards(report),
+        "<h2>Is it safe now?</h2>",
+        _findings(report.health),
+        _table(_losses(report.health)),
+    ]
     parts += [f"<p class='soft'>{text(line)}</p>" for line in summary(view)[1:3]]
     history = report.history
     if report.damage is not None:
@@ -181,57 +189,23 @@ def _ago(report: Report) -> str:
     return told.rpartition(", ")[2].removesuffix(" ago") if ", " in told else "unknown"
 
 
-def _concerns(report: Report) -> list[tuple[str, str, str]]:
-    """Return what is not well, the worst first: (level, what, explanation)."""
-    view, found = report.view, []
-    never = int((view.saved_step < 0).sum())
-    if never:
-        found.append(
-            (
-                "bad",
-                f"{never} of {len(view.saved_step)} partitions were never saved",
-                "losing them loses all of them",
-            )
-        )
-    if view.run is not None and view.run.errors:
-        found.append(
-            (
-                "bad",
-                f"{counted(view.run.errors, 'attempt')} to save failed",
-                "see the log of the run or daemon",
-            )
-        )
-    stopped = [str(rank.rank) for rank in view.ranks if rank.alive is False]
-    if view.run is not None and not view.run.alive:
-        found.append(("bad", "The run on this host has stopped", "start the same command again: it resumes"))
-    elif stopped:
-        found.append(
-            ("bad", f"Ranks {', '.join(stopped)} have stopped", "their copies are in memory and in the store")
-        )
-    if view.run is not None and view.run.pending_partitions:
-        found.append(
-            (
-                "warn",
-                f"{counted(view.run.pending_partitions, 'partition')} not durable yet",
-                "losing this host takes them back to older copies",
-            )
-        )
-    if view.age.is_lower_bound:
-        found.append(
-            ("warn", "No running process on this host says how far the run is", "ages are lower bounds")
-        )
-    if view.note is not None:
-        found.append(("warn", view.note, ""))
-    found += [("warn", caveat.message, "") for caveat in view.caveats]
-    worst = [line for line in view.shards if line.rework.iterations is not None]
-    if worst:
-        most = max(worst, key=lambda line: line.rework.iterations or 0.0)
-        found.append(
-            ("info", f"Losing shard {most.shard} now is predicted to cost {in_iterations(most.rework)}", "")
-        )
-    if not any(level in ("bad", "warn") for level, _, _ in found):
-        found.insert(0, ("good", "Everything that was copied is durable, and no caution is known", ""))
-    return found
+def _findings(health: Health) -> str:
+    """Return what is not well, the worst first, each with what to do next."""
+    lines = [
+        f"<li class='{_LEVELS[one.severity]}'><b>{text(one.message)}</b>"
+        f"{f'<br><code>{text(one.command)}</code>' if one.command else ''}</li>"
+        for one in health.findings
+    ]
+    if health.well:
+        lines.insert(0, "<li class='good'><b>Well: nothing is lost or at risk that is known here</b></li>")
+    return f"<ul class='list'>{''.join(lines)}</ul>"
+
+
+def _losses(health: Health) -> Table:
+    """Return what is lost if the process, the host or the store is lost now."""
+    width = len(LOSS_COLUMNS)
+    rows = [(*loss_cells(loss), *([""] * width))[:width] for loss in health.losses]
+    return Table("", LOSS_COLUMNS, rows, names_first=True)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------
@@ -287,14 +261,6 @@ def _table(table: Table) -> str:
 
 
 # -- marks -------------------------------------------------------------------------------------------------------
-
-
-def _list(items: Iterable[tuple[str, str, str]]) -> str:
-    lines = [
-        f"<li class='{level}'><b>{text(what)}</b>{': ' + text(why) if why else ''}</li>"
-        for level, what, why in items
-    ]
-    return f"<ul class='list'>{''.join(lines)}</ul>"
 
 
 def _keys(keys: Sequence[tuple[str, str]]) -> str:

@@ -96,7 +96,7 @@ def command(
 def _look(wanted: str | None, arena_dir: str | None) -> list[Health]:
     """Return the health of the wanted store, or of all known here, worst first. Raises NoStore, AccessDenied."""
     from scarctl.ops.health import LOSING, Finding, health_of, unreadable, worst_first
-    from scarctl.ops.known import daemon_here, known_stores
+    from scarctl.ops.known import daemon_here, known_stores, runs_of
     from scarctl.ops.survey import survey
 
     daemon: DaemonStatus | None = None
@@ -116,21 +116,13 @@ def _look(wanted: str | None, arena_dir: str | None) -> list[Health]:
     for place in places:
         try:
             opened = open_store(place)
-            runs = (
-                [run for run in daemon["runs"] if _of(run["id"], opened.run_id)] if daemon is not None else []
-            )
-            found.append(health_of(survey(opened, arena_dir), runs))
+            found.append(health_of(survey(opened, arena_dir), runs_of(daemon, opened.run_id)))
         except ScarError as error:
             found.append(unreadable(place, error))
     if silent is not None:
         finding = Finding(LOSING, silent.kind, str(silent), "scarctl daemon status")
         found = [one.with_finding(finding) for one in found]
     return list(worst_first(found))
-
-
-def _of(run: str, store: str) -> bool:
-    """Return whether a run's id is that of the store. A rank's is followed by the number of its shard."""
-    return run == store or run.startswith(f"{store}-")
 
 
 def _code(found: list[Health], wanted: str | None) -> int:

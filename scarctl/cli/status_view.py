@@ -14,7 +14,7 @@ from scarctl.util.text import counted
 _MARKS = {LOSING: "!!", AT_RISK: "! ", NOTE: "- "}
 _VERDICT = {LOSING: "LOSING", AT_RISK: "AT RISK", NOTE: "well"}
 _IF_LOST = {"process": "process", "host": "this host", "store": "store"}
-_COLUMNS = ("if it is lost now", "goes back by up to", "change", "predicted rework")
+LOSS_COLUMNS = ("if it is lost now", "goes back by up to", "change", "predicted rework")
 _MOST = 230
 """Characters of a finding, three lines: `scarctl inspect` and --json show all of it."""
 _UNSEEN = "unknown: this host does not see how far the run is"
@@ -66,13 +66,13 @@ def _losses(one: Health) -> Iterator[str]:
     """Yield a table: what is lost if the process, the host or the store is lost now."""
     if not one.losses:
         return
-    rows = [_COLUMNS, *(_loss(loss) for loss in one.losses)]
-    widths = [max(len(row[k]) for row in rows if len(row) > 2) for k in range(len(_COLUMNS))]
+    rows = [LOSS_COLUMNS, *(loss_cells(loss) for loss in one.losses)]
+    widths = [max(len(row[k]) for row in rows if len(row) > 2) for k in range(len(LOSS_COLUMNS))]
     for row in rows:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
 
 
-def _loss(loss: Loss) -> tuple[str, ...]:
+def loss_cells(loss: Loss) -> tuple[str, ...]:
     """Return the cells of one loss: its name and a sentence, or a cell for each column."""
     name = _IF_LOST[loss.what]
     if loss.gone == loss.total:

@@ -6,7 +6,7 @@ from scarctl.arena.folder import host_folder
 from scarctl.arena.stale import run_folders
 from scarctl.arena.view import peek
 from scarctl.daemon.client import ask_status
-from scarctl.daemon.status import DaemonStatus
+from scarctl.daemon.status import DaemonStatus, RunStatus
 
 _PATIENCE = 5.0
 
@@ -14,6 +14,12 @@ _PATIENCE = 5.0
 def daemon_here(arena_dir: str | None) -> DaemonStatus | None:
     """Return the status of this host's daemon; None if no daemon runs. Raises Unavailable if it does not answer."""
     return ask_status(host_folder(arena_dir), patience=_PATIENCE)
+
+
+def runs_of(daemon: DaemonStatus | None, run_id: str) -> list[RunStatus]:
+    """Return what the daemon reports of the runs of one store: of a process alone, or of ranks, a shard each."""
+    runs = daemon["runs"] if daemon is not None else []
+    return [run for run in runs if run["id"] == run_id or run["id"].startswith(f"{run_id}-")]
 
 
 def known_stores(daemon: DaemonStatus | None, arena_dir: str | None) -> list[str]:
