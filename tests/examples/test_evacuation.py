@@ -92,7 +92,9 @@ def test_slurms_signal_to_the_batch_script(tmp_path: Path) -> None:
     """The trap of the recipe in a real shell, which gets a real USR1 and waits for its training."""
     with Forked(lambda tell: trains(tmp_path / "store", tell)) as child:
         child.expect("ready")
-        script = f"trap '{' '.join(EVACUATE)}; kill $training' USR1\nsleep 600 >&2 & training=$!\necho ready\nwait; wait"
+        leave = " ".join(EVACUATE)
+        job = "sleep 600 >&2 & training=$!\necho ready\nwait; wait"
+        script = f"trap '{leave}; kill $training' USR1\n{job}"
         shell = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, text=True)
         assert shell.stdout is not None
         assert shell.stdout.readline() == "ready\n"
