@@ -96,8 +96,8 @@ def recovery_options(command: Command) -> Command:
         required=True,
         multiple=True,
         metavar="SPEC",
-        help="Lost shards (shard:2,5), ranks (rank:1,3), name patterns ('layers.3.*', 'emb.weight[0:512]'), or all. "
-        "A number alone is a shard of one process, or a rank of several. May be repeated.",
+        help="Lost shards (shard:2,5), ranks (rank:1,3), members (member:2), name patterns ('layers.3.*', "
+        "'emb.weight[0:512]'), or all. A number alone is a shard of one process, or a rank or member. May be repeated.",
     )
     return lost(max_rework(command))
 

@@ -154,10 +154,12 @@ def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
     ranks = fields.get("ranks")
     if ranks is not None and plan.mode == "partial":
         lost = f" ({', '.join(map(str, ranks['lost']))})" if ranks["lost"] else ""
-        lines.append(f"lost {len(ranks['lost'])} of {ranks['world']} ranks{lost}")
+        lines.append(f"lost {len(ranks['lost'])} of {ranks['world']} {plan.noun}s{lost}")
     for shard in fields["shards"]:
         who = (
-            f"rank {shard['rank']}, shard {shard['shard']}" if "rank" in shard else f"shard {shard['shard']}"
+            f"{plan.noun} {shard['rank']}, shard {shard['shard']}"
+            if "rank" in shard
+            else f"shard {shard['shard']}"
         )
         age = f", {shard['age']} steps behind the newest" if "age" in shard else ""
         lines.append(

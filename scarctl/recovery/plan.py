@@ -258,7 +258,8 @@ def _sealed_states(
 ) -> Sequence[SealedSet]:
     """Return the states that a rollback may restore, best first."""
     if snapshot is None and store.part is not None:
-        return [sealed for sealed in complete_sets(store.again()) if set(shards) <= sealed.seqs.keys()]
+        found = complete_sets(store.again(), of=store.part.shard)
+        return [sealed for sealed in found if set(shards) <= sealed.seqs.keys()]
     if snapshot is None:
         return sealed_sets(store.states(shards, layout).values())
     return [sealed_in(snapshot, shards, layout if store.part is None else None)]
