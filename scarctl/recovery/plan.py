@@ -271,6 +271,11 @@ def sealed_in(snapshot: Snapshot, shards: Sequence[int], layout: Layout | None) 
     layout: layout of all shards; None if each rank has its own. Raises LayoutMismatch if the snapshot has another
     layout, or lacks one of the shards.
     """
+    if layout is None and not set(shards) <= snapshot.seqs.keys():
+        raise LayoutMismatch(
+            f"snapshot {snapshot.name!r} is not of shard {', '.join(map(str, shards))}",
+            hint="nothing was changed; use a snapshot of this rank or member",
+        )
     if (layout is not None and snapshot.layout != layout.digest) or not set(shards) <= snapshot.seqs.keys():
         raise LayoutMismatch(
             f"snapshot {snapshot.name!r} has another layout than the model",

@@ -13,7 +13,7 @@ from scarctl.errors import Contention, SettingsConflict, UsageError
 from scarctl.store.format import LOCK, canonical
 from scarctl.store.lock import NoLock, StoreLock
 from scarctl.store.store import Store
-from scarctl.store.topology import Topology, create_topology, newest_topology
+from scarctl.store.topology import Topology, create_topology, newest_topology, read_topology
 
 EPOCH = 1
 """Epoch of the topology of members: it is the first of all epochs."""
@@ -37,8 +37,7 @@ def join_members(store: Store, count: int) -> None:
     found = newest_topology(store)
     if found is None:
         _create(store, count)
-        found = newest_topology(store)
-        assert found is not None, "no topology is ever deleted"
+        found = read_topology(store, EPOCH)
     if not found.independent:
         raise UsageError(
             f"{store.where}: this store is written by {found.world} ranks, not by members",
