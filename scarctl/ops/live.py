@@ -320,8 +320,8 @@ def recover_live(
     If several ranks save to the store, one of them gets the request. All recover after the same step, and the report is
     that of the first rank. A member recovers alone, and gets the request for its own parts.
 
-    Raises UsageError (`kind` "no-session", or "members-apart" for parts of several members). Raises Unavailable if there
-    is no answer after `timeout` seconds, and the error that the session raised.
+    Raises UsageError (`kind` "no-session", or "members-apart" for parts of several members), and the error that the
+    session raised. Raises Unavailable if there is no answer after `timeout` seconds.
     """
     topology, folder = newest_topology(store), host_folder(arena_dir)
     if topology is not None and topology.independent:

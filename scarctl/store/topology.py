@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 _HEAL = (
     "data are not affected; restore the file from a backup. If the job had the same ranks at its previous start, this "
-    "file may be deleted: the previous topology names the same shards. Of members, another store's file serves as well, "
-    "if it has as many members"
+    "file may be deleted: the previous topology names the same shards. Of members, another store's file serves, if it "
+    "has as many members"
 )
 
 

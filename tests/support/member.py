@@ -2,8 +2,8 @@
 
     python -m tests.support.member STORE FOLDER NUMBER COUNT OPTIONS
 
-It appends what it has resumed, or its error, to FOLDER/NUMBER.jsonl, and keeps its step in FOLDER/steps. A step adds 1 to
-every value, so that a row of different values is of two steps.
+It appends what it has resumed, or its error, to FOLDER/NUMBER.jsonl, and keeps its step in FOLDER/steps. A step adds 1
+to every value, so that a row of different values is of two steps.
 """
 
 from __future__ import annotations
@@ -89,7 +89,13 @@ class Members:
 
     def start(self, numbers: Sequence[int], *, env: dict[str, str] | None = None) -> None:
         for number in numbers:
-            words = [str(self.store), str(self.folder), str(number), str(self.count), json.dumps(self.options)]
+            words = [
+                str(self.store),
+                str(self.folder),
+                str(number),
+                str(self.count),
+                json.dumps(self.options),
+            ]
             with (self.folder / f"{number}.err").open("ab") as errors:
                 program = Program(
                     ["-m", "tests.support.member", *words],
