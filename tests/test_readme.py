@@ -78,7 +78,7 @@ def test_commands_run(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("document", ["README.md", "docs/api.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/api.md", "docs/members.md"])
 def test_python_runs(folder: Path, document: str) -> None:
     """The blocks are one program."""
     program = folder / "program.py"
