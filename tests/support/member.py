@@ -9,6 +9,7 @@ to every value, so that a row of different values is of two steps.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -48,6 +49,7 @@ def train(session: scarctl.Session, state: dict[str, np.ndarray], steps: int) ->
 
 
 def main(store: str, folder: str, number: str, count: str, options: str) -> int:
+    faulthandler.register(signal.SIGUSR1)
     log, state = Path(folder, f"{number}.jsonl"), state_of(int(number))
     steps = np.memmap(Path(folder, "steps"), np.int64, "r+", shape=(int(count),))
 
@@ -113,8 +115,19 @@ class Members:
     def until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + PATIENCE
         while not condition():
-            assert time.monotonic() < deadline, f"not after {PATIENCE:g} s: {what}; steps {self.steps()}"
+            assert time.monotonic() < deadline, f"not after {PATIENCE:g} s: {what}\n{self._seen()}"
             time.sleep(0.01)
+
+    def _seen(self) -> str:
+        """What each has told, and where those that run are: for the message of a test that fails."""
+        for program in self.programs.values():
+            program.send_signal(signal.SIGUSR1)
+        time.sleep(1)
+        lines = [f"steps {self.steps()}"]
+        for number, program in sorted(self.programs.items()):
+            errors = (self.folder / f"{number}.err").read_text()[-3000:]
+            lines.append(f"member {number}: exit code {program.poll()}, {self.told(number)[-1:]}\n{errors}")
+        return "\n".join(lines)
 
     def steps(self) -> list[int]:
         return [int(step) for step in self._steps]
