@@ -64,11 +64,8 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     step = max((state.step for state in states.values()), default=-1)
     step = max([step, *(arena.head_step for arena in arenas)])
     with_parameters = [share for share in shares if _has_parameters(share.layout)] or shares
-    outlook, norm, caveats = stored_outlook(
-        [(store, share.states) for share in with_parameters], max(step, 0)
-    )
-    if apart:
-        outlook = Outlook(max(step, 0), NoEstimate("each member converges alone"))
+    told = stored_outlook([(store, share.states) for share in with_parameters], max(step, 0))
+    outlook = Outlook(max(step, 0), NoEstimate("each member converges alone")) if apart else told.outlook
     return Survey(
         store.url,
         step if step >= 0 else None,
@@ -85,10 +82,13 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         ranks=() if topology is None else tuple(map(_rank, range(topology.world), topology.shards, shares)),
         others=() if topology is None else tuple(_others(store, topology)),
         note=note,
-        comparable=norm == "l2",
+        comparable=told.norm == "l2",
         since=max((since_of(arena, step) for arena in arenas), default=0),
+        kept_step=np.concatenate([_kept(share) for share in shares]) if arenas else None,
+        caveats=told.caveats,
+        events=told.events,
+        samples=told.samples,
         heads=np.repeat([_head(s) for s in shares], [s.layout.partitions for s in shares]) if apart else None,
-        caveats=caveats,
     )
 
 
@@ -157,6 +157,10 @@ def _has_parameters(layout: Layout) -> bool:
 
 def _distance(share: _Share) -> NDArray[np.float64]:
     return np.full(share.layout.partitions, np.nan) if share.arena is None else share.arena.distance
+
+
+def _kept(share: _Share) -> NDArray[np.int64]:
+    return np.full(share.layout.partitions, -1) if share.arena is None else step_of(share.arena.version)
 
 
 def _run(arenas: Sequence[ArenaView]) -> RunStatus | None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from scarctl.ops.ages import Age
 from scarctl.recovery.forecast import parameters_of, rework_of
 from scarctl.state.caveats import Caveat
+from scarctl.state.journal import Event, Sample
 from scarctl.state.layouts import Layouts
 from scarctl.store import Snapshot, Topology
 from scarctl.theory.rework import Outlook, Rework
@@ -144,6 +145,12 @@ class Survey:
     """Iterations since the distances were measured."""
     caveats: tuple[Caveat, ...] = ()
     """Caveats of the run that saved this state."""
+    kept_step: NDArray[np.int64] | None = None
+    """Step of the newest copy in this host's memory, per partition; -1: no copy. None: no arena is on this host."""
+    events: tuple[Event, ...] = ()
+    """Starts, resumes and recoveries of that run, as of its newest checkpoint."""
+    samples: tuple[Sample, ...] = ()
+    """How old its copies were over time."""
     heads: NDArray[np.int64] | None = None
     """The newest known step of each partition's member: members have no common step. None without members."""
 
@@ -263,6 +270,7 @@ class Survey:
             "snapshots": [snapshot.to_json() for snapshot in self.snapshots],
             "run": None if self.run is None else asdict(self.run),
             "caveats": [caveat.to_json() for caveat in self.caveats],
+            "events": [event.to_json() for event in self.events],
             "convergence": None if self.layout is None else self.outlook.to_json(),
             **self._ranks_json(),
         }

@@ -28,12 +28,14 @@ from scarctl.session.completing import complete, left_behind
 from scarctl.session.forecast import shared_history, weigh_loss, weigh_resume
 from scarctl.session.peers import Found, Together
 from scarctl.state.extras import Extras
+from scarctl.state.journal import Fact
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import Snapshot, Store
 from scarctl.store.saved import describe
 from scarctl.theory.extrapolation import Extrapolation
 from scarctl.theory.rework import MODES, Cost
 from scarctl.util.arrays import Ids
+from scarctl.util.text import counted
 
 log = logging.getLogger("scarctl")
 
@@ -66,10 +68,25 @@ def said(resumed: Resumed, store: Store) -> Resumed:
     line, report = f"resumed {store.url} at step {resumed.step}, {exact}", resumed.report
     if report is not None and report.plan.ids.size:
         oldest = int(step_of(report.plan.version).min())
-        tiers = ", ".join(f"{count} partitions from {tier}" for tier, count in report.tiers.items())
+        tiers = ", ".join(
+            f"{counted(count, 'partition')} from {tier}" for tier, count in report.tiers.items()
+        )
         line += f"; oldest copy of step {oldest}; {tiers}"
     log.info("%s; %s", line, describe(resumed.saved_at))
     return resumed
+
+
+def facts(report: Report) -> dict[str, Fact]:
+    """Return what the journal keeps of a recovery: see `scarctl.state.journal.Journal`."""
+    rework = report.cost.rework if report.cost is not None else None
+    return {
+        "mode": report.mode,
+        "exact": report.exact,
+        "partitions": report.restored_partitions,
+        **report.tiers,
+        "perturbation": report.perturbation.value,
+        **({} if rework is None else {"low": rework.low, "high": rework.high}),
+    }
 
 
 def resume_live(

@@ -20,7 +20,7 @@ OTHERS = [number for number in range(WORLD) if number != VICTIM]
 
 
 @pytest.mark.parametrize(
-    "kills", [10, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+    "kills", [10, *(pytest.param(25, marks=pytest.mark.long, id=f"25-{part}") for part in range(4))]
 )
 def test_a_member_that_is_killed_again_and_again_is_its_own_affair(
     kills: int, tmp_path: Path, arena_dir: Path
