@@ -154,11 +154,15 @@ class Survey:
     heads: NDArray[np.int64] | None = None
     """The newest known step of each partition's member: members have no common step. None without members."""
 
+    @property
+    def head(self) -> NDArray[np.int64]:
+        """The newest known step of each partition, or one for all: int64, of shape (partitions,) or ()."""
+        return np.array(self.step or 0) if self.heads is None else self.heads
+
     @cached_property
     def staleness(self) -> NDArray[np.int64]:
         """Iterations since each partition was saved; -1: never saved."""
-        head = (self.step or 0) if self.heads is None else self.heads
-        return np.where(self.saved_step < 0, -1, np.maximum(head - self.saved_step, 0))
+        return np.where(self.saved_step < 0, -1, np.maximum(self.head - self.saved_step, 0))
 
     @cached_property
     def shards(self) -> list[ShardLine]:
