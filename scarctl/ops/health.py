@@ -205,7 +205,7 @@ def _losses(view: Survey) -> Iterable[Loss]:
         left = nowhere
     else:
         # A live process has the values; a dead one's arena has its copies.
-        left = np.broadcast_to(view.head, saved.shape) if alive and (kept >= 0).all() else kept
+        left = np.full_like(saved, np.maximum(view.head, 0)) if alive and (kept >= 0).all() else kept
     yield _loss(view, "store", left, known=False)
 
 
