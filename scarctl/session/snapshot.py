@@ -34,7 +34,8 @@ def _nothing() -> None:
 
 
 def _name(name: str, store: Store, whole: str, step: int) -> None:
-    made = next((one for one in complete_sets(store.again()) if (one.whole, one.step) == (whole, step)), None)
+    sealed = complete_sets(store.again(), of=None if store.part is None else store.part.shard)
+    made = next((one for one in sealed if (one.whole, one.step) == (whole, step)), None)
     if made is None or not whole:
         raise ScarError(
             f"the state of step {step} could not be sealed: values are not finite, or were changed meanwhile",
