@@ -32,7 +32,6 @@ def attach(
     optimizer: Any = None,
     *,
     store: str | os.PathLike[str] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
     fraction: float | None = None,
     interval: int | Literal["auto"] | None = None,
     partitioning: Partitioning | None = None,
@@ -53,8 +52,6 @@ def attach(
     model: An `nn.Module`, or a dict of numpy arrays.
     optimizer: A `torch.optim.Optimizer`, or several in the order in which they step. The last one ends an iteration.
     store: Folder of the store, or an address such as s3://bucket/folder. It is created if it does not exist.
-    storage_options: Options for a remote store's file system: endpoint_url, key, secret, and others that fsspec takes.
-        They stay in memory, and are never logged, shown or saved.
     fraction: Largest share of the state's bytes that one partial checkpoint writes, above 0 and up to 1 (the paper's
         r). Default: 1/8.
     interval: Iterations between two partial checkpoints (the paper's rC), or "auto": as often as the store keeps up.
@@ -83,7 +80,6 @@ def attach(
         raise UsageError(f"hooks is {hooks!r}", hint=f"use one of {', '.join(get_args(Hooks))}")
     given = {
         "store": _path("store", store),
-        "storage_options": storage_options,
         "fraction": fraction,
         "interval": interval,
         **flatten(partitioning=partitioning, selection=selection, settings=settings),

@@ -63,7 +63,7 @@ OF_COMMANDS = frozenset(
 """Options of commands that are no settings of a session, as their variables name them."""
 _NOT_TEXT = {
     "rows": "give it in scarctl.toml, or to attach",
-    "storage_options": "give it in scarctl.toml, or to attach",
+    "storage_options": "give it in scarctl.toml, or in scarctl.Settings",
 }
 _RENAMED = {"wait": "run_timeout", "drain_timeout": "timeout"}
 _OURS = frozenset({"restart_count"})

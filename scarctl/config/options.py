@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 from scarctl.errors import UsageError
@@ -77,6 +77,8 @@ class Selection:
 class Settings:
     """How saving behaves in this process and on this host.
 
+    storage_options: Options for a remote store's file system: endpoint_url, key, secret, and others that fsspec takes.
+        They stay in memory, and are never logged, shown or saved. Default: none.
     max_bandwidth: Bytes per second that checkpoints may write on average. Requires interval="auto". If several ranks
         train together, it holds for each of them. Default: no limit.
     flush_on_signal: On SIGTERM and SIGINT, copy the newest step to shared memory before the signal takes effect (see
@@ -96,6 +98,7 @@ class Settings:
     timeout: Seconds that closing the session waits for the store. Default: 60.
     """
 
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     max_bandwidth: float | None = None
     flush_on_signal: bool | None = None
     grace: float | str | None = None

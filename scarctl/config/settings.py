@@ -57,8 +57,6 @@ class SessionSettings:
     the options that are not listed here.
 
     store: Folder of the store, or an address such as s3://bucket/folder.
-    storage_options: Options for a remote store's file system: endpoint_url, key, secret, and others that fsspec takes.
-        They stay in memory, and are never logged, shown or saved.
     fraction: Largest share of the state's bytes that one partial checkpoint writes, above 0 and up to 1 (the paper's
         r). Default: 1/8.
     interval: Iterations between two partial checkpoints (the paper's rC), or "auto": as often as the store keeps up.

@@ -299,14 +299,14 @@ def session(on: World, *, daemon: bool, quick: bool) -> None:
                 on,
                 where,
                 lambda more=more: scarctl.attach(
-                    state, storage_options=on.options(**more), **grouped(**given)
+                    state, **grouped(storage_options=on.options(**more), **given)
                 ),
             )  # type: ignore[misc]
         # Tracebacks quote this file: what is secret stands in no line of a call.
         no_dict, query = ["planted"], f"{url}?sig=planted-query"
-        _told(on, where, lambda: scarctl.attach(state, storage_options=no_dict, **grouped(**given)))
+        _told(on, where, lambda: scarctl.attach(state, **grouped(storage_options=no_dict, **given)))
         _told(on, where, lambda: scarctl.attach(state, **grouped(**{**given, "store": query})))
-        running = scarctl.attach(state, storage_options=on.options(), **grouped(on_error="warn", **given))
+        running = scarctl.attach(state, **grouped(storage_options=on.options(), on_error="warn", **given))
         running.resume()
         for rule in (
             lambda request: Fault((403, "planted-query")),
@@ -335,7 +335,7 @@ def session(on: World, *, daemon: bool, quick: bool) -> None:
         on.shown.append((f"figures of a session, {where}", repr(running.stats)))
         _told(on, where, running.close)
         on.wire.rule = lambda request: None
-        raising = scarctl.attach(state, storage_options=on.options(), **grouped(on_error="raise", **given))
+        raising = scarctl.attach(state, **grouped(storage_options=on.options(), on_error="raise", **given))
         raising.resume()
         on.wire.rule = lambda request: Fault((403, "planted-query"))
         for _ in range(3):

@@ -118,14 +118,14 @@ def test_options_that_cannot_be_sent_are_refused_without_repeating_them(
     monkeypatch.setenv("SCARCTL_DAEMON", "1")
     options = {**s3_place.options, "s3_additional_kwargs": {"odd": object()}}
     with pytest.raises(UsageError, match="cannot be sent") as caught:
-        scarctl.attach(model(), store=s3_place.url, storage_options=options)
+        scarctl.attach(model(), store=s3_place.url, settings=scarctl.Settings(storage_options=options))
     assert SECRET not in str(caught.value)
 
 
 def test_an_option_that_does_not_exist_is_named(s3_place: Place) -> None:
     options = {**s3_place.options, "sekret": SECRET}
     with pytest.raises(UsageError, match="s3:// has no storage option 'sekret'") as caught:
-        scarctl.attach(model(), store=s3_place.url, storage_options=options)
+        scarctl.attach(model(), store=s3_place.url, settings=scarctl.Settings(storage_options=options))
     assert SECRET not in str(caught.value)
 
 
