@@ -14,6 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 OPTIMIZERS := .venv-optimizers
+TORCHREC := .venv-torchrec
 # Those of the files that are programs.
 BENCHMARKS = $(filter-out benchmarks/soak.py,$(shell grep -l __main__ benchmarks/*.py))
 SETUP := pyproject.toml constraints.txt
@@ -21,7 +22,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick quick test lint types layers unit long oldest optimizers format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick quick test lint types layers unit long oldest optimizers frameworks format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
@@ -36,6 +37,7 @@ help:
 	@echo "make long     tests that unit leaves out: some minutes"
 	@echo "make oldest   the adapters' tests with the oldest versions of their frameworks, in $(OLDEST): some minutes, most of it set-up"
 	@echo "make optimizers  train with every optimizer of other packages, stop, resume: some minutes, in $(OPTIMIZERS)"
+	@echo "make frameworks  tests with frameworks that have an environment of their own: TorchRec in $(TORCHREC): some minutes"
 	@echo "make format   rewrite the sources the way that lint wants them"
 	@echo "make bench    every benchmark, one after the other"
 	@echo "make torture  kill, stop and end training and daemon at random moments: ROUNDS=$(ROUNDS) SEED=$(SEED)"
@@ -85,7 +87,7 @@ layers: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 # Hundreds of the tests' processes import scarctl: it is compiled once, whatever the environment says.
-quick unit long oldest optimizers: export PYTHONDONTWRITEBYTECODE =
+quick unit long oldest optimizers frameworks: export PYTHONDONTWRITEBYTECODE =
 
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -p tests.support.quick -m "not slow and not long" -r fE $(QUICK)
@@ -106,6 +108,9 @@ optimizers: $(OPTIMIZERS)/.optimizers
 	$(OPTIMIZERS)/bin/python -m tests.optimizers
 	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party
 	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party --killed
+
+frameworks: $(TORCHREC)/.torchrec
+	$(TORCHREC)/bin/python -m pytest -n $(WORKERS) tests/adapters/torchrec
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -130,7 +135,7 @@ ceph: $(VENV)/.dev
 	$(BIN)/python -m tests.store.conformance.real_server
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) $(TORCHREC) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp per set of extras; the development set contains the one for the examples.
@@ -156,6 +161,14 @@ $(OPTIMIZERS)/.optimizers: $(SETUP) constraints-optimizers.txt | $(BIN)/python
 	$(BIN)/python -m venv $(OPTIMIZERS)
 	$(OPTIMIZERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . expecttest transformers
 	$(OPTIMIZERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-optimizers.txt
+	@touch $@
+
+# What TorchRec asks for by name is not on PyPI (fbgemm-gpu without a GPU has another one), or too old: see the file.
+$(TORCHREC)/.torchrec: $(SETUP) constraints-torchrec.txt | $(BIN)/python
+	$(BIN)/python -m venv $(TORCHREC)
+	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . hypothesis pytest \
+	    pytest-timeout pytest-xdist
+	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-torchrec.txt
 	@touch $@
 
 $(BIN)/python:
