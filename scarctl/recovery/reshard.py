@@ -179,7 +179,7 @@ def with_slots(parts: Parts, group: Group) -> tuple[TensorSpec, ...]:
     """Return the tensors of a group without slots, with the slots that the store has of it."""
     there, parameter = parts.groups(), group.tensors[0]
     slots = there[_source(group, there)].tensors[1:]
-    return (parameter, *(replace(slot, shape=parameter.shape) for slot in slots))
+    return (parameter, *(slot.of(parameter.shape) for slot in slots))
 
 
 # -- finding -----------------------------------------------------------------------------------------------------
@@ -290,8 +290,9 @@ def _copy(layout: Layout, theirs: Group, batch: Batch, ours: Group, targets: lis
     target_columns = _columns(box, ours.box)
     copied = 0
     for t, (data, target) in enumerate(zip(batch.tensors, targets, strict=True)):
-        source: tuple[Any, ...] = (good, *source_columns)
-        goal: tuple[Any, ...] = (at, *target_columns)
+        beyond = len(theirs.tensors[t].shape) - 1  # 0: one value per row
+        source: tuple[Any, ...] = (good, *source_columns[:beyond])
+        goal: tuple[Any, ...] = (at, *target_columns[:beyond])
         piece = _values(data, theirs.tensors[t])[source]
         _values(target, ours.tensors[t])[goal] = piece
         copied += piece.nbytes

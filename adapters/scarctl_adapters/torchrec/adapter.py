@@ -1,4 +1,4 @@
-"""Adapt `DistributedModelParallel`: tables and their fused optimizers, and everything else as the torch adapter does."""
+"""Adapt `DistributedModelParallel`: tables with their fused optimizers; all else as the torch adapter does."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class TorchRecAdapter(TorchAdapter):
     A table is a group under its name in the model; this rank's part of it is a box of the whole table, so another plan
     takes it over. Slots are the states of the fused optimizer. All other groups are those of `TorchAdapter`.
 
-    A step begins when the first lookup's backward pass does. The last torch optimizer's step ends the iteration. Without
-    one, where everything is trained in the backward pass, that pass ends it.
+    A step begins when the first lookup's backward pass does. The last torch optimizer's step ends the iteration.
+    Without one, where everything is trained in the backward pass, that pass ends it.
     """
 
     def __init__(

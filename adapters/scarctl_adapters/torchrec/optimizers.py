@@ -94,7 +94,7 @@ class FusedState:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the result of `capture`. Raises UsageError where a step count is missing."""
         self._begun.clear()
-        for name, first, kernel in self._kernels:
+        for name, _, kernel in self._kernels:
             if kernel.counts and name not in saved["counts"]:
                 raise UsageError(
                     f"the steps that {name} has taken are not known: the rank that saved them had no table of it",

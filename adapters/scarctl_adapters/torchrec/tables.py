@@ -101,29 +101,34 @@ def _kernels(name: str, attribute: str, module: Any) -> Iterator[Kernel]:
         for kernel in getattr(lookup, "module", lookup)._emb_modules:
             configs = kernel.config.embedding_tables
             names = [f"{name}.{attribute}.{config.name}.weight" for config in configs]
-            for table in names:
-                if table in seen:
-                    raise UsageError(
-                        f"this rank has several parts of {table}",
-                        hint="place the columns of a table on different ranks: column_wise(ranks=[0, 1])",
-                    )
-                seen.add(table)
             inner = kernel.emb_module
             _check(names, inner)
-            states = (
-                inner.get_optimizer_state()
-                if isinstance(inner, SplitTableBatchedEmbeddingBagsCodegen)
-                else ()
-            )
-            tables = []
-            for at, (table, config, weight) in enumerate(
-                zip(names, configs, inner.split_embedding_weights(), strict=True)
-            ):
-                place = _place(config, weight)
-                slots = _slots(states[at] if states else {}, weight, place)
-                tables.append(Table(table, weight.detach(), place, slots))
-            fused = getattr(kernel, "fused_optimizer", None)
-            yield Kernel(name, inner, [] if fused is None else fused.param_groups, tuple(tables))
+            fused = isinstance(inner, SplitTableBatchedEmbeddingBagsCodegen)
+            states = (inner.get_optimizer_state() if fused else None) or [{}] * len(configs)
+            parts = zip(names, configs, inner.split_embedding_weights(), states, strict=True)
+            tables = tuple(_table(*part) for part in parts)
+            for table in tables:
+                if table.name in seen:
+                    raise UsageError(
+                        f"this rank has several parts of {table.name}",
+                        hint="place the columns of a table on different ranks: column_wise(ranks=[0, 1])",
+                    )
+                seen.add(table.name)
+            settings = kernel.fused_optimizer.param_groups if fused else []
+            yield Kernel(name, inner, settings, tables)
+
+
+def _table(name: str, config: Any, weight: torch.Tensor, state: dict[str, torch.Tensor]) -> Table:
+    slots = {key: value.detach() for key, value in state.items() if value.shape[:1] == weight.shape[:1]}
+    whole, mine = (config.num_embeddings, config.embedding_dim), tuple(weight.shape)
+    if mine == whole:
+        return Table(name, weight.detach(), None, slots)
+    rows, columns = config.local_metadata.shard_offsets
+    if mine[1] != whole[1] and any(slot.dim() == 1 for slot in slots.values()):
+        # A number per row and part belongs to these columns: they are a tensor of their own.
+        name, whole, columns = f"{name}.columns{columns}-{columns + mine[1]}", (whole[0], mine[1]), 0
+    place = Place(whole, (rows, columns)) if mine != whole else None
+    return Table(name, weight.detach(), place, slots)
 
 
 def _check(names: list[str], inner: nn.Module) -> None:
@@ -151,27 +156,3 @@ def _check(names: list[str], inner: nn.Module) -> None:
             f"{which}: weights of {inner.weights_precision.name} cannot be saved yet",
             hint=f"use one of {', '.join(_PRECISIONS)}",
         )
-
-
-def _place(config: Any, weight: torch.Tensor) -> Place | None:
-    whole = (config.num_embeddings, config.embedding_dim)
-    if tuple(weight.shape) == whole:
-        return None
-    return Place(whole, tuple(config.local_metadata.shard_offsets))
-
-
-def _slots(
-    state: dict[str, torch.Tensor], weight: torch.Tensor, place: Place | None
-) -> dict[str, torch.Tensor]:
-    """Return the slots of one table. Of columns of a table, a number per row is not one of the whole table's."""
-    slots = {}
-    for key, value in state.items():
-        if value.shape == weight.shape:
-            slots[key] = value.detach()
-        elif value.shape == weight.shape[:1]:
-            columns = ""
-            if place is not None and place.shape[1] != weight.shape[1]:
-                first = place.offset[1]
-                columns = f".columns{first}-{first + weight.shape[1]}"
-            slots[key + columns] = value.detach()
-    return slots

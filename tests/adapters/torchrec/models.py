@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -123,40 +122,21 @@ def batch(seed: int, size: int = 4) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=["a", "b", "c", "d"], values=values, lengths=lengths)
 
 
-def local_values(model: DistributedModelParallel, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Every tensor of this rank, past the adapter: parts of tables with their offsets in the name."""
-    found: dict[str, torch.Tensor] = {}
-    named = [*model.state_dict().items()]
-    for parameter, state in optimizer.state_dict()["state"].items():
-        named += [(f"{parameter}/{key}", value) for key, value in state.items() if key != "step"]
-    for name, value in named:
-        if hasattr(value, "local_shards"):
-            for shard in value.local_shards():
-                found[f"{name}{shard.metadata.shard_offsets}"] = shard.tensor
-        elif isinstance(value, torch.Tensor):
-            found[name] = value
-    return found
-
-
-def whole_values(model: DistributedModelParallel, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Whole tables and their states, put together from all ranks. A collective. Without states of columns by row."""
-    found: dict[str, torch.Tensor] = {}
-    for name, value in local_parts(model, optimizer):
-        if hasattr(value, "local_shards"):
-            shape: Sequence[int] = value.size()
-            whole = torch.zeros(shape, dtype=value.dtype)
-            for shard in value.local_shards():
-                first, size = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-                whole[tuple(slice(a, a + n) for a, n in zip(first, size, strict=True))] = shard.tensor
-            found[name] = whole
-        else:
-            found[name] = value.detach().clone()
-    return found
-
-
 def local_parts(model: DistributedModelParallel, optimizer: Any) -> list[tuple[str, Any]]:
-    """Names and tensors of a model and its optimizer, as TorchRec's state dicts have them."""
+    """Names and tensors of a model and its optimizer, past the adapter: as TorchRec's state dicts have them."""
     named: list[tuple[str, Any]] = [*model.state_dict().items()]
     for parameter, state in optimizer.state_dict()["state"].items():
         named += [(f"{parameter}/{key.split('.')[-1]}", value) for key, value in state.items()]
     return named
+
+
+def local_values(model: DistributedModelParallel, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Every tensor of this rank but step counts: parts of tables with their offsets in the name."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in local_parts(model, optimizer):
+        if hasattr(value, "local_shards"):
+            for shard in value.local_shards():
+                found[f"{name}{shard.metadata.shard_offsets}"] = shard.tensor
+        elif not name.endswith("/step"):
+            found[name] = value
+    return found
