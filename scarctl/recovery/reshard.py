@@ -152,7 +152,7 @@ def topology_of(store: Store, shards: Iterable[int], epochs: Iterable[int] | Non
 def check_fits(parts: Parts, groups: Iterable[Group], names: Iterable[str], optimizer: str) -> None:
     """Raise LayoutMismatch, naming the differences, unless the state has exactly these tensors.
 
-    groups: wanted groups with their place, of one rank. names: names of the wanted groups of all ranks.
+    groups: wanted groups with their place, of one rank, with the slots that exist already. names: names of the wanted groups of all ranks.
     """
     there, names = parts.groups(), set(names)
     lines = []
@@ -168,6 +168,13 @@ def check_fits(parts: Parts, groups: Iterable[Group], names: Iterable[str], opti
             lines.append(f"tensor {group.name!r} resized {source.box.shape} -> {group.box.shape}")
         if source is not None and source.tensors[0].dtype != group.tensors[0].dtype:
             lines.append(f"tensor {group.name!r} has another dtype")
+        slots = {} if source is None else {slot.slot: slot for slot in source.tensors}
+        for t, slot in enumerate(group.tensors[1:], start=1):
+            twin = slots.get(slot.slot, slot)
+            if source is not None and slot.slot not in slots:
+                lines.append(f"tensor {group.key(t)!r} new")
+            elif len(twin.shape) != len(slot.shape) or twin.dtype != slot.dtype:
+                lines.append(f"tensor {group.key(t)!r} has another form")
     if lines:
         raise LayoutMismatch(
             f"the model is not the one in {parts.store.url}: " + "; ".join(lines[:10]),

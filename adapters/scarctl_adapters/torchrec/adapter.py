@@ -15,7 +15,7 @@ from scarctl.errors import UsageError
 from scarctl.state.caveats import Caveats
 from scarctl.state.layout import Place
 from scarctl_adapters.torch.adapter import TorchAdapter
-from scarctl_adapters.torch.sharding import scope_of_group, world
+from scarctl_adapters.torch.sharding import params_of, scope_of_group, world
 from scarctl_adapters.torch.watch import Watch
 from scarctl_adapters.torchrec.lookups import Lookups
 from scarctl_adapters.torchrec.optimizers import FusedState, mixed, only_wraps, torch_optimizers
@@ -98,7 +98,12 @@ class TorchRecAdapter(TorchAdapter):
 
     def capture_late(self) -> dict[str, Any]:
         """Return the late extras of `TorchAdapter`, and learning rates and counts of fused optimizers."""
-        return {**super().capture_late(), "tables": self._fused_state.capture()}
+        tables = {"tables": self._fused_state.capture(), "trained": self._trained_names()}
+        return {**super().capture_late(), **tables}
+
+    def _trained_names(self) -> list[list[str]]:
+        names = {id(parameter): name for name, _, parameter in self._parameters()}
+        return [[names.get(id(p), "") for p in params_of(optimizer)] for optimizer in self._optimizers]
 
     def mix_late(self, theirs: Any, own: Any) -> Any:
         """See `Adapter`."""
@@ -106,6 +111,12 @@ class TorchRecAdapter(TorchAdapter):
 
     def restore(self, early: Any, late: Any) -> None:
         """Restore everything, the random number generators last."""
+        if late.get("trained", self._trained_names()) != self._trained_names():
+            raise UsageError(
+                "other tables than before are trained in the backward pass, so that the state of "
+                f"{super().optimizer} does not fit",
+                hint="keep the tables that are data-parallel or dense, or begin with a new store",
+            )
         self._fused_state.restore(late.get("tables", {"rates": {}, "counts": {}}))
         super().restore(early, late)
 
