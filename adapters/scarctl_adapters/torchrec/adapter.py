@@ -19,7 +19,7 @@ from scarctl_adapters.torch.sharding import params_of, scope_of_group, world
 from scarctl_adapters.torch.watch import Watch
 from scarctl_adapters.torchrec.lookups import Lookups
 from scarctl_adapters.torchrec.optimizers import FusedState, mixed, only_wraps, torch_optimizers
-from scarctl_adapters.torchrec.tables import Table, kernels_of
+from scarctl_adapters.torchrec.tables import Table, fused_optimizers, kernels_of
 
 
 class TorchRecAdapter(TorchAdapter):
@@ -52,13 +52,13 @@ class TorchRecAdapter(TorchAdapter):
             if not kernel.fused
             for table in kernel.tables
         }
-        self._has_tables = any(_is_in_backward(p) for p in inner.parameters())
+        self._fused_names = fused_optimizers(inner)
         self._lookups = Lookups(fused)
         self._fused_state = FusedState(
             [(self._wrapping.clean(kernel.module), kernel) for kernel in fused], lambda: self._caveats
         )
         self._table_groups = [self._group(table) for table in self._fused]
-        self._ends_backward = self._has_tables and not self._optimizers
+        self._ends_backward = bool(self._fused_names) and not self._optimizers
 
     @classmethod
     def build(cls, model: Any, optimizers: Sequence[Any], **options: Any) -> TorchAdapter:
@@ -67,8 +67,8 @@ class TorchRecAdapter(TorchAdapter):
 
     @property
     def optimizer(self) -> str:
-        """Class names of the torch optimizers, then "fused" if tables are trained in the backward pass."""
-        return "+".join(filter(None, [super().optimizer, "fused" if self._has_tables else ""]))
+        """Names of the torch optimizers' classes, then FBGEMM's names of the fused ones."""
+        return "+".join(filter(None, [super().optimizer, *self._fused_names]))
 
     def groups(self) -> list[StateGroup]:
         """Return the groups of `TorchAdapter`, and this process's parts of fused tables."""
@@ -148,7 +148,7 @@ class TorchRecAdapter(TorchAdapter):
                 torch.autograd.Variable._execution_engine.queue_callback(backward_ended)
 
         removals = [self._lookups.install(self._fused_state.forward_begins, backward_begins)]
-        if self._optimizers or not self._has_tables:
+        if not self._ends_backward:
             removals.append(super().install(before, after and ended))
 
         def remove() -> None:

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     DenseTableBatchedEmbeddingBagsCodegen,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
 
@@ -92,6 +94,21 @@ def kernels_of(model: nn.Module) -> list[Kernel]:
             )
         found += _kernels(name, attribute, module)
     return found
+
+
+def fused_optimizers(model: nn.Module) -> list[str]:
+    """Return the names of the fused optimizers of all ranks' tables, sorted; the same on every rank."""
+    return sorted(
+        {
+            config.fused_params.get("optimizer", EmbOptimType.EXACT_SGD).name
+            for module in model.modules()
+            if type(module) in _TABLES
+            for sharding in module._embedding_shardings
+            for configs in sharding._grouped_embedding_configs_per_rank
+            for config in configs
+            if config.compute_kernel is not EmbeddingComputeKernel.DENSE
+        }
+    )
 
 
 def _kernels(name: str, attribute: str, module: Any) -> Iterator[Kernel]:
