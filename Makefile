@@ -110,7 +110,9 @@ optimizers: $(OPTIMIZERS)/.optimizers
 	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party --killed
 
 frameworks: $(TORCHREC)/.torchrec
-	$(TORCHREC)/bin/python -m pytest -n $(WORKERS) tests/adapters/torchrec
+	@# Of TorchRec's own, when it is imported and used.
+	$(TORCHREC)/bin/python -m pytest -n $(WORKERS) -W ignore::DeprecationWarning -W ignore::FutureWarning \
+	    tests/adapters/torchrec
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

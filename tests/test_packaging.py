@@ -18,6 +18,7 @@ ENTRY_POINTS = {
     "scarctl.adapters": {
         "numpy": "scarctl_adapters.numpy:NumpyAdapter",
         "torch": "scarctl_adapters.torch:TorchAdapter",
+        "torchrec": "scarctl_adapters.torchrec:TorchRecAdapter",
     },
 }
 

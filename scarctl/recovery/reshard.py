@@ -152,7 +152,8 @@ def topology_of(store: Store, shards: Iterable[int], epochs: Iterable[int] | Non
 def check_fits(parts: Parts, groups: Iterable[Group], names: Iterable[str], optimizer: str) -> None:
     """Raise LayoutMismatch, naming the differences, unless the state has exactly these tensors.
 
-    groups: wanted groups with their place, of one rank, with the slots that exist already. names: names of the wanted groups of all ranks.
+    groups: wanted groups with their place, of one rank, with the slots that exist already. names: names of the wanted
+    groups of all ranks.
     """
     there, names = parts.groups(), set(names)
     lines = []

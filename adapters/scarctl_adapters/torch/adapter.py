@@ -57,6 +57,8 @@ class TorchAdapter:
     """
 
     automatic: ClassVar[bool] = True
+    _knows_tables: ClassVar[bool] = False
+    """Whether it saves tables that TorchRec has sharded."""
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class TorchAdapter:
         replicated: Sequence[str] = (),
     ) -> TorchAdapter:
         """Make an adapter; see `scarctl.attach` for the arguments. Raises UsageError for unsuitable objects."""
-        check_trained(model, optimizers)
+        check_trained(model, optimizers, knows_tables=cls._knows_tables)
         late = {f"scheduler{i}": scheduler for i, scheduler in enumerate(schedulers)}
         if scaler is not None:
             late["scaler"] = scaler
@@ -180,7 +182,10 @@ class TorchAdapter:
                 role, scope = "shared" if owned else "replica", zeros[id(parameter)]
             else:
                 role, scope = self._role_of(name, wrapped, parameter)
-            place, frozen = self._place_of(parameter, name), not any(tied.requires_grad for tied, _ in holders)
+            place, frozen = (
+                self._place_of(parameter, name),
+                not any(tied.requires_grad for tied, _ in holders),
+            )
             groups.append(StateGroup(name, "parameter", tensors, place, role, scope, frozen))
         buffers = list(_buffers(self._model))
         places = [(self._wrapping.clean(name), module, key) for name, module, key in buffers]
@@ -375,10 +380,7 @@ class TorchAdapter:
         """Return name, name with wrappers, and parameters of every group: several if they share memory."""
         found: dict[tuple[Any, ...], tuple[str, str, list[Holder]]] = {}
         seen: set[int] = set()
-        named = [
-            (self._wrapping.clean(name), name, p)
-            for name, p in self._named_parameters()
-        ]
+        named = [(self._wrapping.clean(name), name, p) for name, p in self._named_parameters()]
         for i, optimizer in enumerate(self._optimizers):
             numbered = ((f"optimizer{i}.param{j}", p) for j, p in enumerate(params_of(optimizer)))
             named += [(name, name, p) for name, p in numbered]

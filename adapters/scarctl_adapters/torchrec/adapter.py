@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -31,6 +31,8 @@ class TorchRecAdapter(TorchAdapter):
     A step begins when the first lookup's backward pass does. The last torch optimizer's step ends the iteration.
     Without one, where everything is trained in the backward pass, that pass ends it.
     """
+
+    _knows_tables: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -123,6 +125,14 @@ class TorchRecAdapter(TorchAdapter):
     def watch(self, caveats: Caveats) -> Watching:
         """See `KnowsCaveats`."""
         self._caveats = caveats
+        devices = sorted({table.weight.device.type for table in self._fused} - {"cpu"})
+        if devices:
+            caveats.say(
+                "untested-tables",
+                f"embedding tables on {devices[0]} are saved like those on a CPU, but that was never tested: see "
+                "docs/torchrec.md",
+                inexact=False,
+            )
         return _Watch(self._model, self._optimizers, self._homes, caveats)
 
     def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:

@@ -35,9 +35,7 @@ class Lookups:
         self._read = []
         return found
 
-    def install(
-        self, forward: Callable[[Kernel], None], backward: Callable[[], None]
-    ) -> Callable[[], None]:
+    def install(self, forward: Callable[[Kernel], None], backward: Callable[[], None]) -> Callable[[], None]:
         """Call `forward` before a lookup with gradients, `backward` before its backward pass. Return the removal."""
         handles: list[Any] = []
         calls: list[Callable[[], None]] = [backward]  # the graphs of past iterations keep their hooks
@@ -96,4 +94,3 @@ def rows_of(kernel: Kernel, args: Sequence[Any], named: Mapping[str, Any]) -> di
 
 def _all_rows(kernel: Kernel) -> dict[str, torch.Tensor]:
     return {t.name: torch.arange(t.weight.shape[0], device=t.weight.device) for t in kernel.tables}
-

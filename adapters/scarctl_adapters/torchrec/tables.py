@@ -103,12 +103,18 @@ def fused_optimizers(model: nn.Module) -> list[str]:
             config.fused_params.get("optimizer", EmbOptimType.EXACT_SGD).name
             for module in model.modules()
             if type(module) in _TABLES
-            for sharding in module._embedding_shardings
+            for sharding in _shardings(module)
             for configs in sharding._grouped_embedding_configs_per_rank
             for config in configs
             if config.compute_kernel is not EmbeddingComputeKernel.DENSE
         }
     )
+
+
+def _shardings(module: Any) -> list[Any]:
+    if isinstance(module, ShardedEmbeddingCollection):
+        return list(module._sharding_type_to_sharding.values())
+    return list(module._embedding_shardings)
 
 
 def _kernels(name: str, attribute: str, module: Any) -> Iterator[Kernel]:
@@ -117,7 +123,7 @@ def _kernels(name: str, attribute: str, module: Any) -> Iterator[Kernel]:
         # Of tables that all ranks hold, it is inside DistributedDataParallel.
         for kernel in getattr(lookup, "module", lookup)._emb_modules:
             configs = kernel.config.embedding_tables
-            names = [f"{name}.{attribute}.{config.name}.weight" for config in configs]
+            names = [".".join(filter(None, (name, attribute, config.name, "weight"))) for config in configs]
             inner = kernel.emb_module
             _check(names, inner)
             fused = isinstance(inner, SplitTableBatchedEmbeddingBagsCodegen)

@@ -43,9 +43,7 @@ class Recommender(nn.Module):
         self.tables = EmbeddingBagCollection(
             device=torch.device("cpu"),
             tables=[
-                EmbeddingBagConfig(
-                    name=f"t{i}", embedding_dim=8, num_embeddings=rows, feature_names=features
-                )
+                EmbeddingBagConfig(name=f"t{i}", embedding_dim=8, num_embeddings=rows, feature_names=features)
                 for i, (rows, features) in enumerate(zip(ROWS, names, strict=True))
             ],
         )
