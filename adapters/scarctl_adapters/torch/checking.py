@@ -74,8 +74,8 @@ def _check_not_sharded(name: str, tensor: torch.Tensor) -> None:
     kinds = [type(tensor), *map(type, getattr(tensor, "_in_backward_optimizers", ()))]
     if any(kind.__module__.startswith("torchrec.") for kind in kinds):
         raise UsageError(
-            f"{name} is a part of a table that TorchRec has sharded, and the model around it is none of TorchRec's",
-            hint="attach the DistributedModelParallel",
+            f"{name} is a part of a table that TorchRec has sharded, and no DistributedModelParallel is around it",
+            hint="wrap the model in torchrec.distributed.DistributedModelParallel, and attach that",
         )
 
 

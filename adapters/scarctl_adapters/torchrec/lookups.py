@@ -21,7 +21,7 @@ class Lookups:
     def __init__(self, kernels: Sequence[Kernel]) -> None:
         self._kernels = kernels
         self._read: list[dict[str, torch.Tensor]] | None = None
-        """Rows of the lookups since they were asked for last; None: nobody has asked yet."""
+        """Rows of the lookups since they were asked for last; None: they never were."""
 
     def touched(self) -> dict[str, torch.Tensor]:
         """Return the rows that were read since the last call, by the table's name: row numbers, or a mask of all."""

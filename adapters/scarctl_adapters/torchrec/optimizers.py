@@ -1,4 +1,4 @@
-"""Find the torch optimizers inside TorchRec's, and save what fused optimizers keep besides slots."""
+"""Find the torch optimizers inside TorchRec's, and save what fused optimizers keep outside of slots."""
 
 from __future__ import annotations
 
