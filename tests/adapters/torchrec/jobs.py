@@ -163,6 +163,41 @@ def one_run(rank: int, world: int, folder: str, until: int, kinds: Kinds) -> Any
     return train(Path(folder), until, kinds)
 
 
+def recovered(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Save everything after step 3; after step 6 rank 1's rows are lost, and come back. Return both states."""
+    kept: dict[int, dict[str, Any]] = {}
+    model, optimizer = models.build("row", "rowwise")
+    arena = Path(folder, "arena")
+    arena.mkdir(exist_ok=True)
+    options = grouped(interval=100, fraction=0.25, arena_dir=str(arena))
+    with scarctl.attach(model, optimizer, store=Path(folder, "store"), **options) as session:
+        session.resume()
+        for step in range(6):
+            one_step(model, optimizer, step, rank)
+            if step == 2:
+                session.checkpoint(full=True, wait=True)
+            kept[step + 1] = _rows(model, optimizer)
+        if rank == 1:
+            for name, value in models.local_values(model, optimizer).items():
+                if ".embedding_bags." in name:
+                    value.detach().fill_(torch.nan)
+        report = session.recover("rank:1")
+        now = _rows(model, optimizer)
+        one_step(model, optimizer, 6, rank)
+    tables = [name for name in now if ".embedding_bags." in name]
+    return {
+        "restored": report.restored_partitions,
+        "as_saved": all(now[name] == kept[3][name] for name in tables),
+        "as_before": all(now[name] == kept[6][name] for name in tables),
+        "tables": len(tables),
+    }
+
+
+def _rows(model: Any, optimizer: Any) -> dict[str, Any]:
+    values = models.local_values(model, optimizer)
+    return {name: value.detach().tolist() for name, value in values.items()}
+
+
 def main(folder: str, kind: str, saved: str, killed: str) -> None:
     """One rank of a job under torchrun. Rank 1 kills itself after step `killed` of its first life.
 

@@ -35,7 +35,7 @@ FUSED = {
 
 
 class Recommender(nn.Module):
-    """Three tables, one of which has two features, and a small dense part."""
+    """Three tables, one of which has two features, and a small dense part. width: 3 for tables of 8 columns."""
 
     def __init__(self, width: int, *, dense: bool = True) -> None:
         super().__init__()
@@ -43,12 +43,14 @@ class Recommender(nn.Module):
         self.tables = EmbeddingBagCollection(
             device=torch.device("cpu"),
             tables=[
-                EmbeddingBagConfig(name=f"t{i}", embedding_dim=8, num_embeddings=rows, feature_names=features)
+                EmbeddingBagConfig(
+                    name=f"t{i}", embedding_dim=4 * (width - 1), num_embeddings=rows, feature_names=features
+                )
                 for i, (rows, features) in enumerate(zip(ROWS, names, strict=True))
             ],
         )
         self.drop = nn.Dropout(0.25)
-        self.over = nn.Linear(32, width) if dense else nn.Identity()
+        self.over = nn.Linear(16 * (width - 1), width) if dense else nn.Identity()
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         found: torch.Tensor = self.over(self.drop(self.tables(features).values()))

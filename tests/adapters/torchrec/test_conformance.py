@@ -78,3 +78,27 @@ class TestTorchRec(AdapterConformance):
 
     def training(self, variant: str = "") -> Training:
         return TorchRecTraining(variant)
+
+
+class RowwiseTraining(TorchRecTraining):
+    """A slot with one number per row."""
+
+    fused = "rowwise"
+
+
+class FusedTraining(TorchRecTraining):
+    """Without any other optimizer: the backward pass ends an iteration."""
+
+    dense = False
+
+
+class TestRowwise(AdapterConformance):
+    variants = frozenset({"accumulation"})
+
+    def training(self, variant: str = "") -> Training:
+        return RowwiseTraining(variant)
+
+
+class TestFusedOnly(AdapterConformance):
+    def training(self, variant: str = "") -> Training:
+        return FusedTraining(variant)

@@ -113,3 +113,14 @@ def test_only_the_killed_ranks_tables_go_back(tmp_path: Path) -> None:
     changed = {name for name, digest in report["first"].items() if whole["last"][name] != digest}
     assert changed
     assert all(".t1." in name for name in changed), changed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_lost_tables_come_back_in_the_running_job(tmp_path: Path) -> None:
+    """With their numbers per row, as they were saved; the other rank's stay."""
+    first, second = launch(f"{JOBS}:recovered", 2, str(tmp_path), timeout=150)
+    assert first["tables"] == second["tables"] == 6
+    assert (first["as_saved"], first["as_before"]) == (False, True)
+    assert (second["as_saved"], second["as_before"]) == (True, False)
+    assert second["restored"] == 3 + 1  # parts of tables, and what this rank owns of the dense part
