@@ -65,7 +65,7 @@ def test_the_wheel_holds_every_source_file_and_only_those(wheel: Path) -> None:
         file.relative_to(base).as_posix()
         for base, root in ((REPOSITORY, "scarctl"), (REPOSITORY / "adapters", "scarctl_adapters"))
         for file in (base / root).rglob("*")
-        if file.suffix == ".py" or file.name == "py.typed"
+        if file.suffix in (".py", ".css") or file.name == "py.typed"
     }
     assert {name for name in names(wheel) if ".dist-info/" not in name} == sources
 

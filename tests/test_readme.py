@@ -19,7 +19,7 @@ from scarctl.cli.main import COMMANDS
 pytestmark = pytest.mark.usefixtures("usual_saver")
 
 ROOT = Path(__file__).parent.parent
-STEPS = ("docs/quickstart.md", "docs/costs.md", "docs/failures.md")
+STEPS = ("docs/quickstart.md", "docs/costs.md", "docs/failures.md", "docs/report.md")
 """Their commands are one session of a terminal, in this order."""
 LOOP = """
 import torch

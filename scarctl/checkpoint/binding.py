@@ -32,7 +32,7 @@ class Binding:
         self._views: LiveState | None = None  # mapping the arena takes longer than the rest of a hook
         self._savable = False
         self._built: tuple[list[StateGroup], Layout] | None = None
-        """The adapter's groups and the layout that was built of them."""
+        """The adapter's groups after the first step, and the layout that was built of them."""
         self._seen: list[StateGroup] = []
         """The adapter's groups when `_views` was made, which fitted the layout."""
 
@@ -64,7 +64,8 @@ class Binding:
 
         movements: include the file of movements, for extrapolating recoveries.
         """
-        layout = self._store.current_layout() or self.build_layout()
+        # Not kept: the model may be moved, or made smaller, before the first step.
+        layout = self._store.current_layout() or layout_of(self._adapter, self._store.settings)
         kept = layout.groups if movements else ()
         return layout.nbytes + sum(
             group.tensors[0].nbytes // DTYPES[group.tensors[0].dtype] * MOVEMENT_BYTES

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from scarctl.persist.thread import Current
 from scarctl.policy.interval import Cadence
 from scarctl.policy.select import squared
 from scarctl.recovery.plan import Plan
-from scarctl.state.caveats import Caveat, Caveats
+from scarctl.state.caveats import Caveats
 from scarctl.state.extras import Extras, Notes, PolicyMemory
 from scarctl.state.layout import Layout
 from scarctl.state.version import pack, step_of
@@ -272,13 +272,13 @@ class Engine:
             nonfinite=np.union1d(copied.nonfinite, bad),
         )
 
-    def extras(self, settled: Extras, caveats: Iterable[Caveat]) -> Extras:
-        """Return `settled`, the extras of the adapter and the loop, with this engine's notes about the run."""
+    def extras(self, settled: Extras, notes: Notes) -> Extras:
+        """Return `settled`, the extras of the adapter and the loop, with these notes and this engine's measurements."""
         norm = self.settings.norm
-        notes = Notes(
+        notes = replace(
+            notes,
             points=self.motion.history.to_array(),
             norm=norm if isinstance(norm, str) else "a function",
-            caveats=tuple(caveats),
             fits=None if self.trend is None else self.trend.fits.to_array(),
         )
         return replace(settled, policy=self.policy_memory, notes=notes)

@@ -28,6 +28,7 @@ COMMANDS = {
     "plan": "Recommend how often to save how much, and report whether that pays.",
     "prune": "Delete old copies and sealed states that need not be kept.",
     "recover": "Restore only the lost parts of a state.",
+    "report": "Write a page on a store: is it safe, ages over time, what was restored.",
     "run": "Run a command whose sessions save through the host's daemon.",
     "simulate": "Fail runs of a workload, and show how many iterations that costs.",
     "snapshot": "Create, list and delete whole states that are kept under a name.",

@@ -61,9 +61,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     step = max((state.step for state in states.values()), default=-1)
     step = max([step, *(arena.head_step for arena in arenas)])
     with_parameters = [share for share in shares if _has_parameters(share.layout)] or shares
-    outlook, norm, caveats = stored_outlook(
-        [(store, share.states) for share in with_parameters], max(step, 0)
-    )
+    told = stored_outlook([(store, share.states) for share in with_parameters], max(step, 0))
     return Survey(
         store.url,
         step if step >= 0 else None,
@@ -73,16 +71,18 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         np.concatenate([_distance(share) for share in shares]),
         store.usage(states),
         age_of(store, states, [share.arena for share in shares if share.layout.partitions]),
-        outlook,
+        told.outlook,
         snapshots=tuple(snapshots(store)),
         run=_run(arenas),
         topology=topology,
         ranks=() if topology is None else tuple(map(_rank, range(topology.world), topology.shards, shares)),
         others=() if topology is None else tuple(_others(store, topology)),
         note=note,
-        comparable=norm == "l2",
+        comparable=told.norm == "l2",
         since=max((since_of(arena, step) for arena in arenas), default=0),
-        caveats=caveats,
+        caveats=told.caveats,
+        events=told.events,
+        samples=told.samples,
     )
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from scarctl.ops.ages import Age
 from scarctl.recovery.forecast import parameters_of, rework_of
 from scarctl.state.caveats import Caveat
+from scarctl.state.journal import Event, Sample
 from scarctl.state.layouts import Layouts
 from scarctl.store import Snapshot, Topology
 from scarctl.theory.rework import Outlook, Rework
@@ -142,6 +143,10 @@ class Survey:
     """Iterations since the distances were measured."""
     caveats: tuple[Caveat, ...] = ()
     """Caveats of the run that saved this state."""
+    events: tuple[Event, ...] = ()
+    """Starts, resumes and recoveries of that run, as of its newest checkpoint."""
+    samples: tuple[Sample, ...] = ()
+    """How old its copies were over time."""
 
     @cached_property
     def staleness(self) -> NDArray[np.int64]:
@@ -257,6 +262,7 @@ class Survey:
             "snapshots": [snapshot.to_json() for snapshot in self.snapshots],
             "run": None if self.run is None else asdict(self.run),
             "caveats": [caveat.to_json() for caveat in self.caveats],
+            "events": [event.to_json() for event in self.events],
             "convergence": None if self.layout is None else self.outlook.to_json(),
             **self._ranks_json(),
         }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from scarctl.errors import Corruption
 from scarctl.recovery.plan import in_memory
 from scarctl.state.caveats import Caveat
 from scarctl.state.extras import Notes
+from scarctl.state.journal import Event, Sample, read_samples
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import ShardState, Store
@@ -25,15 +26,28 @@ from scarctl.theory.history import History
 from scarctl.theory.rework import Choice, Cost, Outlook, Rework, choose, grouped, rework_of_loss
 
 
-def stored_outlook(
-    writers: Sequence[tuple[Store, Mapping[int, ShardState]]], step: int
-) -> tuple[Outlook, str, tuple[Caveat, ...]]:
-    """Return the convergence outlook at `step`, the norm of the run's distances, and its caveats, from newest extras.
+class Told(NamedTuple):
+    """What the newest extras of a store report of its run."""
+
+    outlook: Outlook
+    """The run's convergence."""
+    norm: str = ""
+    """The norm of its distances; "" if unknown."""
+    caveats: tuple[Caveat, ...] = ()
+    events: tuple[Event, ...] = ()
+    """Its starts, resumes and recoveries."""
+    samples: tuple[Sample, ...] = ()
+    """How old its copies were over time; of several ranks, the first one's."""
+
+
+def stored_outlook(writers: Sequence[tuple[Store, Mapping[int, ShardState]]], step: int) -> Told:
+    """Return what the newest extras report of the run at `step`.
 
     writers: each writer's view of the store, with the states of its shards. One writer, or one for each rank that holds
     part of the state. Damaged extras raise no error: the outlook gives the reason.
     """
     parts, norm, caveats = [], "", dict[Caveat, None]()
+    events, samples = tuple[Event, ...](), list[Sample]()
     for store, states in writers:
         newest = max(
             (state for state in states.values() if state.extras is not None),
@@ -43,12 +57,13 @@ def stored_outlook(
         try:
             found = None if newest is None else store.read_extras(newest)
         except Corruption as error:
-            return Outlook(step, NoEstimate(f"the run's extras are damaged: {error.message}")), "", ()
+            return Told(Outlook(step, NoEstimate(f"the run's extras are damaged: {error.message}")))
         notes = Notes.from_tree(None if found is None else found[1])
-        norm = notes.norm
+        norm, events = notes.norm, max(events, notes.events, key=len)
+        samples = samples or read_samples(notes.samples)
         parts.append(History.from_array(notes.points).until(step))
         caveats |= dict.fromkeys(notes.caveats)
-    return Outlook.of(step, parts), norm, tuple(caveats)
+    return Told(Outlook.of(step, parts), norm, tuple(caveats), events, tuple(samples))
 
 
 def parameters_of(layout: Any) -> NDArray[np.bool_]:
@@ -105,7 +120,7 @@ def weigh(
     """
     step = max(max((state.step for state in loss.states.values()), default=0) for loss in losses)
     step = max([step, *(loss.arena.head_step for loss in losses if loss.arena is not None)])
-    outlook, norm, _ = stored_outlook(
+    outlook, norm, *_ = stored_outlook(
         [(loss.store, loss.states) for loss in losses if parameters_of(loss.layout).any()], step
     )
     ages, distance, whole, since = [], [], 0, 0

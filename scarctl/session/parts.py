@@ -11,6 +11,7 @@ from scarctl.session.gate import Gate
 from scarctl.session.opening import Opening
 from scarctl.session.peers import Together
 from scarctl.session.progress import Progress
+from scarctl.state.journal import Journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +25,4 @@ class Parts:
     progress: Progress
     binding: Binding
     opening: Opening
+    journal: Journal

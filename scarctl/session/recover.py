@@ -28,6 +28,7 @@ from scarctl.session.completing import complete, left_behind
 from scarctl.session.forecast import shared_history, weigh_loss, weigh_resume
 from scarctl.session.peers import Found, Together
 from scarctl.state.extras import Extras
+from scarctl.state.journal import Fact
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import Snapshot, Store
 from scarctl.store.saved import describe
@@ -70,6 +71,19 @@ def said(resumed: Resumed, store: Store) -> Resumed:
         line += f"; oldest copy of step {oldest}; {tiers}"
     log.info("%s; %s", line, describe(resumed.saved_at))
     return resumed
+
+
+def facts(report: Report) -> dict[str, Fact]:
+    """Return what the journal keeps of a recovery: see `scarctl.state.journal.Journal`."""
+    rework = report.cost.rework if report.cost is not None else None
+    return {
+        "mode": report.mode,
+        "exact": report.exact,
+        "partitions": report.restored_partitions,
+        **report.tiers,
+        "perturbation": report.perturbation.value,
+        **({} if rework is None else {"low": rework.low, "high": rework.high}),
+    }
 
 
 def resume_live(

@@ -10,10 +10,11 @@ import numpy as np
 from scarctl.checkpoint.engine import Engine
 from scarctl.session.parts import Parts
 from scarctl.session.peers import Elsewhere
-from scarctl.session.recover import Resumed, resume_live
+from scarctl.session.recover import Resumed, facts, resume_live
 from scarctl.state.caveats import reasons
 from scarctl.state.extras import Extras
 from scarctl.state.layout import Layout
+from scarctl.state.version import step_of
 from scarctl.store import Snapshot, read_snapshot
 from scarctl.store.saved import last_saved
 
@@ -41,6 +42,7 @@ class Resumption:
         self._store = parts.opening.store
         self._opening = parts.opening
         self._together = parts.together
+        self._journal = parts.journal
 
     def run(self, mode: str, snapshot: str | None) -> Outcome:
         """Resume, and return the result. Raises as `Session.resume` does."""
@@ -74,6 +76,7 @@ class Resumption:
         remove_slots = self._adapter.create_slots(layout)
         # Hand-overs of a dead process are saved only once the step is known from which this one continues.
         engine = self._opening.open(layout, resuming=True)
+        reached = engine.arena.head_step
         live = self._binding.live(engine.arena)
         try:
             resumed, extras = resume_live(
@@ -85,7 +88,7 @@ class Resumption:
         if extras is None:
             remove_slots()
         resumed = replace(resumed, saved_at=saved_at)
-        return Outcome(resumed, self._continue(engine, resumed, extras))
+        return Outcome(resumed, self._continue(engine, resumed, extras, reached))
 
     def _from(self, elsewhere: Elsewhere) -> Outcome:
         """Resume from a state that was saved under another division."""
@@ -103,19 +106,30 @@ class Resumption:
         self._together.spread()
         engine.start_over()
         resumed = Resumed(agreed.step, agreed.exact, None, agreed.summary, saved_at=last_saved(self._store))
-        stored = self._continue(engine, resumed, agreed.extras)
+        stored = self._continue(engine, resumed, agreed.extras, agreed.step)
         self._opening.begin_saving(engine)
         return Outcome(resumed, stored, reshaped=True)
 
-    def _continue(self, engine: Engine, resumed: Resumed, extras: Extras | None) -> tuple[str, ...]:
+    def _continue(
+        self, engine: Engine, resumed: Resumed, extras: Extras | None, reached: int
+    ) -> tuple[str, ...]:
         """Restore the extras, and start the engine. Return the reasons in the extras why the state is not exact.
 
-        extras: None if the store holds no state.
+        extras: None if the store holds no state. reached: the newest step of the earlier run in this host's memory.
         """
         stored = () if extras is None else reasons(extras.notes.caveats)
         if extras is not None:
             self._adapter.restore(extras.early, extras.late)
             engine.policy_memory = extras.policy
+            self._journal.follow(extras.notes.events, extras.notes.samples)
+            report = resumed.report
+            newest = 0 if report is None else int(step_of(report.plan.version).max(initial=0))
+            self._journal.add(
+                "resumed",
+                resumed.step,
+                reached=max(reached, newest, resumed.step),
+                **({"exact": resumed.exact} if report is None else facts(report)),
+            )
         self._progress.restore(extras, resumed.step, exact=resumed.exact and not stored)
         self._opening.run_on(engine, resumed.step)
         return stored

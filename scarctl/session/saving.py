@@ -11,6 +11,7 @@ steps apart.
 from __future__ import annotations
 
 import logging
+import time
 from enum import Enum
 
 from scarctl.checkpoint.checkpointer import Checkpoints, Stats
@@ -20,7 +21,9 @@ from scarctl.checkpoint.step_end import Moment, Moments
 from scarctl.checkpoint.streams import Streams
 from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.session.parts import Parts
-from scarctl.state.extras import Extras
+from scarctl.state.extras import Extras, Notes
+from scarctl.state.journal import Sample
+from scarctl.state.version import step_of
 from scarctl.util.worker import Worker
 
 log = logging.getLogger("scarctl")
@@ -61,6 +64,7 @@ class Saving:
         self._opening = parts.opening
         self._binding = parts.binding
         self._progress = parts.progress
+        self._journal = parts.journal
         self._gate = parts.gate
         self._together = parts.together
         self._moments = Moments(parts.adapter, self.streams, parts.together)
@@ -162,7 +166,20 @@ class Saving:
     def extras(self, engine: Engine, moment: Moment) -> Extras:
         """Return the extras of the step of `moment`. Call it right before the next step."""
         settled = self._progress.extras(moment)  # first: it may find caveats
-        return engine.extras(settled, self._progress.caveats)
+        self._note_ages(engine, moment.step)
+        caveats, events = tuple(self._progress.caveats), tuple(self._journal)
+        return engine.extras(settled, Notes(caveats=caveats, events=events, samples=self._journal.samples))
+
+    def _note_ages(self, engine: Engine, step: int) -> None:
+        """Keep in the journal how old the copies are. Partitions that equal their copy have no age."""
+        now = time.time()
+        if not self._journal.due(now):
+            return
+        arena = engine.arena
+        changed = arena.distance != 0
+        copied = step_of(arena.newest()[changed]).min(initial=step)
+        durable = step_of(arena.durable[changed | arena.pending()]).min(initial=step)
+        self._journal.sample(Sample(now, step, int(copied), int(durable), self.stats.stall_seconds))
 
     def jumped(self) -> None:
         """Forget kept moments, flushes and names, because a recovery has changed the state."""

@@ -29,14 +29,16 @@ from scarctl.session.origin import Origin
 from scarctl.session.parts import Parts
 from scarctl.session.peers import Alone, Together
 from scarctl.session.progress import Progress
-from scarctl.session.recover import Resumed, check_mode, recover_live, said
+from scarctl.session.recover import Resumed, check_mode, facts, recover_live, said
 from scarctl.session.requests import Requests, answer
 from scarctl.session.resume import Resumption
 from scarctl.session.saving import FLUSH_SECONDS, Ending, Saving
 from scarctl.session.snapshot import came_late, name_state
 from scarctl.session.steps import Steps
 from scarctl.state.caveats import Caveats
+from scarctl.state.journal import Journal
 from scarctl.state.layout import Layout
+from scarctl.store.record import who
 from scarctl.store.snapshot import check_new_snapshot
 from scarctl.theory.rework import Mode
 
@@ -63,6 +65,8 @@ class Session:
         self._adapter = adapter
         self._hooked = hooks == "auto"
         self._hooked_begin = hooks == "begin"
+        self._journal = Journal()
+        self._journal.add("started", 0, process=who())
         self._closed = False
         self._pid = os.getpid()
         self._origin = Origin(self.caveats)
@@ -96,7 +100,7 @@ class Session:
             self._watch = watch_of(adapter, self.caveats)
             undo.pop_all()
         shared = (adapter, settings, self._together, self._gate, self._progress, self._binding, self._opening)
-        parts = Parts(*shared)
+        parts = Parts(*shared, self._journal)
         self._saving = Saving(parts)
         self._steps = Steps(parts, self._requests, self._saving, self._watch, touched)
         self._resumption = Resumption(parts)
@@ -327,6 +331,7 @@ class Session:
             if report.mode == "rollback" and report.step is not None:
                 self._progress.head_step = report.step
                 engine.arena.reach(report.step)
+            self._journal.add("recovered", self.head_step, **facts(report))
             if self.settings.flush_on_signal:
                 self._saving.take()
         return report

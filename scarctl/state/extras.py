@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from scarctl.errors import Corruption
 from scarctl.state.caveats import Caveat, read_caveats
+from scarctl.state.journal import Event, read_events
 
 FILE_POLICY = "scarctl"
 """Field in which `scarctl checkpoint`, which has no session, keeps its `PolicyMemory`."""
@@ -59,6 +60,10 @@ class Notes:
     """Norm of the session's distances, such as "l2"; "" when no session stored it."""
     caveats: tuple[Caveat, ...] = ()
     """Why resuming from this checkpoint may not be exact."""
+    events: tuple[Event, ...] = ()
+    """Starts, resumes and recoveries of the run: see `scarctl.state.journal`."""
+    samples: Any = None
+    """How old copies were over time: `scarctl.state.journal.Journal.samples`; `read_samples` checks it."""
     fits: Any = None
     """Of extrapolating recovery: `scarctl.theory.extrapolation.Fits.to_array`; `from_array` checks it."""
 
@@ -73,6 +78,8 @@ class Notes:
             points=_array(history.get("points")),
             norm=norm if isinstance(norm, str) else "",
             caveats=read_caveats(found.get("caveats")),
+            events=read_events(found.get("events")),
+            samples=_array(found.get("samples")),
             fits=_array(found.get("extrapolation")),
         )
 
@@ -83,13 +90,17 @@ class Notes:
             tree["history"] = {"norm": self.norm, "points": self.points}
         if self.caveats:
             tree["caveats"] = [caveat.to_json() for caveat in self.caveats]
+        if self.events:
+            tree["events"] = [event.to_json() for event in self.events]
+        if self.samples is not None:
+            tree["samples"] = self.samples
         if self.fits is not None:
             tree["extrapolation"] = self.fits
         return tree
 
     def of_part(self, own: Notes) -> Notes:
         """Return these notes of another process, with `own` where they describe one process's part of the state."""
-        return replace(self, points=own.points, norm=own.norm, fits=own.fits)
+        return replace(self, points=own.points, norm=own.norm, samples=own.samples, fits=own.fits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,23 @@ class ShardLog:
             # The writer has continued, and may have collected files that were about to be read.
         raise AssertionError("unreachable")
 
+    def replay(self, most: int) -> Iterator[tuple[Record, Ids, ShardState]]:
+        """Yield the newest records, oldest first: each with the ids of its partitions, and the state after it.
+
+        It is one state, which changes with the next record. most: limit on records. A damaged segment gives no ids.
+        Raises Corruption, also if the writer collects these records meanwhile.
+        """
+        state: ShardState | None = None
+        for record in list(self.records())[-most:]:
+            layout, tail, damage = self._content(record)
+            if state is None or record.base is not None:
+                state = self.state(record.seq)
+            else:
+                state.apply(
+                    record, layout, tail, self.blobs.where(record_path(self.shard, record.seq)), damage
+                )
+            yield record, np.empty(0, np.int64) if tail is None else tail.ids, state
+
     def has_index(self, seq: int) -> bool:
         """Return whether a record has an intact index. Raises FileNotFoundError if there is no such record."""
         return self._index(self.record(seq)) is not None

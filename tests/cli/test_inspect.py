@@ -27,6 +27,7 @@ KEYS = {
     "run",
     "snapshots",
     "caveats",
+    "events",
     "convergence",
 }
 SHARD_KEYS = {

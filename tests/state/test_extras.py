@@ -13,6 +13,7 @@ from scarctl.errors import Corruption
 from scarctl.state import codec
 from scarctl.state.caveats import Caveat
 from scarctl.state.extras import Extras, Notes, PolicyMemory
+from scarctl.state.journal import Event
 
 POINTS = np.array([[0.0, 1.0, 2.5], [1.0, 1.0, 2.0]])
 
@@ -24,13 +25,21 @@ def full() -> Extras:
         following={"rank": 0, "usual": []},
         loop={"epoch": 1, "begun": None, "passes": [], "left": []},
         policy=PolicyMemory(17, 4),
-        notes=Notes(POINTS, "l2", (Caveat("k", "m", inexact=False),), np.zeros((4, 2))),
+        notes=Notes(
+            POINTS,
+            "l2",
+            (Caveat("k", "m", inexact=False),),
+            (Event("started", "2026-01-01T00:00:00+00:00", 0, {"process": "host:1"}),),
+            np.zeros((1, 5)),
+            np.zeros((4, 2)),
+        ),
     )
 
 
 def test_a_tree_has_the_fields_of_the_format_in_their_order() -> None:
     tree = full().to_tree()
-    assert list(tree) == ["early", "late", "next", "loop", "policy", "history", "caveats", "extrapolation"]
+    notes = ["history", "caveats", "events", "samples", "extrapolation"]
+    assert list(tree) == ["early", "late", "next", "loop", "policy", *notes]
     assert tree["policy"] == {"credit": 17, "cursor": 4}
     assert tree["history"]["norm"] == "l2"
     assert tree["caveats"] == [{"kind": "k", "message": "m", "inexact": False}]
@@ -94,7 +103,7 @@ def test_hostile_trees_are_read_or_refused(tree: Any) -> None:
     codec.encode(found.to_tree())
 
 
-def test_notes_of_another_process_keep_its_caveats_only() -> None:
+def test_notes_of_another_process_keep_what_is_of_the_run() -> None:
     mixed = full().notes.of_part(Notes())
-    assert mixed == Notes(caveats=full().notes.caveats)
-    assert mixed.to_tree().keys() == {"caveats"}
+    assert mixed == Notes(caveats=full().notes.caveats, events=full().notes.events)
+    assert mixed.to_tree().keys() == {"caveats", "events"}

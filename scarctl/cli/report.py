@@ -1,0 +1,68 @@
+"""`scarctl report`: write what is known of a store as one HTML file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import click
+
+from scarctl.cli.output import EXIT_OK, EXIT_PARTLY, arena_option, common_options, emit, open_store, warn
+from scarctl.errors import AccessDenied, UsageError
+
+EXAMPLES = """\b
+Examples:
+  scarctl report --store ckpt --output report.html
+  scarctl report --store s3://bucket/run --output report.html --json
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.option(
+    "--output", "-o", required=True, metavar="FILE", help="HTML file to write; an existing one is replaced."
+)
+@arena_option
+@common_options
+def command(store: str, output: str, arena_dir: str | None, as_json: bool, debug: bool) -> int:
+    """Write a page on a store: whether it is safe now, ages over time, failures, what changes, what was restored.
+
+    It is one file for any browser, on screen or paper, and loads nothing. Its data are embedded as JSON. With --json
+    they are also printed.
+    """
+    from scarctl.cli.report_page import page
+    from scarctl.ops.report import gather
+
+    target = Path(output)
+    if target.is_dir() or not target.parent.is_dir():
+        raise UsageError(
+            f"{target} is no place for a file", hint="give a file in an existing folder: report.html"
+        )
+    found = gather(open_store(store), arena_dir)
+    document = found.to_json()
+    _write(target, page(found, document))
+    emit({**document, "output": str(target)}, as_json=as_json, text=f"wrote {target}")
+    if found.damage is None:
+        return EXIT_OK
+    warn(f"the history cannot be shown: {found.damage}; `scarctl verify` says what else is damaged")
+    return EXIT_PARTLY
+
+
+def _write(target: Path, content: str) -> None:
+    """Replace the file in one step. Raises AccessDenied, UsageError (no room)."""
+    try:
+        number, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        try:
+            with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(content)
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(name, 0o666 & ~umask)
+            os.replace(name, target)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except PermissionError:
+        raise AccessDenied(f"{target}: permission denied", hint="nothing was written") from None
+    except OSError as error:
+        raise UsageError(f"{target}: {error.strerror}", hint="nothing was written") from error

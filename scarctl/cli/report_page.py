@@ -1,0 +1,298 @@
+"""Lay out a report as one HTML file: no scripts, nothing from the network, its data embedded as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+from scarctl import __version__
+from scarctl.cli.inspect_view import Table, summary, tables
+from scarctl.cli.output import SCHEMA_VERSION, human_bytes
+from scarctl.cli.report_charts import (
+    LEVELS,
+    MOST_ROWS,
+    Line,
+    Mark,
+    ages,
+    clock,
+    layers_over_time,
+    steps_over_time,
+    text,
+)
+from scarctl.ops.report import Report
+from scarctl.state.journal import Event
+from scarctl.store.saved import describe, parse
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+
+def page(report: Report, data: Mapping[str, Any]) -> str:
+    """Return the HTML document. data: the report's `to_json`, which is embedded."""
+    style = files("scarctl.cli").joinpath("report.css").read_text(encoding="utf-8")
+    parts = [
+        "<!doctype html>",
+        "<html lang='en'><head><meta charset='utf-8'>",
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+        f"<title>scarctl: {text(report.view.url)}</title>",
+        f"<style>{style}</style></head><body>",
+        *_body(report),
+        f"<script type='application/json' id='data'>{_embedded(data)}</script>",
+        "</body></html>",
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def _embedded(data: Mapping[str, Any]) -> str:
+    document = {"schema_version": SCHEMA_VERSION, "command": "report", **data}
+    # Nothing in a script element may look like markup, and these are the characters that begin and end it.
+    plain = json.dumps(document, allow_nan=False, ensure_ascii=True)
+    return plain.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _body(report: Report) -> list[str]:
+    view = report.view
+    made = f"as of {clock(report.made)} UTC, scarctl {text(__version__)}"
+    parts = [f"<h1>{text(view.url)}</h1>", f"<p class='soft'>{made}</p>"]
+    if view.layout is None:
+        return [*parts, _list([("bad", "Nothing is saved yet", "")])]
+    parts += [_cards(report), "<h2>Is it safe now?</h2>", _list(_concerns(report))]
+    parts += [f"<p class='soft'>{text(line)}</p>" for line in summary(view)[1:3]]
+    history = report.history
+    if report.damage is not None:
+        parts.append(f"<p>The history cannot be shown: {text(report.damage)}</p>")
+    parts += _steps(report)
+    if history.layers and history.spans:
+        more = len(history.layers) - MOST_ROWS
+        of = f" The {MOST_ROWS} layers saved most; {more} more are in the data." if more > 0 else ""
+        parts += [
+            "<h2>What changes</h2>",
+            f"<p>Layers that were saved, over time: the darker, the larger the share of the layer.{of} "
+            f"{history.commits} commits wrote {human_bytes(history.bytes)}.</p>",
+            _wide(layers_over_time(history)),
+        ]
+    parts += [
+        "<h2>Ages of all partitions</h2>",
+        _keys(
+            [
+                ("l0", "newest"),
+                *((f"l{n}", "") for n in range(1, LEVELS - 1)),
+                (f"l{LEVELS - 1}", "oldest"),
+                ("never", "never saved"),
+            ]
+        ),
+        _wide(ages(view.staleness)),
+    ]
+    for table in [_layer_table(report), *tables(view)]:
+        if table.rows:
+            parts += [f"<h2>{text(table.title.capitalize())}</h2>", _table(table)]
+    if view.events:
+        parts += ["<h2>Starts and recoveries</h2>", _table(_event_table(view.events))]
+        parts.append(
+            "<p class='soft'>As of the newest checkpoint. Iterations done again: those between the newest step "
+            "that was finished and the step of the resume.</p>"
+        )
+    return parts
+
+
+def _steps(report: Report) -> list[str]:
+    """Return the picture of steps over time: of the run's own samples, or without any, of the store's logs."""
+    samples, points = sorted(report.view.samples), report.history.points
+    if len(samples) > 1:
+        marks = [
+            Mark(moment.timestamp(), _is_failure(event), f"{event.kind} at step {event.step}")
+            for event in report.view.events
+            if (moment := parse(event.at)) is not None
+        ]
+        seconds = [sample.seconds for sample in samples]
+        lines = [
+            Line("newest", "iterations finished", [sample.head for sample in samples]),
+            Line("median", "oldest copy in memory", [sample.copied for sample in samples]),
+            Line("oldest", "oldest copy in the store", [sample.durable for sample in samples]),
+        ]
+        about = "Partitions that equal their copy do not count. Of several ranks, this is the first."
+        stall = f" The session has delayed training for {samples[-1].stall:.3g} s in all."
+    elif points:
+        moments = [(parse(start.at), start) for start in report.history.starts]
+        marks = [
+            Mark(at.timestamp(), start.after_failure, f"a writer began at step {start.step}")
+            for at, start in moments
+            if at is not None
+        ]
+        times = [parse(point.at) for point in points]
+        seconds = [0.0 if at is None else at.timestamp() for at in times]
+        lines = [
+            Line("newest", "newest copy", [point.newest for point in points]),
+            Line("median", "half of the copies", [point.median for point in points]),
+            Line("oldest", "oldest copy", [point.oldest for point in points]),
+        ]
+        about, stall = "Copies in the store, as far back as its logs reach.", ""
+    else:
+        return []
+    keys = [(line.name, line.label) for line in lines]
+    return [
+        "<h2>Steps over time</h2>",
+        f"<p>The band is how far the oldest copy is behind. {about}{stall}</p>",
+        _keys([*keys, ("failure", "failure")]),
+        _wide(steps_over_time(seconds, lines, marks)),
+    ]
+
+
+def _is_failure(event: Event) -> bool:
+    """Return whether an event is a loss: a recovery, or a resume that was not exact."""
+    return event.kind == "recovered" or (event.kind == "resumed" and event.facts.get("exact") is not True)
+
+
+# -- is it safe --------------------------------------------------------------------------------------------------
+
+
+def _cards(report: Report) -> str:
+    view = report.view
+    oldest = int(view.staleness.max(initial=0))
+    never = int((view.saved_step < 0).sum())
+    bound = "at least " if view.age.is_lower_bound else ""
+    sealed = [snapshot.step for snapshot in view.snapshots]
+    cards = [
+        (f"{view.step}{' or later' if view.age.is_lower_bound else ''}", "newest step"),
+        (f"{never} never saved" if never else f"{bound}{oldest} iterations", "age of the oldest copy"),
+        (_ago(report), "since the last save"),
+        (
+            human_bytes(view.usage["bytes"]),
+            f"on disk, for a state of {human_bytes(view.layout.nbytes)}" if view.layout else "on disk",
+        ),
+    ]
+    if sealed:
+        cards.append((f"{len(sealed)}, newest of step {max(sealed)}", "snapshots"))
+    if view.run is not None:
+        cards.append((f"{view.run.lag_steps} iterations", "the store is behind this host's memory"))
+    boxes = "".join(f"<div class='card'><b>{text(value)}</b>{text(name)}</div>" for value, name in cards)
+    return f"<div class='cards'>{boxes}</div>"
+
+
+def _ago(report: Report) -> str:
+    told = describe(report.view.age.saved_at)
+    return told.rpartition(", ")[2].removesuffix(" ago") if ", " in told else "unknown"
+
+
+def _concerns(report: Report) -> list[tuple[str, str, str]]:
+    """Return what is not well, the worst first: (level, what, explanation)."""
+    view, found = report.view, []
+    never = int((view.saved_step < 0).sum())
+    if never:
+        found.append(
+            (
+                "bad",
+                f"{never} of {len(view.saved_step)} partitions were never saved",
+                "losing them loses all of them",
+            )
+        )
+    if view.run is not None and view.run.errors:
+        found.append(
+            ("bad", f"{view.run.errors} attempts to save have failed", "see the log of the run or daemon")
+        )
+    stopped = [str(rank.rank) for rank in view.ranks if rank.alive is False]
+    if view.run is not None and not view.run.alive:
+        found.append(("bad", "The run on this host has stopped", "start the same command again: it resumes"))
+    elif stopped:
+        found.append(
+            ("bad", f"Ranks {', '.join(stopped)} have stopped", "their copies are in memory and in the store")
+        )
+    if view.run is not None and view.run.pending_partitions:
+        found.append(
+            (
+                "warn",
+                f"{view.run.pending_partitions} partitions are not durable yet",
+                "losing this host takes them back to older copies",
+            )
+        )
+    if view.age.is_lower_bound:
+        found.append(
+            ("warn", "No running process on this host says how far the run is", "ages are lower bounds")
+        )
+    if view.note is not None:
+        found.append(("warn", view.note, ""))
+    found += [("warn", caveat.message, "") for caveat in view.caveats]
+    worst = [line for line in view.shards if line.rework.iterations is not None]
+    if worst:
+        most = max(worst, key=lambda line: line.rework.iterations or 0.0)
+        found.append(
+            ("info", f"Losing shard {most.shard} now is predicted to cost {most.rework} iterations", "")
+        )
+    if not any(level in ("bad", "warn") for level, _, _ in found):
+        found.insert(0, ("good", "Everything that was copied is durable, and no caution is known", ""))
+    return found
+
+
+# -- tables ------------------------------------------------------------------------------------------------------
+
+
+def _layer_table(report: Report) -> Table:
+    rows: list[tuple[str, ...]] = [
+        (
+            layer.name,
+            str(layer.partitions),
+            human_bytes(layer.bytes),
+            "never saved" if layer.oldest is None else str(layer.oldest),
+            "unknown" if layer.distance is None else f"{layer.distance:.4g}",
+        )
+        for layer in report.layers
+    ]
+    more = f" (the largest {len(rows)} of {len(rows) + report.more_layers})" if report.more_layers else ""
+    columns = ("layer", "partitions", "bytes", "oldest age", "change since saved")
+    return Table(f"layers{more}", columns, rows, names_first=True)
+
+
+def _event_table(events: Sequence[Event]) -> Table:
+    rows = [(event.kind, clock(event.at), str(event.step), *_told(event)) for event in reversed(events)]
+    columns = ("event", "time (UTC)", "step", "restored", "from", "change", "predicted", "done again")
+    return Table("starts and recoveries", columns, rows, names_first=True)
+
+
+def _told(event: Event) -> tuple[str, ...]:
+    facts = event.facts
+    if event.kind == "started":
+        return "", str(facts.get("process", "")), "", "", ""
+    restored = f"{facts.get('partitions', 'all')}{', exact' if facts.get('exact') is True else ''}"
+    tiers = ", ".join(f"{facts[tier]} {tier}" for tier in ("memory", "peer", "store") if facts.get(tier))
+    low, high = facts.get("low"), facts.get("high")
+    ends = [end for end in (low, high) if isinstance(end, int | float)]
+    predicted = f"{ends[0]:.3g} to {ends[1]:.3g}" if len(ends) == 2 else "unknown"
+    change = facts.get("perturbation")
+    reached = facts.get("reached")
+    again = str(max(0, reached - event.step)) if isinstance(reached, int) else "0"
+    return (
+        restored,
+        tiers,
+        f"{change:.4g}" if isinstance(change, int | float) else "unknown",
+        predicted,
+        again,
+    )
+
+
+def _table(table: Table) -> str:
+    head = "".join(f"<th scope='col'>{text(name)}</th>" for name in table.columns)
+    body = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
+    return _wide(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+
+
+# -- marks -------------------------------------------------------------------------------------------------------
+
+
+def _list(items: Iterable[tuple[str, str, str]]) -> str:
+    lines = [
+        f"<li class='{level}'><b>{text(what)}</b>{': ' + text(why) if why else ''}</li>"
+        for level, what, why in items
+    ]
+    return f"<ul class='list'>{''.join(lines)}</ul>"
+
+
+def _keys(keys: Sequence[tuple[str, str]]) -> str:
+    marks = "".join(f"<span class='key {name}'></span>{text(label)}" for name, label in keys)
+    return f"<p class='soft'>{marks}</p>"
+
+
+def _wide(content: str) -> str:
+    return f"<div class='wide'>{content}</div>"

@@ -1,0 +1,111 @@
+"""Gather what a report shows, as one document of plain values."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from scarctl.errors import Corruption
+from scarctl.ops.survey import survey
+from scarctl.ops.surveyed import Survey
+from scarctl.ops.timeline import Timeline, timeline
+from scarctl.store import Store
+
+MOST_PARTITIONS = 20
+"""Partitions in each list of those at risk."""
+MOST_LAYERS = 200
+"""Layers that are listed: the largest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """All partitions of one group, on all ranks."""
+
+    name: str
+    partitions: int
+    bytes: int
+    oldest: int | None
+    """Age of its oldest copy in iterations; None: a partition was never saved."""
+    distance: float | None
+    """Norm of the change since its copies were saved; None if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A store at one moment, and its recent history."""
+
+    made: str
+    """UTC time, in ISO 8601."""
+    view: Survey
+    history: Timeline
+    damage: str | None
+    """Why the history could not be read; None if it was."""
+    layers: tuple[Layer, ...]
+    """The largest first; at most `MOST_LAYERS`."""
+    more_layers: int
+    """Layers beyond these."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of a document."""
+        return {
+            "made": self.made,
+            "store": self.view.url,
+            "now": {
+                **self.view.to_json(0),
+                "stalest": self.view.stalest(MOST_PARTITIONS),
+            },
+            "layers": [
+                {name: getattr(layer, name) for name in ("name", "partitions", "bytes", "oldest", "distance")}
+                for layer in self.layers
+            ],
+            "more_layers": self.more_layers,
+            "history": {**self.history.to_json(), "damage": self.damage},
+        }
+
+
+def gather(store: Store, arena_dir: str | None) -> Report:
+    """Survey a store, and replay its logs. Raises Corruption, AccessDenied, Unavailable.
+
+    A history that cannot be read is left out, and the report says so: the present state does not need it.
+    """
+    view = survey(store, arena_dir)
+    shards = view.topology.shards if view.topology is not None else store.shards()
+    damage, history = None, Timeline()
+    try:
+        history = timeline(store, shards)
+    except Corruption as error:
+        damage = error.message
+    made = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    layers = _layers(view)
+    return Report(made, view, history, damage, layers[:MOST_LAYERS], max(0, len(layers) - MOST_LAYERS))
+
+
+def _layers(view: Survey) -> tuple[Layer, ...]:
+    layout = view.layout
+    if layout is None:
+        return ()
+    of = layout.group_of(np.arange(layout.partitions))
+    names = list(dict.fromkeys(group.name for group in layout.groups))
+    number = {name: k for k, name in enumerate(names)}
+    which = np.array([number[group.name] for group in layout.groups], dtype=np.int64)[of]
+    count = np.bincount(which, minlength=len(names))
+    nbytes = np.bincount(which, layout.partition_bytes, len(names))
+    oldest = np.zeros(len(names), dtype=np.int64)
+    np.maximum.at(oldest, which, np.where(view.staleness < 0, np.iinfo(np.int64).max, view.staleness))
+    with np.errstate(over="ignore", invalid="ignore"):
+        distance = np.sqrt(np.bincount(which, np.square(view.distance), len(names)))
+    found = [
+        Layer(
+            name,
+            int(count[k]),
+            int(nbytes[k]),
+            None if oldest[k] == np.iinfo(np.int64).max else int(oldest[k]),
+            float(distance[k]) if np.isfinite(distance[k]) else None,
+        )
+        for k, name in enumerate(names)
+        if count[k]
+    ]
+    return tuple(sorted(found, key=lambda layer: -layer.bytes))

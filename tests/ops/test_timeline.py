@@ -1,0 +1,96 @@
+"""The replay of a store's logs: what it had after each record, as reading the store at that record says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import scarctl
+from scarctl.errors import Corruption
+from scarctl.ops.timeline import timeline
+from scarctl.state.version import step_of
+from scarctl.store import Store
+
+
+def trained(folder: Path, *, steps: int, shards: int = 1, seal: bool = True, mode: str = "partial") -> Store:
+    """A store of a run over a table of which each step changes a few rows."""
+    state: dict[str, NDArray[np.float64]] = {"table": np.zeros((64, 8)), "head": np.zeros((4, 8))}
+    session = scarctl.attach(
+        state,
+        store=folder,
+        interval=1,
+        partitioning=scarctl.Partitioning(rows={"table": 4, "head": 4}, shards=shards),
+        settings=scarctl.Settings(daemon=False),
+    )
+    begun = session.resume(mode).step  # type: ignore[arg-type]
+    for step in range(begun, begun + steps):
+        state["table"][step % 64] += 1.0
+        session.step()
+        session.checkpoint(wait=True)
+    session.close(seal=seal)
+    return Store.open(folder)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_the_replay_has_what_the_store_had(tmp_path: Path, shards: int) -> None:
+    store = trained(tmp_path / "store", steps=12, shards=shards)
+    found = timeline(store, store.shards())
+    states = [store.state(shard) for shard in store.shards()]
+    steps = np.concatenate([step_of(state.version) for state in states])
+    last = found.points[-1]
+    assert (last.newest, last.median, last.oldest) == (steps.max(), np.median(steps), steps.min())
+    assert found.commits == sum(r.kind == "commit" for shard in store.shards() for r in store.records(shard))
+    for shard in store.shards():
+        for record, ids, state in store.log(shard).replay(10_000):
+            there = store.state(shard, at=record.seq)
+            assert np.array_equal(state.version, there.version)
+            assert state.whole == there.whole
+            if record.kind == "commit":
+                assert len(ids) == record.partitions
+
+
+def test_layers_are_shown_by_what_was_saved_of_them(tmp_path: Path) -> None:
+    store = trained(tmp_path / "store", steps=12, seal=False)
+    found = timeline(store, store.shards())
+    assert found.layers == ("head", "table") or found.layers == ("table", "head")
+    saved = dict(zip(found.layers, found.saved, strict=True))
+    # The first checkpoint saves everything; after it only the table changes.
+    assert sum(saved["head"]) == pytest.approx(1.0)
+    assert sum(saved["table"]) > 1.0
+    assert len(found.spans) == len(saved["head"])
+
+
+def test_a_start_after_a_kill_is_a_failure_and_one_after_a_close_is_not(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    trained(folder, steps=2)
+    trained(folder, steps=2, seal=False)
+    store = trained(folder, steps=2, seal=False)
+    starts = timeline(store, store.shards()).starts
+    assert [start.after_failure for start in starts][-2:] == [False, True]
+    assert [start.epoch for start in starts] == sorted(start.epoch for start in starts)
+
+
+def test_a_rollback_takes_the_copies_back(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    trained(folder, steps=4)
+    trained(folder, steps=6, seal=False)
+    store = trained(folder, steps=1, seal=False, mode="rollback")
+    steps = step_of(store.state(0).version)
+    last = timeline(store, store.shards()).points[-1]
+    assert (last.newest, last.oldest) == (steps.max(), steps.min()) == (5, 4)
+
+
+def test_a_missing_record_is_named(tmp_path: Path) -> None:
+    store = trained(tmp_path / "store", steps=6, seal=False)
+    middle = sorted((tmp_path / "store" / "shards").glob("*/log/*"))[-3]
+    middle.unlink()
+    with pytest.raises(Corruption):
+        timeline(store.again(), store.shards())
+
+
+def test_an_empty_store_has_no_history(tmp_path: Path) -> None:
+    found = timeline(Store.create(tmp_path / "store"), [])
+    assert (found.points, found.commits, found.layers) == ((), 0, ())
