@@ -163,6 +163,22 @@ def one_run(rank: int, world: int, folder: str, until: int, kinds: Kinds) -> Any
     return train(Path(folder), until, kinds)
 
 
+def stopped_in_backward(rank: int, world: int, folder: str) -> None:
+    """Get SIGTERM in the backward pass of step 5, right before tables are changed."""
+
+    def arm(session: Session) -> None:
+        def stop(_: torch.Tensor) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        def hook(module: torch.nn.Module, args: object, output: object) -> None:
+            if isinstance(module, torch.nn.Linear) and isinstance(output, torch.Tensor):
+                output.register_hook(stop)
+
+        torch.nn.modules.module.register_module_forward_hook(hook)
+
+    train(Path(folder), LAST, "table", at={4: arm})
+
+
 def recovered(rank: int, world: int, folder: str) -> dict[str, Any]:
     """Save everything after step 3; after step 6 rank 1's rows are lost, and come back. Return both states."""
     kept: dict[int, dict[str, Any]] = {}

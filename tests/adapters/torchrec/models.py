@@ -70,6 +70,7 @@ def plan_of(model: Recommender, kind: str) -> ShardingPlan:
         "column": [by_column] * 3,
         "copies": [by_table[0], data_parallel(), by_table[2]],
         "mixed": [by_table[1], row_wise(), by_column],
+        "dense": [table_wise(rank=0, compute_kernel="dense"), row_wise(compute_kernel="dense"), by_table[2]],
     }
     plan = construct_module_sharding_plan(
         model.tables,

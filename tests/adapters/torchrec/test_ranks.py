@@ -14,7 +14,7 @@ pytest.importorskip("torchrec", reason="TorchRec is not installed here: `make fr
 
 JOBS = "tests.adapters.torchrec.jobs"
 PLANS: list[Any] = [
-    *("table", "row", "column", "mixed", "copies"),
+    *("table", "row", "column", "mixed", "copies", "dense"),
     *(["table", "sgd"], ["row", "rowwise"], ["column", "rowwise"]),
 ]
 
@@ -98,6 +98,19 @@ def test_a_rank_killed_after_a_whole_checkpoint_is_not_missed(tmp_path: Path, pl
         assert report["step"] == 5
         assert report["exact"], report["reasons"]
         assert report["last"] == whole[rank]["last"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_sigterm_in_a_backward_pass_loses_nothing(tmp_path: Path) -> None:
+    """Tables and dense parameters are of one step, and the rest of the run is that of an undisturbed one."""
+    whole = launch(f"{JOBS}:one_run", 1, str(tmp_path / "whole"), 8, "table", timeout=100)[0]
+    with pytest.raises(AssertionError, match="rank 0 ended with -15"):
+        launch(f"{JOBS}:stopped_in_backward", 1, str(tmp_path / "stopped"), timeout=100)
+    resumed = launch(f"{JOBS}:one_run", 1, str(tmp_path / "stopped"), 8, "table", timeout=100)[0]
+    assert resumed["step"] in (4, 5)
+    assert resumed["exact"], resumed["reasons"]
+    assert resumed["last"] == whole["last"]
 
 
 @pytest.mark.slow
