@@ -22,7 +22,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick quick test lint types layers unit long oldest optimizers frameworks format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick man quick test lint types layers unit long oldest optimizers frameworks format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
@@ -38,6 +38,7 @@ help:
 	@echo "make oldest   the adapters' tests with the oldest versions of their frameworks, in $(OLDEST): some minutes, most of it set-up"
 	@echo "make optimizers  train with every optimizer of other packages, stop, resume: some minutes, in $(OPTIMIZERS)"
 	@echo "make frameworks  tests with frameworks that have an environment of their own: TorchRec in $(TORCHREC): some minutes"
+	@echo "make man      the manual page, docs/scarctl.1, from what the commands say of their options"
 	@echo "make format   rewrite the sources the way that lint wants them"
 	@echo "make bench    every benchmark, one after the other"
 	@echo "make torture  kill, stop and end training and daemon at random moments: ROUNDS=$(ROUNDS) SEED=$(SEED)"
@@ -113,6 +114,9 @@ frameworks: $(TORCHREC)/.torchrec
 	@# Of TorchRec's own, when it is imported and used.
 	$(TORCHREC)/bin/python -m pytest -n $(WORKERS) -W ignore::DeprecationWarning -W ignore::FutureWarning \
 	    tests/adapters/torchrec
+
+man: $(VENV)/.dev
+	$(BIN)/scarctl help --man > docs/scarctl.1
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

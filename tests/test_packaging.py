@@ -48,7 +48,7 @@ def names(wheel: Path) -> list[str]:
 def test_the_wheel_has_exactly_two_import_roots(wheel: Path) -> None:
     roots = {name.partition("/")[0] for name in names(wheel)}
     (metadata,) = (root for root in roots if root.endswith(".dist-info"))
-    assert roots == ROOTS | {metadata}
+    assert roots == ROOTS | {metadata, metadata.replace(".dist-info", ".data")}
 
 
 def test_the_wheel_is_pure_and_fits_every_python_3(wheel: Path) -> None:
@@ -67,7 +67,15 @@ def test_the_wheel_holds_every_source_file_and_only_those(wheel: Path) -> None:
         for file in (base / root).rglob("*")
         if file.suffix in (".py", ".css") or file.name == "py.typed"
     }
-    assert {name for name in names(wheel) if ".dist-info/" not in name} == sources
+    outside = (".dist-info/", ".data/")
+    assert {name for name in names(wheel) if not any(part in name for part in outside)} == sources
+
+
+def test_the_wheel_installs_the_manual_page(wheel: Path) -> None:
+    (page,) = (name for name in names(wheel) if ".data/" in name)
+    assert page.endswith(".data/data/share/man/man1/scarctl.1")
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.read(page) == (REPOSITORY / "docs" / "scarctl.1").read_bytes()
 
 
 def test_the_adapters_folder_is_no_package() -> None:

@@ -72,7 +72,7 @@ def survey(folder: Path, live: frozenset[str] = frozenset()) -> list[StaleArena]
     Raises AccessDenied if the folder belongs to another user.
     """
     return [
-        arena for path in _folders(folder) if path.name not in live and (arena := _look(path)) is not None
+        arena for path in run_folders(folder) if path.name not in live and (arena := _look(path)) is not None
     ]
 
 
@@ -85,7 +85,7 @@ def reap(folder: Path, *, older_than: float = 0.0) -> list[StaleArena]:
     """
     removed = []
     try:
-        for path in _folders(folder):
+        for path in run_folders(folder):
             if _age(path) >= older_than and (arena := _remove(path)) is not None:
                 log.info("removed the arena of a dead run: %s, %d bytes", path, arena.nbytes)
                 removed.append(arena)
@@ -94,7 +94,7 @@ def reap(folder: Path, *, older_than: float = 0.0) -> list[StaleArena]:
     return removed
 
 
-def _folders(folder: Path) -> Iterator[Path]:
+def run_folders(folder: Path) -> Iterator[Path]:
     """Yield the folders of arenas, in order of their names. Yields nothing without a host folder."""
     if os.path.lexists(folder):
         check_private(folder)

@@ -16,6 +16,7 @@ from scarctl.persist.speed import Speed
 from scarctl.policy.interval import Cadence
 from scarctl.state.caveats import Caveats
 from scarctl.state.version import NEVER, step_of
+from scarctl.util.text import counted
 
 log = logging.getLogger("scarctl")
 
@@ -108,7 +109,8 @@ class Behind:
     def _text(self, lag: int, step: int, speed: Speed | None) -> str:
         turn, interval = self.turn, self._cadence.interval
         text = (
-            f"step {step}: the store is {lag} iterations behind. The whole state should be saved every {turn}. "
+            f"step {step}: the store is {counted(lag, 'iteration')} behind. "
+            f"The whole state should be saved every {turn}. "
             "Newer copies are in this host's memory only, and lost if the host fails."
         )
         period = interval * self._step_seconds if self._step_seconds else None

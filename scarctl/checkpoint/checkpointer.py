@@ -21,6 +21,7 @@ from scarctl.checkpoint.step_end import Moment
 from scarctl.checkpoint.streams import Streams
 from scarctl.errors import Corruption
 from scarctl.state.extras import Extras
+from scarctl.util.text import counted
 from scarctl.util.worker import Job, Worker
 
 log = logging.getLogger("scarctl")
@@ -254,9 +255,9 @@ class Checkpoints:
         if copied.nonfinite.size:
             if not stats.nonfinite_partitions:
                 log.warning(
-                    "step %d: %d partitions are not finite (first: %s); their last good copies are kept",
+                    "step %d: %s not finite (first: %s); the last good copy of each is kept",
                     copied.step,
-                    copied.nonfinite.size,
+                    counted(copied.nonfinite.size, "partition"),
                     engine.layout.name(int(copied.nonfinite[0])),
                 )
             stats.nonfinite_partitions += int(copied.nonfinite.size)

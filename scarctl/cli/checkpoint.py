@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from scarctl.cli.given import refuse
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
@@ -20,7 +21,9 @@ from scarctl.cli.output import (
     shown_url,
     warn,
 )
-from scarctl.config import DEFAULT_FRACTION, DEFAULT_POLICY, POLICIES, Policy, describe, parse_fraction
+from scarctl.cli.units import WholeSize
+from scarctl.config import DEFAULT_FRACTION, DEFAULT_POLICY, POLICIES, Policy, brief, parse_fraction
+from scarctl.util.text import counted
 
 if TYPE_CHECKING:
     from scarctl.ops.checkpoint import Checkpoint
@@ -36,9 +39,9 @@ Examples:
 def state_options(command: Command) -> Command:
     """Add the options that a new store takes, `--dry-run` and `--arena-dir`."""
     options = (
-        click.option("--shards", type=int, help=describe("shards")),
-        click.option("--partition-bytes", type=int, help=describe("partition_bytes")),
-        click.option("--assume-single-writer", is_flag=True, help=describe("assume_single_writer")),
+        click.option("--shards", type=int, metavar="N", help=brief("shards")),
+        click.option("--partition-bytes", type=WholeSize(), metavar="SIZE", help=brief("partition_bytes")),
+        click.option("--assume-single-writer", is_flag=True, help=brief("assume_single_writer")),
         click.option("--dry-run", is_flag=True, help="Print the result of saving; write nothing."),
         arena_option,
     )
@@ -49,9 +52,16 @@ def state_options(command: Command) -> Command:
 
 @click.command(epilog=EXAMPLES)
 @click.argument("state", type=click.Path(path_type=Path))
-@click.option("--step", type=int, required=True, help="Iterations done when STATE was written.")
-@click.option("--fraction", default=str(DEFAULT_FRACTION), help=describe("fraction"))
-@click.option("--policy", type=click.Choice(POLICIES), default=DEFAULT_POLICY, help=describe("policy"))
+@click.option("--step", type=int, required=True, metavar="N", help="Iterations done when STATE was written.")
+@click.option("--fraction", metavar="SHARE", default=str(DEFAULT_FRACTION), help=brief("fraction"))
+@click.option(
+    "--policy",
+    type=click.Choice(POLICIES),
+    default=DEFAULT_POLICY,
+    show_default=True,
+    metavar="NAME",
+    help="What is saved: priority (the largest change per byte), round (in turn), random, or full (everything).",
+)
 @state_options
 @common_options
 def command(
@@ -71,9 +81,11 @@ def command(
     """Save the part of the state file STATE that changed most since it was last saved.
 
     STATE is a .safetensors file, a .pt file with tensors only, or a folder of torch.distributed.checkpoint. The first
-    call creates the store and saves everything; it fixes --shards and --partition-bytes. Values that are not finite
-    never replace a good copy. If there are any, the exit code is 3.
+    call creates the store, fixes --shards and --partition-bytes, and saves everything. Exit code 3: values are not
+    finite; they never replace a good copy.
     """
+    if policy == "full":
+        refuse("fraction", why="has no effect with --policy full, which saves everything")
     return save_state(
         state,
         store=store,
@@ -139,10 +151,10 @@ def save_state(
 
 def _about_nonfinite(done: Checkpoint) -> str:
     if not done.left_out_partitions:
-        return f"{done.nonfinite_partitions} partitions are not finite; they had no copy before, so they are saved"
+        return f"{counted(done.nonfinite_partitions, 'partition')} not finite, without a copy before: saved as they are"
     more = "" if done.left_out_partitions <= len(done.left_out) else ", ..."
     names = ", ".join(done.left_out) + more
-    return f"{done.left_out_partitions} partitions are not finite, their last good copy is kept: {names}"
+    return f"{counted(done.left_out_partitions, 'partition')} not finite, the last good copy is kept: {names}"
 
 
 def _text(done: Checkpoint, store: str, dry_run: bool) -> str:
@@ -150,6 +162,6 @@ def _text(done: Checkpoint, store: str, dry_run: bool) -> str:
     verb = "would save" if dry_run else "saved"
     exact = "; the whole state is of this step" if done.exact else ""
     return (
-        f"step {done.step}: {verb} {done.saved_partitions} of {done.total_partitions} partitions, "
+        f"step {done.step}: {verb} {done.saved_partitions} of {counted(done.total_partitions, 'partition')}, "
         f"{human_bytes(done.saved_bytes)} of {human_bytes(done.total_bytes)} ({share:.1%}), to {store}{exact}"
     )

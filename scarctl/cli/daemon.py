@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scarctl.cli.given import refuse
 from scarctl.cli.output import (
     EXIT_OK,
     arena_option,
@@ -18,7 +19,8 @@ from scarctl.cli.output import (
     output_options,
     timeout_option,
 )
-from scarctl.errors import ScarError, Unavailable, UsageError
+from scarctl.errors import ScarError, Unavailable
+from scarctl.util.text import counted
 
 if TYPE_CHECKING:
     from scarctl.arena.stale import StaleArena
@@ -58,11 +60,8 @@ def command(
     """
     from scarctl.arena.folder import host_folder
 
-    context = click.get_current_context()
-    for name in ("reap", "timeout"):
-        given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if given and action != "stop":
-            raise UsageError(f"--{name} goes with stop, not with {action}")
+    if action != "stop":
+        refuse("reap", "timeout", why=f"goes with stop, not with {action}")
     folder = host_folder(arena_dir)
     if action == "start":
         return _start(folder, as_json)
@@ -101,7 +100,7 @@ def _status(folder: Path, as_json: bool) -> int:
         fields["error"], code = error_fields(missing), missing.exit_code
         if not as_json:
             note(str(missing))
-    lines = [f"daemon {answer['pid']} in {folder}, {len(runs)} runs"] if answer else []
+    lines = [f"daemon {answer['pid']} in {folder}, {counted(len(runs), 'run')}"] if answer else []
     for run in runs:
         lines += _run_lines(run)
     lines += [_stale_line(arena) for arena in stale]
@@ -131,7 +130,7 @@ def _stop(folder: Path, timeout: float, reap_too: bool, as_json: bool) -> int:
     lines += [_stale_line(arena) for arena in stale]
     emit(fields, as_json=as_json, text="\n".join(lines))
     if attached:
-        note(f"{len(attached)} live sessions will start another daemon")
+        note(f"{counted(len(attached), 'live session')} will start another daemon")
     return EXIT_OK
 
 
@@ -183,7 +182,7 @@ def _run_lines(run: RunStatus) -> list[str]:
         f"{head}, step {run['head_step']}, durable {run['durable_step']} (oldest {run['oldest_durable_step']}), "
         f"{describe(run['saved_at'])}, "
         f"queued {human_bytes(run['queued_bytes'])}, {human_bytes(run['bytes_per_second'])}/s, "
-        f"{run['errors']} errors, {len(run['peers'])} peers"
+        f"{counted(run['errors'], 'error')}, {counted(len(run['peers']), 'peer')}"
     ]
     if run["shards"] is not None and 1 < len(run["shards"]) <= _SHARDS_SHOWN:
         steps = (f"{shard['shard']}: {shard['oldest_durable_step']}" for shard in run["shards"])
@@ -221,5 +220,7 @@ def _stale_line(arena: StaleArena) -> str:
     elif arena.durable:
         what = f"step {arena.durable_step}, completely in the store"
     else:
-        what = f"step {arena.head_step}, {arena.pending} partitions are not in the store: resume that run"
-    return f"left by process {arena.pid}: {arena.folder}, {human_bytes(arena.nbytes)}, {what}"
+        what = (
+            f"step {arena.head_step}, {counted(arena.pending, 'partition')} not in the store: resume that run"
+        )
+    return f"{arena.place or arena.folder}: left by process {arena.pid}, {human_bytes(arena.nbytes)}, {what}"

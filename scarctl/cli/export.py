@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
 
 import click
 
+from scarctl.cli.given import refuse
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
@@ -18,6 +17,9 @@ from scarctl.cli.output import (
     options_for,
     warn,
 )
+from scarctl.cli.progress import Progress
+from scarctl.cli.units import WholeSize
+from scarctl.util.text import counted
 
 EXAMPLES = """\b
 Examples:
@@ -26,19 +28,6 @@ Examples:
   scarctl export --store ckpt best.pt --snapshot best --format pt
   scarctl export --store ckpt best-dcp --snapshot best --format dcp
 """
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
-
-class _Size(click.ParamType[Any]):
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(value).lower())
-        if match is None or (match[3] and not match[2]):
-            self.fail(f"{value!r} is no size: write 5GB, 500MB or 2GiB", param, ctx)
-        unit = _BINARY[match[2]] if match[3] else _UNITS[match[2]]
-        return int(float(match[1]) * unit)
 
 
 @click.command(epilog=EXAMPLES)
@@ -58,7 +47,7 @@ class _Size(click.ParamType[Any]):
 )
 @click.option(
     "--max-shard-size",
-    type=_Size(),
+    type=WholeSize(),
     default="5GB",
     show_default=True,
     metavar="SIZE",
@@ -82,6 +71,8 @@ def command(
     """
     from scarctl.ops.export import ExportSettings, export
 
+    if form == "pt":
+        refuse("max_shard_size", why="splits safetensors and DCP; a .pt file is one file")
     done = export(
         ExportSettings(
             store=store,
@@ -90,7 +81,8 @@ def command(
             snapshot=snapshot,
             format=form,
             max_shard_bytes=max_shard_size,
-        )
+        ),
+        progress=Progress("exported"),
     )
     for problem in done.problems:
         warn(problem)
@@ -102,7 +94,8 @@ def command(
     emit(
         {**done.to_json(), "format": form, "snapshot": snapshot},
         as_json=as_json,
-        text=f"wrote {done.tensors} tensors, {human_bytes(done.bytes)}, to {output} ({len(done.files)} files): {label}",
+        text=f"wrote {counted(done.tensors, 'tensor')}, {human_bytes(done.bytes)}, to {output} "
+        f"({counted(len(done.files), 'file')}): {label}",
     )
     if done.degraded:
         note("exit code 3: the newest copy of something is damaged, an older one was taken")

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from scarctl.cli.given import refuse
 from scarctl.cli.output import EXIT_OK, Seconds, arena_option, common_options, emit, open_store
 
 EXAMPLES = """\b
@@ -69,13 +70,16 @@ def command(
     """
     from scarctl.ops.survey import survey
 
+    if not follow:
+        refuse("every", why="goes with --watch")
+    if not as_json:
+        refuse("limit", why="goes with --json: tables show the partitions at most risk")
     opened = open_store(store)
     on_screen = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     if follow:
         from scarctl.cli.watch import watch
 
-        given = click.get_current_context().get_parameter_source("limit")
-        if given is click.core.ParameterSource.DEFAULT:
+        if click.get_current_context().get_parameter_source("limit") is click.core.ParameterSource.DEFAULT:
             limit = 0
         watch(lambda: survey(opened, arena_dir), every, as_json=as_json, on_screen=on_screen, limit=limit)
         return EXIT_OK

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.cli.output import human_bytes
+from scarctl.cli.output import human_bytes, stdout_takes
 from scarctl.ops.surveyed import RankLine, ShardLine, Survey
 from scarctl.store.saved import describe
+from scarctl.util.text import counted
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -25,6 +26,8 @@ PARTITION = ("partition", "shard", "saved", "staleness", "distance")
 # A level has a colour and a shape of its own: readable without colours too.
 LEVELS = (("·", "green"), ("░", "cyan"), ("▒", "yellow"), ("▓", "dark_orange"), ("█", "red"))
 NEVER = ("!", "bold magenta")
+PLAIN = ".:+%#"
+"""Shapes of the levels for a terminal that shows ASCII only."""
 MAX_LINES = 12
 """Of the heatmap, without its legend."""
 
@@ -73,8 +76,8 @@ def line(view: Survey) -> str:
     parts = [_step(view)]
     if view.run is not None:
         parts.append(
-            f"{view.run.pending_partitions} of {view.layout.partitions} partitions not durable yet, "
-            f"the oldest copied {view.run.lag_steps} steps ago"
+            f"{view.run.pending_partitions} of {counted(view.layout.partitions, 'partition')} not durable yet, "
+            f"the oldest copied {counted(view.run.lag_steps, 'step')} ago"
             if view.run.pending_partitions
             else "all that was copied is durable"
         )
@@ -86,7 +89,7 @@ def line(view: Survey) -> str:
         f"{human_bytes(view.usage['bytes'])} on disk",
     ]
     if view.run is not None:
-        parts.append(f"{view.run.errors} errors")
+        parts.append(counted(view.run.errors, "error"))
     return ", ".join(parts)
 
 
@@ -100,10 +103,11 @@ def summary(view: Survey) -> list[str]:
     usage = view.usage
     bound = "; no running process says how far the run is, so ages are lower bounds"
     lines = [
-        f"store {view.url}: {_step(view)}, {view.layout.partitions} partitions, {human_bytes(view.layout.nbytes)}",
+        f"store {view.url}: {_step(view)}, {counted(view.layout.partitions, 'partition')}, "
+        f"{human_bytes(view.layout.nbytes)}",
         f"{describe(view.age.saved_at)}{bound if view.age.is_lower_bound else ''}",
         f"on disk {human_bytes(usage['bytes'])}, of which live {human_bytes(usage['live_bytes'])}; "
-        f"{usage['segments']} segments, {usage['records']} records",
+        f"{counted(usage['segments'], 'segment')}, {counted(usage['records'], 'record')}",
     ]
     if view.snapshots:
         named = [f"{snapshot.name} (step {snapshot.step})" for snapshot in view.snapshots[:TOP]]
@@ -118,7 +122,9 @@ def summary(view: Survey) -> list[str]:
     known = [change for change in expected if change is not None]
     if 1 < len(expected) == len(known):
         mean = math.sqrt(sum(change * change for change in known) / len(known))
-        lines.append(f"expected change if one of {len(known)} shards is lost at random: {mean:.4g}")
+        lines.append(
+            f"expected change if one of {counted(len(known), 'shard')} is lost at random: {mean:.4g}"
+        )
     return lines
 
 
@@ -130,16 +136,16 @@ def _processes(view: Survey) -> list[str]:
             return []
         return [
             f"run on this host: process {run.pid} ({_alive(run.alive)}), step {run.head_step}, "
-            f"{run.pending_partitions} partitions not durable yet, {run.errors} errors"
+            f"{counted(run.pending_partitions, 'partition')} not durable yet, {counted(run.errors, 'error')}"
         ]
-    lines = [f"{topology.world} ranks, since epoch {topology.epoch}; one shard each"]
+    lines = [f"{counted(topology.world, 'rank')}, since epoch {topology.epoch}; one shard each"]
     if run is not None:
         here = [rank for rank in view.ranks if rank.alive is not None]
         dead = [str(rank.rank) for rank in here if not rank.alive]
         stopped = f"; stopped: rank {', '.join(dead)}" if dead and run.alive else ""
         lines.append(
             f"ranks on this host: {len(here) - len(dead)} of {len(here)} alive{stopped}, "
-            f"{run.pending_partitions} partitions not durable yet, {run.errors} errors"
+            f"{counted(run.pending_partitions, 'partition')} not durable yet, {counted(run.errors, 'error')}"
         )
     held = [other for other in view.others if not other.retired]
     if held:
@@ -158,7 +164,8 @@ def _convergence(view: Survey) -> str:
     if fit["c"] is None:
         return f"no rework estimate yet: {fit['reason']}"
     low, high = fit["c_interval"]
-    return f"convergence: c = {fit['c']:.4g} ({low:.4g} to {high:.4g}) per iteration, from {fit['points']} points"
+    points = counted(fit["points"], "point")
+    return f"convergence: c = {fit['c']:.4g} ({low:.4g} to {high:.4g}) per iteration, from {points}"
 
 
 # -- the tables --------------------------------------------------------------------------------------------------
@@ -241,7 +248,7 @@ def _drawn(table: Table) -> RenderableType:
 
     drawn = RichTable(title=table.title, title_justify="left", box=None, pad_edge=False)
     for k, name in enumerate(table.columns):
-        drawn.add_column(name, justify="left" if k == 0 and table.names_first else "right")
+        drawn.add_column(name, overflow="fold", justify="left" if k == 0 and table.names_first else "right")
     for row in table.rows:
         drawn.add_row(*map(Text, row))
     return drawn
@@ -257,6 +264,9 @@ def heatmap(staleness: NDArray[np.int64], width: int) -> list[Text]:
     """
     from rich.text import Text
 
+    levels: tuple[tuple[str, str], ...] = LEVELS
+    if not stdout_takes("".join(shape for shape, _ in LEVELS)):
+        levels = tuple((shape, colour) for shape, (_, colour) in zip(PLAIN, LEVELS, strict=True))
     width = max(width, 10)
     count = len(staleness)
     per_cell = max(1, -(-count // (width * MAX_LINES)))
@@ -266,19 +276,19 @@ def heatmap(staleness: NDArray[np.int64], width: int) -> list[Text]:
     cells = np.maximum.reduceat(stale, np.arange(0, count, per_cell)) if count else stale
     known = cells[cells != worst]
     top = int(known.max(initial=0))
-    level = np.where(cells == worst, 0, cells) * len(LEVELS) // (top + 1)
+    level = np.where(cells == worst, 0, cells) * len(levels) // (top + 1)
     lines = []
     for first in range(0, len(cells), width):
         row = Text()
         for value, at in zip(
             cells[first : first + width].tolist(), level[first : first + width].tolist(), strict=True
         ):
-            character, style = NEVER if value == worst else LEVELS[at]
+            character, style = NEVER if value == worst else levels[at]
             row.append(character, style=style)
         lines.append(row)
-    legend = Text(f"staleness, {per_cell} partition{'s' if per_cell > 1 else ''} per cell: ")
-    for k, (character, style) in enumerate(LEVELS):
-        low, high = -(-k * (top + 1) // len(LEVELS)), -(-(k + 1) * (top + 1) // len(LEVELS)) - 1
+    legend = Text(f"staleness, {counted(per_cell, 'partition')} per cell: ")
+    for k, (character, style) in enumerate(levels):
+        low, high = -(-k * (top + 1) // len(levels)), -(-(k + 1) * (top + 1) // len(levels)) - 1
         if low <= high:
             legend.append(character, style=style).append(
                 f" {low}" if low == high else f" {low}-{high}"

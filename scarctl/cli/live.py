@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from scarctl.cli.groups import Group
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
@@ -21,6 +22,7 @@ from scarctl.cli.output import (
     warn,
 )
 from scarctl.cli.recover import cost_lines
+from scarctl.util.text import counted
 
 if TYPE_CHECKING:
     from scarctl.ops.live import LiveCheckpoint, LiveRanks
@@ -33,7 +35,7 @@ Examples:
 """
 
 
-@click.group(epilog=EXAMPLES)
+@click.group(cls=Group, epilog=EXAMPLES)
 def command() -> None:
     """Ask the session that runs on this host to save, or to restore lost parts in place.
 
@@ -76,12 +78,13 @@ def report_saved(
     exact = "; the whole state is of this step" if done["exact"] else ""
     who = f"process {done['pid']}"
     if "ranks" in done:
-        who = f"{len(done['ranks'])} of {done['world']} ranks"
+        who = f"{len(done['ranks'])} of {counted(done['world'], 'rank')}"
     emit(
         {**done, "live": True, "full": full},
         as_json=as_json,
         text=f"step {done['step']}: {who} saved {done['saved_partitions']} of "
-        f"{done['total_partitions']} partitions, {human_bytes(done['saved_bytes'])}, to {shown_url(url)}{exact}",
+        f"{counted(done['total_partitions'], 'partition')}, {human_bytes(done['saved_bytes'])}, "
+        f"to {shown_url(url)}{exact}",
     )
     if not full or done["exact"]:
         return EXIT_OK
@@ -130,12 +133,16 @@ def recover(
     for reason in report["problems"]:
         warn(reason)
     partitions, nbytes = (sum(rank[i] for rank in ranks) for i in range(2))
-    lines = [f"restored {partitions} partitions, {human_bytes(nbytes)}, in place, after step {done['step']}"]
+    lines = [
+        f"restored {counted(partitions, 'partition')}, {human_bytes(nbytes)}, in place, after step {done['step']}"
+    ]
     cost = Cost(Rework(**report["rework"]), report["rollback_steps"], report["reason"])
     lines += cost_lines(cost, report["mode"])
     if len(ranks) > 1:
         lines += [
-            f"  rank {r}: {count} partitions, {human_bytes(n)}" for r, (count, n) in enumerate(ranks) if count
+            f"  rank {r}: {counted(count, 'partition')}, {human_bytes(n)}"
+            for r, (count, n) in enumerate(ranks)
+            if count
         ]
     fields = {
         **report,

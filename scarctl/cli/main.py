@@ -12,7 +12,15 @@ from typing import Any, NoReturn
 import click
 
 from scarctl import __version__
-from scarctl.cli.output import EXIT_RUN_FAILED, EXIT_SIGNAL, logging_to_stderr, report_error, signals
+from scarctl.cli.groups import Group
+from scarctl.cli.output import (
+    EXIT_RUN_FAILED,
+    EXIT_SIGNAL,
+    logging_to_stderr,
+    plain_streams,
+    report_error,
+    signals,
+)
 from scarctl.config import KNOWN_NAMES, STORAGE_OPTIONS, VERBS, read_file, storage_options
 from scarctl.config.environment import OF_EACH_COMMAND, warn_of_unread
 from scarctl.errors import UsageError
@@ -32,8 +40,12 @@ COMMANDS = {
     "run": "Run a command whose sessions save through the host's daemon.",
     "simulate": "Fail runs of a workload, and show how many iterations that costs.",
     "snapshot": "Create, list and delete whole states that are kept under a name.",
+    "status": "Show what is not well, worst first, and what to do next.",
     "verify": "Check every record, segment and checksum of a store.",
 }
+
+ABOUT = {"help": "Show the help of a command.", "version": "Show the versions of scarctl and Python."}
+"""Commands about scarctl. They take no settings."""
 
 GROUPS = {"live": ("checkpoint", "recover"), "snapshot": ("create", "delete", "list")}
 """Commands that have commands of their own."""
@@ -88,13 +100,17 @@ Exit codes:
 """
 
 
-class LazyGroup(click.Group):
+class LazyGroup(Group):
     """A group that imports a command when it is needed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return sorted(COMMANDS | ABOUT)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in ABOUT:
+            from scarctl.cli import about
+
+            return about.version if cmd_name == "version" else about.help_
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"scarctl.cli.{cmd_name}").command
@@ -121,7 +137,7 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl(sorted((COMMANDS | ABOUT).items()))
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write_paragraph()
@@ -140,6 +156,7 @@ class LazyGroup(click.Group):
         arguments = list(sys.argv[1:] if args is None else args)
         prog_name = prog_name or "scarctl"
         self._main_shell_completion(extra, prog_name, complete_var)
+        plain_streams()
         try:
             with signals(), logging_to_stderr():
                 warn_of_unread(os.environ)
@@ -224,12 +241,14 @@ def _name_variables(command: click.Command, name: str) -> None:
 
 
 def _command_of(arguments: Sequence[str]) -> str | None:
-    """Return the command's name, read without the parser: the error may be the parser's own."""
-    at = next((i for i, word in enumerate(arguments) if word in COMMANDS), None)
-    if at is None:
+    """Return the command's name, read without the parser: the error may be the parser's own.
+
+    It comes first, because scarctl itself has no options that precede a command.
+    """
+    name = arguments[0] if arguments else ""
+    if name not in COMMANDS:
         return None
-    name = arguments[at]
-    part = next((word for word in arguments[at + 1 :] if word in GROUPS.get(name, ())), None)
+    part = next((word for word in arguments[1:] if word in GROUPS.get(name, ())), None)
     return name if part is None else f"{name} {part}"
 
 

@@ -6,6 +6,7 @@ With `--json` exactly one document goes to stdout, also if the command fails:
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from scarctl.config import describe, read_file, storage_options
+from scarctl.cli.completion import complete_store
+from scarctl.config import brief, read_file, storage_options
 from scarctl.errors import ScarError
 from scarctl.util.text import printable, printable_lines
 
@@ -67,8 +69,20 @@ class Seconds(click.FloatRange):
 
 def common_options(command: Command) -> Command:
     """Add the options of every command on a store: `--store`, `--json`, `--debug`."""
-    store = click.option("--store", required=True, metavar="URL", help=describe("store"))
-    return store(output_options(command))
+    return store_option(required=True)(output_options(command))
+
+
+def store_option(
+    name: str = "--store", *, required: bool = False, about: str = ""
+) -> Callable[[Command], Command]:
+    """Add `--store`, or an option like it. A shell completes it with folders that hold a store."""
+    return click.option(
+        *name.split(),
+        required=required,
+        metavar="URL",
+        help=about or brief("store"),
+        shell_complete=complete_store,
+    )
 
 
 def output_options(command: Command) -> Command:
@@ -80,7 +94,7 @@ def output_options(command: Command) -> Command:
 
 def arena_option(command: Command) -> Command:
     """Add `--arena-dir`."""
-    return click.option("--arena-dir", metavar="DIR", help=describe("arena_dir"))(command)
+    return click.option("--arena-dir", metavar="DIR", help=brief("arena_dir"))(command)
 
 
 def recovery_options(command: Command) -> Command:
@@ -89,15 +103,15 @@ def recovery_options(command: Command) -> Command:
         "--max-rework",
         type=click.FloatRange(min=0),
         metavar="N",
-        help="Refuse, and change nothing, if the predicted cost exceeds N iterations or is unknown.",
+        help="Refuse if the predicted cost exceeds N iterations or is unknown.",
     )
     lost = click.option(
         "--lost",
         required=True,
         multiple=True,
         metavar="SPEC",
-        help="Lost shards (shard:2,5), ranks (rank:1,3), name patterns ('layers.3.*', 'emb.weight[0:512]'), or all. "
-        "A number alone is a shard of one process, or a rank of several. May be repeated.",
+        help="Lost shards (2,5), ranks (rank:1,3), names ('layers.3.*', 'emb.weight[0:512]'), or all; may be repeated. "
+        "Among ranks, a number alone is a rank.",
     )
     return lost(max_rework(command))
 
@@ -128,7 +142,7 @@ def shown_url(url: str) -> str:
 def timeout_option(about: str, *, default: float = 60.0) -> Callable[[Command], Command]:
     """Add `--timeout`."""
     return click.option(
-        "--timeout", type=Seconds(), default=default, show_default=True, metavar="SECONDS", help=about
+        "--timeout", type=Seconds(), default=default, show_default=True, metavar="SEC", help=about
     )
 
 
@@ -142,26 +156,56 @@ def emit(fields: Mapping[str, Any], *, as_json: bool, text: str = "") -> None:
         }
         text = json.dumps(document, allow_nan=False)
     if text:
-        # A name may contain bytes that stdout's encoding cannot represent, which must not end the command.
-        data = (printable_lines(text) + "\n").encode(sys.stdout.encoding or "utf-8", "backslashreplace")
-        click.echo(data, nl=False)
+        say(printable_lines(text), err=False)
+
+
+def say(text: str, *, err: bool = True) -> None:
+    """Write lines to stderr, or stdout. Characters that its encoding cannot represent are escaped.
+
+    click would write UTF-8 to a terminal that takes ASCII only.
+    """
+    encoding = (sys.stderr if err else sys.stdout).encoding or "utf-8"
+    click.echo((text + "\n").encode(encoding, "backslashreplace"), err=err, nl=False)
+
+
+def plain_streams() -> None:
+    """Escape characters that stdout and stderr cannot represent. With LC_ALL=C that is everything but ASCII.
+
+    Python writes UTF-8 in the locale C, which a terminal that has asked for C may not show.
+    """
+    environ = os.environ
+    ascii_only = environ.get("LC_ALL") in ("C", "POSIX") and not (
+        environ.get("PYTHONIOENCODING") or environ.get("PYTHONUTF8")
+    )
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="ascii" if ascii_only else None, errors="backslashreplace")
+
+
+def stdout_takes(text: str) -> bool:
+    """Return whether stdout's encoding can represent `text`."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def warn(message: str) -> None:
     """Write a warning to stderr."""
-    click.echo(f"scarctl: warning: {printable(message)}", err=True)
+    say(f"scarctl: warning: {printable(message)}")
 
 
 def note(message: str) -> None:
     """Write a message to stderr."""
-    click.echo(f"scarctl: {printable(message)}", err=True)
+    say(f"scarctl: {printable(message)}")
 
 
 class _ToStderr(logging.Handler):
     """Show the library's log as messages of the command."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        click.echo(f"scarctl: {record.levelname.lower()}: {printable(record.getMessage())}", err=True)
+        say(f"scarctl: {record.levelname.lower()}: {printable(record.getMessage())}")
 
 
 @contextmanager
@@ -185,6 +229,11 @@ def human_bytes(count: int) -> str:
             break
         size /= 1024
     return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def in_iterations(amount: object) -> str:
+    """Return an amount that is a number, or a number with an interval, in iterations: "1 iteration"."""
+    return f"{amount} iteration{'' if str(amount) == '1' else 's'}"
 
 
 @contextmanager
@@ -230,19 +279,22 @@ def report_error(error: BaseException, *, command: str | None, as_json: bool, de
     if isinstance(error, BrokenPipeError):
         _drop_stdout()
         return code
-    kind, message, hint = _describe(error)
+    kind, message, hint = _brief(error)
     if debug:
-        click.echo(printable_lines("".join(traceback.format_exception(error))), err=True, nl=False)
+        say(printable_lines("".join(traceback.format_exception(error)).rstrip("\n")))
     if as_json:
         fields = {"kind": kind, "message": message, "hint": hint, "exit_code": code}
         document = {"schema_version": SCHEMA_VERSION, "command": command, "error": fields}
-        click.echo(json.dumps(document, ensure_ascii=True))
+        try:
+            click.echo(json.dumps(document, ensure_ascii=True))
+        except BrokenPipeError:
+            _drop_stdout()
     elif isinstance(error, click.exceptions.NoArgsIsHelpError):
-        click.echo(printable_lines(message), err=True)
+        say(printable_lines(message))
     else:
-        click.echo(f"{' '.join(filter(None, ['scarctl', command]))}: {printable_lines(message)}", err=True)
+        say(f"{' '.join(filter(None, ['scarctl', command]))}: {printable_lines(message)}")
         if hint:
-            click.echo(f"  {hint}", err=True)
+            say(f"  {hint}")
     return code
 
 
@@ -251,14 +303,16 @@ def error_fields(error: ScarError) -> dict[str, Any]:
     return {"kind": error.kind, "message": error.message, "hint": error.hint, "exit_code": error.exit_code}
 
 
-def _describe(error: BaseException) -> tuple[str, str, str]:
+def _brief(error: BaseException) -> tuple[str, str, str]:
     """Return (kind, message, hint) of an exception."""
     if isinstance(error, ScarError):
         return error.kind, error.message, error.hint
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
         hint = f"see `{context.command_path} --help`" if context else "see `scarctl --help`"
-        return "usage", error.format_message(), hint
+        if isinstance(error, click.exceptions.NoArgsIsHelpError):
+            return "usage", error.format_message(), hint
+        return "usage", " ".join(error.format_message().split()), hint
     if isinstance(error, Terminated):
         return (
             "signal",

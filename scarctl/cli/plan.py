@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from scarctl.cli.output import EXIT_OK, emit, open_store, output_options
+from scarctl.cli.output import EXIT_OK, emit, open_store, output_options, store_option
+from scarctl.cli.units import Given, Size, Time
 from scarctl.errors import NoIntactCopy, UsageError
+from scarctl.util.text import counted
 
 if TYPE_CHECKING:
     from scarctl.store.run_pace import Pace
@@ -18,14 +19,10 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\b
 Examples:
-  scarctl plan --state-bytes 120GB --step-time 0.8 --bandwidth 2GB --mtbf 6h --shards 16
-  scarctl plan --from ckpt --bandwidth 500MB --mtbf 2d
-  scarctl plan --from ckpt --bandwidth 500MB --mtbf 2d --gain 0.25 --json
+  scarctl plan --state-bytes 120GB --step-time 800ms --bandwidth 2GB --mtbf 6h
+  scarctl plan --from ckpt --step-time 0.5 --bandwidth 500MB --mtbf 2d --json
 """
 
-_UNITS = {unit: 1000**k for k, unit in enumerate(("", "k", "m", "g", "t", "p"))}
-_BINARY = {unit: 1024**k for k, unit in enumerate(("", "k", "m", "g", "t", "p"))}
-_TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _TITLES = {
     "nothing": "saving nothing",
     "full": "full checkpoints, training waits",
@@ -34,98 +31,64 @@ _TITLES = {
 }
 
 
-class _Bytes(click.ParamType[float]):
-    name = "bytes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        match = re.fullmatch(
-            r"\s*([\d.]+(?:e[+-]?\d+)?)\s*([kmgtp]?)(i?)b?(?:/s)?\s*", str(value), re.IGNORECASE
-        )
-        number = _number(match[1]) if match else math.nan
-        if match is None or not 0 < number < math.inf or (match[3] and not match[2]):
-            self.fail(f"{value!r} is not a number of bytes above 0, such as 1.5GB or 800MiB", param, ctx)
-        unit: int = (_BINARY if match[3] else _UNITS)[match[2].lower()]
-        return number * unit
-
-
-class _Time(click.ParamType[float]):
-    name = "time"
-
-    def __init__(self, *, zero: bool = False) -> None:
-        self._zero = zero
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        match = re.fullmatch(r"\s*([\d.]+(?:e[+-]?\d+)?)\s*(ms|min|s|m|h|d|)\s*", str(value), re.IGNORECASE)
-        number = _number(match[1]) if match else math.nan
-        if match is None or not (0 <= number < math.inf if self._zero else 0 < number < math.inf):
-            self.fail(f"{value!r} is not a time, such as 0.5, 90s, 30m, 6h or 2d", param, ctx)
-        return number * _TIMES[match[2].lower()]
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
 @click.command(epilog=EXAMPLES)
-@click.option("--state-bytes", type=_Bytes(), help="Size of parameters and moments together.")
-@click.option("--step-time", type=_Time(), help="Duration of an iteration.")
+@click.option("--state-bytes", type=Size(), help="Size of parameters and moments.")
+@click.option("--step-time", type=Time(), help="Duration of an iteration.")
 @click.option(
     "--bandwidth",
-    type=_Bytes(),
+    type=Size(per_second=True),
     required=True,
-    help="Bytes per second that the store takes, over all shards; `scarctl doctor` measures it.",
+    help="Bytes per second of the store; `scarctl doctor` measures it.",
 )
 @click.option(
     "--mtbf",
-    type=_Time(),
+    type=Time(),
     required=True,
-    help="Mean time between two failures of the job.",
+    help="Mean time between failures of the job.",
 )
 @click.option(
     "--shards",
     type=click.IntRange(min=1),
-    help="Number of parts of the state. A failure loses one.",
+    metavar="N",
+    help="Parts of the state; a failure loses one.",
 )
-@click.option(
-    "--from", "source", metavar="STORE", help="Store from which to take options that are not given."
-)
+@store_option("--from source", about="Store that has the options not given.")
 @click.option(
     "--restart",
-    type=_Time(zero=True),
+    type=Time(zero=True),
     default="60s",
     show_default=True,
-    help="Time to replace failed machines, before anything is restored.",
+    help="Time to replace failed machines.",
 )
 @click.option(
     "--gain",
     type=float,
     default=1.0,
     show_default=True,
-    help="Squared perturbation of priority at 1/8, relative to round; `scarctl simulate` shows both.",
+    metavar="X",
+    help="Squared perturbation of priority at 1/8, relative to round.",
 )
 @click.option(
     "--convergence",
     type=float,
     default=1.0,
     show_default=True,
-    help="Factor per iteration by which the distance to the optimum shrinks (the paper's c).",
+    metavar="C",
+    help="Shrinking of the distance to the optimum, per iteration.",
 )
 @click.option(
     "--memory-bandwidth",
-    type=_Bytes(),
+    type=Size(per_second=True),
     default="4GB",
     show_default=True,
-    help="Bytes per second at which one shard's checkpoint is compared and copied.",
+    help="Bytes per second of comparing and copying a shard.",
 )
 @click.option(
     "--duration",
-    type=_Time(),
+    type=Time(),
     default="24h",
     show_default=True,
-    help="Duration of training without failures. It matters only for a run without checkpoints.",
+    help="Duration of training without failures.",
 )
 @output_options
 def command(
@@ -145,8 +108,8 @@ def command(
 ) -> int:
     """Recommend how often to save how much of the state, and report whether partial checkpoints pay.
 
-    Four ways are compared, each at its best, by the cost of failures in an hour of training: time for saving, for
-    rework and for restarts. An option takes precedence over the store of --from. docs/theory.md has the model.
+    Four ways are compared, each at its best, by the time that saving, rework and restarts take in an hour of training.
+    Options take precedence over the store of --from. docs/theory.md has the model.
     """
     from scarctl.theory.job_cost import Job, advise
 
@@ -268,7 +231,7 @@ def _finite(value: float) -> float | None:
 
 def _text(job: Job, advice: Advice, known: Pace | None, stored: _Stored | None) -> str:
     lines = [
-        f"{_size(job.state_bytes)} in {job.shards} shard{'s' if job.shards > 1 else ''}, "
+        f"{_size(job.state_bytes)} in {counted(job.shards, 'shard')}, "
         f"an iteration takes {_time(job.step_seconds)}, the store takes {_size(job.bandwidth)}/s, "
         f"a failure every {_time(job.mtbf)}"
     ]
@@ -276,8 +239,9 @@ def _text(job: Job, advice: Advice, known: Pace | None, stored: _Stored | None) 
         used = _used_fraction(known, stored)
         now = "the log does not show the interval of checkpoints"
         if known.interval is not None and used is not None:
-            now = f"so far {used:.3g} of the state is saved every {known.interval} iterations"
-        lines.append(f"{stored.partitions} partitions; {now}")
+            every = "iteration" if known.interval == 1 else f"{known.interval} iterations"
+            now = f"so far {used:.3g} of the state is saved every {every}"
+        lines.append(f"{counted(stored.partitions, 'partition')}; {now}")
     columns = ("seconds per hour of training", "saves", "every", "dump", "rework", "restart", "total")
     rows: list[tuple[str, ...]] = [columns]
     for way in advice.ways:
@@ -308,7 +272,10 @@ def _verdict(job: Job, advice: Advice) -> list[str]:
         lines = [f"SCAR does not pay here. Use instead: {_TITLES[rival.name]}"]
         if rival.fraction is not None:
             lines[0] += f", every {_time(rival.interval)}"
-        lines[0] += f" ({_saves(advice) * -1:.1f} s per hour less)."
+        less = -_saves(advice)
+        lines[0] += (
+            f" ({less:.1f} s per hour less)." if math.isfinite(less) else " (the other never finishes)."
+        )
         if job.shards == 1:
             lines.append("With one shard a failure loses everything, so partial recovery is impossible.")
         return lines
@@ -349,7 +316,9 @@ def _share(fraction: float) -> str:
 
 
 def _size(nbytes: float) -> str:
-    """Format bytes in decimal units, in which options are usually given and storage is sold."""
+    """Format bytes in the unit that was given, otherwise in decimal units, in which storage is sold."""
+    if isinstance(nbytes, Given) and nbytes.text:
+        return nbytes.text
     for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:,.0f} {unit}"
@@ -357,6 +326,8 @@ def _size(nbytes: float) -> str:
 
 
 def _time(seconds: float) -> str:
+    if isinstance(seconds, Given) and seconds.text:
+        return seconds.text
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from scarctl.cli.output import EXIT_OK, common_options, emit, human_bytes, note, open_store
+from scarctl.cli.given import refuse
+from scarctl.cli.output import EXIT_OK, common_options, emit, human_bytes, note, open_store, say
 from scarctl.errors import UsageError
+from scarctl.util.text import counted
 
 if TYPE_CHECKING:
     from scarctl.store.prune import Pruned, PrunePlan, Retention
@@ -79,6 +81,8 @@ def command(
     """
     from scarctl.store.prune import Retention
 
+    if "://" not in store or store.startswith("file:"):
+        refuse("no_writer", why="is for a remote store: a folder shows whether a session writes to it")
     retention = Retention(keep_last=keep_last, keep_every=keep_every, keep=keep, no_writer=no_writer)
     return delete_old(store, retention, dry_run=dry_run, yes=yes, as_json=as_json)
 
@@ -87,6 +91,8 @@ def delete_old(store: str, retention: Retention, *, dry_run: bool, yes: bool, as
     """Delete obsolete files, after asking unless `yes`; print them, and return the exit code."""
     from scarctl.store.prune import Pruned, plan_prune, prune
 
+    if dry_run:
+        refuse("yes", why="deletes, and --dry-run deletes nothing", hint="give one of them")
     opened = open_store(store)
     plan = plan_prune(opened, retention)
     if dry_run:
@@ -121,7 +127,7 @@ def _report(plan: PrunePlan, done: Pruned, *, dry_run: bool, as_json: bool) -> N
 def _ask(plan: PrunePlan, as_json: bool) -> None:
     if as_json or not sys.stdin.isatty():
         raise UsageError("this deletes files", hint="give --yes, or look first with --dry-run")
-    click.echo("\n".join(_lines(plan, "will be")), err=True)
+    say("\n".join(_lines(plan, "will be")))
     click.confirm("Delete?", abort=True, err=True)
 
 
@@ -141,12 +147,14 @@ def _lines(plan: PrunePlan, verb: str) -> list[str]:
 def _text(plan: PrunePlan, done: Pruned, dry_run: bool) -> str:
     lines = _lines(plan, "would be" if dry_run else "was")
     if dry_run:
-        lines.append(f"would delete {done.files} files, {human_bytes(done.bytes)}; compaction may free more")
+        lines.append(
+            f"would delete {counted(done.files, 'file')}, {human_bytes(done.bytes)}; compaction may free more"
+        )
     else:
         now, live = done.sizes["bytes"], done.sizes["live_bytes"]
         change = f"{human_bytes(done.bytes)} less" if done.bytes >= 0 else f"{human_bytes(-done.bytes)} more"
         lines.append(
-            f"deleted {done.files} files, moved {human_bytes(done.moved_bytes)}: {change}; "
+            f"deleted {counted(done.files, 'file')}, moved {human_bytes(done.moved_bytes)}: {change}; "
             f"on disk {human_bytes(now)}, of which live {human_bytes(live)}"
         )
     return "\n".join(lines)

@@ -14,13 +14,16 @@ from scarctl.cli.output import (
     common_options,
     emit,
     human_bytes,
+    in_iterations,
     note,
     options_for,
     recovery_options,
     warn,
 )
+from scarctl.cli.progress import Progress
 from scarctl.store import Store
 from scarctl.store.saved import describe, last_saved
+from scarctl.util.text import counted
 
 if TYPE_CHECKING:
     from scarctl.ops.recover import Recovery
@@ -30,11 +33,8 @@ EXAMPLES = """\b
 Examples:
   scarctl recover --store ckpt --lost 2,5 --into survivors.safetensors
   scarctl recover --store ckpt --lost 'layers.3.*' --output lost.safetensors
-  scarctl recover --store ckpt --lost rank:2 --output lost.safetensors
   scarctl recover --store ckpt --lost all --mode rollback --output whole.pt
-  scarctl recover --store ckpt --lost all --mode rollback --snapshot best --output best.safetensors
-  scarctl recover --store ckpt --lost all --dry-run --json
-  scarctl recover --store ckpt --lost 2,5 --into survivors.safetensors --mode auto --max-rework 50
+  scarctl recover --store ckpt --lost rank:2 --dry-run --json
 """
 
 
@@ -43,20 +43,23 @@ Examples:
 @click.option(
     "--into",
     type=click.Path(path_type=Path),
-    help="State file (.safetensors, .pt) whose lost rows are patched, atomically.",
+    metavar="FILE",
+    help="State file whose lost rows are patched, atomically.",
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
-    help="New file for the restored rows: .pt, .pth or else safetensors.",
+    metavar="FILE",
+    help="New file for the rows: .pt, .pth or else safetensors.",
 )
 @click.option(
     "--mode",
     type=click.Choice(["partial", "rollback", "auto"]),
+    metavar="NAME",
     default="partial",
     show_default=True,
-    help="Restore only lost partitions, or everything to the newest state of one step. auto: the one that is predicted "
-    "to cost fewer iterations, partial if there is no prediction.",
+    help="partial: restore what is lost; rollback: everything, to the newest state of one step; auto: whichever is "
+    "predicted to cost less.",
 )
 @click.option(
     "--snapshot",
@@ -98,12 +101,13 @@ def command(
         max_rework=max_rework,
     )
     saved_at = last_saved(Store.open(store, storage_options=settings.storage_options))
-    done = recover(settings, dry_run=dry_run)
+    done = recover(settings, dry_run=dry_run, progress=Progress("restored"))
     for reason in done.problems:
         warn(reason)
     if done.left_out:
         warn(
-            f"{into} holds no optimizer slots: {len(done.left_out)} tensors such as {min(done.left_out)!r} are left out"
+            f"{into} holds no optimizer slots: {counted(len(done.left_out), 'tensor')} left out, "
+            f"such as {min(done.left_out)!r}"
         )
     emit(
         {**done.to_json(), "saved_at": saved_at, "dry_run": dry_run},
@@ -119,11 +123,11 @@ def cost_lines(cost: Cost, mode: str) -> list[str]:
     """Return lines about the cost of a recovery, and the reason for its mode."""
     rework, back = cost.rework, cost.rollback_steps
     if rework.basis == "steps":
-        lines = [f"rework: {rework} iterations, which are done again"]
+        lines = [f"rework: {in_iterations(rework)}, to be done again"]
     elif rework.iterations is None:
         lines = [f"predicted rework: unknown: {rework.reason}"]
     else:
-        lines = [f"predicted rework: {rework} iterations, by {rework.basis}"]
+        lines = [f"predicted rework: {in_iterations(rework)}, by {rework.basis}"]
     if mode == "partial" and back is not None:
         lines[0] += f"; a rollback would cost {back}"
     if cost.reason is not None:
@@ -141,7 +145,8 @@ def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
     else:
         label = "restored copies are of several steps: the state is perturbed"
     lines = [
-        f"{'would restore' if dry_run else 'restored'} {fields['restored_partitions']} partitions ({tiers}), "
+        f"{'would restore' if dry_run else 'restored'} {counted(fields['restored_partitions'], 'partition')} "
+        f"({tiers}), "
         f"{human_bytes(plan.nbytes)}, to {done.output or 'the arena'}",
         label,
     ]
@@ -154,14 +159,14 @@ def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
     ranks = fields.get("ranks")
     if ranks is not None and plan.mode == "partial":
         lost = f" ({', '.join(map(str, ranks['lost']))})" if ranks["lost"] else ""
-        lines.append(f"lost {len(ranks['lost'])} of {ranks['world']} ranks{lost}")
+        lines.append(f"lost {len(ranks['lost'])} of {counted(ranks['world'], 'rank')}{lost}")
     for shard in fields["shards"]:
         who = (
             f"rank {shard['rank']}, shard {shard['shard']}" if "rank" in shard else f"shard {shard['shard']}"
         )
-        age = f", {shard['age']} steps behind the newest" if "age" in shard else ""
+        age = f", {counted(shard['age'], 'step')} behind the newest" if "age" in shard else ""
         lines.append(
-            f"  {who}: {shard['partitions']} partitions, {human_bytes(shard['bytes'])}, "
+            f"  {who}: {counted(shard['partitions'], 'partition')}, {human_bytes(shard['bytes'])}, "
             f"steps {shard['oldest_step']} to {shard['newest_step']}{age}"
         )
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -21,10 +21,14 @@ from scarctl.cli.report_charts import (
     steps_over_time,
     text,
 )
+from scarctl.cli.status_view import LOSS_COLUMNS, loss_cells
+from scarctl.ops.health import AT_RISK, LOSING, NOTE, Health
 from scarctl.ops.report import Report
 from scarctl.state.journal import Event
 from scarctl.store.saved import describe, parse
+from scarctl.util.text import counted
 
+_LEVELS = {LOSING: "bad", AT_RISK: "warn", NOTE: "info"}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
@@ -58,8 +62,13 @@ def _body(report: Report) -> list[str]:
     made = f"as of {clock(report.made)} UTC, scarctl {text(__version__)}"
     parts = [f"<h1>{text(view.url)}</h1>", f"<p class='soft'>{made}</p>"]
     if view.layout is None:
-        return [*parts, _list([("bad", "Nothing is saved yet", "")])]
-    parts += [_cards(report), "<h2>Is it safe now?</h2>", _list(_concerns(report))]
+        return [*parts, _findings(report.health)]
+    parts += [
+        _cards(report),
+        "<h2>Is it safe now?</h2>",
+        _findings(report.health),
+        _table(_losses(report.health)),
+    ]
     parts += [f"<p class='soft'>{text(line)}</p>" for line in summary(view)[1:3]]
     history = report.history
     if report.damage is not None:
@@ -71,7 +80,7 @@ def _body(report: Report) -> list[str]:
         parts += [
             "<h2>What changes</h2>",
             f"<p>Layers that were saved, over time: the darker, the larger the share of the layer.{of} "
-            f"{history.commits} commits wrote {human_bytes(history.bytes)}.</p>",
+            f"{counted(history.commits, 'commit')} wrote {human_bytes(history.bytes)}.</p>",
             _wide(layers_over_time(history)),
         ]
     parts += [
@@ -157,7 +166,10 @@ def _cards(report: Report) -> str:
     sealed = [snapshot.step for snapshot in view.snapshots]
     cards = [
         (f"{view.step}{' or later' if view.age.is_lower_bound else ''}", "newest step"),
-        (f"{never} never saved" if never else f"{bound}{oldest} iterations", "age of the oldest copy"),
+        (
+            f"{never} never saved" if never else f"{bound}{counted(oldest, 'iteration')}",
+            "age of the oldest copy",
+        ),
         (_ago(report), "since the last save"),
         (
             human_bytes(view.usage["bytes"]),
@@ -167,7 +179,7 @@ def _cards(report: Report) -> str:
     if sealed:
         cards.append((f"{len(sealed)}, newest of step {max(sealed)}", "snapshots"))
     if view.run is not None:
-        cards.append((f"{view.run.lag_steps} iterations", "the store is behind this host's memory"))
+        cards.append((counted(view.run.lag_steps, "iteration"), "the store is behind this host's memory"))
     boxes = "".join(f"<div class='card'><b>{text(value)}</b>{text(name)}</div>" for value, name in cards)
     return f"<div class='cards'>{boxes}</div>"
 
@@ -177,53 +189,23 @@ def _ago(report: Report) -> str:
     return told.rpartition(", ")[2].removesuffix(" ago") if ", " in told else "unknown"
 
 
-def _concerns(report: Report) -> list[tuple[str, str, str]]:
-    """Return what is not well, the worst first: (level, what, explanation)."""
-    view, found = report.view, []
-    never = int((view.saved_step < 0).sum())
-    if never:
-        found.append(
-            (
-                "bad",
-                f"{never} of {len(view.saved_step)} partitions were never saved",
-                "losing them loses all of them",
-            )
-        )
-    if view.run is not None and view.run.errors:
-        found.append(
-            ("bad", f"{view.run.errors} attempts to save have failed", "see the log of the run or daemon")
-        )
-    stopped = [str(rank.rank) for rank in view.ranks if rank.alive is False]
-    if view.run is not None and not view.run.alive:
-        found.append(("bad", "The run on this host has stopped", "start the same command again: it resumes"))
-    elif stopped:
-        found.append(
-            ("bad", f"Ranks {', '.join(stopped)} have stopped", "their copies are in memory and in the store")
-        )
-    if view.run is not None and view.run.pending_partitions:
-        found.append(
-            (
-                "warn",
-                f"{view.run.pending_partitions} partitions are not durable yet",
-                "losing this host takes them back to older copies",
-            )
-        )
-    if view.age.is_lower_bound:
-        found.append(
-            ("warn", "No running process on this host says how far the run is", "ages are lower bounds")
-        )
-    if view.note is not None:
-        found.append(("warn", view.note, ""))
-    found += [("warn", caveat.message, "") for caveat in view.caveats]
-    worst = [line for line in view.shards if line.rework.iterations is not None]
-    if worst:
-        most = max(worst, key=lambda line: line.rework.iterations or 0.0)
-        found.append(
-            ("info", f"Losing shard {most.shard} now is predicted to cost {most.rework} iterations", "")
-        )
-    if not any(level in ("bad", "warn") for level, _, _ in found):
-        found.insert(0, ("good", "Everything that was copied is durable, and no caution is known", ""))
-    return found
+def _findings(health: Health) -> str:
+    """Return what is not well, the worst first, each with what to do next."""
+    lines = [
+        f"<li class='{_LEVELS[one.severity]}'><b>{text(one.message)}</b>"
+        f"{f'<br><code>{text(one.command)}</code>' if one.command else ''}</li>"
+        for one in health.findings
+    ]
+    if health.well:
+        lines.insert(0, "<li class='good'><b>Well: nothing is lost or at risk that is known here</b></li>")
+    return f"<ul class='list'>{''.join(lines)}</ul>"
+
+
+def _losses(health: Health) -> Table:
+    """Return what is lost if the process, the host or the store is lost now."""
+    width = len(LOSS_COLUMNS)
+    rows = [(*loss_cells(loss), *([""] * width))[:width] for loss in health.losses]
+    return Table("", LOSS_COLUMNS, rows, names_first=True)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------
@@ -279,14 +261,6 @@ def _table(table: Table) -> str:
 
 
 # -- marks -------------------------------------------------------------------------------------------------------
-
-
-def _list(items: Iterable[tuple[str, str, str]]) -> str:
-    lines = [
-        f"<li class='{level}'><b>{text(what)}</b>{': ' + text(why) if why else ''}</li>"
-        for level, what, why in items
-    ]
-    return f"<ul class='list'>{''.join(lines)}</ul>"
 
 
 def _keys(keys: Sequence[tuple[str, str]]) -> str:

@@ -22,9 +22,12 @@ from scarctl.cli.output import (
     human_bytes,
     note,
     options_for,
+    store_option,
     timeout_option,
+    warn,
 )
 from scarctl.errors import NoStore, ScarError
+from scarctl.util.text import counted
 
 if TYPE_CHECKING:
     from scarctl.daemon.status import RunStatus
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\b
 Examples:
   scarctl run -- python train.py
-  scarctl run --store ckpt --restarts 3 -- torchrun --nproc-per-node 8 train.py
+  scarctl run --store ckpt --restarts 3 -- torchrun --nproc-per-node 8 t.py
 """
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
@@ -43,6 +46,8 @@ _BY_TERMINAL = (signal.SIGINT, signal.SIGHUP)
 _SI_KERNEL = 0x80
 """The `si_code` of a signal from the kernel, not from a process."""
 _HOLD_SECONDS = 600
+_SOON = 10
+"""Seconds before the daemon ends for want of a session, when the command is asked about."""
 _POLL = 0.1
 _PATIENCE = 1.0
 """Seconds that one request to the daemon may take at the end: signals are noticed between requests."""
@@ -50,13 +55,14 @@ _PATIENCE = 1.0
 
 @click.command(epilog=EXAMPLES, context_settings={"allow_interspersed_args": False})
 @click.argument("cmd", metavar="CMD...", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.option("--store", metavar="URL", help="Store that the sessions save to.")
+@store_option(about="Store that the sessions save to.")
 @click.option(
     "--restarts",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Number of times to run CMD again if it fails.",
+    metavar="N",
+    help="Run CMD again so often if it fails.",
 )
 @timeout_option("Seconds to wait at the end until all is durable.")
 @arena_option
@@ -66,12 +72,10 @@ def command(
 ) -> int:
     """Run CMD. Its sessions save through the host's daemon, which continues if CMD dies.
 
-    SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to CMD. At the end, scarctl waits until everything that
-    CMD handed over is durable.
-
-    The exit code is CMD's, or 128+N if signal N ended it; 125 if scarctl itself fails, 126 if CMD cannot be executed,
-    127 if it is not found. SCARCTL_RESTART_COUNT contains the number of earlier runs of CMD. After a SIGTERM, SIGINT or
-    SIGHUP, CMD is not run again.
+    Signals are forwarded to CMD. At the end, scarctl waits until everything that CMD handed over is durable. The exit
+    code is CMD's, or 128+N if signal N ended it; 125 if scarctl itself fails, 126 if CMD cannot be executed, 127 if it
+    is not found. SCARCTL_RESTART_COUNT has the number of earlier runs of CMD. After SIGTERM, SIGINT or SIGHUP, CMD is
+    not run again.
     """
     # This comes first: numpy's import starts threads, which would take signals that are not blocked yet.
     with _Forwarding() as forwarding:
@@ -108,10 +112,12 @@ def _run(
     }
     started = time.time()
     hold(folder, _HOLD_SECONDS)  # until the first session comes
+    unattached = _Unattached(folder, cmd[0])
     code = 0
     for count in range(restarts + 1):
         try:
-            code = forwarding.run(cmd, {**environment, "SCARCTL_RESTART_COUNT": str(count)})
+            with unattached:
+                code = forwarding.run(cmd, {**environment, "SCARCTL_RESTART_COUNT": str(count)})
         except OSError as error:
             note(f"{cmd[0]}: {error.strerror}")
             code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
@@ -119,12 +125,54 @@ def _run(
         if code == 0 or forwarding.asked is not None or count == restarts:
             break
         note(f"{cmd[0]} ended with exit code {code}: restart {count + 1} of {restarts}")
+    if code == 0 and forwarding.asked is None:
+        unattached.look("has ended")
     try:
         _wait_until_durable(folder, address, timeout, forwarding, started)
     except ScarError as error:
         note(str(error))
         code = code or EXIT_RUN_FAILED
     return code
+
+
+class _Unattached:
+    """A context in which a command runs: warns if no session has attached to the daemon, whose patience ends."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._before = self._claims()
+        self._timer: threading.Timer | None = None
+        self._said = False
+
+    def __enter__(self) -> None:
+        self._timer = threading.Timer(_HOLD_SECONDS - _SOON, self.look, ("is running",))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        assert self._timer is not None
+        self._timer.cancel()
+
+    def look(self, what: str) -> None:
+        """Warn, once, if the daemon is the same as at the beginning, and no run has begun since."""
+        if self._before is None or self._said or self._claims() != self._before:
+            return
+        self._said = True
+        warn(
+            f"{self._name} {what}, and no session has attached through this host's daemon: nothing of it is saved. "
+            "Does it call scarctl.attach, without Settings(daemon=False)?"
+        )
+
+    def _claims(self) -> tuple[int, int] | None:
+        """Return the daemon's process id and its number of runs so far; None if unknown."""
+        from scarctl.daemon.client import ask_status
+
+        try:
+            answer = ask_status(self._folder, patience=_PATIENCE)
+        except ScarError:
+            return None
+        # A daemon of an earlier version does not count them.
+        return None if answer is None or "claims" not in answer else (answer["pid"], answer["claims"])
 
 
 class _Forwarding:
@@ -271,7 +319,7 @@ def _wait_until_durable(
     for arena in survey(folder, frozenset(run["id"] for run in runs)):
         if arena.pending > 0 and arena.seconds <= time.time() - started:
             note(
-                f"{arena.folder}: {arena.pending} partitions are only in memory; "
+                f"{arena.folder}: {counted(arena.pending, 'partition')} only in memory; "
                 "the next session of that run on this host saves them"
             )
 

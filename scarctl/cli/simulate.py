@@ -14,6 +14,7 @@ import click
 
 from scarctl.cli.output import EXIT_OK, emit, note, output_options, warn
 from scarctl.errors import AccessDenied, UsageError
+from scarctl.util.text import counted
 
 if TYPE_CHECKING:
     from scarctl.simulate.intervals import Mean
@@ -21,45 +22,42 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\b
 Examples:
-  scarctl simulate mypackage.workload:build --interval 16
-  scarctl simulate workload:build --lost 1/4,1/2,3/4 --fraction 1 --trials 100 --results study.jsonl
-  scarctl simulate workload:build --policy priority --fraction 1/8 --failure-rate 0.02 --json
-  scarctl simulate workload:build --data ~/mnist --plot study.svg
+  scarctl simulate workload:build --interval 16 --results study.jsonl
+  scarctl simulate workload:build --policy priority --fraction 1/8 --json
 """
 _PAUSE = 30.0
 
 
 @click.command(epilog=EXAMPLES)
 @click.argument("workload")
-@click.option("--data", metavar="DIR", help="Folder to pass to the workload's factory.")
+@click.option("--data", metavar="DIR", help="Folder for the workload's factory.")
 @click.option(
     "--lost",
     default="1/2",
     show_default=True,
     metavar="SHARES",
-    help="Shares of the state that a failure loses.",
+    help="Shares that a failure loses.",
 )
 @click.option(
     "--fraction",
     default="1,1/2,1/4,1/8",
     show_default=True,
     metavar="SHARES",
-    help="Shares of the state that one checkpoint saves; 1/8 is saved eight times as often as 1.",
+    help="Shares that one checkpoint saves; 1/8: eight times as often.",
 )
 @click.option(
     "--policy",
     default="priority,round,random",
     show_default=True,
     metavar="NAMES",
-    help="Policies by which a checkpoint smaller than 1 chooses.",
+    help="How a share is chosen.",
 )
 @click.option(
     "--mode",
     default="partial,rollback",
     show_default=True,
     metavar="NAMES",
-    help="Restore only the lost part (partial), or everything from the newest full checkpoint (rollback); extrapolate "
-    "continues the movement of the lost part.",
+    help="Also: extrapolate.",
 )
 @click.option(
     "--interval",
@@ -67,13 +65,14 @@ _PAUSE = 30.0
     default=8,
     show_default=True,
     metavar="C",
-    help="Iterations between two full checkpoints.",
+    help="Iterations between full checkpoints.",
 )
 @click.option(
     "--trials",
     type=click.IntRange(min=1),
     default=100,
     show_default=True,
+    metavar="N",
     help="Number of runs that fail.",
 )
 @click.option(
@@ -81,52 +80,55 @@ _PAUSE = 30.0
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
+    metavar="N",
     help="Seed of all random choices.",
 )
 @click.option(
     "--failure-rate",
     type=float,
     metavar="P",
-    help="Probability of a failure in each iteration (geometric). Without it all iterations are equally likely.",
+    help="Probability of a failure per iteration, instead of equally likely ones.",
 )
 @click.option(
     "--fail-after",
     type=click.IntRange(min=1),
-    metavar="ITERATION",
-    help="Iteration after which every run fails, instead of a random one.",
+    metavar="N",
+    help="Fail after iteration N, not a random one.",
 )
 @click.option(
     "--iterations",
     type=click.IntRange(min=2),
-    help="Length of an undisturbed run, if not the workload's.",
+    metavar="N",
+    help="Length of a run, if not the workload's.",
 )
 @click.option(
     "--target",
     type=float,
-    metavar="METRIC",
+    metavar="X",
     help="Metric to reach, if not the workload's.",
 )
 @click.option(
     "--norm",
     metavar="NAME",
-    help="Distance: l2, rms or relative, if not the workload's.",
+    help="l2, rms or relative, if not the workload's.",
 )
-@click.option("--jobs", type=click.IntRange(min=1), help="Number of processes.  [default: one for each core]")
+@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Processes.  [default: all cores]")
 @click.option(
     "--results",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File that keeps every trial. The same call continues where the last one stopped.",
+    metavar="FILE",
+    help="File that keeps all trials: the same call continues.",
 )
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Draw the result: .svg, or .png with the extra `png`.",
+    help="Picture: .svg, or .png with the extra `png`.",
 )
 @click.option(
     "--predictions",
     is_flag=True,
-    help="Also show what a session would have predicted for each failure, and how accurate that is.",
+    help="Compare with what a session would have predicted.",
 )
 @output_options
 def command(
@@ -153,9 +155,8 @@ def command(
 ) -> int:
     """Fail runs of WORKLOAD, and show how many iterations each failure costs.
 
-    WORKLOAD is module:factory. The object that it makes has reset, state, step, metric and iterations (see
-    scarctl.simulate.Workload). Every trial fails one run at one iteration, and continues it once for each combination:
-    all of them see the same failure. Rework is the number of additional iterations until the metric is as low.
+    WORKLOAD is module:factory, which makes a scarctl.simulate.Workload. Every trial fails one run, and continues it
+    once for each combination. Rework: additional iterations until the metric is as low.
     """
     from scarctl.simulate.results import Results
     from scarctl.simulate.study import Study, parse_share
@@ -184,7 +185,7 @@ def command(
         try:
             missing = [trial for trial in range(trials) if trial not in kept.by_trial]
             if results is not None and len(missing) < trials:
-                note(f"{trials - len(missing)} of {trials} trials are in {results}")
+                note(f"{trials - len(missing)} of {counted(trials, 'trial')} already in {results}")
             with _progress(trials, trials - len(missing)) as progress:
                 for result in workers.run(missing):
                     kept.add(result)
@@ -195,8 +196,8 @@ def command(
     summary = summarise(study, chosen)
     if summary.irreproducible:
         warn(
-            f"in {summary.irreproducible} of {trials} trials the same seed gave another run: part of the differences "
-            "shown come from that"
+            f"in {summary.irreproducible} of {counted(trials, 'trial')} the same seed gave another run: part of the "
+            "differences shown come from that"
         )
     if plot is not None:
         from scarctl.simulate.chart import draw
@@ -281,11 +282,13 @@ def _text(summary: Summary) -> str:
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
-    lines.append(f"{summary.trials} trials; undisturbed, a run takes {summary.undisturbed:.1f} iterations")
+    lines.append(
+        f"{counted(summary.trials, 'trial')}; undisturbed, a run takes {summary.undisturbed:.1f} iterations"
+    )
     lost = sum(line.given_up for line in summary.lines)
     if lost:
         lines.append(
-            f"+: {lost} runs never reached the target, and count with the iterations after which they were stopped"
+            f"+: {counted(lost, 'run')} never reached the target: counted with the iterations until the stop"
         )
     return "\n".join(lines)
 
@@ -324,7 +327,7 @@ class _Lines:
         self._done += 1
         if time.monotonic() >= self._next and self._done < self._total:
             self._next = time.monotonic() + _PAUSE
-            note(f"{self._done} of {self._total} trials")
+            note(f"{self._done} of {counted(self._total, 'trial')}")
 
 
 class _Bar:

@@ -7,6 +7,8 @@ from pathlib import Path
 import click
 
 from scarctl.cli.checkpoint import save_state, state_options
+from scarctl.cli.given import refuse
+from scarctl.cli.groups import Group
 from scarctl.cli.live import report_saved
 from scarctl.cli.output import EXIT_OK, common_options, emit, open_store, timeout_option
 from scarctl.cli.prune import delete_old, deleting_options
@@ -22,7 +24,7 @@ Examples:
 _OF_STATES = ("step", "shards", "partition_bytes", "assume_single_writer", "dry_run")
 
 
-@click.group(epilog=EXAMPLES)
+@click.group(cls=Group, epilog=EXAMPLES)
 def command() -> None:
     """Create, list and delete snapshots: whole states of one step, kept under a name.
 
@@ -86,9 +88,9 @@ def create(
     there is no snapshot.
     """
     if state is None:
-        _refuse(*_OF_STATES, why="goes with STATE")
+        refuse(*_OF_STATES, why="goes with STATE")
         return _of_session(name, store, timeout, arena_dir, as_json)
-    _refuse("timeout", why="cannot be combined with STATE")
+    refuse("timeout", why="cannot be combined with STATE")
     if step is None:
         raise UsageError(
             "give --step with STATE", hint="it is the number of iterations done when STATE was written"
@@ -112,14 +114,6 @@ def _of_session(name: str, store: str, timeout: float, arena_dir: str | None, as
 
     made = snapshot_live(open_store(store), name, timeout=timeout, arena_dir=arena_dir)
     return report_saved(made, store, full=True, as_json=as_json, snapshot=name)
-
-
-def _refuse(*names: str, why: str) -> None:
-    """Raise UsageError for those given on the command line; environment and file give them to all commands."""
-    context = click.get_current_context()
-    for name in names:
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise UsageError(f"--{name.replace('_', '-')} {why}")
 
 
 @command.command(

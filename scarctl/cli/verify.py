@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import time
-
 import click
 
 from scarctl.cli.output import EXIT_CORRUPT, EXIT_OK, common_options, emit, human_bytes, note, open_store
-from scarctl.errors import UsageError
+from scarctl.cli.progress import Progress
+from scarctl.errors import NoIntactCopy, UsageError
+from scarctl.util.text import counted
 
 EXAMPLES = """\b
 Examples:
@@ -36,7 +35,7 @@ def command(store: str, read_data: bool, read_data_subset: str | None, as_json: 
     """Check every record, segment and checksum of a store.
 
     Each problem names the file, the partition and the reason. Segments that no record names are harmless left-overs of
-    a crash. Exit code 13: there are problems.
+    a crash. Exit code 13: there are problems. 16: the store is empty, so there is nothing to recover from.
     """
     from scarctl.store import verify
     from scarctl.store.subset import Subset
@@ -46,10 +45,12 @@ def command(store: str, read_data: bool, read_data_subset: str | None, as_json: 
         raise UsageError("--read-data-subset cannot be combined with --no-read-data")
     subset = None if part is None else Subset.parse(part)
     opened = open_store(store)
-    report = verify(opened, read_data=read_data, subset=subset, progress=_Progress())
+    report = verify(opened, read_data=read_data, subset=subset, progress=Progress("verified"))
     problems = [{"file": p.file, "partition": p.partition, "reason": p.reason} for p in report.problems]
+    empty = not problems and not any(opened.state(shard).step >= 0 for shard in opened.shards())
     fields = {
-        "intact": not problems,
+        "intact": not problems and not empty,
+        "empty": empty,
         "read_data": read_data,
         "read_data_subset": part,
         "data_bytes": report.data_bytes,
@@ -67,8 +68,13 @@ def command(store: str, read_data: bool, read_data_subset: str | None, as_json: 
     ]
     if len(problems) > _SHOWN:
         lines.append(f"and {len(problems) - _SHOWN} more problems: --json names all")
-    looked = f"{report.files} files, {human_bytes(report.bytes)}, {report.records} records, {report.segments} segments"
-    verdict = f"{len(problems)} problem{'s' * (len(problems) > 1)}" if problems else "intact"
+    looked = (
+        f"{counted(report.files, 'file')}, {human_bytes(report.bytes)}, {counted(report.records, 'record')}, "
+        f"{counted(report.segments, 'segment')}"
+    )
+    verdict = counted(len(problems), "problem") if problems else "intact"
+    if empty:
+        verdict = "empty, nothing to verify"
     if not read_data:
         verdict += ", data not read"
     elif part is not None:
@@ -76,25 +82,7 @@ def command(store: str, read_data: bool, read_data_subset: str | None, as_json: 
     emit(fields, as_json=as_json, text="\n".join([*lines, f"{looked}: {verdict}"]))
     if problems:
         note("`scarctl recover` uses older intact copies of damaged partitions; saving again replaces them")
+    if empty:
+        note("nothing has been saved to this store yet: nothing can be recovered from it")
+        return NoIntactCopy.exit_code
     return EXIT_CORRUPT if problems else EXIT_OK
-
-
-class _Progress:
-    """Show progress on stderr: in place on a terminal twice a second, otherwise as a line every 30 seconds."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._pause = 0.5 if self._terminal else 30.0
-        self._next = time.monotonic() + self._pause
-        self._shown = False
-
-    def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() < self._next and not (self._shown and done >= total):
-            return
-        self._next = time.monotonic() + self._pause
-        text = f"verified {human_bytes(done)} of {human_bytes(total)}"
-        if not self._terminal:
-            note(text)
-            return
-        click.echo(f"\r\x1b[K{'' if done >= total else text}", err=True, nl=False)
-        self._shown = done < total

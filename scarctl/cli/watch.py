@@ -28,14 +28,26 @@ def watch(look: Look, every: float, *, as_json: bool, on_screen: bool, limit: in
 
 
 def _follow(look: Look, every: float, show: Callable[[Survey], None]) -> None:
-    started = time.monotonic()
     turns = 0
-    while True:
+
+    def turn() -> bool:
+        nonlocal turns
         view = look()
         show(view)
+        turns += 1
         if view.run is None or not view.run.alive:
-            note("no run is alive on this host" if turns == 0 else "the run has ended")
-            return
+            note("no run is alive on this host" if turns == 1 else "the run has ended")
+            return True
+        return False
+
+    repeat(every, turn)
+
+
+def repeat(every: float, turn: Callable[[], bool | None]) -> None:
+    """Call `turn` every `every` seconds until it returns True."""
+    started = time.monotonic()
+    turns = 0
+    while not turn():
         # At fixed times, because reading a large store takes a while itself.
         turns = max(turns + 1, int((time.monotonic() - started) / every))
         time.sleep(max(0.0, started + turns * every - time.monotonic()))

@@ -7,7 +7,7 @@ this package and the command line read the environment.
 
 from __future__ import annotations
 
-from scarctl.config.checks import check_fixed, check_fraction, check_policy, parse_fraction
+from scarctl.config.checks import check_fixed, check_fraction, check_policy, parse_bytes, parse_fraction
 from scarctl.config.file import FILE_NAME, STORAGE_OPTIONS, read_file, storage_options
 from scarctl.config.options import (
     DEFAULT_FRACTION,
@@ -26,7 +26,7 @@ from scarctl.config.options import (
     Settings,
     Tracker,
 )
-from scarctl.config.settings import KNOWN_NAMES, VERBS, SessionSettings, describe, flatten, grouped
+from scarctl.config.settings import KNOWN_NAMES, VERBS, SessionSettings, brief, describe, flatten, grouped
 
 __all__ = [
     "DEFAULT_FRACTION",
@@ -49,12 +49,14 @@ __all__ = [
     "SessionSettings",
     "Settings",
     "Tracker",
+    "brief",
     "check_fixed",
     "check_fraction",
     "check_policy",
     "describe",
     "flatten",
     "grouped",
+    "parse_bytes",
     "parse_fraction",
     "read_file",
     "storage_options",

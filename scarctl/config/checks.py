@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 
 from scarctl.config.options import POLICIES
@@ -32,7 +33,7 @@ def check_fraction(fraction: object) -> None:
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
         raise UsageError(
             f"the fraction is {fraction!r}, not a number above 0 and up to 1",
-            hint="it is the share of the state that one checkpoint writes, such as 1/8 or 0.125",
+            hint="it is the share of the state that one checkpoint writes, such as 1/8, 0.125 or 12.5%",
         )
 
 
@@ -49,8 +50,8 @@ def check_fixed(shards: int | None, partition_bytes: int | None) -> None:
 
 
 def parse_fraction(text: str) -> float:
-    """Return the fraction written as `0.125` or `1/8`. Raises UsageError if it is neither, or not in (0, 1]."""
-    above, slash, below = text.partition("/")
+    """Return the fraction written as `0.125`, `1/8` or `12.5%`. Raises UsageError otherwise, or if not in (0, 1]."""
+    above, slash, below = without_percent(text).partition("/")
     try:
         value = float(above) / float(below if slash else 1)
     except (ValueError, ZeroDivisionError):
@@ -58,8 +59,32 @@ def parse_fraction(text: str) -> float:
     if not 0 < value <= 1:
         raise UsageError(
             f"the fraction is {text!r}, not a number above 0 and up to 1",
-            hint="it is the share of the state that one checkpoint writes, such as 1/8 or 0.125",
+            hint="it is the share of the state that one checkpoint writes, such as 1/8, 0.125 or 12.5%",
         )
+    return value
+
+
+def without_percent(text: str) -> str:
+    """Return `12.5%` as `12.5/100`, and other text as it is."""
+    number = text.strip()
+    return f"{number[:-1].strip()}/100" if number.endswith("%") else text
+
+
+_MULTIPLES = {
+    f"{prefix}{binary}": (1024 if binary else 1000) ** power
+    for power, prefix in enumerate(("", "k", "m", "g", "t", "p"))
+    for binary in ("", "i")
+    if prefix or not binary
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([kmgtp]i?|)b?\s*", re.IGNORECASE | re.ASCII)
+
+
+def parse_bytes(text: str) -> float:
+    """Return the number of bytes written as `4096`, `4KB` (4000), `4KiB` (4096) or `1.5GB`. Raises UsageError."""
+    match = _SIZE.fullmatch(text)
+    value = float(match[1]) * _MULTIPLES[match[2].lower()] if match else math.nan
+    if not 0 <= value < math.inf:
+        raise UsageError(f"{text!r} is not a number of bytes", hint="give one such as 4096, 4KiB or 1.5GB")
     return value
 
 

@@ -20,6 +20,7 @@ from scarctl.config.checks import (
     check_policy,
     check_storage_options,
     check_store,
+    parse_bytes,
     parse_fraction,
 )
 from scarctl.config.file import read_file
@@ -166,8 +167,10 @@ class SessionSettings:
                 values[name] = _parse(f"SCARCTL_{name.upper()}", text, _FROM_TEXT[name])
             elif name in in_file:
                 values[name] = in_file[name]
-        if isinstance(values.get("fraction"), str):
-            values["fraction"] = parse_fraction(values["fraction"])
+        # A file may spell these as the command line does: "1/8", "4KiB".
+        for name in ("fraction", "max_bandwidth", "partition_bytes"):
+            if isinstance(values.get(name), str):
+                values[name] = _FROM_TEXT[name](values[name])
         if "store" not in values:
             raise UsageError("no store given", hint='pass store="a/folder", or set SCARCTL_STORE')
         return cls(**values)
@@ -213,6 +216,12 @@ def describe(name: str) -> str:
     return _texts()[name]
 
 
+def brief(name: str) -> str:
+    """Return the first sentence of `describe`, and the default. Raises KeyError."""
+    first, *others = re.split(r"(?<=\.) +(?=[A-Z])", describe(name))
+    return " ".join([first, *(text for text in others if text.startswith("Default: "))])
+
+
 @functools.cache
 def _texts() -> dict[str, str]:
     """Documentation by option, from the docstrings of the classes that have it."""
@@ -227,6 +236,10 @@ def _texts() -> dict[str, str]:
 
 def _interval(text: str) -> int | str:
     return "auto" if text.strip() == "auto" else int(text)
+
+
+def _whole_bytes(text: str) -> int:
+    return int(parse_bytes(text))
 
 
 def _flag(text: str) -> bool:
@@ -256,7 +269,7 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "assume_single_writer": _flag,
     "fraction": parse_fraction,
     "interval": _interval,
-    "max_bandwidth": float,
+    "max_bandwidth": parse_bytes,
     "policy": str,
     "norm": str,
     "tracker": str,
@@ -264,7 +277,7 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "extrapolate": _flag,
     "shards": int,
     "seed": int,
-    "partition_bytes": int,
+    "partition_bytes": _whole_bytes,
     "by_layer": _flag,
     "flush_on_signal": _flag,
     "on_error": str,

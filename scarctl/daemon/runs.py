@@ -53,6 +53,8 @@ class Runs:
         self._look_at = 0.0
         self._claiming = 0
         """Claims in progress: opening a remote store may take longer than the idle timeout."""
+        self.claims = 0
+        """Runs that have begun."""
 
     def look_after(self, *, terminated: bool) -> None:
         """Find runs whose training process has died, and runs that are finished. Wake savers, and report the time."""
@@ -124,6 +126,7 @@ class Runs:
             store.lock()
             run = self._runs[store.run_id] = Run(store, self._folder / store.run_id, pid, owner)
             self._apply(Attached(store.run_id))
+            self.claims += 1
         log.info("%s: process %d saves to it", store.url, pid)
         return run
 

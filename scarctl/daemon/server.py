@@ -278,7 +278,12 @@ class Daemon:
 
     def status(self, peer: _Peer, message: dict[str, Any]) -> DaemonStatus:
         """Return the status that `scarctl daemon status` shows."""
-        return {"pid": os.getpid(), "started": self.started, "runs": self.runs.status()}
+        return {
+            "pid": os.getpid(),
+            "started": self.started,
+            "runs": self.runs.status(),
+            "claims": self.runs.claims,
+        }
 
     def stop(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """End the daemon once current writes have ended. Waiting hand-overs stay in the queues."""

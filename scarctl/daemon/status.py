@@ -59,3 +59,5 @@ class DaemonStatus(TypedDict):
     started: float
     """Seconds since the epoch of the system's clock."""
     runs: list[RunStatus]
+    claims: int
+    """Number of runs that have begun since the daemon started."""

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scarctl.errors import AccessDenied, Corruption, Unavailable, UsageError
+from scarctl.formats.foreign import KNOWN, foreign, foreign_archive, foreign_folder
 from scarctl.state.layout import TensorSpec
 from scarctl.store.format import MAX_HEADER, header_length, parse_header
 from scarctl.util.arrays import Bytes
@@ -44,7 +45,6 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _LEGACY_PICKLES = 4
 """After the magic number: the version, the system's properties, the saved object, the storages' keys."""
-_KNOWN = "give a safetensors file, a .pt file with tensors only, or a folder of torch.distributed.checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def open_state(path: Path) -> StateFile:
         if stat.S_ISDIR(mode):
             return _open_folder(path)
         if not stat.S_ISREG(mode):
-            raise UsageError(f"{path} is not a regular file", hint=_KNOWN)
+            raise UsageError(f"{path} is not a regular file", hint=KNOWN)
         with path.open("rb") as file:
             start = file.read(64)
     if start.startswith((_ZIP_MAGIC, _LEGACY_MAGIC)):
@@ -116,9 +116,9 @@ def open_state(path: Path) -> StateFile:
     elif _looks_like_safetensors(start):
         state = _open_safetensors(path)
     else:
-        raise UsageError(f"{path} has no known format of state files", hint=_KNOWN, kind="foreign-state-file")
+        raise foreign(path, start)
     if not state.specs:
-        raise UsageError(f"{path} holds no tensors", hint=_KNOWN, kind="foreign-state-file")
+        raise UsageError(f"{path} holds no tensors", hint=KNOWN, kind="foreign-state-file")
     return state
 
 
@@ -223,16 +223,16 @@ def _check_archive(path: Path) -> None:
         raise _cut_short(path, "its archive has no directory at the end") from error
     if reason:
         raise _cut_short(path, reason)
+    if names and all(name.endswith(".npy") for name in names):
+        raise foreign_archive(path, names)
     if packed:  # a few compressed bytes can expand to any number
         raise UsageError(
             f"{path} is a compressed archive, which torch.save never writes",
-            hint=_KNOWN,
+            hint=KNOWN,
             kind="foreign-state-file",
         )
     if not any(name == "data.pkl" or name.endswith("/data.pkl") for name in names):
-        raise UsageError(
-            f"{path} is an archive that torch.save did not write", hint=_KNOWN, kind="foreign-state-file"
-        )
+        raise foreign_archive(path, names)
 
 
 def _check_legacy(path: Path) -> int:
@@ -243,7 +243,7 @@ def _check_legacy(path: Path) -> int:
     with os_errors(path), path.open("rb") as file:
         with contextlib.suppress(tarfile.HeaderError):
             tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), tarfile.ENCODING, "surrogateescape")
-            raise UsageError(f"{path} is a tar archive", hint=_KNOWN, kind="foreign-state-file")
+            raise UsageError(f"{path} is a tar archive", hint=KNOWN, kind="foreign-state-file")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             reason, end = torch_pickles_fault(data, len(_LEGACY_MAGIC), _LEGACY_PICKLES, MAX_HEADER)
             size = len(data)
@@ -326,18 +326,14 @@ def _spec(name: str, tensor: torch.Tensor, path: Path) -> TensorSpec:
 
 def _open_folder(path: Path) -> StateFile:
     if not (path / ".metadata").exists():
-        raise UsageError(
-            f"{path} is a folder without a .metadata file",
-            hint=f"{_KNOWN}; an unfinished save has no .metadata",
-            kind="foreign-state-file",
-        )
+        raise foreign_folder(path)
     from scarctl.formats.dcp import load_tensors
 
     with os_errors(path):
         tensors = load_tensors(path)
     specs = {name: _spec(name, tensor, path) for name, tensor in tensors.items()}
     if not specs:
-        raise UsageError(f"{path} holds no tensors", hint=_KNOWN, kind="foreign-state-file")
+        raise UsageError(f"{path} holds no tensors", hint=KNOWN, kind="foreign-state-file")
     return StateFile(path, "dcp", specs, _tensors=tensors)
 
 

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from scarctl.errors import UsageError
 from scarctl.formats.state_file import os_errors
 from scarctl.formats.state_writer import Rows, StateWriter, new_state, torch_save
 from scarctl.ops.assemble import check_complete, content
-from scarctl.ops.sinks import FileSink
+from scarctl.ops.sinks import FileSink, counting
 from scarctl.recovery.shared_plan import execute_shared, plan_lost, plans_back
 from scarctl.recovery.shares import named_snapshot, open_shares
 from scarctl.state.layout import TensorSpec
@@ -94,8 +94,10 @@ class Exported:
         }
 
 
-def export(settings: ExportSettings) -> Exported:
+def export(settings: ExportSettings, *, progress: Callable[[int, int], None] | None = None) -> Exported:
     """Write a state for other tools. Verifies every copy. Takes no lock and changes nothing in the store.
+
+    progress: called with bytes done and bytes in total.
 
     Raises UsageError (the output exists, no such snapshot), NoStore, NoIntactCopy, Corruption, AccessDenied,
     Unavailable. After an error there is no output.
@@ -117,7 +119,8 @@ def export(settings: ExportSettings) -> Exported:
         parts = _split(specs, settings.max_shard_bytes)
         with _files(folder, specs, parts) as writers:
             pairs, switch = zip(state.layouts, targets, strict=True), _Switch(writers)
-            report = execute_shared(plan, nothing, [FileSink(of, target, switch) for of, target in pairs])
+            sinks = [FileSink(of, target, switch) for of, target in pairs]
+            report = execute_shared(plan, nothing, counting(sinks, state.nbytes, progress))
         files = _formatted(folder, parts, state.nbytes, settings)
     done = report.plan
     steps = step_of(done.version)

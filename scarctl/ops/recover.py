@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,10 +17,11 @@ from scarctl.arena.kinship import believed, open_stopped
 from scarctl.arena.queue import HandOverQueue
 from scarctl.daemon.client import wait_until_released
 from scarctl.errors import Corruption, UsageError
+from scarctl.formats.foreign import check_new
 from scarctl.formats.state_file import StateFile, open_state
 from scarctl.formats.state_writer import StateWriter, new_state, patch_state
 from scarctl.ops.assemble import content, onto, whole_groups
-from scarctl.ops.sinks import FileSink, PatchSink, check_fits
+from scarctl.ops.sinks import FileSink, PatchSink, check_fits, counting
 from scarctl.recovery.execute import ArenaSink, SealedStateDamaged, Sink
 from scarctl.recovery.forecast import Loss, weigh
 from scarctl.recovery.plan import Perturbation
@@ -67,6 +68,8 @@ class RecoverSettings:
             raise UsageError(f"unknown mode {self.mode!r}", hint=f"use one of {', '.join(MODES)}")
         if self.snapshot is not None and self.mode != "rollback":
             raise UsageError("a snapshot has the whole state: use --mode rollback")
+        if self.output is not None:
+            check_new(self.output)
         if self.max_rework is not None and not self.max_rework >= 0:
             raise UsageError(f"max_rework is {self.max_rework}, not a number of iterations of at least 0")
         if self.into is not None and self.output is not None:
@@ -102,8 +105,12 @@ class Recovery:
         }
 
 
-def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
+def recover(
+    settings: RecoverSettings, *, dry_run: bool = False, progress: Callable[[int, int], None] | None = None
+) -> Recovery:
     """Restore lost partitions. Nothing is changed unless every one of them has an intact copy.
+
+    progress: called with bytes done and bytes in total.
 
     A rollback into a state file or an arena rolls the store back too, so that saving can continue from there. A
     rollback into a new file does not change the store.
@@ -117,7 +124,7 @@ def recover(settings: RecoverSettings, *, dry_run: bool = False) -> Recovery:
     snapshot = named_snapshot(store, settings.snapshot)
     state = open_shares(store, snapshot)
     with ExitStack() as stack:
-        return _Recovery(settings, state, snapshot, stack, dry_run=dry_run).run()
+        return _Recovery(settings, state, snapshot, stack, progress, dry_run=dry_run).run()
 
 
 def _refuse_inside(store: Store, settings: RecoverSettings) -> None:
@@ -138,9 +145,11 @@ class _Recovery:
         state: SharedState,
         snapshot: Snapshot | None,
         stack: ExitStack,
+        progress: Callable[[int, int], None] | None,
         *,
         dry_run: bool,
     ) -> None:
+        self._progress = progress
         self.state, self.snapshot, self.dry_run = state, snapshot, dry_run
         self.ids = state.lost(settings.lost)
         self.left_out: frozenset[str] = frozenset()
@@ -286,7 +295,7 @@ class _Recovery:
             known = estimated(plan, self.arenas)
             return Recovery(plan, known, self.output, None, self.cost, problems, self.left_out)
         with self._sinks(plan, file) as (sinks, out):
-            report = execute_shared(plan, self.arenas, sinks)
+            report = execute_shared(plan, self.arenas, counting(sinks, plan.nbytes, self._progress))
             for arena in self._written():
                 arena.name_whole(report.plan.whole if report.plan.exact else "")
             if out is not None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from scarctl.errors import Corruption
+from scarctl.errors import Corruption, ScarError
+from scarctl.ops.health import LOSING, Finding, Health, health_of
+from scarctl.ops.known import daemon_here, runs_of
 from scarctl.ops.survey import survey
 from scarctl.ops.surveyed import Survey
 from scarctl.ops.timeline import Timeline, timeline
@@ -40,6 +42,7 @@ class Report:
     made: str
     """UTC time, in ISO 8601."""
     view: Survey
+    health: Health
     history: Timeline
     damage: str | None
     """Why the history could not be read; None if it was."""
@@ -57,6 +60,7 @@ class Report:
                 **self.view.to_json(0),
                 "stalest": self.view.stalest(MOST_PARTITIONS),
             },
+            "health": self.health.to_json(),
             "layers": [
                 {name: getattr(layer, name) for name in ("name", "partitions", "bytes", "oldest", "distance")}
                 for layer in self.layers
@@ -72,6 +76,7 @@ def gather(store: Store, arena_dir: str | None) -> Report:
     A history that cannot be read is left out, and the report says so: the present state does not need it.
     """
     view = survey(store, arena_dir)
+    health = _health(store, view, arena_dir)
     shards = view.topology.shards if view.topology is not None else store.shards()
     damage, history = None, Timeline()
     try:
@@ -80,7 +85,18 @@ def gather(store: Store, arena_dir: str | None) -> Report:
         damage = error.message
     made = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     layers = _layers(view)
-    return Report(made, view, history, damage, layers[:MOST_LAYERS], max(0, len(layers) - MOST_LAYERS))
+    return Report(
+        made, view, health, history, damage, layers[:MOST_LAYERS], max(0, len(layers) - MOST_LAYERS)
+    )
+
+
+def _health(store: Store, view: Survey, arena_dir: str | None) -> Health:
+    """Judge the store, with what this host's daemon reports of its runs."""
+    try:
+        return health_of(view, runs_of(daemon_here(arena_dir), store.run_id))
+    except ScarError as error:
+        silent = Finding(LOSING, error.kind, str(error), "scarctl daemon status")
+        return health_of(view, ()).with_finding(silent)
 
 
 def _layers(view: Survey) -> tuple[Layer, ...]:

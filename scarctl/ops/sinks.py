@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from scarctl.errors import LayoutMismatch
 from scarctl.formats.state_file import StateFile
 from scarctl.formats.state_writer import Rows
 from scarctl.ops.assemble import Plan, units
+from scarctl.recovery.execute import Sink
 from scarctl.state.group import Group
 from scarctl.state.layout import Layout
 from scarctl.state.rows import take_rows
@@ -91,6 +92,39 @@ class PatchSink(FileSink):
         changes = squared_changes(before, tensors[0], of.tensors[0].dtype, stops - starts)
         super().put(group, ids, versions, tensors)
         return changes
+
+
+class _Counting:
+    """Pass partitions on to a sink, and report their bytes."""
+
+    def __init__(self, sink: Sink, report: Callable[[int], None]) -> None:
+        self._sink, self._report = sink, report
+        self.arena = sink.arena
+        self.overwrites, self.room = sink.overwrites, sink.room
+
+    def put(
+        self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Bytes]
+    ) -> NDArray[np.float64] | None:
+        """Write partitions."""
+        changes = self._sink.put(group, ids, versions, tensors)
+        self._report(sum(data.nbytes for data in tensors))
+        return changes
+
+
+def counting(
+    sinks: Sequence[Sink], total: int, progress: Callable[[int, int], None] | None
+) -> Sequence[Sink]:
+    """Return sinks that also call `progress` with the bytes written so far, and `total`; the same without it."""
+    if progress is None:
+        return sinks
+    done = 0
+
+    def add(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(done, total)
+
+    return [_Counting(sink, add) for sink in sinks]
 
 
 def check_fits(groups: Iterable[Group], state: StateFile) -> frozenset[str]:

@@ -80,6 +80,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         note=note,
         comparable=told.norm == "l2",
         since=max((since_of(arena, step) for arena in arenas), default=0),
+        kept_step=np.concatenate([_kept(share) for share in shares]) if arenas else None,
         caveats=told.caveats,
         events=told.events,
         samples=told.samples,
@@ -133,6 +134,10 @@ def _has_parameters(layout: Layout) -> bool:
 
 def _distance(share: _Share) -> NDArray[np.float64]:
     return np.full(share.layout.partitions, np.nan) if share.arena is None else share.arena.distance
+
+
+def _kept(share: _Share) -> NDArray[np.int64]:
+    return np.full(share.layout.partitions, -1) if share.arena is None else step_of(share.arena.version)
 
 
 def _run(arenas: Sequence[ArenaView]) -> RunStatus | None:

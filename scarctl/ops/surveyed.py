@@ -143,6 +143,8 @@ class Survey:
     """Iterations since the distances were measured."""
     caveats: tuple[Caveat, ...] = ()
     """Caveats of the run that saved this state."""
+    kept_step: NDArray[np.int64] | None = None
+    """Step of the newest copy in this host's memory, per partition; -1: no copy. None: no arena is on this host."""
     events: tuple[Event, ...] = ()
     """Starts, resumes and recoveries of that run, as of its newest checkpoint."""
     samples: tuple[Sample, ...] = ()

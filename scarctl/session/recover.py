@@ -35,6 +35,7 @@ from scarctl.store.saved import describe
 from scarctl.theory.extrapolation import Extrapolation
 from scarctl.theory.rework import MODES, Cost
 from scarctl.util.arrays import Ids
+from scarctl.util.text import counted
 
 log = logging.getLogger("scarctl")
 
@@ -67,7 +68,9 @@ def said(resumed: Resumed, store: Store) -> Resumed:
     line, report = f"resumed {store.url} at step {resumed.step}, {exact}", resumed.report
     if report is not None and report.plan.ids.size:
         oldest = int(step_of(report.plan.version).min())
-        tiers = ", ".join(f"{count} partitions from {tier}" for tier, count in report.tiers.items())
+        tiers = ", ".join(
+            f"{counted(count, 'partition')} from {tier}" for tier, count in report.tiers.items()
+        )
         line += f"; oldest copy of step {oldest}; {tiers}"
     log.info("%s; %s", line, describe(resumed.saved_at))
     return resumed

@@ -83,10 +83,12 @@ class Study:
                 )
         if self.failure_rate is not None and not 0 < self.failure_rate < 1:
             raise UsageError(f"the failure rate is {self.failure_rate}, not between 0 and 1")
-        if self.fail_after is not None and (self.fail_after < 1 or self.failure_rate is not None):
+        if self.fail_after is not None and self.fail_after < 1:
+            raise UsageError(f"a failure after iteration {self.fail_after}", hint="give 1 or more")
+        if self.fail_after is not None and self.failure_rate is not None:
             raise UsageError(
-                f"a failure after iteration {self.fail_after}",
-                hint="give 1 or more, and no failure rate",
+                f"a failure after iteration {self.fail_after} and one at a random iteration exclude each other",
+                hint="give one of --fail-after and --failure-rate",
             )
         if self.iterations is not None and self.iterations < 2:
             raise UsageError(f"iterations is {self.iterations}", hint="give 2 or more")
@@ -134,13 +136,16 @@ class Study:
 
 
 def parse_share(text: str) -> Fraction:
-    """Parse a share such as `1/2` or `0.5`. Raises UsageError unless it is above 0 and at most 1."""
+    """Parse a share such as `1/2`, `0.5` or `12.5%`. Raises UsageError unless it is above 0 and at most 1."""
     try:
-        share = Fraction(text.strip())
+        number = text.strip()
+        share = Fraction(number[:-1].strip()) / 100 if number.endswith("%") else Fraction(number)
     except (ValueError, ZeroDivisionError):
         share = Fraction(0)
     if not (0 < share <= 1 and share.denominator <= _MAX_PARTS):
-        raise UsageError(f"{text!r} is not a share", hint="give a number above 0 and up to 1, such as 1/8")
+        raise UsageError(
+            f"{text!r} is not a share", hint="give a number above 0 and up to 1, such as 1/8 or 12.5%"
+        )
     return share
 
 

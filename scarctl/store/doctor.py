@@ -19,6 +19,7 @@ from scarctl.store.backends.address import Address
 from scarctl.store.backends.base import Blobs
 from scarctl.store.backends.connect import blobs_at
 from scarctl.store.backends.probe import RACERS, ROUNDS, create_twice, probe_name, race
+from scarctl.util.text import counted
 
 SMALL_BYTES = 1_000
 """About as long as a record."""
@@ -166,7 +167,7 @@ def _diagnose(
         )
         blobs.exclusive = why is None
         if why is None:
-            report(f"{RACERS} racers, {rounds} rounds")
+            report(f"{RACERS} racers, {counted(rounds, 'round')}")
             found.checks.append(_races(blobs, folder, rounds, found))
         report("reading and listing after writing")
         found.checks += [_read_after_write(blobs, folder), _list_after_write(blobs, folder)]
@@ -210,7 +211,9 @@ def _folder(blobs: Blobs, address: Address, found: Diagnosis) -> Iterator[str]:
 def _races(blobs: Blobs, folder: str, rounds: int, found: Diagnosis) -> Check:
     done = race(blobs, f"{folder}/", rounds=rounds)
     found.races = {"racers": RACERS, "rounds": done.rounds, "one_winner": done.one_winner}
-    detail = f"{RACERS} writers at once: exactly one won in {done.one_winner} of {done.rounds} rounds"
+    detail = (
+        f"{RACERS} writers at once: exactly one won in {done.one_winner} of {counted(done.rounds, 'round')}"
+    )
     if done.problems:
         detail += f" ({done.problems[0]})"
     return Check("exclusive-races", done.one_winner == done.rounds, detail)

@@ -166,7 +166,7 @@ class Store:
             if not blobs.has(SETTINGS):  # another process may have just created it
                 raise NoStore(
                     f"{address.root or address.shown}: there is no store here",
-                    hint="check the path; the first checkpoint creates a store",
+                    hint="check the path; `scarctl status` shows the stores that this host knows",
                 )
         obj = load_json(blobs.read(SETTINGS, MAX_SETTINGS), what)
         f = Fields(obj, what)

@@ -30,6 +30,7 @@ from scarctl.store.format import (
 )
 from scarctl.store.record import now, who
 from scarctl.store.snapshot import SealedSet, sealed_sets
+from scarctl.util.text import counted
 
 if TYPE_CHECKING:
     from scarctl.store.shard_state import Seal, ShardState
@@ -114,7 +115,7 @@ def refuse_ranks(store: Store) -> None:
     newest = newest_topology(store) if store.part is None else None
     if newest is not None:
         raise UsageError(
-            f"{store.where}: this store is written by {newest.world} ranks",
+            f"{store.where}: this store is written by {counted(newest.world, 'rank')}",
             hint="one process cannot save to it: start the job with its ranks, or use another store",
             kind="store-of-ranks",
         )

@@ -256,7 +256,7 @@ def _best_scar(job: Job) -> Way:
 def _intervals(job: Job, fraction: float) -> Iterator[float]:
     """Yield intervals of whole iterations, 5 % apart, from the shortest that the store sustains."""
     steps = max(1, math.ceil(fraction * job.state_bytes / job.bandwidth / SHARE / job.step_seconds))
-    most = min(_LONGEST, max(steps, math.ceil(2 * job.mtbf / job.step_seconds)))
+    most = max(steps, min(_LONGEST, math.ceil(2 * job.mtbf / job.step_seconds)))
     while steps <= most:
         yield steps * job.step_seconds
         steps = max(steps + 1, math.floor(steps * _RATIO))

@@ -1,4 +1,4 @@
-"""Escape control characters in paths and foreign messages before they reach a terminal or a log."""
+"""Format text for people: numbers with their nouns, and foreign text without control characters."""
 
 from __future__ import annotations
 
@@ -13,3 +13,8 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Return `text` with every line made printable; line breaks stay."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Return a number and its noun: "1 partition", "2 partitions". plural: for nouns that take more than an s."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"

@@ -87,7 +87,7 @@ def test_stop_with_a_live_session_says_so(run: Run, folder: Path, arena_dir: Pat
     trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save(trainer.everything, 1)
     done = run("daemon", "stop")
-    assert "1 live sessions" in done.stderr
+    assert "1 live session will" in done.stderr
     wait_until(lambda: trainer.phases() == ["attached"])
     trainer.close()
     assert_sound(tmp_path / "store")

@@ -15,7 +15,16 @@ import pytest
 
 from scarctl.cli.main import COMMANDS, GROUPS, cli, default_map
 from scarctl.cli.output import human_bytes
-from scarctl.config import KNOWN_NAMES, NORMS, POLICIES, VERBS, SessionSettings, describe, parse_fraction
+from scarctl.config import (
+    KNOWN_NAMES,
+    NORMS,
+    POLICIES,
+    VERBS,
+    SessionSettings,
+    brief,
+    describe,
+    parse_fraction,
+)
 from scarctl.errors import UsageError
 from scarctl.policy import select
 
@@ -110,14 +119,14 @@ def test_options_that_are_settings_are_described_by_their_classes() -> None:
     assert all(text.endswith(".") for text in texts.values())
     for name in (
         "fraction",
-        "policy",
         "shards",
         "partition_bytes",
         "assume_single_writer",
         "arena_dir",
         "store",
     ):
-        assert options(commands()["checkpoint"])[name].help == texts[name]
+        assert options(commands()["checkpoint"])[name].help == brief(name)
+        assert brief(name).partition(". ")[0] == texts[name].partition(". ")[0]
     with pytest.raises(KeyError):
         describe("unheard_of")
 
@@ -317,12 +326,13 @@ class TestWhereValuesComeFrom:
         assert select.POLICIES == POLICIES
         assert len(NORMS) == 3
 
-    @pytest.mark.parametrize("text", ["1/8", "0.125", " 1/8 ", "12.5e-2"])
+    @pytest.mark.parametrize("text", ["1/8", "0.125", " 1/8 ", "12.5e-2", "12.5%", " 12.5 % "])
     def test_fractions_are_read(self, text: str) -> None:
         assert parse_fraction(text) == 0.125
 
     @pytest.mark.parametrize(
-        "text", ["nan", "0", "-1/8", "1.01", "9/8", "1/0", "inf", "", "some", "1e999999"]
+        "text",
+        ["nan", "0", "-1/8", "1.01", "9/8", "1/0", "inf", "", "some", "1e999999", "0%", "101%", "1/8%", "%"],
     )
     def test_no_fractions_are_refused(self, text: str) -> None:
         with pytest.raises(UsageError):

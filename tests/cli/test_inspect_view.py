@@ -62,3 +62,13 @@ def test_a_terminal_shows_a_line_for_every_rank(tmp_path: Path) -> None:
     text = out.getvalue()
     assert "process" in text
     assert text.count("not on this host") == 2
+
+
+def test_a_map_for_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Levels differ in their shape there, too."""
+    staleness = np.array([-1, 0, 1, 2, 3, 4], dtype=np.int64)
+    for encoding in ("ascii", "latin-1"):
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+        text = "".join(map(str, heatmap(staleness, 60)))
+        assert text.isascii()
+        assert text.startswith("!.:+%#")

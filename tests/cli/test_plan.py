@@ -203,7 +203,7 @@ def test_nonsense_is_refused(run: Run, wrong: tuple[str, str]) -> None:
     [("1.5GB", 1.5e9), ("800MiB", 800 * 1024**2), ("12", 12), ("1e3", 1000), ("2k", 2000), ("3 TB/s", 3e12)],
 )
 def test_sizes_are_read(run: Run, text: str, value: float) -> None:
-    assert run("plan", *LARGE, "--state-bytes", text, "--json").document["job"]["state_bytes"] == value
+    assert run("plan", *LARGE, "--bandwidth", text, "--json").document["job"]["bandwidth"] == value
 
 
 @pytest.mark.parametrize(

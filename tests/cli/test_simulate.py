@@ -95,7 +95,7 @@ def test_a_killed_study_goes_on_where_it_was(tmp_path: Path) -> None:
         [*command, "--jobs", "1"], cwd=tmp_path, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"\d+ of 12 trials are in results.jsonl", done.stderr)
+    assert re.search(r"\d+ of 12 trials already in results.jsonl", done.stderr)
     assert len(set(marks())) == 12 - len(kept)
     whole = subprocess.run(
         [*(a for a in command if a not in ("--results", "results.jsonl")), "--jobs", "2"],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scarctl.cli import verify as module
+from scarctl.cli import progress
 from scarctl.store import Store, verify
 from scarctl.store.subset import Subset
 from tests.cli.conftest import Model, Run
@@ -14,6 +14,7 @@ from tests.cli.conftest import Model, Run
 KEYS = {
     "schema_version",
     "command",
+    "empty",
     "intact",
     "read_data",
     "read_data_subset",
@@ -115,13 +116,39 @@ def test_an_orphan_is_harmless(run: Run, saved: Model) -> None:
     assert (done["intact"], done["orphans"]) == (True, 1)
 
 
+def test_an_empty_store_is_not_intact(run: Run) -> None:
+    """Nothing is wrong with it, and nothing can be recovered from it."""
+    Store.create("ckpt")
+    done = run("verify", "--store", "ckpt", "--json", code=16).document
+    assert (done["intact"], done["empty"], done["problems"]) == (False, True, [])
+    text = run("verify", "--store", "ckpt", code=16)
+    assert text.stdout.endswith(": empty, nothing to verify\n")
+    assert "nothing has been saved" in text.stderr
+
+
 def test_no_store(run: Run) -> None:
     assert run("verify", "--store", "ckpt", "--json", code=10).error["kind"] == "no-store"
 
 
 def test_progress_goes_to_stderr(run: Run, saved: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(0, 10_000_000, 31))
-    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(now)))
     done = run("verify", "--store", "ckpt", "--json")
     assert done.document["intact"]
     assert "verified " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [("export out", "exported "), ("recover --lost all --output out.safetensors", "restored ")],
+)
+def test_other_long_work_shows_progress_too(
+    run: Run, saved: Model, monkeypatch: pytest.MonkeyPatch, words: str, says: str
+) -> None:
+    now = iter(range(0, 10_000_000, 31))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(now)))
+    done = run(*words.split(), "--store", "ckpt")
+    shown = [line for line in done.stderr.splitlines() if says in line]
+    assert shown[-1].partition(says)[2].split(" of ")[0] == shown[-1].partition(" of ")[2], (
+        "all of it, in the end"
+    )

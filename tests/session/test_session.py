@@ -140,7 +140,7 @@ def test_a_partition_that_is_not_finite_keeps_its_last_good_copy(
         loop.model.embed.weight[5] = float("nan")
     with caplog.at_level(logging.WARNING, "scarctl"):
         loop.session.checkpoint(full=True)
-    assert "1 partitions are not finite" in caplog.text
+    assert "1 partition not finite" in caplog.text
     assert loop.session.stats.nonfinite_partitions == 1
     loop.session.recover(lost="embed.weight")
     assert torch.isfinite(loop.model.embed.weight).all()

@@ -1,0 +1,40 @@
+"""Show the progress of long work on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import click
+
+from scarctl.cli.output import human_bytes, note
+
+_TERMINAL_PAUSE = 0.5
+_PAUSE = 30.0
+
+
+class Progress:
+    """Show bytes on stderr: in place on a terminal twice a second, otherwise as a line every 30 seconds.
+
+    Short work shows nothing.
+    """
+
+    def __init__(self, verb: str) -> None:
+        """verb: what was done with the bytes, such as "verified"."""
+        self._verb = verb
+        self._terminal = sys.stderr.isatty()
+        self._pause = _TERMINAL_PAUSE if self._terminal else _PAUSE
+        self._next = time.monotonic() + self._pause
+        self._shown = False
+
+    def __call__(self, done: int, total: int) -> None:
+        """Note that `done` of `total` bytes are done."""
+        if time.monotonic() < self._next and not (self._shown and done >= total):
+            return
+        self._next = time.monotonic() + self._pause
+        text = f"{self._verb} {human_bytes(done)} of {human_bytes(total)}"
+        if not self._terminal:
+            note(text)
+            return
+        click.echo(f"\r\x1b[K{'' if done >= total else text}", err=True, nl=False)
+        self._shown = done < total

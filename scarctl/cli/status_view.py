@@ -1,0 +1,116 @@
+"""Lay out the health of stores for people: one page, worst first, at most as wide as the terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from scarctl.cli.output import human_bytes, in_iterations
+from scarctl.ops.health import AT_RISK, LOSING, NOTE, Finding, Health, Loss
+from scarctl.ops.surveyed import ShardLine
+from scarctl.store.saved import describe
+from scarctl.util.text import counted
+
+_MARKS = {LOSING: "!!", AT_RISK: "! ", NOTE: "- "}
+_VERDICT = {LOSING: "LOSING", AT_RISK: "AT RISK", NOTE: "well"}
+_IF_LOST = {"process": "process", "host": "this host", "store": "store"}
+LOSS_COLUMNS = ("if it is lost now", "goes back by up to", "change", "predicted rework")
+_MOST = 230
+"""Characters of a finding, three lines: `scarctl inspect` and --json show all of it."""
+_UNSEEN = "unknown: this host does not see how far the run is"
+_SHARDS = 3
+"""Shards that are listed for a store."""
+
+
+def page(stores: Sequence[Health], width: int) -> list[str]:
+    """Return the lines for these stores, in their order. Lines are wrapped at `width`, except commands."""
+    lines = []
+    if len(stores) > 1:
+        unwell = sum(not one.well for one in stores)
+        lines.append(f"{counted(len(stores), 'store')}, {f'{unwell} not well' if unwell else 'all well'}")
+    for one in stores:
+        lines += [line for text in _store(one) for line in _wrapped(text, width)]
+    return lines
+
+
+def _store(one: Health) -> Iterator[str]:
+    yield f"{_VERDICT[one.severity]}: {one.url}"
+    view = one.survey
+    if view is not None and view.layout is not None:
+        bound = " or later" if view.age.is_lower_bound else ""
+        who = "no run on this host" if view.run is None else _run(one)
+        yield (
+            f"  step {view.step}{bound}, {counted(view.layout.partitions, 'partition')}, "
+            f"{human_bytes(view.layout.nbytes)}; {who}; {describe(view.age.saved_at)}"
+        )
+    yield from _losses(one)
+    for finding in one.findings:
+        yield from _finding(finding)
+    for line in one.unwell[:_SHARDS]:
+        yield f"  {_shard(line)}"
+    if len(one.unwell) > _SHARDS:
+        yield f"  and {counted(len(one.unwell) - _SHARDS, 'more shard')}: `scarctl inspect` lists all"
+
+
+def _run(one: Health) -> str:
+    assert one.survey is not None
+    assert one.survey.run is not None
+    run, ranks = one.survey.run, one.survey.ranks
+    here = [rank for rank in ranks if rank.alive is not None]
+    if here:
+        return f"{sum(bool(rank.alive) for rank in here)} of {counted(len(here), 'rank')} on this host alive"
+    return f"process {run.pid} {'alive' if run.alive else 'dead'}"
+
+
+def _losses(one: Health) -> Iterator[str]:
+    """Yield a table: what is lost if the process, the host or the store is lost now."""
+    if not one.losses:
+        return
+    rows = [LOSS_COLUMNS, *(loss_cells(loss) for loss in one.losses)]
+    widths = [max(len(row[k]) for row in rows if len(row) > 2) for k in range(len(LOSS_COLUMNS))]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+
+
+def loss_cells(loss: Loss) -> tuple[str, ...]:
+    """Return the cells of one loss: its name and a sentence, or a cell for each column."""
+    name = _IF_LOST[loss.what]
+    if loss.gone == loss.total:
+        return name, "everything is lost: no other copy is known here"
+    if loss.gone:
+        return name, f"{loss.gone} of {counted(loss.total, 'partition')} lost: no other copy is known here"
+    assert loss.steps is not None
+    if not loss.steps:
+        return name, _UNSEEN if loss.lower_bound else "nothing is lost"
+    return (
+        name,
+        f"{'at least ' if loss.lower_bound else ''}{counted(loss.steps, 'step')}",
+        "unknown" if loss.perturbation is None else f"{loss.perturbation:.4g}",
+        "unknown" if loss.rework.iterations is None else in_iterations(loss.rework),
+    )
+
+
+def _finding(finding: Finding) -> Iterator[str]:
+    yield f"  {_MARKS[finding.severity]} {textwrap.shorten(finding.message, _MOST, placeholder=' ...')}"
+    if finding.command:
+        yield f"     $ {finding.command}"
+
+
+def _shard(line: ShardLine) -> str:
+    return f"shard {line.shard}: {line.never_saved} of {counted(line.partitions, 'partition')} never saved"
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Return a line broken at spaces, the rest indented below it. A command stays in one piece, to be copied."""
+    indent = len(text) - len(text.lstrip(" "))
+    if len(text) <= width or text.lstrip().startswith("$ "):
+        return [text]
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent="",
+        subsequent_indent=" " * (indent + 2),
+        drop_whitespace=True,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

@@ -1,0 +1,260 @@
+"""Judge a store and its run on this host: what is lost if something dies now, what is not well, and what to do next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.daemon.status import RunStatus
+from scarctl.errors import ScarError
+from scarctl.ops.surveyed import ShardLine, Survey
+from scarctl.recovery.forecast import parameters_of, rework_of
+from scarctl.theory.rework import Rework
+from scarctl.util.text import counted
+
+LOSING, AT_RISK, NOTE = 2, 1, 0
+"""Severities: something is not being saved; something is not protected as it should be; worth knowing."""
+SEVERITIES = {LOSING: "losing", AT_RISK: "at-risk", NOTE: "note"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One observation about a store."""
+
+    severity: int
+    kind: str
+    """Stable name for programs."""
+    message: str
+    command: str = ""
+    """What to do next, as a command line; "" if there is nothing to do."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of a document."""
+        return {
+            "severity": SEVERITIES[self.severity],
+            "kind": self.kind,
+            "message": self.message,
+            "command": self.command or None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The cost if a process, this host, or the store is lost at this moment."""
+
+    what: str
+    """"process", "host" or "store"."""
+    steps: int | None
+    """Iterations since the oldest copy that remains was made; None: no copy remains, or the age is unknown."""
+    gone: int
+    """Number of partitions without any copy left."""
+    total: int
+    """Number of all partitions."""
+    lower_bound: bool
+    """The run may be further than the newest known step."""
+    perturbation: float | None
+    """Norm of the change after a recovery; None: unknown."""
+    rework: Rework
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of a document."""
+        return {
+            "steps": self.steps,
+            "age_is_lower_bound": self.lower_bound,
+            "partitions_without_copy": self.gone,
+            "total_partitions": self.total,
+            "perturbation": self.perturbation,
+            "rework": self.rework.to_json(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """A store's findings, worst first, and what a loss costs."""
+
+    url: str
+    findings: tuple[Finding, ...]
+    losses: tuple[Loss, ...] = ()
+    unwell: tuple[ShardLine, ...] = ()
+    """Shards with partitions that were never saved, those with most of them first."""
+    survey: Survey | None = field(default=None, repr=False)
+    """None: the store cannot be read."""
+    exit_code: int = 0
+    """Of the error for which the store cannot be read; 0 if it can."""
+
+    @property
+    def severity(self) -> int:
+        """The worst severity of the findings."""
+        return max((finding.severity for finding in self.findings), default=NOTE)
+
+    @property
+    def well(self) -> bool:
+        """Whether nothing is lost or at risk."""
+        return self.severity == NOTE
+
+    def with_finding(self, finding: Finding) -> Health:
+        """Return this with one more finding, before all others."""
+        return replace(self, findings=(finding, *self.findings))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of a document."""
+        view = self.survey
+        fields: dict[str, Any] = {
+            "store": self.url,
+            "well": self.well,
+            "findings": [finding.to_json() for finding in self.findings],
+            "if_lost": {loss.what: loss.to_json() for loss in self.losses},
+            "shards": [line.to_json() for line in self.unwell],
+        }
+        if view is not None:
+            whole = view.to_json(0)
+            fields |= {name: whole[name] for name in ("step", "saved_at", "saved_seconds_ago", "run")}
+        return fields
+
+
+def unreadable(url: str, error: ScarError) -> Health:
+    """Return the health of a store that cannot be read."""
+    command = f"scarctl verify --store {shlex.quote(url)}" if error.exit_code == 13 else _doctor(url)
+    reason = f"{error.message}{f' ({error.hint})' if error.hint else ''}"
+    return Health(url, (Finding(LOSING, error.kind, reason, command),), exit_code=error.exit_code)
+
+
+def health_of(view: Survey, runs: Iterable[RunStatus]) -> Health:
+    """Judge a store. runs: what the daemon reports of those that save to it."""
+    found = [*_of_saving(view, runs), *_of_processes(view), *_of_copies(view)]
+    found += [
+        Finding(AT_RISK if caveat.kind == "behind" else NOTE, caveat.kind, caveat.message)
+        for caveat in view.caveats
+    ]
+    if view.note is not None:
+        found.append(Finding(AT_RISK, "incomplete", view.note, f"scarctl inspect --store {_name(view)}"))
+    unwell = sorted((line for line in view.shards if line.never_saved), key=lambda line: -line.never_saved)
+    found.sort(key=lambda finding: -finding.severity)
+    return Health(view.url, tuple(found), tuple(_losses(view)), tuple(unwell), view)
+
+
+def _of_saving(view: Survey, runs: Iterable[RunStatus]) -> Iterable[Finding]:
+    """Yield what the daemon reports: failures of saving, by rank."""
+    for run in runs:
+        if run.get("last_error") is None:
+            continue
+        who = "" if run.get("rank") is None else f"rank {run['rank']}: "
+        what = "saving has stopped" if run["stopped"] else "saving fails, and is tried again"
+        message = f"{who}{what}: {run['last_error']} ({counted(run['errors'], 'error')})"
+        yield Finding(LOSING, "stopped" if run["stopped"] else "failing", message, _doctor(view.url))
+
+
+def _of_processes(view: Survey) -> Iterable[Finding]:
+    """Yield what the arenas on this host show: processes that have died, and copies that wait for the store."""
+    run = view.run
+    if run is None:
+        return
+    dead = [rank for rank in view.ranks if rank.alive is False]
+    if not run.alive:
+        what = f"process {run.pid}" if view.topology is None else "every rank on this host"
+        if run.pending_partitions:
+            text = f"{what} has died; {_pending(run.pending_partitions)}: start the run again on this host"
+            yield Finding(LOSING, "died", text, _resume(view))
+        else:
+            text = f"{what} has died; the store has all of its copies: start the run again"
+            yield Finding(AT_RISK, "died", text, _resume(view))
+    elif dead:
+        names = ", ".join(str(rank.rank) for rank in dead)
+        pending = sum(rank.pending_partitions or 0 for rank in dead)
+        text = f"{'rank' if len(dead) == 1 else 'ranks'} {names} of {len(view.ranks)} died"
+        text += f"; {_pending(pending)}" if pending else ""
+        text += ": the launcher starts the ranks again, otherwise start the job again on this host"
+        yield Finding(LOSING, "rank-died", text, f"scarctl inspect --store {_name(view)}")
+    elif run.errors and run.pending_partitions:
+        text = f"{counted(run.errors, 'error')} while saving; {_pending(run.pending_partitions)}"
+        yield Finding(AT_RISK, "errors", text, _doctor(view.url))
+
+
+def _of_copies(view: Survey) -> Iterable[Finding]:
+    """Yield what the store lacks."""
+    if view.layout is None:
+        yield Finding(AT_RISK, "empty", "nothing is saved yet", _save(view))
+        return
+    never = int((view.saved_step < 0).sum())
+    if never:
+        yield Finding(
+            AT_RISK,
+            "never-saved",
+            f"the store has no copy of {never} of {counted(view.layout.partitions, 'partition')}",
+            _save(view),
+        )
+
+
+def _losses(view: Survey) -> Iterable[Loss]:
+    """Yield what is lost with the process, with this host, and with the store."""
+    if view.layout is None:
+        return
+    kept, saved = view.kept_step, view.saved_step
+    alive = view.run is not None and view.run.alive
+    nowhere = np.full_like(saved, -1)
+    near = saved if kept is None else np.maximum(kept, saved)
+    pending = kept is None or bool((kept > saved).any())
+    yield _loss(view, "process", near, known=kept is not None)
+    yield _loss(view, "host", saved, known=kept is not None and not pending)
+    if kept is None:
+        left = nowhere
+    else:
+        # A live process has the values; a dead one's arena has its copies.
+        left = np.full_like(saved, max(view.step or 0, 0)) if alive and (kept >= 0).all() else kept
+    yield _loss(view, "store", left, known=False)
+
+
+def _loss(view: Survey, what: str, steps: NDArray[np.int64], *, known: bool) -> Loss:
+    """Return the cost of continuing from copies of these steps. known: the distances are from these copies."""
+    assert view.layout is not None
+    gone = int((steps < 0).sum())
+    ages = np.maximum((view.step or 0) - steps, 0)
+    parameters = parameters_of(view.layout)
+    distance = view.distance if known and np.isfinite(view.distance).all() else None
+    if gone:
+        rework = Rework(None, reason=f"{counted(gone, 'partition')} without a copy")
+    else:
+        measured = distance[parameters] if distance is not None and view.comparable else None
+        rework = rework_of(
+            view.outlook, 1.0, ages=ages[parameters], distance=measured, since=view.since if known else 0
+        )
+    return Loss(
+        what,
+        None if gone else int(ages.max(initial=0)),
+        gone,
+        len(steps),
+        view.age.is_lower_bound,
+        float(np.sqrt(np.square(distance).sum())) if distance is not None and not gone else None,
+        rework,
+    )
+
+
+def worst_first(found: Iterable[Health]) -> Sequence[Health]:
+    """Return the stores in the order in which they need attention."""
+    return sorted(found, key=lambda one: (-one.severity, one.url))
+
+
+def _pending(count: int) -> str:
+    return f"{counted(count, 'partition')} newer in this host's memory than in the store"
+
+
+def _name(view: Survey) -> str:
+    return shlex.quote(view.url)
+
+
+def _doctor(url: str) -> str:
+    return f"scarctl doctor --store {shlex.quote(url)}"
+
+
+def _save(view: Survey) -> str:
+    alive = view.run is not None and view.run.alive
+    return f"scarctl live checkpoint --full --store {_name(view)}" if alive else _resume(view)
+
+
+def _resume(view: Survey) -> str:
+    return f"scarctl run --store {_name(view)} -- COMMAND"

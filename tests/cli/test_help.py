@@ -1,0 +1,153 @@
+"""Help that fits a screen, examples that run, names that were mistyped, completion, and terminals without Unicode."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scarctl.cli.main import COMMANDS, GROUPS
+from scarctl.util.text import counted
+from tests.cli.conftest import Model, Run
+
+ALL = [*(name for name in COMMANDS if name not in GROUPS), *(f"{a} {b}" for a in GROUPS for b in GROUPS[a])]
+SCREEN, MOST = 24, 40
+LONGER = {
+    "checkpoint", "export", "inspect", "live recover", "plan", "prune", "recover", "simulate", "snapshot create",
+}  # fmt: skip
+"""Commands with more options than a screen of 24 lines has room for."""
+
+
+@pytest.mark.parametrize("name", [*ALL, *GROUPS, "help", "version"])
+def test_help_fits_a_screen(run: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run(*name.split(), "--help").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= (MOST if name in LONGER else SCREEN)
+    assert run("help", *name.split()).stdout.splitlines()[1:] == lines[1:]
+
+
+def examples(text: str) -> list[list[str]]:
+    """The examples of a help, split into words."""
+    lines = text.partition("Examples:\n")[2].splitlines()
+    return [shlex.split(line)[1:] for line in lines if line.strip().startswith("scarctl ")]
+
+
+RUN = {
+    "checkpoint": (0, 1),
+    "snapshot create": (1,),
+    "snapshot list": (0, 1),
+    "inspect": (0, 1),
+    "status": (1,),
+    "verify": (0, 1),
+    "recover": (0, 1, 2),
+    "export": (0, 2),
+    "plan": (0, 1),
+    "report": (0,),
+    "prune": (0, 1),
+    "snapshot delete": (0,),
+    "doctor": (0,),
+    "simulate": (1,),
+    "run": (0,),
+    "version": (0, 1),
+    "help": (0, 1, 2),
+}
+"""Examples that run one after the other in one folder. The others need a running session, a bucket, or more files."""
+
+
+def test_examples_run(run: Run, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {*ALL, "help", "version"} - RUN.keys() == {"live checkpoint", "live recover", "daemon"}
+    model.path.rename("model.safetensors")
+    shutil.copy("model.safetensors", "survivors.safetensors")
+    (tmp_path / "train.py").touch()
+    (tmp_path / "workload.py").write_text("from tests.simulate.workloads import quadratic as build\n")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    for name, value in {"SIMULATE_TRIALS": "2", "SIMULATE_JOBS": "1", "ROUNDS": "1"}.items():
+        monkeypatch.setenv(f"SCARCTL_{name}", value)
+    for name, which in RUN.items():
+        shown = examples(run(*name.split(), "--help").stdout)
+        for k in which:
+            run(*shown[k])
+
+
+def test_words_for_people() -> None:
+    assert [counted(n, "partition") for n in (0, 1, 2)] == ["0 partitions", "1 partition", "2 partitions"]
+    assert counted(2, "copy", "copies") == "2 copies"
+
+
+def test_version_and_help_are_commands_too(run: Run) -> None:
+    assert run("version").stdout.startswith("scarctl ")
+    assert set(run("version", "--json").document) == {
+        "schema_version",
+        "command",
+        "version",
+        "python",
+        "executable",
+    }
+    assert "Exit codes" in run("help").stdout
+
+
+def complete(words: str, folder: Path) -> list[str]:
+    environment = {
+        **os.environ,
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+        "_SCARCTL_COMPLETE": "bash_complete",
+    }
+    program = "from scarctl.cli.main import cli; cli.main(prog_name='scarctl')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=folder, capture_output=True, text=True
+    )
+    return done.stdout.split()
+
+
+def test_a_shell_completes_stores(saved: Model, tmp_path: Path) -> None:
+    shutil.copytree("ckpt", "runs/first")
+    (tmp_path / "cache").mkdir()
+    assert complete("scarctl verify --store ", tmp_path) == ["plain,ckpt", "plain,runs/first"]
+    assert complete("scarctl run --store r", tmp_path) == ["plain,runs/first"]
+    assert complete("scarctl plan --from ca", tmp_path) == ["dir,ca"], "the shell completes folders"
+    assert complete("scarctl ver", tmp_path) == ["plain,verify", "plain,version"]
+
+
+@pytest.mark.parametrize(
+    "environment", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"}, {"LC_ALL": "C"}]
+)
+def test_terminals_without_unicode(
+    run: Run, model: Model, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Names that the terminal cannot show are escaped, and nothing else is more than ASCII."""
+    model.save(**{"größe→": model.tensors["emb"] + 1})
+    run("checkpoint", model.path, "--store", "ckpt→", "--step", 0, "--shards", 2)
+    for arguments in (
+        ["inspect", "--store", "ckpt→"],
+        ["recover", "--store", "ckpt→", "--lost", "größe→", "--output", "→.pt", "--dry-run"],
+        ["x→"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "scarctl", *arguments],
+            capture_output=True,
+            cwd=tmp_path,
+            env={**os.environ, **environment},
+        )
+        assert done.returncode in (0, 2)
+        shown = done.stdout + done.stderr
+        assert b"Traceback" not in shown
+        assert b"\\u2192" in shown
+        if "latin-1" not in environment.values():
+            assert shown.isascii()
+        assert "→".encode() not in shown
+
+
+def test_the_manual_page_says_what_the_commands_say(run: Run) -> None:
+    """Mend it with `make man`."""
+    page = run("help", "--man").stdout
+    assert page == (Path(__file__).parents[2] / "docs" / "scarctl.1").read_text()
+    assert page.count(".SS scarctl ") == len(ALL) + 2
+    run("help", "verify", "--man", code=2)

@@ -1,0 +1,179 @@
+"""`scarctl status`: stores that are well, at risk, or losing, what a loss costs, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.folder import arena_folder, host_folder
+from scarctl.cli.status_view import page
+from scarctl.daemon.status import RunStatus
+from scarctl.errors import NoStore
+from scarctl.ops.health import LOSING, health_of, unreadable, worst_first
+from scarctl.ops.survey import survey
+from scarctl.state.version import pack
+from scarctl.store import Store
+from tests.cli.conftest import Model, Run
+from tests.daemon.trainer import Trainer, stop
+from tests.support.ranks import RankStore
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, arena_dir: Path):  # type: ignore[no-untyped-def]
+    """A training process's side of the daemon, in this process."""
+    trainer = Trainer(tmp_path / "run", arena_dir)
+    yield trainer
+    stop(host_folder(str(arena_dir)))
+
+
+def test_a_store_at_rest_is_well(run: Run, saved: Model) -> None:
+    done = run("status", "ckpt")
+    assert done.stdout.startswith("well: ckpt\n")
+    assert "no run on this host" in done.stdout
+    assert run("status", "--store", "ckpt").stdout.startswith("well: ckpt\n")
+    fields = run("status", "ckpt", "--json").document
+    assert fields["well"]
+    (store,) = fields["stores"]
+    assert (store["findings"], store["shards"]) == ([], [])
+    assert (
+        store["if_lost"]["store"]["partitions_without_copy"] == store["if_lost"]["store"]["total_partitions"]
+    )
+
+
+def test_without_a_store_that_is_known_here(run: Run) -> None:
+    assert run("status", "--json", code=10).error["kind"] == "nothing-known"
+    assert "scarctl status STORE" in run("status", code=10).stderr
+
+
+def test_what_cannot_be_read_has_the_exit_code_of_its_error(run: Run, saved: Model) -> None:
+    assert "$ scarctl doctor --store nowhere" in run("status", "nowhere", code=10).stdout
+    Path("ckpt/scarctl.json").write_text("{")
+    fields = run("status", "ckpt", "--json", code=13).document
+    (finding,) = fields["stores"][0]["findings"]
+    assert (finding["severity"], finding["command"]) == ("losing", "scarctl verify --store ckpt")
+
+
+def test_an_empty_store_is_not_well(run: Run) -> None:
+    Store.create("ckpt")
+    assert "nothing is saved yet" in run("status", "ckpt", code=3).stdout
+
+
+def test_a_live_run_and_what_each_loss_costs(
+    run: Run, trainer: Trainer, tmp_path: Path, arena_dir: Path
+) -> None:
+    trainer.save(trainer.everything, 1)
+    trainer.drained()
+    (store,) = run("status", "--json").document["stores"]
+    assert store["store"] == str(tmp_path / "run")
+    assert store["run"]["alive"]
+    assert {what: loss["steps"] for what, loss in store["if_lost"].items()} == {
+        "process": 0,
+        "host": 0,
+        "store": 0,
+    }
+    # What waits in memory is lost with the host, not with the process.
+    trainer.copy(trainer.everything, 5)
+    process, host, left = health_of(survey(trainer.store, str(arena_dir)), []).losses
+    assert (process.steps, host.steps, left.steps) == (0, 4, 0)
+    assert left.rework.iterations in (0, None)
+    trainer.save(trainer.everything, 6)
+    trainer.close()
+
+
+@pytest.mark.leaves_arena
+def test_a_process_that_has_died(run: Run, saved: Model, arena_dir: Path) -> None:
+    """No daemon runs, so what only memory has stays there."""
+    store = Store.open("ckpt")
+    layout = store.current_layout()
+    assert layout is not None
+    arena = Arena.create(arena_folder(str(arena_dir), store.run_id), layout, run_id=store.run_id, epoch=1)
+    arena.begin_lines(store.lines())
+    newer = np.arange(2)
+    arena.begin(newer)
+    arena.end(newer, pack(1, 2))
+    arena.reach(2)
+    arena.take_over(0x7FFFFFF0)  # a number that no process has
+    arena.close()
+    done = run("status", "ckpt", code=3)
+    assert done.stdout.startswith("LOSING: ckpt\n")
+    assert "has died; 2 partitions newer in this host's memory" in done.stdout.replace("\n    ", " ")
+    assert "     $ scarctl run --store ckpt -- COMMAND\n" in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+
+
+def test_partitions_that_were_never_saved(run: Run, trainer: Trainer, tmp_path: Path) -> None:
+    trainer.save(trainer.everything[:1], 1)
+    trainer.drained()
+    done = run("status", "run", code=3).stdout
+    assert done.startswith("AT RISK: run\n")
+    assert f"no copy of {len(trainer.everything) - 1} of {len(trainer.everything)} partitions" in done
+    assert "$ scarctl live checkpoint --full --store" in done
+    trainer.close()
+
+
+def test_what_the_daemon_cannot_save_is_the_worst(saved: Model) -> None:
+    view = survey(Store.open("ckpt"), None)
+    run: RunStatus = {
+        "store": "ckpt", "id": view.url, "pid": 1, "phase": "attached", "open": True, "peers": [],
+        "errors": 17, "last_error": "no space left", "stopped": False,
+    }  # fmt: skip
+    health = health_of(view, [run])
+    assert (health.severity, health.well) == (LOSING, False)
+    assert health.findings[0].message == "saving fails, and is tried again: no space left (17 errors)"
+    assert health_of(view, [{**run, "stopped": True, "errors": 1}]).findings[0].kind == "stopped"
+    assert health_of(view, []).well
+
+
+def test_stores_come_worst_first(saved: Model) -> None:
+    well = health_of(survey(Store.open("ckpt"), None), [])
+    Store.create("empty")
+    risky = health_of(survey(Store.open("empty"), None), [])
+    broken = unreadable("gone", NoStore("there is no store here"))
+    assert worst_first([well, broken, risky]) == [broken, risky, well]
+    lines = page(worst_first([well, broken, risky]), 60)
+    assert lines[0] == "3 stores, 2 not well"
+    assert [line.partition(":")[0] for line in lines if line[0] != " "][1:] == ["LOSING", "AT RISK", "well"]
+    assert all(len(line) <= 60 or "$ " in line for line in lines)
+
+
+def test_watch_repeats_until_it_is_interrupted(saved: Model, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "scarctl", "status", "ckpt", "--watch", "--every", "0.1", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert process.stdout is not None
+    for _ in range(2):
+        assert json.loads(process.stdout.readline())["well"]
+    process.send_signal(signal.SIGINT)
+    process.stdout.close()
+    assert process.wait(20) == 128 + signal.SIGINT
+
+
+def test_options_that_would_be_ignored_are_refused(run: Run, saved: Model) -> None:
+    run("status", "ckpt", "--every", "3", code=2)
+    run("status", "ckpt", "--store", "ckpt", code=2)
+    run("status", "", code=2)
+
+
+def test_ranks_are_one_run(run: Run, tmp_path: Path, arena_dir: Path) -> None:
+    """Two of four ranks are on this host, one of them dead with copies that the store lacks."""
+    made = RankStore(tmp_path / "ckpt", 4)
+    made.save(3)
+    made.close()
+    well = run("status", "ckpt").stdout
+    assert well.startswith("well: ckpt\n")
+    assert "this host does not see how far the run is" in well
+    alive, dead = (made.arena(arena_dir, rank, 9) for rank in (0, 2))
+    dead.take_over(0x7FFFFFF0)  # a number that no process has
+    done = run("status", "ckpt", code=3).stdout
+    assert done.startswith("LOSING: ckpt\n")
+    assert "1 of 2 ranks on this host alive" in done
+    assert "rank 2 of 4 died; " in done
+    assert "$ scarctl inspect --store " in done
+    alive.remove()
+    dead.remove()

@@ -1,0 +1,250 @@
+"""Wrong inputs of every command, through a real process: the exit code, and a phrase of the message.
+
+The processes are forked from one that has imported the commands. torch is not importable in them: no wrong input may
+need it, so none takes seconds.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scarctl.cli.main import COMMANDS
+from scarctl.store import Store
+from tests.cli.conftest import fresh
+from tests.support import forkserver
+
+IMPORTS = (
+    "scarctl.cli.main",
+    "scarctl.ops.survey",
+    "scarctl.ops.recover",
+    "scarctl.ops.export",
+    "scarctl.store",
+)
+PROGRAM = "import sys; sys.modules['torch'] = None; from scarctl.cli.main import main; main()"
+
+NO_STORE = (10, "nowhere: there is no store here")
+A_FILE = (10, "this is a file, not a store's folder")
+MISSING = (2, "Missing option '--store'")
+
+TABLE: dict[str, dict[str, tuple[int, str]]] = {
+    "": {
+        "verfy --store run": (2, "there is no command 'verfy'; did you mean verify?"),
+        "restore": (2, "did you mean recover?"),
+        "xyzzy": (2, "there is no command 'xyzzy'"),
+        "--store run verify": (2, "No such option '--store'"),
+    },
+    "help": {"verfy": (2, "did you mean verify?"), "verify x": (2, "has no commands of its own")},
+    "version": {"x": (2, "unexpected extra argument"), "--store x": (2, "No such option")},
+    "checkpoint": {
+        "": (2, "Missing argument 'STATE'"),
+        "state.safetensors": (2, "Missing option"),
+        "state.safetensors --store new --step x": (2, "'x' is not a valid integer"),
+        "state.safetensors --store new --step -1": (2, "step is -1"),
+        "state.safetensors --store ckpt --step 1 --fraction 2": (2, "the fraction is '2'"),
+        "state.safetensors --store ckpt --step 1 --fraction 150%": (2, "the fraction is '150%'"),
+        "state.safetensors --store ckpt --step 1 --policy full --fraction 1/4": (
+            2,
+            "--fraction has no effect",
+        ),
+        "state.safetensors --store new --step 0 --partition-bytes 4XB": (2, "'4XB' is no number of bytes"),
+        "state.safetensors --store new --step 0 --partition-bytes 0": (2, "no number of bytes above 0"),
+        "state.safetensors --store new --step 0 --shards 0": (2, "shards is 0"),
+        "state.safetensors --store ckpt --step 1 --shards 9": (2, "shards"),
+        "state.safetensors --store page.html --step 0": A_FILE,
+        "missing.safetensors --store new --step 0": (2, "missing.safetensors does not exist"),
+        "x.npz --store new --step 0": (2, "x.npz is an archive of numpy arrays (.npz)"),
+        "x.npy --store new --step 0": (2, "an array of numpy"),
+        "packed.npz --store new --step 0": (2, "an archive of numpy arrays"),
+        "page.html --store new --step 0": (2, "page.html is a web page"),
+        "empty.safetensors --store new --step 0": (2, "is empty"),
+        "pointer.safetensors --store new --step 0": (2, "a pointer of Git LFS"),
+        "notes.txt --store new --step 0": (2, "no known format"),
+        "folder --store new --step 0": (2, "a folder without a .metadata file"),
+        "ckpt --store new --step 0": (2, "ckpt is a store, not a state file"),
+    },
+    "daemon": {
+        "": (2, "Missing argument"),
+        "strat": (2, "'strat' is not one of"),
+        "start --reap": (2, "--reap goes with stop, not with start"),
+        "status --timeout 3": (2, "--timeout goes with stop"),
+        "stop --timeout -1": (2, "-1"),
+        "status": (17, "no daemon is running on this host"),
+    },
+    "doctor": {"": MISSING, "--store ckpt --rounds 0": (2, "--rounds"), "--store page.html": (10, "file")},
+    "export": {
+        "out": MISSING,
+        "--store ckpt": (2, "Missing argument 'OUTPUT'"),
+        "--store nowhere out": NO_STORE,
+        "--store empty out": (16, "empty"),
+        "--store ckpt folder": (2, "folder exists already"),
+        "--store ckpt out --snapshot best": (2, "no snapshot 'best'"),
+        "--store ckpt out --format zip": (2, "'zip' is not one of"),
+        "--store ckpt out --max-shard-size 5QB": (2, "no number of bytes"),
+        "--store ckpt out.pt --format pt --max-shard-size 4KiB": (2, "--max-shard-size splits safetensors"),
+    },
+    "inspect": {
+        "": MISSING,
+        "--store nowhere": NO_STORE,
+        "--store page.html": A_FILE,
+        "--store ckpt --limit -3": (2, "'-3' is neither a number"),
+        "--store ckpt --limit 3": (2, "--limit goes with --json"),
+        "--store ckpt --every 3": (2, "--every goes with --watch"),
+        "--store ckpt extra": (2, "unexpected extra argument"),
+    },
+    "live": {
+        "": (2, "Usage:"),
+        "chekpoint": (2, "did you mean checkpoint?"),
+        "checkpoint": MISSING,
+        "checkpoint --store nowhere": NO_STORE,
+        "checkpoint --store ckpt": (2, "no running session saves to this store"),
+        "checkpoint --store ckpt --timeout -1": (2, "-1"),
+        "recover --store ckpt": (2, "Missing option '--lost'"),
+        "recover --store ckpt --lost 0": (2, "no running session saves to this store"),
+    },
+    "plan": {
+        "": (2, "Missing option"),
+        "--bandwidth 2GB --mtbf 6h": (2, "give --state-bytes and --step-time"),
+        "--bandwidth 2XB --mtbf 6h": (2, "'2XB' is no number of bytes"),
+        "--bandwidth 2GB --mtbf 6y": (2, "'6y' is not a time"),
+        "--bandwidth 2GB --mtbf 6h --from nowhere": NO_STORE,
+        "--bandwidth 2GB --mtbf 6h --from empty": (2, "empty"),
+    },
+    "prune": {
+        "": MISSING,
+        "--store nowhere": NO_STORE,
+        "--store ckpt --keep-last -1": (2, "keep"),
+        "--store ckpt --keep best --yes": (2, "best"),
+        "--store ckpt --no-writer --yes": (2, "--no-writer is for a remote store"),
+        "--store ckpt --dry-run --yes": (2, "--yes deletes, and --dry-run deletes nothing"),
+    },
+    "recover": {
+        "--store ckpt": (2, "Missing option '--lost'"),
+        "--store nowhere --lost 0 --output o.safetensors": NO_STORE,
+        "--store empty --lost all --output o.safetensors": (16, "empty"),
+        "--store ckpt --lost 99 --output o.safetensors": (2, "99"),
+        "--store ckpt --lost nothing.like.it --output o.safetensors": (2, "nothing.like.it"),
+        "--store ckpt --lost 0": (2, "there is no stopped run's arena"),
+        "--store ckpt --lost 0 --into state.safetensors --output o.pt": (2, "exclude each other"),
+        "--store ckpt --lost 0 --output o.npz": (2, "scarctl writes no .npz files"),
+        "--store ckpt --lost 0 --output folder": (2, "not a regular file"),
+        "--store ckpt --lost 0 --output ckpt/o.safetensors": (2, "inside the store"),
+        "--store ckpt --lost 0 --into x.npz": (2, "an archive of numpy arrays"),
+        "--store ckpt --lost 0 --into page.html": (2, "a web page"),
+        "--store ckpt --lost 0 --into folder": (2, "without a .metadata file"),
+        "--store ckpt --lost 0 --into missing.safetensors": (2, "does not exist"),
+        "--store ckpt --lost all --snapshot best": (2, "use --mode rollback"),
+        "--store ckpt --lost all --mode sideways": (2, "'sideways' is not one of"),
+        "--store ckpt --lost all --mode rollback --snapshot best --output o.pt": (2, "no snapshot 'best'"),
+        "--store ckpt --lost 0 --max-rework -1": (2, "-1"),
+    },
+    "report": {
+        "--output r.html": MISSING,
+        "--store ckpt": (2, "Missing option '--output'"),
+        "--store nowhere --output r.html": NO_STORE,
+        "--store ckpt --output folder": (2, "folder is no place for a file"),
+        "--store ckpt --output gone/r.html": (2, "is no place for a file"),
+    },
+    "run": {
+        "": (125, "Missing argument"),
+        "--store tape://0 -- true": (125, "tape"),
+        "--restarts -1 -- true": (125, "-1"),
+        "--stroe ckpt -- true": (125, "--store"),
+        "-- there-is-no-such-command": (127, "No such file"),
+        "-- ./notes.txt": (126, "Permission denied"),
+    },
+    "simulate": {
+        "": (2, "Missing argument 'WORKLOAD'"),
+        "nowhere:build --trials 0": (2, "--trials"),
+        "no-colon": (2, "no-colon"),
+        "a.b:c --lost 2": (2, "'2' is not a share"),
+        "a.b:c --fraction 120%": (2, "'120%' is not a share"),
+        "a.b:c --policy best": (2, "unknown policy 'best'"),
+        "a.b:c --failure-rate 0.5 --fail-after 3": (2, "iteration 3"),
+        "a.b:c --plot x.jpg": (2, "a picture is SVG or PNG"),
+    },
+    "snapshot": {
+        "": (2, "Usage:"),
+        "lst --store ckpt": (2, "did you mean list?"),
+        "list": MISSING,
+        "list --store nowhere": NO_STORE,
+        "create best --store ckpt --step 3": (2, "--step goes with STATE"),
+        "create best --store ckpt --partition-bytes 4KiB": (2, "--partition-bytes goes with STATE"),
+        "create best state.safetensors --store ckpt": (2, "give --step with STATE"),
+        "create best state.safetensors --store ckpt --step 3 --timeout 3": (
+            2,
+            "--timeout cannot be combined",
+        ),
+        "create best --store ckpt": (2, "no running session"),
+        "create a/b state.safetensors --store ckpt --step 1": (2, "a/b"),
+        "delete --store ckpt": (2, "Missing argument 'NAME...'"),
+        "delete best --store ckpt --yes": (2, "best"),
+    },
+    "status": {
+        "": (10, "no run on this host saves to a store"),
+        "ckpt --store ckpt": (2, "--store is given twice"),
+        "ckpt --every 3": (2, "--every goes with --watch"),
+    },
+    "verify": {
+        "": MISSING,
+        "--store nowhere": NO_STORE,
+        "--store page.html": A_FILE,
+        "--store folder": (10, "folder"),
+        "--store empty": (16, "nothing has been saved to this store yet"),
+        "--store ckpt --read-data-subset 8/7": (2, "'8/7' is not a part of the data"),
+        "--store ckpt --read-data-subset 1/2 --no-read-data": (2, "--no-read-data"),
+        "--store unheard-of://bucket/x": (2, "unheard-of"),
+    },
+}
+"""By command: arguments, exit code, and a phrase of what goes to stderr."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, template: Path) -> Path:
+    """A folder with stores and files of all kinds. Wrong inputs change nothing in it."""
+    folder = tmp_path_factory.mktemp("wrong")
+    fresh(folder / "state.safetensors")
+    shutil.copytree(template, folder / "ckpt")
+    Store.create(str(folder / "empty"))
+    np.savez(folder / "x.npz", a=np.ones(3))
+    np.savez_compressed(folder / "packed.npz", a=np.ones(3))
+    np.save(folder / "x.npy", np.ones(3))
+    (folder / "page.html").write_text("\n<!DOCTYPE html><html><body>404</body></html>")
+    (folder / "empty.safetensors").touch()
+    (folder / "pointer.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    (folder / "notes.txt").write_text("just text")
+    (folder / "folder").mkdir()
+    (folder / "folder" / "file").touch()
+    return folder
+
+
+def content(folder: Path) -> dict[str, int]:
+    """Sizes of all files below a folder. A lock has the process id of its last owner."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "lock"]
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
+@pytest.mark.parametrize("command", TABLE)
+def test_wrong_inputs(command: str, folder: Path) -> None:
+    before, wrong = content(folder), []
+    for arguments, (code, phrase) in TABLE[command].items():
+        words = [*command.split(), *arguments.split()]
+        done = forkserver.run(["-c", PROGRAM, *words], timeout=60, cwd=folder, imports=IMPORTS)
+        said = " ".join(done.stderr.split())
+        if (
+            done.returncode != code
+            or phrase not in said
+            or "unexpected " in said.replace("unexpected extra", "")
+        ):
+            wrong.append(f"scarctl {' '.join(words)}\n    exit code {done.returncode}, not {code}: {said}\n")
+        elif done.stdout and command not in ("verify", "status"):
+            wrong.append(f"scarctl {' '.join(words)}\n    stdout: {done.stdout}\n")
+    assert not wrong, "\n" + "\n".join(wrong)
+    assert content(folder) == before
+
+
+def test_the_table_has_every_command() -> None:
+    assert set(TABLE) == {"", "help", "version", *COMMANDS}
