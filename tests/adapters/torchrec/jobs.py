@@ -164,7 +164,7 @@ def one_run(rank: int, world: int, folder: str, until: int, kinds: Kinds) -> Any
 
 
 def stopped_in_backward(rank: int, world: int, folder: str) -> None:
-    """Get SIGTERM in the backward pass of step 5, right before tables are changed."""
+    """Get SIGTERM in the backward pass of step 5, right before tables are changed, and take no further step."""
 
     def arm(session: Session) -> None:
         def stop(_: torch.Tensor) -> None:
@@ -176,7 +176,11 @@ def stopped_in_backward(rank: int, world: int, folder: str) -> None:
 
         torch.nn.modules.module.register_module_forward_hook(hook)
 
-    train(Path(folder), LAST, "table", at={4: arm})
+    def wait(session: Session) -> None:
+        while True:
+            signal.pause()
+
+    train(Path(folder), LAST, "table", at={4: arm, 5: wait})
 
 
 def recovered(rank: int, world: int, folder: str) -> dict[str, Any]:
