@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import scarctl
+from scarctl.adapter import find_adapter
 from scarctl.config import grouped
 from scarctl.distributed.collectives import Solo, Team, world_size
 from scarctl.errors import ScarError
@@ -161,6 +162,31 @@ def resharded(rank: int, world: int, folder: str, pairs: list[tuple[Kinds, Kinds
 def one_run(rank: int, world: int, folder: str, until: int, kinds: Kinds) -> Any:
     """One run, new or resumed."""
     return train(Path(folder), until, kinds)
+
+
+def touched(rank: int, world: int, kinds: list[Kinds]) -> list[list[Any]]:
+    """For each: name, rows touched and rows changed by a step, of this rank's parts of tables."""
+    return [row for kind in kinds for row in _touched(kind, rank)]
+
+
+def _touched(kinds: Kinds, rank: int) -> list[list[Any]]:
+    kind, fused = (kinds, "adagrad") if isinstance(kinds, str) else kinds
+    model, optimizer = models.build(kind, fused)
+    adapter = find_adapter(model, [optimizer])
+    asked: list[Mapping[str, torch.Tensor]] = []
+    remove = adapter.install(lambda: asked.append(adapter.touched_rows(dense=False)), lambda: None)
+    one_step(model, optimizer, 0, rank)
+    parts = {g.name: g.tensors[""] for g in adapter.groups() if ".embedding_bags." in g.name}
+    before = {name: part.clone() for name, part in parts.items()}
+    asked.clear()
+    one_step(model, optimizer, 1, rank)
+    remove()
+    found: list[list[Any]] = []
+    for name, part in parts.items():
+        rows = [given[name] for given in asked if name in given]
+        changed = (part != before[name]).any(1).nonzero().flatten().tolist()
+        found.append([name, sorted(set(torch.cat(rows).tolist())) if rows else [], changed])
+    return found
 
 
 def stopped_in_backward(rank: int, world: int, folder: str) -> None:

@@ -101,6 +101,19 @@ def test_a_rank_killed_after_a_whole_checkpoint_is_not_missed(tmp_path: Path, pl
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_lookups_say_which_rows_of_a_part_change(tmp_path: Path) -> None:
+    """Row numbers are of this rank's part, whichever ranks have asked for them."""
+    plans = ["table", "row", "column", "mixed", ["column", "rowwise"]]
+    of_ranks = launch(f"{JOBS}:touched", 2, plans, timeout=150)
+    assert sum(len(found) for found in of_ranks) == 3 + 6 + 6 + 5 + 6
+    for found in of_ranks:
+        for name, touched, changed in found:
+            assert touched == changed, name
+            assert changed, name
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sigterm_in_a_backward_pass_loses_nothing(tmp_path: Path) -> None:
     """Tables and dense parameters are of one step, and the rest of the run is that of an undisturbed one."""
