@@ -20,6 +20,7 @@ WITH_TORCH = {
     "scarctl.checkpoint.checkpointer",
     "scarctl.session.completing",
     "scarctl.formats.dcp",
+    "scarctl.formats.dcp_check",
     "scarctl.checkpoint.distance",
     "scarctl.state.torch_dtypes",
     "scarctl.checkpoint.engine",

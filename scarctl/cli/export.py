@@ -25,7 +25,8 @@ EXAMPLES = """\b
 Examples:
   scarctl export --store ckpt out
   scarctl export --store ckpt out --max-shard-size 2GB --json
-  scarctl export --store ckpt best.pt --snapshot best --format pt
+  scarctl export --store ckpt best.pt --snapshot best
+  scarctl export --store ckpt model.safetensors --weights
   scarctl export --store ckpt best-dcp --snapshot best --format dcp
 """
 
@@ -41,9 +42,10 @@ Examples:
     "--format",
     "form",
     type=click.Choice(["safetensors", "pt", "dcp"]),
-    default="safetensors",
-    show_default=True,
-    help="A folder of safetensors files, one .pt file of plain tensors, or a DCP folder.",
+    help="safetensors, one .pt file of plain tensors, or a DCP folder.  [default: by OUTPUT's ending, or safetensors]",
+)
+@click.option(
+    "--weights", is_flag=True, help="Only the model's own state_dict(), tied tensors under all their names."
 )
 @click.option(
     "--max-shard-size",
@@ -58,32 +60,35 @@ def command(
     output: Path,
     store: str,
     snapshot: str | None,
-    form: str,
+    form: str | None,
+    weights: bool,
     max_shard_size: int,
     as_json: bool,
     debug: bool,
 ) -> int:
     """Write the running checkpoint, or a snapshot, to OUTPUT for other tools.
 
-    OUTPUT appears when it is whole. Several safetensors files come with an index, as Hugging Face's do. Tensors are
-    named as in the store: `layers.3.weight`, `layers.3.weight/exp_avg`. Without --snapshot steps may be mixed; the
-    answer says so. Exit code 3: an older copy than the newest one had to be taken.
+    OUTPUT appears when it is whole: a .pt file, one .safetensors file, or a folder. Several safetensors files come with
+    an index, as Hugging Face's do. Tensors are named as in the store: `layers.3.weight`, `layers.3.weight/exp_avg`.
+    With --weights they are what the model's `load_state_dict(strict=True)` and `from_pretrained` take.
+
+    Without --snapshot steps may be mixed; the answer says so. Exit code 3: an older copy than the newest one had to be
+    taken.
     """
     from scarctl.ops.export import ExportSettings, export
 
-    if form == "pt":
-        refuse("max_shard_size", why="splits safetensors and DCP; a .pt file is one file")
-    done = export(
-        ExportSettings(
-            store=store,
-            storage_options=options_for(store),
-            output=output,
-            snapshot=snapshot,
-            format=form,
-            max_shard_bytes=max_shard_size,
-        ),
-        progress=Progress("exported"),
+    settings = ExportSettings(
+        store=store,
+        storage_options=options_for(store),
+        output=output,
+        snapshot=snapshot,
+        format=form,
+        max_shard_bytes=max_shard_size,
+        weights=weights,
     )
+    if settings.one_file:
+        refuse("max_shard_size", why=f"splits the files of a folder, and {output.name} is one file")
+    done = export(settings, progress=Progress("exported"))
     for problem in done.problems:
         warn(problem)
     label = (
@@ -92,7 +97,7 @@ def command(
         else f"mixed, of steps {done.oldest_step} to {done.newest_step}"
     )
     emit(
-        {**done.to_json(), "format": form, "snapshot": snapshot},
+        {**done.to_json(), "format": settings.form, "snapshot": snapshot, "weights": weights},
         as_json=as_json,
         text=f"wrote {counted(done.tensors, 'tensor')}, {human_bytes(done.bytes)}, to {output} "
         f"({counted(len(done.files), 'file')}): {label}",

@@ -1,4 +1,4 @@
-"""`scarctl inspect`: show a store's copies, their ages, and the effect of losing a shard."""
+"""`scarctl inspect`: show a store's copies, their ages, and the effect of losing a shard; or a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from typing import Any
 
 import click
 
+from scarctl.cli.checkpoints import chosen, inspected, inspected_lines, store_or_checkpoint
 from scarctl.cli.given import refuse
-from scarctl.cli.output import EXIT_OK, Seconds, arena_option, common_options, emit, open_store
+from scarctl.cli.output import EXIT_OK, Seconds, arena_option, emit, open_store
+from scarctl.errors import UsageError
 
 EXAMPLES = """\b
 Examples:
   scarctl inspect --store ckpt
   scarctl inspect --store ckpt --json --limit all
   scarctl inspect --store ckpt --watch --every 10
+  scarctl inspect model.safetensors --values
 """
 
 
-class _Limit(click.ParamType[Any]):
+class Limit(click.ParamType[Any]):
+    """A number of rows that are listed, or all."""
+
     name = "N|all"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
@@ -37,11 +42,11 @@ class _Limit(click.ParamType[Any]):
 @click.command(epilog=EXAMPLES)
 @click.option(
     "--limit",
-    type=_Limit(),
+    type=Limit(),
     default="1000",
     show_default=True,
     metavar="N|all",
-    help="Partitions that --json lists.",
+    help="Partitions that --json lists; tensors of CHECKPOINT that are listed.",
 )
 @arena_option
 @click.option("--watch", "follow", is_flag=True, help="Repeat until the run on this host ends.")
@@ -53,9 +58,14 @@ class _Limit(click.ParamType[Any]):
     metavar="SECONDS",
     help="Time between two looks with --watch.",
 )
-@common_options
+@click.option(
+    "--values", is_flag=True, help="CHECKPOINT: read it, and show norms and values that are not finite."
+)
+@store_or_checkpoint
 def command(
-    store: str,
+    store: str | None,
+    checkpoint: str | None,
+    values: bool,
     limit: int | None,
     arena_dir: str | None,
     follow: bool,
@@ -65,9 +75,22 @@ def command(
 ) -> int:
     """Show a store's copies, their ages and sizes, and the predicted effect of losing each shard.
 
+    CHECKPOINT is a safetensors or .pt file, a DCP folder, a folder of safetensors files with an index, or STORE@NAME.
+    Its tensors are listed.
+
     Distances and the newest step of a run are known as long as its arena is on this host. With --watch, --json prints
     one document per line; it lists no partitions unless --limit asks for them.
     """
+    store, checkpoint = chosen(store, checkpoint)
+    if checkpoint is not None:
+        if follow:
+            raise UsageError("--watch is for stores")
+        fields = inspected(checkpoint, values, limit)
+        emit(fields, as_json=as_json, text="\n".join(inspected_lines(fields)))
+        return EXIT_OK
+    if values:
+        raise UsageError("--values is for a CHECKPOINT", hint="give STORE@NAME for the tensors of a snapshot")
+    assert store is not None
     from scarctl.ops.survey import survey
 
     if not follow:

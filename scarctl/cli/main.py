@@ -29,6 +29,7 @@ from scarctl.errors import UsageError
 COMMANDS = {
     "checkpoint": "Save the part of a state file that changed most.",
     "daemon": "Start, inspect or stop the process that makes checkpoints durable.",
+    "diff": "Compare two checkpoints of any kind, tensor by tensor.",
     "doctor": "Test a place for a store: its guarantees, and its speed.",
     "export": "Write a state as safetensors, .pt or DCP, for other tools.",
     "inspect": "Show the content of a store, and the change if a shard is lost.",
@@ -90,12 +91,12 @@ Examples:
 Every setting is also an environment variable (--store is SCARCTL_STORE) and a key of scarctl.toml in the
 current folder: a table per command, or at the top for all. --timeout has the command's name (SCARCTL_RUN_TIMEOUT)
 and counts in its table only. Command line > environment > file. Options that say what to do are given on the
-command line only: --lost, --into, --output, --snapshot, --full, --keep, --no-writer, --yes, --reap. A variable
+command line only: --lost, --into, --output, --snapshot, --full, --keep, --ignore, --atol, --yes, ... A variable
 that has no effect is named in a warning. A scarctl.toml that others may write is ignored.
 
 \b
 Exit codes:
-  0 ok  1 error  2 usage  3 partly done  10 no store  11 contention  12 access denied  13 corruption
+  0 ok  1 error  2 usage  3 partly done  4 different  10 no store  11 contention  12 access denied  13 corruption
   14 store lacks a guarantee  15 fenced  16 no intact copy  17 store unavailable  128+N ended by signal N
 """
 

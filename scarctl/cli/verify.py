@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
-from scarctl.cli.output import EXIT_CORRUPT, EXIT_OK, common_options, emit, human_bytes, note, open_store
+from scarctl.cli.checkpoints import chosen, store_or_checkpoint, verified_lines
+from scarctl.cli.output import EXIT_CORRUPT, EXIT_OK, emit, human_bytes, note, open_store
 from scarctl.cli.progress import Progress
 from scarctl.errors import NoIntactCopy, UsageError
 from scarctl.util.text import counted
@@ -12,6 +15,7 @@ from scarctl.util.text import counted
 EXAMPLES = """\b
 Examples:
   scarctl verify --store ckpt
+  scarctl verify model.safetensors --finite
   scarctl verify --store ckpt --no-read-data --json
   scarctl verify --store s3://bucket/run --read-data-subset 2/7
 """
@@ -30,19 +34,52 @@ _SHOWN = 100
     metavar="PART",
     help="Read only this part of the data: 2/7 is the second of seven parts, 5% is chosen at random.",
 )
-@common_options
-def command(store: str, read_data: bool, read_data_subset: str | None, as_json: bool, debug: bool) -> int:
-    """Check every record, segment and checksum of a store.
+@click.option("--finite", is_flag=True, help="CHECKPOINT: a value that is NaN or infinite is a problem.")
+@store_or_checkpoint
+def command(
+    store: str | None,
+    checkpoint: str | None,
+    read_data: bool,
+    read_data_subset: str | None,
+    finite: bool,
+    as_json: bool,
+    debug: bool,
+) -> int:
+    """Check every record, segment and checksum of a store, or the structure of CHECKPOINT.
 
-    Each problem names the file, the partition and the reason. Segments that no record names are harmless left-overs of
-    a crash. Exit code 13: there are problems. 16: the store is empty, so there is nothing to recover from.
+    CHECKPOINT is a safetensors or .pt file, a DCP folder, or a folder of safetensors files with an index. Its headers
+    and files are compared with each other, and values that are NaN or infinite are counted.
+
+    Each problem names the file, the partition or tensor, and the reason. Segments that no record names are harmless
+    left-overs of a crash. Exit code 13: there are problems. 16: the store is empty, so there is
+    nothing to recover from.
     """
-    from scarctl.store import verify
-    from scarctl.store.subset import Subset
-
     part = read_data_subset
     if part is not None and not read_data:
         raise UsageError("--read-data-subset cannot be combined with --no-read-data")
+    store, checkpoint = chosen(store, checkpoint)
+    if checkpoint is not None:
+        if part is not None:
+            raise UsageError("--read-data-subset is for stores", hint="a checkpoint is read as a whole")
+        return _of_file(checkpoint, read_data, finite, as_json)
+    if finite:
+        raise UsageError("--finite is for a CHECKPOINT that is not a store")
+    assert store is not None
+    return _of_store(store, read_data, part, as_json)
+
+
+def _of_file(checkpoint: str, read_data: bool, finite: bool, as_json: bool) -> int:
+    from scarctl.ops.verify_file import verify_file
+
+    found = verify_file(Path(checkpoint), read_data=read_data, finite=finite, progress=Progress("verified"))
+    emit(found.to_json(), as_json=as_json, text="\n".join(verified_lines(found)))
+    return EXIT_CORRUPT if found.faults else EXIT_OK
+
+
+def _of_store(store: str, read_data: bool, part: str | None, as_json: bool) -> int:
+    from scarctl.store import verify
+    from scarctl.store.subset import Subset
+
     subset = None if part is None else Subset.parse(part)
     opened = open_store(store)
     report = verify(opened, read_data=read_data, subset=subset, progress=Progress("verified"))

@@ -39,7 +39,12 @@ from scarctl.config.options import (
 )
 from scarctl.errors import UsageError
 
-VERBS = frozenset({"full", "into", "keep", "lost", "no_writer", "output", "reap", "snapshot", "yes"})
+VERBS = frozenset(
+    {
+        *("atol", "finite", "full", "ignore", "into", "keep", "lost", "no_writer", "output", "reap", "rtol"),
+        *("snapshot", "values", "weights", "yes"),
+    }
+)
 """Options that name an action: they are accepted on the command line only, never from the environment or a file."""
 
 

@@ -13,6 +13,8 @@ import os
 import pickle
 import stat
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -77,32 +79,63 @@ class _Reader(filesystem.FileSystemReader):
         return self._known
 
 
-def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Load all tensors of a checkpoint folder by name, in host memory, ordered by name.
+class DcpFolder:
+    """The tensors of a checkpoint folder. Their values are loaded when they are asked for."""
 
-    Raises Corruption when the folder is damaged, or when its metadata name a class that no checkpoint needs.
-    """
-    known = _read_metadata(folder)
-    try:
-        wanted = {
-            name: item
-            for name, item in sorted(known.state_dict_metadata.items())
-            if isinstance(item, metadata.TensorStorageMetadata)
-        }
-        _check(folder, known, wanted)
-        tensors = {name: torch.zeros(item.size, dtype=item.properties.dtype) for name, item in wanted.items()}
-        with warnings.catch_warnings():
+    def __init__(self, folder: Path) -> None:
+        """Read and check the metadata.
+
+        Raises Corruption when the folder is damaged, or when its metadata name a class that no checkpoint needs.
+        """
+        self._folder = folder
+        self._known = read_metadata(folder)
+        with _faults(folder):
+            self.items = tensors_of(self._known)
+            """Description of every tensor, ordered by name."""
+            _check(folder, self._known, self.items)
+
+    def load(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Load tensors into host memory. Raises Corruption when the folder is damaged."""
+        with _faults(self._folder), warnings.catch_warnings():
             # The warning says that no process group exists, which is intended.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            state_dict_loader.load(dict(tensors), storage_reader=_Reader(folder, known), no_dist=True)
+            items = {name: self.items[name] for name in names}
+            found = {
+                name: torch.zeros(item.size, dtype=item.properties.dtype) for name, item in items.items()
+            }
+            reader = _Reader(self._folder, self._known)
+            state_dict_loader.load(dict(found), storage_reader=reader, no_dist=True)
+        return found
+
+
+def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Load all tensors of a checkpoint folder by name, in host memory, ordered by name. Raises Corruption."""
+    opened = DcpFolder(folder)
+    return opened.load(opened.items)
+
+
+def tensors_of(known: metadata.Metadata) -> dict[str, metadata.TensorStorageMetadata]:
+    """Return the description of every tensor in the metadata, ordered by name."""
+    return {
+        name: item
+        for name, item in sorted(known.state_dict_metadata.items())
+        if isinstance(item, metadata.TensorStorageMetadata)
+    }
+
+
+@contextmanager
+def _faults(folder: Path) -> Iterator[None]:
+    """Turn whatever the library raises for unreadable content into Corruption."""
+    try:
+        yield
     except (Corruption, MemoryError):
         raise
     except (Exception, CheckpointException) as error:  # CheckpointException does not derive from Exception
         raise _damaged(folder, _reason(error)) from error
-    return tensors
 
 
-def _read_metadata(folder: Path) -> metadata.Metadata:
+def read_metadata(folder: Path) -> metadata.Metadata:
+    """Read a folder's metadata without trusting them. Raises Corruption."""
     # Opening never waits for the other end of a pipe, and nothing is read before its size is known.
     with open(folder / ".metadata", "rb", opener=_without_waiting) as file:
         status = os.fstat(file.fileno())

@@ -97,8 +97,8 @@ class StateFile:
         return [(name, "parameter", (spec,)) for name, spec in self.specs.items()]
 
 
-def open_state(path: Path) -> StateFile:
-    """Open a state file of any known format.
+def open_state(path: Path, *, may_be_empty: bool = False) -> StateFile:
+    """Open a state file of any known format. One without tensors is refused, unless it `may_be_empty`.
 
     Raises UsageError when the file is missing, has no known format, or holds tensors that a layout cannot;
     Corruption when it is cut short or contradicts itself; AccessDenied; Unavailable.
@@ -117,7 +117,7 @@ def open_state(path: Path) -> StateFile:
         state = _open_safetensors(path)
     else:
         raise foreign(path, start)
-    if not state.specs:
+    if not state.specs and not may_be_empty:
         raise UsageError(f"{path} holds no tensors", hint=KNOWN, kind="foreign-state-file")
     return state
 
@@ -218,7 +218,7 @@ def _check_archive(path: Path) -> None:
                 if info.filename.rpartition("/")[2] == "data.pkl":
                     if info.file_size > MAX_HEADER:
                         reason = f"{info.filename} has more than {MAX_HEADER} bytes"
-                    reason = reason or torch_fault(archive.read(info), len(names))
+                    reason = reason or torch_fault(_stored(archive, info), len(names))
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise _cut_short(path, "its archive has no directory at the end") from error
     if reason:
@@ -233,6 +233,20 @@ def _check_archive(path: Path) -> None:
         )
     if not any(name == "data.pkl" or name.endswith("/data.pkl") for name in names):
         raise foreign_archive(path, names)
+
+
+def _stored(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    """Return a file of an archive that is not compressed. torch can leave its checksum out, which zipfile refuses."""
+    if info.CRC or archive.fp is None:
+        return archive.read(info)
+    archive.fp.seek(info.header_offset)
+    head = archive.fp.read(30)
+    if len(head) < 30:
+        raise zipfile.BadZipFile("a file begins behind the end")
+    archive.fp.seek(
+        int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little"), os.SEEK_CUR
+    )
+    return archive.fp.read(info.file_size)
 
 
 def _check_legacy(path: Path) -> int:

@@ -21,10 +21,12 @@ from typing import Any
 import numpy as np
 
 from scarctl.errors import UsageError
+from scarctl.formats.hf_index import INDEX, WHOLE
 from scarctl.formats.state_file import os_errors
-from scarctl.formats.state_writer import Rows, StateWriter, new_state, torch_save
+from scarctl.formats.state_writer import TORCH_SUFFIXES, Rows, StateWriter, new_state, torch_save
 from scarctl.ops.assemble import check_complete, content
 from scarctl.ops.sinks import FileSink, counting
+from scarctl.ops.weights import Weights, weights_of
 from scarctl.recovery.shared_plan import execute_shared, plan_lost, plans_back
 from scarctl.recovery.shares import named_snapshot, open_shares
 from scarctl.state.layout import TensorSpec
@@ -34,8 +36,6 @@ from scarctl.store.format import header_length, parse_header
 from scarctl.util.arrays import Bytes
 
 FORMATS = ("safetensors", "pt", "dcp")
-INDEX = "model.safetensors.index.json"
-WHOLE = "model.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,13 +50,27 @@ class ExportSettings:
     """Options of a remote store's file system. They may be secret."""
     snapshot: str | None = None
     """The snapshot to export; None: the newest copy of every partition."""
-    format: str = "safetensors"
-    """Format of the output: safetensors, pt or dcp."""
+    format: str | None = None
+    """Format of the output: safetensors, pt or dcp. None: pt for `.pt` and `.pth`, otherwise safetensors."""
     max_shard_bytes: int = 5 * 10**9
     """Most bytes of tensors per file, for safetensors and dcp. A tensor is never split."""
+    weights: bool = False
+    """Write the model's own `state_dict()`: no optimizer state, and tied tensors under each of their names."""
+
+    @property
+    def form(self) -> str:
+        """The format, chosen by the output's name if it is not given."""
+        return self.format or ("pt" if self.output.suffix.lower() in TORCH_SUFFIXES else "safetensors")
+
+    @property
+    def one_file(self) -> bool:
+        """Whether the output is one file, not a folder: a `.pt` file, or a name that ends with `.safetensors`."""
+        return self.form == "pt" or (
+            self.form == "safetensors" and self.output.suffix.lower() == ".safetensors"
+        )
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
+        if self.form not in FORMATS:
             raise UsageError(f"unknown format {self.format!r}", hint=f"use one of {', '.join(FORMATS)}")
         if self.max_shard_bytes < 1:
             raise UsageError(f"max_shard_bytes is {self.max_shard_bytes}, not a positive number")
@@ -112,41 +126,54 @@ def export(settings: ExportSettings, *, progress: Callable[[int, int], None] | N
         plan = plan_lost(state, state.everything(), nothing)
     else:
         plan = next(plans_back(state, nothing, 0, snapshot))
-    specs, targets = content(state.layouts, state.everything())
+    everything, targets = content(state.layouts, state.everything())
+    of_model = weights_of(plan, everything) if settings.weights else Weights(everything, {}, ())
+    specs = dict(of_model.specs)
+    if settings.form == "safetensors":  # the others can hold one tensor under several names
+        specs |= {alias: specs[name] for alias, name in of_model.tied.items()}
     if os.path.lexists(target):
         raise UsageError(f"{settings.output} exists already", hint="use another name, or delete it")
-    with _made_whole(target, "state.pt" if settings.format == "pt" else None) as folder:
-        parts = _split(specs, settings.max_shard_bytes)
+    inner = {"pt": "state.pt", "safetensors": WHOLE}[settings.form] if settings.one_file else None
+    with _made_whole(target, inner) as folder:
+        parts = [list(specs)] if settings.one_file else _split(specs, settings.max_shard_bytes)
         with _files(folder, specs, parts) as writers:
-            pairs, switch = zip(state.layouts, targets, strict=True), _Switch(writers)
-            sinks = [FileSink(of, target, switch) for of, target in pairs]
+            switch, left_out = _Switch(writers, of_model.tied), frozenset(everything.keys() - specs.keys())
+            sinks = [
+                FileSink(of, target, switch, left_out)
+                for of, target in zip(state.layouts, targets, strict=True)
+            ]
             report = execute_shared(plan, nothing, counting(sinks, state.nbytes, progress))
-        files = _formatted(folder, parts, state.nbytes, settings)
+        files = _formatted(folder, parts, specs, of_model.tied, settings)
     done = report.plan
     steps = step_of(done.version)
     return Exported(
         output=str(settings.output),
         files=tuple(files),
-        tensors=len(specs),
-        bytes=state.nbytes,
+        tensors=len(of_model.specs) + len(of_model.tied),
+        bytes=sum(spec.nbytes for spec in specs.values()),
         exact=done.exact and not done.degraded,
         step=done.step,
         oldest_step=int(steps.min(initial=MAX_STEP)),
         newest_step=int(steps.max(initial=0)),
         degraded=done.degraded,
-        problems=report.problems,
+        problems=(*of_model.problems, *report.problems),
     )
 
 
 class _Switch:
-    """Write each tensor to its own file."""
+    """Write each tensor to its own file, and under its other names to theirs."""
 
-    def __init__(self, writers: Mapping[str, StateWriter]) -> None:
+    def __init__(self, writers: Mapping[str, StateWriter], tied: Mapping[str, str]) -> None:
         self._writers = writers
+        self._others: dict[str, list[str]] = {}
+        for alias, name in tied.items():
+            if alias in writers:
+                self._others.setdefault(name, []).append(alias)
 
     def write(self, name: str, rows: Rows, data: Bytes) -> None:
         """See `StateWriter`."""
-        self._writers[name].write(name, rows, data)
+        for one in (name, *self._others.get(name, ())):
+            self._writers[one].write(one, rows, data)
 
 
 def _names(parts: Sequence[object]) -> list[str]:
@@ -172,19 +199,27 @@ def _files(
 
 
 def _formatted(
-    folder: Path, parts: Sequence[Sequence[str]], nbytes: int, settings: ExportSettings
+    folder: Path,
+    parts: Sequence[Sequence[str]],
+    specs: Mapping[str, TensorSpec],
+    tied: Mapping[str, str],
+    settings: ExportSettings,
 ) -> list[str]:
     """Convert safetensors files to the requested format. Return the names of the files."""
     names = _names(parts)
-    if settings.format == "dcp":
-        _to_dcp(folder, names)
+    if settings.form == "dcp":
+        _to_dcp(folder, names, tied)
         return sorted(path.name for path in folder.iterdir())
-    if settings.format == "pt":
-        _to_torch(folder, names)
+    if settings.form == "pt":
+        _to_torch(folder, names, tied)
+    if settings.one_file:
         return [settings.output.name]
     if len(parts) > 1:
         weights = {key: name for name, part in zip(names, parts, strict=True) for key in part}
-        index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(weights.items()))}
+        index = {
+            "metadata": {"total_size": sum(spec.nbytes for spec in specs.values())},
+            "weight_map": dict(sorted(weights.items())),
+        }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         names.append(INDEX)
     return names
@@ -203,8 +238,11 @@ def _split(specs: Mapping[str, TensorSpec], limit: int) -> list[list[str]]:
     return parts
 
 
-def _mapped(folder: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Map the tensors of safetensors files, so that memory holds only used pages. Each tensor has its own storage."""
+def _mapped(folder: Path, names: Sequence[str], tied: Mapping[str, str]) -> dict[str, Any]:
+    """Map the tensors of safetensors files, so that memory holds only used pages.
+
+    Each tensor has its own storage, but for those that are `tied`: by their other name, the name in the files.
+    """
     import torch
 
     from scarctl.state.torch_dtypes import torch_of
@@ -217,16 +255,16 @@ def _mapped(folder: Path, names: Sequence[str]) -> dict[str, Any]:
         for key, entry in parse_header(raw[:length].tobytes(), raw.size, path).tensors.items():
             data = torch.from_numpy(np.asarray(raw[entry.start : entry.stop]))
             found[key] = data.view(torch_of(entry.dtype)).view(entry.shape)
-    return found
+    return found | {alias: found[name] for alias, name in tied.items()}
 
 
-def _to_torch(folder: Path, names: Sequence[str]) -> None:
+def _to_torch(folder: Path, names: Sequence[str], tied: Mapping[str, str]) -> None:
     """Write `state.pt` from the safetensors files in a folder."""
     with (folder / "state.pt").open("xb") as file:
-        torch_save(_mapped(folder, names), file)
+        torch_save(_mapped(folder, names, tied), file)
 
 
-def _to_dcp(folder: Path, names: Sequence[str]) -> None:
+def _to_dcp(folder: Path, names: Sequence[str], tied: Mapping[str, str]) -> None:
     """Write a DCP checkpoint from the safetensors files in a folder, and remove them."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -234,7 +272,9 @@ def _to_dcp(folder: Path, names: Sequence[str]) -> None:
     made = folder / "dcp"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that this is a single process
-        save(_mapped(folder, names), storage_writer=FileSystemWriter(made, sync_files=True), no_dist=True)
+        save(
+            _mapped(folder, names, tied), storage_writer=FileSystemWriter(made, sync_files=True), no_dist=True
+        )
     for name in names:
         os.unlink(folder / name)
     for path in made.iterdir():

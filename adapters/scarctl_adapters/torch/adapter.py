@@ -23,6 +23,7 @@ from scarctl_adapters.torch.identity import Tensors, tensors_now
 from scarctl_adapters.torch.light import light_of, with_light
 from scarctl_adapters.torch.lost import restore_lost
 from scarctl_adapters.torch.mixing import mix_late
+from scarctl_adapters.torch.names import model_names
 from scarctl_adapters.torch.optimizer_state import OptimizerState
 from scarctl_adapters.torch.sharding import (
     Wrapping,
@@ -82,6 +83,8 @@ class TorchAdapter:
         """Names of the weights of embedding modules."""
         self._sparse: set[str] = set()
         """Names of parameters that have had a sparse gradient."""
+        self._names_in_model: dict[str, Any] = {"tied": {}, "outside": []}
+        """See `scarctl_adapters.torch.names`."""
         self._known: tuple[Tensors | None, list[StateGroup]] = None, []
         """The tensors and the groups of the newest call of `groups`."""
         states = [homes_of(optimizer, self._optimizers) for optimizer in self._optimizers]
@@ -158,13 +161,14 @@ class TorchAdapter:
         zeros = self._zeros()
         groups = []
         numbers = {id(p): i for i, o in enumerate(self._optimizers) for p in params_of(o)}
-        trained = []
+        trained, owners = [], {}
         tables = {
             id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
         }
         for name, wrapped, holders in self._holders():
             parameter = holders[0][0]
             for tied, _ in holders:
+                owners[id(tied)] = name
                 if id(tied) in numbers:
                     trained.append((name, tied, numbers[id(tied)]))
                 if id(tied) in numbers and id(tied) in tables:
@@ -197,6 +201,8 @@ class TorchAdapter:
                 tensors = {"": distinct_part(buffer).detach()}
                 groups.append(StateGroup(name, "buffer", tensors, place, role, scope))
         self._trained, self._places = trained, places
+        names = [group.name for group in groups]
+        self._names_in_model = model_names(self._model, self._wrapping.clean, self._resident, owners, names)
         return groups
 
     def _zeros(self) -> dict[int, str]:
@@ -274,6 +280,7 @@ class TorchAdapter:
             ],
             "objects": {name: state_of(item) for name, item in self._late.items()},
             "modules": {name: module.get_extra_state() for name, module in self._modules_with_extra_state()},
+            "model": self._names_in_model,
         }
 
     def _unsavable(self, what: str) -> None:
@@ -385,12 +392,10 @@ class TorchAdapter:
             numbered = ((f"optimizer{i}.param{j}", p) for j, p in enumerate(params_of(optimizer)))
             named += [(name, name, p) for name, p in numbered]
         for name, wrapped, parameter in named:
-            # From a forward to the next backward pass FSDP2 replaces its sharded parameters by gathered ones.
-            known = self._sharded.get(name)
-            if known is not None and is_gathered(parameter, known):
-                parameter = known
-            elif is_dtensor(parameter):
+            known = self._resident(name, parameter)
+            if known is parameter and is_dtensor(parameter):
                 self._sharded[name] = parameter
+            parameter = known
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
@@ -401,6 +406,11 @@ class TorchAdapter:
             group = found.setdefault(key, (name, wrapped, []))
             group[2].append((parameter, f"@{name}" if group[2] else ""))
         return list(found.values())
+
+    def _resident(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the sharded parameter of a gathered one: FSDP2 replaces them from a forward to the next backward."""
+        known = self._sharded.get(name)
+        return known if known is not None and is_gathered(parameter, known) else parameter
 
     def _modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self._model.named_modules():
