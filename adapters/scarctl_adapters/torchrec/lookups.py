@@ -24,7 +24,7 @@ class Lookups:
         """Rows of the lookups since they were asked for last; None: they never were."""
 
     def touched(self) -> dict[str, torch.Tensor]:
-        """Return the rows that were read since the last call, by the table's name: row numbers, or a mask of all."""
+        """Return the rows that were read since the last call, by the table's name: int64 of shape (n,)."""
         found: dict[str, torch.Tensor] = {}
         if self._read is None:
             for kernel in self._kernels:
@@ -71,7 +71,7 @@ class Lookups:
 
 
 def rows_of(kernel: Kernel, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the rows of each table that a lookup with these arguments reads: int64, or a mask if that is unknown."""
+    """Return the rows of each table that a lookup with these arguments reads: int64; all of them if that is unknown."""
     given = {**dict(zip(("indices", "offsets"), args, strict=False)), **named}
     indices, offsets = given.get("indices"), given.get("offsets")
     features = kernel.lookup.feature_table_map
