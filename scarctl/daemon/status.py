@@ -34,6 +34,8 @@ class RunStatus(_Claimed, total=False):
     head_step: int
     durable_step: int
     oldest_durable_step: int
+    sealed_step: int
+    """Step of the newest durable sealed checkpoint."""
     shards: list[ShardSteps] | None
     """None if there are too many to list."""
     queued_partitions: int
@@ -52,6 +54,17 @@ class RunStatus(_Claimed, total=False):
     """Whether saving has stopped for good."""
 
 
+class MetricsStatus(TypedDict):
+    """Where the daemon publishes its figures; see `scarctl.daemon.outlet`."""
+
+    file: str | None
+    listen: str | None
+    """Host and port of the HTTP endpoint."""
+    ready: bool
+    """Whether each of them has worked."""
+    fault: str | None
+
+
 class DaemonStatus(TypedDict):
     """The reply to the request "status"."""
 
@@ -61,3 +74,4 @@ class DaemonStatus(TypedDict):
     runs: list[RunStatus]
     claims: int
     """Number of runs that have begun since the daemon started."""
+    metrics: MetricsStatus
