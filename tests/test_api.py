@@ -22,7 +22,7 @@ from tests.support import stepper
 
 ARGUMENTS = [
     "model", "optimizer", "store", "storage_options", "fraction", "interval", "partitioning", "selection",
-    "schedulers", "scaler", "extras", "ranks", "hooks", "settings",
+    "schedulers", "scaler", "extras", "ranks", "member", "hooks", "settings",
 ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Define a session's questions to the other ranks that train with it, and implement them for a single process.
 
-`scarctl.distributed.coordinator.Crew` implements them for several ranks. All ranks make these calls in the same order.
+`scarctl.distributed.coordinator.Crew` implements them for several ranks, `scarctl.session.members.Member` for a process
+that shares only the store. All ranks make these calls in the same order.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from scarctl.state.identity import Lockstep
 from scarctl.state.layout import Layout
 from scarctl.state.version import step_of
 from scarctl.store import Store, topology_epochs
+from scarctl.store.topology import refuse_members
 
 T = TypeVar("T")
 
@@ -171,6 +173,11 @@ class Alone:
     def open_store(self, settings: SessionSettings) -> Store:
         """See `Together`. Raises WrittenByRanks."""
         store = Store.create(settings.store, **settings.fixed(), **settings.place())
+        try:
+            refuse_members(store)
+        except BaseException:
+            store.close()
+            raise
         if topology_epochs(store):
             store.close()
             raise WrittenByRanks(
