@@ -14,6 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 OPTIMIZERS := .venv-optimizers
+TORCHREC := .venv-torchrec
 DOCS := .venv-docs
 # Those of the files that are programs.
 BENCHMARKS = $(filter-out benchmarks/soak.py,$(shell grep -l __main__ benchmarks/*.py))
@@ -22,7 +23,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick man quick test lint types layers unit long oldest optimizers docs package format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick man quick test lint types layers unit long oldest optimizers frameworks docs package format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
@@ -37,6 +38,7 @@ help:
 	@echo "make long     tests that unit leaves out: some minutes"
 	@echo "make oldest   the adapters' tests with the oldest versions of their frameworks, in $(OLDEST): some minutes, most of it set-up"
 	@echo "make optimizers  train with every optimizer of other packages, stop, resume: some minutes, in $(OPTIMIZERS)"
+	@echo "make frameworks  tests with frameworks that have an environment of their own: TorchRec in $(TORCHREC): some minutes"
 	@echo "make man      the manual page, docs/scarctl.1, from what the commands say of their options"
 	@echo "make docs     the site, into build/site: broken links fail; in $(DOCS)"
 	@echo "make package  sdist and wheel, into dist, checked as the package index does; in $(DOCS)"
@@ -89,7 +91,7 @@ layers: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 # Hundreds of the tests' processes import scarctl: it is compiled once, whatever the environment says.
-quick unit long oldest optimizers: export PYTHONDONTWRITEBYTECODE =
+quick unit long oldest optimizers frameworks: export PYTHONDONTWRITEBYTECODE =
 
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -p tests.support.quick -m "not slow and not long" -r fE $(QUICK)
@@ -110,6 +112,11 @@ optimizers: $(OPTIMIZERS)/.optimizers
 	$(OPTIMIZERS)/bin/python -m tests.optimizers
 	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party
 	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party --killed
+
+frameworks: $(TORCHREC)/.torchrec
+	@# Of TorchRec's own, when it is imported and used.
+	$(TORCHREC)/bin/python -m pytest -n $(WORKERS) -W ignore::DeprecationWarning -W ignore::FutureWarning \
+	    tests/adapters/torchrec
 
 man: $(VENV)/.dev
 	$(BIN)/scarctl help --man > docs/scarctl.1
@@ -147,7 +154,7 @@ ceph: $(VENV)/.dev
 	$(BIN)/python -m tests.store.conformance.real_server
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) $(DOCS) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) $(TORCHREC) $(DOCS) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp per set of extras; the development set contains the one for the examples.
@@ -173,6 +180,14 @@ $(OPTIMIZERS)/.optimizers: $(SETUP) constraints-optimizers.txt | $(BIN)/python
 	$(BIN)/python -m venv $(OPTIMIZERS)
 	$(OPTIMIZERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . expecttest transformers
 	$(OPTIMIZERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-optimizers.txt
+	@touch $@
+
+# What TorchRec asks for by name is not on PyPI (fbgemm-gpu without a GPU has another one), or too old: see the file.
+$(TORCHREC)/.torchrec: $(SETUP) constraints-torchrec.txt | $(BIN)/python
+	$(BIN)/python -m venv $(TORCHREC)
+	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . hypothesis pytest \
+	    pytest-timeout pytest-xdist
+	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-torchrec.txt
 	@touch $@
 
 $(DOCS)/.docs: constraints-docs.txt | $(BIN)/python

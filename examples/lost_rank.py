@@ -2,9 +2,10 @@
 
 python examples/lost_rank.py fsdp_transformer --kill
 python examples/lost_rank.py moe --kill --host      the rank's memory and daemon die with it, as with its host
+python examples/lost_rank.py torchrec_movielens --kill --ranks 2 --data ml-latest-small      needs TorchRec
 
-The training is examples/fsdp_transformer/train.py or examples/moe/train.py, which know nothing of being killed. It runs
-twice with the same batches: undisturbed, and with a rank killed. Without --kill: once, undisturbed.
+The training is the train.py of that folder in examples, which knows nothing of being killed. It runs twice
+with the same batches: undisturbed, and with a rank killed. Without --kill: once, undisturbed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ PARTS = 8
 """A checkpoint writes 1 / PARTS of the state, so every PARTS of them are as many bytes as a full one."""
 LAST = 8
 """Steps at the end whose losses are averaged."""
-STEPS = {"fsdp_transformer": 40, "moe": 64}
+STEPS = {"fsdp_transformer": 40, "moe": 64, "torchrec_movielens": 240}
 LEAST = 32
 """Steps of a training, so that some are left after the kill."""
 ENVIRONMENT = {
@@ -62,7 +63,7 @@ class Rank:
 class Job:
     """A training of several ranks by torchrun, in a folder of its own."""
 
-    def __init__(self, script: Path, folder: Path, steps: int, ranks: int) -> None:
+    def __init__(self, script: Path, folder: Path, steps: int, ranks: int, more: Sequence[str]) -> None:
         self.folder = folder
         self.count, self.victim = ranks, ranks // 2
         for rank in range(ranks):
@@ -72,7 +73,7 @@ class Job:
         command += ["--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
         command += ["--local-addr", "127.0.0.1", "--redirects", "3", "--log-dir", str(folder / "log")]
         command += [str(script), "--store", str(folder / "store"), "--arena", str(folder / "arena")]
-        command += ["--steps", str(steps), "--interval", str(INTERVAL)]
+        command += ["--steps", str(steps), "--interval", str(INTERVAL), *more]
         with (folder / "torchrun.log").open("wb") as log:
             self.torchrun = subprocess.Popen(
                 command, stdout=log, stderr=log, env={**os.environ, **ENVIRONMENT}, stdin=subprocess.DEVNULL
@@ -139,11 +140,12 @@ def main() -> None:
     """Train, kill, report."""
     arguments = _parse()
     script, steps, base = HERE / arguments.example / "train.py", arguments.steps, None
+    more = [] if arguments.data is None else ["--data", str(arguments.data)]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="scarctl-ranks-")))
         print(f"{arguments.ranks} ranks under torchrun: {script}, {steps} steps.\n", flush=True)
         if not arguments.quick:
-            undisturbed = _train(script, folder / "undisturbed", steps, arguments.ranks, stack)
+            undisturbed = _train(script, folder / "undisturbed", steps, arguments.ranks, more, stack)
             undisturbed.wait()
             base = undisturbed.ranks(0)
             end = _loss(base, range(steps - LAST + 1, steps + 1))
@@ -152,14 +154,14 @@ def main() -> None:
                 flush=True,
             )
         if arguments.kill:
-            job = _train(script, folder / "killed", steps, arguments.ranks, stack)
+            job = _train(script, folder / "killed", steps, arguments.ranks, more, stack)
             killed_at = _kill(job, steps * 5 // 8, host=arguments.host)
             job.wait()
             _report(base, job.ranks(0), job.ranks(1), killed_at)
 
 
-def _train(script: Path, folder: Path, steps: int, ranks: int, stack: ExitStack) -> Job:
-    job = Job(script, folder, steps, ranks)
+def _train(script: Path, folder: Path, steps: int, ranks: int, more: Sequence[str], stack: ExitStack) -> Job:
+    job = Job(script, folder, steps, ranks, more)
     stack.callback(job.stop)
     return job
 
@@ -285,6 +287,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--host", action="store_true", help="and its daemon and memory with it")
     parser.add_argument("--ranks", type=int, default=4, choices=[2, 4, 8])
     parser.add_argument("--steps", type=int, help=f"default: {STEPS}")
+    parser.add_argument("--data", type=Path, help="data of torchrec_movielens: a folder")
     parser.add_argument(
         "--quick", action="store_true", help="not undisturbed: nothing to compare losses with"
     )

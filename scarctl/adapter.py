@@ -26,9 +26,9 @@ ENTRY_POINTS = "scarctl.adapters"
 
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """One parameter or buffer and the optimizer's slots of the same shape.
+    """One parameter or buffer and the optimizer's slots of the same shape, or of shape (rows,).
 
-    `tensors` maps a slot's name to its live tensor, "" (first) to the parameter itself; all have the same shape. A slot
+    `tensors` maps a slot's name to its live tensor, "" (first) to the parameter itself; all have the same rows. A slot
     that the optimizer has not created yet may be an expanded zero, which is saved as zeros and never loaded.
     """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -93,7 +92,7 @@ class Binding:
             if known is not None and known.tensors:
                 there = {spec.slot: spec for spec in specs}
                 specs = tuple(
-                    there.pop(slot.slot, replace(slot, shape=specs[0].shape)) for slot in known.tensors
+                    there.pop(slot.slot, slot.of(specs[0].shape)) for slot in known.tensors
                 ) + tuple(there.values())
             rows = known.rows_per_partition if known else 1
             groups.append(Group(state.name, state.kind, rows, specs, state.place))

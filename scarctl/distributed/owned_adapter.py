@@ -139,7 +139,7 @@ class OwnedAdapter:
             if group.role != "replica" and group.kind == "parameter":
                 shape = tuple(group.tensors[""].shape)
                 own = TensorSpec("", name_of(group.tensors[""].dtype, group.name), shape)
-                more = (TensorSpec(s.slot, s.dtype, shape) for s in slots.get(self._stored[group.name], ()))
+                more = (slot.of(shape) for slot in slots.get(self._stored[group.name], ()))
                 wanted.append((group.name, group.kind, (own, *more), group.place))
         return self._adapter.create_slots(build_layout(wanted, by_layer=True))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scarctl.adapter import StateGroup
 from scarctl.arena.arena import Arena
+from scarctl.checkpoint.live_state import is_placeholder
 from scarctl.distributed.collectives import Team
 from scarctl.distributed.own_extras import Early, with_own
 from scarctl.distributed.owned_adapter import OwnedAdapter
@@ -124,10 +125,11 @@ class Moved:
         return Extras.from_tree(torched(found[1]))
 
 
-def _spec(group: StateGroup) -> TensorSpec:
-    parameter = group.tensors[""]
-    return TensorSpec("", name_of(parameter.dtype, group.name), tuple(parameter.shape))
-
-
 def _group(group: StateGroup) -> Group:
-    return Group(group.name, group.kind, 1, (_spec(group),), group.place)
+    """Return the group with the slots that exist."""
+    specs = [
+        TensorSpec(slot, name_of(tensor.dtype, group.name), tuple(tensor.shape))
+        for slot, tensor in group.tensors.items()
+        if not (slot and is_placeholder(tensor))
+    ]
+    return Group(group.name, group.kind, 1, tuple(specs), group.place)

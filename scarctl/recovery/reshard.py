@@ -152,7 +152,8 @@ def topology_of(store: Store, shards: Iterable[int], epochs: Iterable[int] | Non
 def check_fits(parts: Parts, groups: Iterable[Group], names: Iterable[str], optimizer: str) -> None:
     """Raise LayoutMismatch, naming the differences, unless the state has exactly these tensors.
 
-    groups: wanted groups with their place, of one rank. names: names of the wanted groups of all ranks.
+    groups: wanted groups with their place, of one rank, with the slots that exist already. names: names of the wanted
+    groups of all ranks.
     """
     there, names = parts.groups(), set(names)
     lines = []
@@ -168,6 +169,13 @@ def check_fits(parts: Parts, groups: Iterable[Group], names: Iterable[str], opti
             lines.append(f"tensor {group.name!r} resized {source.box.shape} -> {group.box.shape}")
         if source is not None and source.tensors[0].dtype != group.tensors[0].dtype:
             lines.append(f"tensor {group.name!r} has another dtype")
+        slots = {} if source is None else {slot.slot: slot for slot in source.tensors}
+        for t, slot in enumerate(group.tensors[1:], start=1):
+            twin = slots.get(slot.slot, slot)
+            if source is not None and slot.slot not in slots:
+                lines.append(f"tensor {group.key(t)!r} new")
+            elif len(twin.shape) != len(slot.shape) or twin.dtype != slot.dtype:
+                lines.append(f"tensor {group.key(t)!r} has another form")
     if lines:
         raise LayoutMismatch(
             f"the model is not the one in {parts.store.url}: " + "; ".join(lines[:10]),
@@ -179,7 +187,7 @@ def with_slots(parts: Parts, group: Group) -> tuple[TensorSpec, ...]:
     """Return the tensors of a group without slots, with the slots that the store has of it."""
     there, parameter = parts.groups(), group.tensors[0]
     slots = there[_source(group, there)].tensors[1:]
-    return (parameter, *(replace(slot, shape=parameter.shape) for slot in slots))
+    return (parameter, *(slot.of(parameter.shape) for slot in slots))
 
 
 # -- finding -----------------------------------------------------------------------------------------------------
@@ -290,8 +298,9 @@ def _copy(layout: Layout, theirs: Group, batch: Batch, ours: Group, targets: lis
     target_columns = _columns(box, ours.box)
     copied = 0
     for t, (data, target) in enumerate(zip(batch.tensors, targets, strict=True)):
-        source: tuple[Any, ...] = (good, *source_columns)
-        goal: tuple[Any, ...] = (at, *target_columns)
+        beyond = len(theirs.tensors[t].shape) - 1  # 0: one value per row
+        source: tuple[Any, ...] = (good, *source_columns[:beyond])
+        goal: tuple[Any, ...] = (at, *target_columns[:beyond])
         piece = _values(data, theirs.tensors[t])[source]
         _values(target, ours.tensors[t])[goal] = piece
         copied += piece.nbytes

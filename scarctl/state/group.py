@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -49,6 +49,10 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         return self.rows * self.row_bytes
+
+    def of(self, shape: tuple[int, ...]) -> TensorSpec:
+        """Return this slot for a parameter of another shape: of that shape, or with one value per row, as it was."""
+        return replace(self, shape=shape[: len(self.shape)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from scarctl.adapter import StateGroup, Watching
 from scarctl.checkpoint.randomness import raw, restore_rng, undisturbed
 from scarctl.errors import UsageError
 from scarctl.state.caveats import Caveats
-from scarctl.state.layout import Layout
+from scarctl.state.layout import Layout, Place
 from scarctl.stateful import check_names, check_stateful, restore_state, state_of
 from scarctl_adapters.torch.checking import check_trained
 from scarctl_adapters.torch.homes import Holder, homes_of
@@ -58,6 +58,8 @@ class TorchAdapter:
     """
 
     automatic: ClassVar[bool] = True
+    _knows_tables: ClassVar[bool] = False
+    """Whether it saves tables that TorchRec has sharded."""
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class TorchAdapter:
         replicated: Sequence[str] = (),
     ) -> TorchAdapter:
         """Make an adapter; see `scarctl.attach` for the arguments. Raises UsageError for unsuitable objects."""
-        check_trained(model, optimizers)
+        check_trained(model, optimizers, knows_tables=cls._knows_tables)
         late = {f"scheduler{i}": scheduler for i, scheduler in enumerate(schedulers)}
         if scaler is not None:
             late["scaler"] = scaler
@@ -183,8 +185,11 @@ class TorchAdapter:
                 # ZeRO broadcasts the parameters after every step, but not their slots.
                 role, scope = "shared" if owned else "replica", zeros[id(parameter)]
             else:
-                role, scope = self._wrapping.role(name, wrapped, parameter)
-            place, frozen = place_of(parameter, name), not any(tied.requires_grad for tied, _ in holders)
+                role, scope = self._role_of(name, wrapped, parameter)
+            place, frozen = (
+                self._place_of(parameter, name),
+                not any(tied.requires_grad for tied, _ in holders),
+            )
             groups.append(StateGroup(name, "parameter", tensors, place, role, scope, frozen))
         buffers = list(_buffers(self._model))
         places = [(self._wrapping.clean(name), module, key) for name, module, key in buffers]
@@ -368,14 +373,21 @@ class TorchAdapter:
         """Yield name, name with wrappers, and first parameter of every group."""
         return ((name, wrapped, holders[0][0]) for name, wrapped, holders in self._holders())
 
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield name with wrappers and parameter; tied ones under each name."""
+        return self._model.named_parameters(remove_duplicate=False)
+
+    def _place_of(self, tensor: torch.Tensor, name: str) -> Place | None:
+        return place_of(tensor, name)
+
+    def _role_of(self, name: str, wrapped: str, parameter: nn.Parameter) -> tuple[str, str]:
+        return self._wrapping.role(name, wrapped, parameter)
+
     def _holders(self) -> list[tuple[str, str, list[Holder]]]:
         """Return name, name with wrappers, and parameters of every group: several if they share memory."""
         found: dict[tuple[Any, ...], tuple[str, str, list[Holder]]] = {}
         seen: set[int] = set()
-        named = [
-            (self._wrapping.clean(name), name, p)
-            for name, p in self._model.named_parameters(remove_duplicate=False)
-        ]
+        named = [(self._wrapping.clean(name), name, p) for name, p in self._named_parameters()]
         for i, optimizer in enumerate(self._optimizers):
             numbered = ((f"optimizer{i}.param{j}", p) for j, p in enumerate(params_of(optimizer)))
             named += [(name, name, p) for name, p in numbered]

@@ -15,8 +15,11 @@ from scarctl.errors import UsageError
 from scarctl_adapters.torch.sharding import is_dtensor, local_part, params_of
 
 
-def check_trained(model: Any, optimizers: Sequence[Any]) -> None:
-    """Raise UsageError unless `model` is a module with its tensors in memory, trained by `optimizers`."""
+def check_trained(model: Any, optimizers: Sequence[Any], *, knows_tables: bool = False) -> None:
+    """Raise UsageError unless `model` is a module with its tensors in memory, trained by `optimizers`.
+
+    knows_tables: whether the adapter saves tables that TorchRec has sharded.
+    """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     for optimizer in optimizers:
@@ -29,6 +32,8 @@ def check_trained(model: Any, optimizers: Sequence[Any]) -> None:
             )
     for name, tensor in _tensors(model, optimizers):
         _check_tensor(name, tensor)
+        if not knows_tables:
+            _check_not_sharded(name, tensor)
     _check_common(model, optimizers)
 
 
@@ -62,6 +67,16 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.device.type == "meta":
         raise UsageError(f"{name} is on the meta device and has no values", hint="call to_empty() first")
+
+
+def _check_not_sharded(name: str, tensor: torch.Tensor) -> None:
+    """Raise UsageError for a table of TorchRec: each rank has another part, and the backward pass trains it."""
+    kinds = [type(tensor), *map(type, getattr(tensor, "_in_backward_optimizers", ()))]
+    if any(kind.__module__.startswith("torchrec.") for kind in kinds):
+        raise UsageError(
+            f"{name} is a part of a table that TorchRec has sharded, and no DistributedModelParallel is around it",
+            hint="wrap the model in torchrec.distributed.DistributedModelParallel, and attach that",
+        )
 
 
 def _check_common(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

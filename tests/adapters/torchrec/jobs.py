@@ -1,0 +1,280 @@
+"""Jobs of several ranks that train tables which TorchRec has sharded. Run by `tests.distributed.launch`."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import scarctl
+from scarctl.adapter import find_adapter
+from scarctl.config import grouped
+from scarctl.distributed.collectives import Solo, Team, world_size
+from scarctl.errors import ScarError
+from scarctl.session.session import Session
+from tests.adapters.torchrec import models
+
+HALF, LAST = 4, 8
+Kinds = str | tuple[str, str] | list[str]
+"""How tables are sharded, and what trains them: "table" or ("table", "rowwise")."""
+
+
+class Warnings(logging.Handler):
+    """Keeps the warnings of a session."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        self.texts.append(record.getMessage())
+
+
+def train(
+    folder: Path,
+    until: int,
+    kinds: Kinds,
+    *,
+    dense: bool = True,
+    at: Mapping[int, Callable[[Session], object]] | None = None,
+    resume: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Attach, resume, train until step `until`, and close. Return digests at the beginning and end, and what was said.
+
+    at: called with the session after these steps.
+    """
+    kind, fused = (kinds, "adagrad") if isinstance(kinds, str) else kinds
+    model, optimizer = models.build(kind, fused, dense=dense)
+    rank = int(os.environ.get("RANK", "0"))
+    torch.manual_seed(7 + rank)
+    (folder / "arena").mkdir(exist_ok=True, parents=True)
+    given = {"interval": 2, "fraction": 0.25, "arena_dir": str(folder / "arena"), **options}
+    heard = Warnings()
+    logging.getLogger("scarctl").addHandler(heard)
+    try:
+        extras = {"position": (position := {"step": 0})}
+        with scarctl.attach(
+            model, optimizer, store=folder / "store", extras=extras, **grouped(**given)
+        ) as session:
+            resumed = session.resume(**(resume or {}))
+            first = digests(model, optimizer)
+            for step in range(resumed.step, until):
+                position["step"] = step + 1
+                one_step(model, optimizer, step, rank)
+                if at is not None and step + 1 in at:
+                    at[step + 1](session)
+            exact, reasons = session.resumed.exact, list(session.resumed.reasons)
+    finally:
+        logging.getLogger("scarctl").removeHandler(heard)
+    return {
+        "step": resumed.step,
+        "exact": exact,
+        "reasons": reasons,
+        "ranks": resumed.ranks and {key: resumed.ranks[key] for key in ("lost", "steps", "step")},
+        "first": first,
+        "last": digests(model, optimizer),
+        "warnings": heard.texts,
+    }
+
+
+def one_step(model: Any, optimizer: Any, step: int, rank: int) -> None:
+    """One iteration, as in TorchRec's examples. Learning rates fall; dropout draws."""
+    optimizer.zero_grad()
+    model(models.batch(step * 10 + rank)).square().mean().backward()
+    optimizer.step()
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.98
+
+
+def digests(model: Any, optimizer: Any) -> dict[str, str]:
+    """Digests of all tensors by name, of whole tables where ranks have parts. A collective."""
+    mine: dict[str, Any] = {}
+    for name, value in models.local_parts(model, optimizer):
+        sharded = hasattr(value, "local_shards")
+        parts = (
+            [(s.metadata.shard_offsets, s.tensor) for s in value.local_shards()]
+            if sharded
+            else [([0] * value.dim(), value)]
+        )
+        found = [[list(first), part.detach().double().tolist()] for first, part in parts]
+        mine[name] = [list(value.size()), found]
+    team = Team() if world_size() > 1 else Solo()
+    try:
+        every = team.gather(mine)
+    finally:
+        team.close()
+    whole: dict[str, torch.Tensor] = {}
+    for of_rank in every:
+        for name, (shape, boxes) in of_rank.items():
+            tensor = whole.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
+            for offsets, values in boxes:
+                part = torch.tensor(values, dtype=torch.float64)
+                box = tuple(slice(a, a + n) for a, n in zip(offsets, part.shape, strict=True))
+                tensor[box or ...] = part
+    return {
+        name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:12]
+        for name, tensor in sorted(whole.items())
+    }
+
+
+# -- run by `launch` ---------------------------------------------------------------------------------------------
+
+
+def undisturbed(rank: int, world: int, folder: str, kinds: list[Kinds]) -> list[Any]:
+    """For each: a run, and the same run, closed halfway and resumed."""
+    found = []
+    for number, kind in enumerate(kinds):
+        here = Path(folder, str(number))
+        whole = train(here / "whole", LAST, kind)
+        train(here / "halves", HALF, kind)
+        found.append([whole, train(here / "halves", LAST, kind)])
+    return found
+
+
+def only_fused(rank: int, world: int, folder: str) -> list[Any]:
+    """The same where no torch optimizer steps."""
+    whole = train(Path(folder, "whole"), LAST, "table", dense=False)
+    train(Path(folder, "halves"), HALF, "table", dense=False)
+    return [whole, train(Path(folder, "halves"), LAST, "table", dense=False)]
+
+
+def resharded(rank: int, world: int, folder: str, pairs: list[tuple[Kinds, Kinds]]) -> list[Any]:
+    """For each pair: a run that ends under the first plan, and goes on under the second; or the error's class."""
+    found = []
+    for number, (before, after) in enumerate(pairs):
+        here = Path(folder, str(number))
+        ended = train(here, HALF, before)
+        try:
+            found.append([ended, train(here, LAST, after)])
+        except ScarError as error:
+            found.append([ended, f"{type(error).__name__}: {error}"])
+    return found
+
+
+def one_run(rank: int, world: int, folder: str, until: int, kinds: Kinds) -> Any:
+    """One run, new or resumed."""
+    return train(Path(folder), until, kinds)
+
+
+def touched(rank: int, world: int, kinds: list[Kinds]) -> list[list[Any]]:
+    """For each: name, rows touched and rows changed by a step, of this rank's parts of tables."""
+    return [row for kind in kinds for row in _touched(kind, rank)]
+
+
+def _touched(kinds: Kinds, rank: int) -> list[list[Any]]:
+    kind, fused = (kinds, "adagrad") if isinstance(kinds, str) else kinds
+    model, optimizer = models.build(kind, fused)
+    adapter = find_adapter(model, [optimizer])
+    asked: list[Mapping[str, torch.Tensor]] = []
+    remove = adapter.install(lambda: asked.append(adapter.touched_rows(dense=False)), lambda: None)
+    one_step(model, optimizer, 0, rank)
+    parts = {g.name: g.tensors[""] for g in adapter.groups() if ".embedding_bags." in g.name}
+    before = {name: part.clone() for name, part in parts.items()}
+    asked.clear()
+    one_step(model, optimizer, 1, rank)
+    remove()
+    found: list[list[Any]] = []
+    for name, part in parts.items():
+        rows = [given[name] for given in asked if name in given]
+        changed = (part != before[name]).any(1).nonzero().flatten().tolist()
+        found.append([name, sorted(set(torch.cat(rows).tolist())) if rows else [], changed])
+    return found
+
+
+def stopped_in_backward(rank: int, world: int, folder: str) -> None:
+    """Get SIGTERM in the backward pass of step 5, right before tables are changed, and take no further step."""
+
+    def arm(session: Session) -> None:
+        def stop(_: torch.Tensor) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        def hook(module: torch.nn.Module, args: object, output: object) -> None:
+            if isinstance(module, torch.nn.Linear) and isinstance(output, torch.Tensor):
+                output.register_hook(stop)
+
+        torch.nn.modules.module.register_module_forward_hook(hook)
+
+    def wait(session: Session) -> None:
+        while True:
+            signal.pause()
+
+    train(Path(folder), LAST, "table", at={4: arm, 5: wait})
+
+
+def recovered(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Save everything after step 3; after step 6 rank 1's rows are lost, and come back. Return both states."""
+    kept: dict[int, dict[str, Any]] = {}
+    model, optimizer = models.build("row", "rowwise")
+    arena = Path(folder, "arena")
+    arena.mkdir(exist_ok=True)
+    options = grouped(interval=100, fraction=0.25, arena_dir=str(arena))
+    with scarctl.attach(model, optimizer, store=Path(folder, "store"), **options) as session:
+        session.resume()
+        for step in range(6):
+            one_step(model, optimizer, step, rank)
+            if step == 2:
+                session.checkpoint(full=True, wait=True)
+            kept[step + 1] = _rows(model, optimizer)
+        if rank == 1:
+            for name, value in models.local_values(model, optimizer).items():
+                if ".embedding_bags." in name:
+                    value.detach().fill_(torch.nan)
+        report = session.recover("rank:1")
+        now = _rows(model, optimizer)
+        one_step(model, optimizer, 6, rank)
+    tables = [name for name in now if ".embedding_bags." in name]
+    return {
+        "restored": report.restored_partitions,
+        "as_saved": all(now[name] == kept[3][name] for name in tables),
+        "as_before": all(now[name] == kept[6][name] for name in tables),
+        "tables": len(tables),
+    }
+
+
+def _rows(model: Any, optimizer: Any) -> dict[str, Any]:
+    values = models.local_values(model, optimizer)
+    return {name: value.detach().tolist() for name, value in values.items()}
+
+
+def main(folder: str, kind: str, saved: str, killed: str) -> None:
+    """One rank of a job under torchrun. Rank 1 kills itself after step `killed` of its first life.
+
+    saved: step after which everything is saved, sealed.
+    """
+    import json
+
+    from torch import distributed as dist
+
+    dist.init_process_group("gloo")
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    rank = dist.get_rank()
+
+    def save(session: Session) -> None:
+        session.checkpoint(full=True, wait=True)
+
+    def die(session: Session) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    at: dict[int, Any] = {int(saved): save} if first else {}
+    if first:
+        before = at.get(int(killed), lambda session: None)
+        at[int(killed)] = lambda session: (before(session), die(session))
+    report = train(Path(folder), LAST, kind, at=at)
+    Path(folder, f"report-{rank}.json").write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(*sys.argv[1:])

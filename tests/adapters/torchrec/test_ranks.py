@@ -1,0 +1,152 @@
+"""Two ranks train tables that TorchRec has sharded: stopped, killed, resumed, under the same plan and under another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import launch, torchrun
+
+pytest.importorskip("torchrec", reason="TorchRec is not installed here: `make frameworks`")
+
+JOBS = "tests.adapters.torchrec.jobs"
+PLANS: list[Any] = [
+    *("table", "row", "column", "mixed", "copies", "dense"),
+    *(["table", "sgd"], ["row", "rowwise"], ["column", "rowwise"]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path) -> None:
+    """Under every plan, bit for bit: whole tables, states of fused and of dense optimizers, learning rates."""
+    for of_rank in launch(f"{JOBS}:undisturbed", 2, str(tmp_path), PLANS, timeout=300):
+        for plan, (whole, resumed) in zip(PLANS, of_rank, strict=True):
+            assert resumed["step"] == 4, plan
+            assert resumed["exact"], (plan, resumed["reasons"])
+            assert resumed["last"] == whole["last"] != whole["first"], plan
+            assert not resumed["warnings"], plan
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_backward_pass_ends_an_iteration_where_no_other_optimizer_steps(tmp_path: Path) -> None:
+    for whole, resumed in launch(f"{JOBS}:only_fused", 2, str(tmp_path), timeout=150):
+        assert resumed["step"] == 4
+        assert resumed["exact"], resumed["reasons"]
+        assert resumed["last"] == whole["last"] != whole["first"]
+        assert not resumed["warnings"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_another_plan_takes_over_the_same_values(tmp_path: Path) -> None:
+    pairs = [
+        *(("table", "row"), ("row", "column"), ("column", "mixed"), ("mixed", "swapped")),
+        (["table", "rowwise"], ["row", "rowwise"]),
+        (["row", "rowwise"], ["swapped", "rowwise"]),
+    ]
+    for of_rank in launch(f"{JOBS}:resharded", 2, str(tmp_path), pairs, timeout=300):
+        for pair, (ended, moved) in zip(pairs, of_rank, strict=True):
+            assert moved["first"] == ended["last"], pair
+            assert moved["step"] == 4, pair
+            assert moved["exact"], (pair, moved["reasons"])
+            assert moved["last"] != moved["first"], pair
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_tables_with_other_states_are_refused(tmp_path: Path) -> None:
+    """By name, and without a change: what the first run left is there afterwards."""
+    pairs = [
+        ("table", ["table", "sgd"]),
+        ("table", ["table", "rowwise"]),
+        (["column", "rowwise"], ["table", "rowwise"]),
+    ]
+    for _, refused in launch(f"{JOBS}:resharded", 2, str(tmp_path), pairs, timeout=300)[0]:
+        assert refused.startswith("LayoutMismatch: "), refused
+    ended = json.loads(json.dumps(launch(f"{JOBS}:one_run", 2, str(tmp_path / "0"), 4, "table", timeout=100)))
+    assert ended[0]["first"] == ended[0]["last"]
+    assert ended[0]["step"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_one_process_takes_over_what_two_ranks_had(tmp_path: Path) -> None:
+    """And two ranks, what one had."""
+    two = launch(f"{JOBS}:one_run", 2, str(tmp_path), 3, "mixed", timeout=100)[0]
+    one = launch(f"{JOBS}:one_run", 1, str(tmp_path), 5, "table", timeout=100)[0]
+    again = launch(f"{JOBS}:one_run", 2, str(tmp_path), 8, "row", timeout=100)[0]
+    assert one["first"] == two["last"]
+    assert again["first"] == one["last"] != one["first"]
+    assert (one["step"], again["step"]) == (3, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("plan", ["table", "row"])
+def test_a_rank_killed_after_a_whole_checkpoint_is_not_missed(tmp_path: Path, plan: str) -> None:
+    """SIGKILL; torchrun starts all again, and the run ends bit for bit like an undisturbed one."""
+    whole = launch(f"{JOBS}:one_run", 2, str(tmp_path / "whole"), 8, plan, timeout=100)
+    killed = tmp_path / "killed"
+    torchrun(JOBS, str(killed), plan, "5", "5", world=2)
+    for rank in (0, 1):
+        report = json.loads((killed / f"report-{rank}.json").read_text())
+        assert report["step"] == 5
+        assert report["exact"], report["reasons"]
+        assert report["last"] == whole[rank]["last"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_lookups_say_which_rows_of_a_part_change(tmp_path: Path) -> None:
+    """Row numbers are of this rank's part, whichever ranks have asked for them."""
+    plans = ["table", "row", "column", "mixed", ["column", "rowwise"]]
+    of_ranks = launch(f"{JOBS}:touched", 2, plans, timeout=150)
+    assert sum(len(found) for found in of_ranks) == 3 + 6 + 6 + 5 + 6
+    for found in of_ranks:
+        for name, touched, changed in found:
+            assert touched == changed, name
+            assert changed, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_sigterm_in_a_backward_pass_loses_nothing(tmp_path: Path) -> None:
+    """Tables and dense parameters are of one step, and the rest of the run is that of an undisturbed one."""
+    whole = launch(f"{JOBS}:one_run", 1, str(tmp_path / "whole"), 8, "table", timeout=100)[0]
+    with pytest.raises(AssertionError, match="rank 0 ended with -15"):
+        launch(f"{JOBS}:stopped_in_backward", 1, str(tmp_path / "stopped"), timeout=100)
+    resumed = launch(f"{JOBS}:one_run", 1, str(tmp_path / "stopped"), 8, "table", timeout=100)[0]
+    assert resumed["step"] in (4, 5)
+    assert resumed["exact"], resumed["reasons"]
+    assert resumed["last"] == whole["last"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_only_the_killed_ranks_tables_go_back(tmp_path: Path) -> None:
+    """Two steps after the whole checkpoint: rank 1's tables are older, rank 0's as they were."""
+    whole = launch(f"{JOBS}:one_run", 2, str(tmp_path / "whole"), 6, "table", timeout=100)[0]
+    torchrun(JOBS, str(tmp_path / "killed"), "table", "4", "6", world=2)
+    report = json.loads((tmp_path / "killed" / "report-0.json").read_text())
+    assert report["step"] == 6
+    assert not report["exact"]
+    assert report["ranks"]["lost"] == [1]
+    changed = {name for name, digest in report["first"].items() if whole["last"][name] != digest}
+    assert changed
+    assert all(".t1." in name for name in changed), changed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_lost_tables_come_back_in_the_running_job(tmp_path: Path) -> None:
+    """With their numbers per row, as they were saved; the other rank's stay."""
+    first, second = launch(f"{JOBS}:recovered", 2, str(tmp_path), timeout=150)
+    assert first["tables"] == second["tables"] == 6
+    assert (first["as_saved"], first["as_before"]) == (False, True)
+    assert (second["as_saved"], second["as_before"]) == (True, False)
+    assert second["restored"] == 3 + 1  # parts of tables, and what this rank owns of the dense part
