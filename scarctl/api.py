@@ -42,6 +42,7 @@ def attach(
     ranks: bool | Ranks | None = None,
     hooks: Hooks = "auto",
     settings: Settings | None = None,
+    peers: int | None = None,
 ) -> Session:
     """Checkpoint `model` and its optimizer from now on, and return the `Session`.
 
@@ -71,6 +72,7 @@ def attach(
     hooks: "auto" hooks into the optimizers' steps. "begin" hooks only into their beginnings; call `session.step()` when
         the iteration that they belong to is over. "off": call `session.step()` at the end of every iteration.
     settings: How saving behaves in this process and on this host. See `scarctl.Settings`.
+    peers: The same as `Settings.peers`: number of other hosts that keep a copy of this host's memory. Default: 0.
 
     Raises UsageError (arguments), NoStore (`kind` "foreign-store"), SettingsConflict, Contention, AccessDenied,
     MissingGuarantee, Unavailable. From the first step on, saving raises nothing unless `on_error` is "raise".
@@ -84,6 +86,8 @@ def attach(
         "interval": interval,
         **flatten(partitioning=partitioning, selection=selection, settings=settings),
     }
+    if peers is not None:
+        given["peers"] = peers
     given["arena_dir"] = _path("arena_dir", given.get("arena_dir"))
     resolved = SessionSettings.resolve(given, environ=os.environ)
     warn_of_unread(os.environ)

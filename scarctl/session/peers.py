@@ -19,7 +19,9 @@ from scarctl.checkpoint.selector import OwnSelector, Selector
 from scarctl.config import SessionSettings
 from scarctl.daemon.request import Wish
 from scarctl.errors import UsageError
+from scarctl.persist.saver import Saver
 from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
+from scarctl.state.caveats import Caveats
 from scarctl.state.extras import Extras
 from scarctl.state.identity import Lockstep
 from scarctl.state.layout import Layout
@@ -85,6 +87,12 @@ class Together(Lockstep, Protocol):
 
     def selector(self) -> Selector:
         """Return the selector of partitions for partial checkpoints."""
+
+    def keep_copies(self, saver: Saver, settings: SessionSettings, caveats: Caveats) -> None:
+        """Have other hosts keep copies of this process's memory, if the settings say so. Its saver is open.
+
+        What cannot be kept is a caveat. Raises Unavailable if a rank is gone.
+        """
 
     def begin(self, store: Store) -> None:
         """Note in the store which ranks write to it. Called before a session writes."""
@@ -169,7 +177,12 @@ class Alone:
         return [value]
 
     def open_store(self, settings: SessionSettings) -> Store:
-        """See `Together`. Raises WrittenByRanks."""
+        """See `Together`. Raises WrittenByRanks; UsageError if other hosts are to keep copies."""
+        if settings.peers:
+            raise UsageError(
+                f"peers={settings.peers}: a process that trains alone has no peers",
+                hint="leave it out, or train with several ranks of torch.distributed",
+            )
         store = Store.create(settings.store, **settings.fixed(), **settings.place())
         if topology_epochs(store):
             store.close()
@@ -187,6 +200,9 @@ class Alone:
     def selector(self) -> Selector:
         """See `Together`."""
         return OwnSelector()
+
+    def keep_copies(self, saver: Saver, settings: SessionSettings, caveats: Caveats) -> None:
+        """See `Together`. A process that trains alone has no other host: `open_store` refuses to."""
 
     def begin(self, store: Store) -> None:
         """See `Together`."""
