@@ -14,6 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 OPTIMIZERS := .venv-optimizers
+DOCS := .venv-docs
 # Those of the files that are programs.
 BENCHMARKS = $(filter-out benchmarks/soak.py,$(shell grep -l __main__ benchmarks/*.py))
 SETUP := pyproject.toml constraints.txt
@@ -21,7 +22,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick man quick test lint types layers unit long oldest optimizers format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick man quick test lint types layers unit long oldest optimizers docs package format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
@@ -37,6 +38,8 @@ help:
 	@echo "make oldest   the adapters' tests with the oldest versions of their frameworks, in $(OLDEST): some minutes, most of it set-up"
 	@echo "make optimizers  train with every optimizer of other packages, stop, resume: some minutes, in $(OPTIMIZERS)"
 	@echo "make man      the manual page, docs/scarctl.1, from what the commands say of their options"
+	@echo "make docs     the site, into build/site: broken links fail; in $(DOCS)"
+	@echo "make package  sdist and wheel, into dist, checked as the package index does; in $(DOCS)"
 	@echo "make format   rewrite the sources the way that lint wants them"
 	@echo "make bench    every benchmark, one after the other"
 	@echo "make torture  kill, stop and end training and daemon at random moments: ROUNDS=$(ROUNDS) SEED=$(SEED)"
@@ -111,6 +114,16 @@ optimizers: $(OPTIMIZERS)/.optimizers
 man: $(VENV)/.dev
 	$(BIN)/scarctl help --man > docs/scarctl.1
 
+# Warnings fail. This one is about a program that this project does not use.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(DOCS)/.docs
+	$(DOCS)/bin/mkdocs build --strict
+
+package: $(DOCS)/.docs
+	rm -rf dist
+	$(DOCS)/bin/python -m build --no-isolation
+	$(DOCS)/bin/twine check --strict dist/*
+
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -134,7 +147,7 @@ ceph: $(VENV)/.dev
 	$(BIN)/python -m tests.store.conformance.real_server
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) $(DOCS) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp per set of extras; the development set contains the one for the examples.
@@ -160,6 +173,11 @@ $(OPTIMIZERS)/.optimizers: $(SETUP) constraints-optimizers.txt | $(BIN)/python
 	$(BIN)/python -m venv $(OPTIMIZERS)
 	$(OPTIMIZERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . expecttest transformers
 	$(OPTIMIZERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-optimizers.txt
+	@touch $@
+
+$(DOCS)/.docs: constraints-docs.txt | $(BIN)/python
+	$(BIN)/python -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-docs.txt
 	@touch $@
 
 $(BIN)/python:

@@ -21,7 +21,8 @@ PLACES = (ROOT, ROOT / "scarctl", ROOT / "adapters")
 ARCHITECTURE = "docs/ARCHITECTURE.md"
 ABOUT_CODE = (ARCHITECTURE, "CONTRIBUTING.md")
 """Whatever stands in backticks here, and looks like a name, is one of the code's."""
-ALL = (*ABOUT_CODE, "README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("[a-z]*.md")))
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("[a-z]*.md"))
+ALL = (*ABOUT_CODE, "README.md", *PAGES)
 LINKING = (*ALL, "docs/FORMAT.md", "CHANGELOG.md")
 
 PATH = re.compile(r"[\w.-]+(/[\w.-]+)+/?|[\w.-]+(/|\.md|\.py|\.txt)")

@@ -34,6 +34,7 @@ WITH_TORCH = {
     "scarctl.session.saving",
     "scarctl.session.steps",
     "scarctl.session.gate",
+    "scarctl.session.metrics",
     "scarctl.checkpoint.live_state",
     "scarctl.checkpoint.loading",
     "scarctl.session.loop",

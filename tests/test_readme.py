@@ -21,6 +21,13 @@ pytestmark = pytest.mark.usefixtures("usual_saver")
 ROOT = Path(__file__).parent.parent
 STEPS = ("docs/quickstart.md", "docs/costs.md", "docs/failures.md", "docs/report.md")
 """Their commands are one session of a terminal, in this order."""
+PROGRAMS = (
+    "README.md",
+    "docs/api.md",
+    "docs/metrics.md",
+    *(f"docs/howto/{name}.md" for name in ("containers", "notebooks", "stages")),
+)
+"""Their Python is one program each."""
 LOOP = """
 import torch
 criterion = torch.nn.CrossEntropyLoss()
@@ -78,7 +85,7 @@ def test_commands_run(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("document", ["README.md", "docs/api.md"])
+@pytest.mark.parametrize("document", PROGRAMS)
 def test_python_runs(folder: Path, document: str) -> None:
     """The blocks are one program."""
     program = folder / "program.py"

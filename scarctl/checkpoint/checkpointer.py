@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -45,8 +45,18 @@ class Stats:
     """Partitions left out of a checkpoint because their values were not finite."""
     torn_copies: int = 0
     """Groups copied again because they changed while they were copied."""
+    recoveries: int = 0
+    """Recoveries of lost parts in the running process."""
     errors: int = 0
     last_error: str = ""
+    since: float = field(default_factory=time.perf_counter)
+    """The session's begin (`time.perf_counter`)."""
+
+    @property
+    def overhead(self) -> float:
+        """Share of the session's time that training stalled, between 0 and 1."""
+        seconds = time.perf_counter() - self.since
+        return min(1.0, self.stall_seconds / seconds) if seconds > 0 else 0.0
 
     def stalled(self, since: float, *, first: bool = False, part: bool = False) -> None:
         """Count the time since then (`time.perf_counter`) as training time lost.

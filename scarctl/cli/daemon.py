@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,16 +20,17 @@ from scarctl.cli.output import (
     output_options,
     timeout_option,
 )
-from scarctl.errors import ScarError, Unavailable
+from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.util.text import counted
 
 if TYPE_CHECKING:
     from scarctl.arena.stale import StaleArena
-    from scarctl.daemon.status import DaemonStatus, ReplicaStatus, RunStatus
+    from scarctl.daemon.status import DaemonStatus, MetricsStatus, ReplicaStatus, RunStatus
 
 EXAMPLES = """\b
 Examples:
   scarctl daemon start
+  scarctl daemon start --metrics /var/lib/node_exporter/scarctl.prom --metrics-listen 9464
   scarctl daemon status --json
   scarctl daemon stop --reap
 """
@@ -46,11 +48,28 @@ _PATIENCE = 5.0
     is_flag=True,
     help="With stop: remove arenas of dead runs if the store has all of their content, and those set aside.",
 )
+@click.option(
+    "--metrics",
+    metavar="FILE",
+    help="With start: write the figures of all runs there every 15 s, for node_exporter's textfile collector.",
+)
+@click.option(
+    "--metrics-listen",
+    metavar="[HOST:]PORT",
+    help="With start: serve the figures at http://HOST:PORT/metrics, for Prometheus. Without HOST: to this host only.",
+)
 @timeout_option("With stop: seconds to wait until the daemon has written its current segment.", default=30.0)
 @arena_option
 @output_options
 def command(
-    action: str, reap: bool, timeout: float, arena_dir: str | None, as_json: bool, debug: bool
+    action: str,
+    reap: bool,
+    metrics: str | None,
+    metrics_listen: str | None,
+    timeout: float,
+    arena_dir: str | None,
+    as_json: bool,
+    debug: bool,
 ) -> int:
     """Start, inspect or stop this host's daemon, which makes checkpoints durable.
 
@@ -62,22 +81,64 @@ def command(
 
     if action != "stop":
         refuse("reap", "timeout", why=f"goes with stop, not with {action}")
+    if action != "start":
+        refuse("metrics", "metrics_listen", why=f"goes with start, not with {action}")
     folder = host_folder(arena_dir)
     if action == "start":
-        return _start(folder, as_json)
+        return _start(folder, metrics, metrics_listen, as_json)
     if action == "status":
         return _status(folder, as_json)
     return _stop(folder, timeout, reap, as_json)
 
 
-def _start(folder: Path, as_json: bool) -> int:
-    from scarctl.daemon.client import hold
+def _start(folder: Path, metrics: str | None, metrics_listen: str | None, as_json: bool) -> int:
+    from scarctl.daemon.client import hold, start
+    from scarctl.daemon.outlet import FILE_VARIABLE, LISTEN_VARIABLE, parse_listen
 
+    wanted = {}
+    if metrics is not None:
+        wanted[FILE_VARIABLE] = os.path.abspath(metrics)
+    if metrics_listen is not None:
+        parse_listen(metrics_listen)
+        wanted[LISTEN_VARIABLE] = metrics_listen
     running = _ask(folder) is not None
+    if wanted and not running:
+        start(folder, wanted)
     pid = hold(folder, HOLD_SECONDS)
-    fields = {"pid": pid, "folder": str(folder), "already_running": running}
-    emit(fields, as_json=as_json, text=f"daemon {pid} {'was' if running else 'is'} running in {folder}")
+    fields: dict[str, Any] = {"pid": pid, "folder": str(folder), "already_running": running}
+    text = f"daemon {pid} {'was' if running else 'is'} running in {folder}"
+    if wanted:
+        published = _published(folder, pid, wanted.get(FILE_VARIABLE), listen=metrics_listen is not None)
+        fields["metrics"] = published
+        places = filter(
+            None, (published["file"], published["listen"] and f"http://{published['listen']}/metrics")
+        )
+        text += f"; metrics: {', '.join(places)}"
+    emit(fields, as_json=as_json, text=text)
     return EXIT_OK
+
+
+def _published(folder: Path, pid: int, file: str | None, *, listen: bool) -> MetricsStatus:
+    """Return where the daemon publishes metrics, once it does. Raises UsageError if elsewhere, Unavailable."""
+    deadline = time.monotonic() + _PATIENCE
+    while (answer := _ask(folder)) is not None:
+        published = answer.get("metrics")
+        if published is None or file not in (None, published["file"]) or (listen and not published["listen"]):
+            raise UsageError(
+                f"daemon {pid} was started without these metrics, and keeps what it was started with",
+                hint="stop the daemon while no session runs; sessions that start one need SCARCTL_METRICS..., too",
+                kind="daemon-running",
+            )
+        if published["ready"]:
+            return published
+        if time.monotonic() > deadline or published["fault"] is not None:
+            raise Unavailable(
+                f"daemon {pid} runs, but cannot publish metrics: {published['fault'] or 'not ready yet'}",
+                hint="checkpoints are saved as usual; the daemon keeps trying",
+                kind="no-metrics",
+            )
+        time.sleep(_POLL)
+    raise _no_daemon()
 
 
 def _status(folder: Path, as_json: bool) -> int:
@@ -95,6 +156,7 @@ def _status(folder: Path, as_json: bool) -> int:
         "uptime_seconds": round(max(0.0, time.time() - answer["started"]), 3) if answer else None,
         "runs": runs,
         "replicas": replicas,
+        "metrics": answer.get("metrics") if answer else None,
         "stale": [_stale_fields(arena) for arena in stale],
     }
     code = EXIT_OK
@@ -104,6 +166,8 @@ def _status(folder: Path, as_json: bool) -> int:
         if not as_json:
             note(str(missing))
     lines = [f"daemon {answer['pid']} in {folder}, {counted(len(runs), 'run')}"] if answer else []
+    if fields["metrics"] is not None and fields["metrics"]["fault"] is not None:
+        lines.append(f"  metrics are not published: {fields['metrics']['fault']}")
     for run in runs:
         lines += _run_lines(run)
     lines += [_replica_line(replica) for replica in replicas]

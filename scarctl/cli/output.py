@@ -322,6 +322,8 @@ def _brief(error: BaseException) -> tuple[str, str, str]:
         )
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return "signal", "interrupted", "no acknowledged checkpoint is lost"
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return "no-torch", "this needs torch, which is not installed", "pip install torch"
     detail = str(error) or "no message"
     return "unexpected", f"unexpected {type(error).__name__}: {detail}", "run again with --debug to see where"
 

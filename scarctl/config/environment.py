@@ -37,6 +37,8 @@ OF_COMMANDS = frozenset(
             "max_rework",
             "max_shard_size",
             "memory_bandwidth",
+            "metrics",
+            "metrics_listen",
             "mode",
             "mtbf",
         ),

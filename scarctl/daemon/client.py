@@ -32,8 +32,10 @@ _PASSING = ("daemon-gone", "daemon-ending", "run-busy")
 _PACKAGES = Path(__file__).parents[2]
 
 
-def start(folder: Path) -> None:
+def start(folder: Path, variables: Mapping[str, str] | None = None) -> None:
     """Start a daemon for `folder`, unless one is running. Returns when it accepts connections.
+
+    variables: more variables for its environment, which is otherwise this process's.
 
     Raises Unavailable (`kind` "daemon-not-started") with the daemon's message if it could not start.
     """
@@ -48,7 +50,7 @@ def start(folder: Path) -> None:
             start_new_session=True,
             cwd="/",
             # The daemon multiplies no matrices: threads of OpenBLAS would only use memory.
-            env={**_environment(), "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
+            env={**_environment(), "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", **(variables or {})},
             timeout=START_SECONDS,
             check=False,
         )

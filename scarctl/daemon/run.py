@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.arena.durability import durability
 from scarctl.daemon.host_saver import HostSaver
 from scarctl.daemon.lifecycle import Phase
 from scarctl.daemon.request import Wish
@@ -144,19 +145,18 @@ class Run:
         thread = self.saver.thread
         stats = thread.stats if thread is not None else PersisterStats()
         fault = thread.failure or thread.last_error if thread is not None else None
-        pending = arena.pending()
-        # Sealing found all durable copies equal to the live values of the sealed step.
-        durable = np.where(arena.durable >= 0, np.maximum(arena.durable, arena.sealed), np.int64(NEVER))
+        known = durability(arena)
         seconds = max(stats.busy_seconds, 1e-9)
         figures: RunStatus = {
             **status,
             "open": True,
             "head_step": arena.head_step,
-            "durable_step": step_of(int(durable.max(initial=NEVER))),
-            "oldest_durable_step": step_of(int(durable.min(initial=durable.max(initial=NEVER)))),
-            "shards": self._shards(durable),
-            "queued_partitions": int(pending.sum()),
-            "queued_bytes": int(arena.layout.partition_bytes[pending].sum()),
+            "durable_step": known.durable_step,
+            "oldest_durable_step": known.oldest_durable_step,
+            "sealed_step": known.sealed_step,
+            "shards": self._shards(known.versions),
+            "queued_partitions": known.pending_partitions,
+            "queued_bytes": known.pending_bytes,
             "saved_at": stats.saved_at,
             "saved_bytes": stats.nbytes,
             "bytes_per_second": int(stats.nbytes / seconds),

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, cast
 from scarctl.arena.stale import DAY, reap
 from scarctl.daemon import protocol
 from scarctl.daemon.crowd import BACKLOG, listen, most_connections, turn_away
+from scarctl.daemon.outlet import Outlet
 from scarctl.daemon.request import Wish
 from scarctl.daemon.run import Run
 from scarctl.daemon.runs import Runs
@@ -56,6 +57,7 @@ class Daemon:
         self._peers: dict[threading.Thread, socket.socket] = {}
         self._peers_lock = threading.Lock()
         self._listener = listen(folder)
+        self._outlet = Outlet(self._status, os.environ)
 
     def terminate(self) -> None:
         """Release all runs, then end. The second call ends at once. For signal handlers: takes no lock.
@@ -72,6 +74,7 @@ class Daemon:
             BACKLOG
         )  # again, after the fork: peers see the id of the process that listened last
         self._listener.settimeout(_TICK)
+        self._outlet.start()
         while not self.runs.ended.is_set():
             try:
                 connection, _ = self._listener.accept()
@@ -83,6 +86,7 @@ class Daemon:
                 self.runs.ended.wait(_TICK)
             self.runs.look_after(terminated=self._terminated)
             self._reap()
+        self._outlet.end()
         self._say_farewell()
 
     def _say_farewell(self) -> None:
@@ -300,18 +304,22 @@ class Daemon:
 
     def status(self, peer: _Peer, message: dict[str, Any]) -> DaemonStatus:
         """Return the status that `scarctl daemon status` shows."""
+        return self._status()
+
+    def stop(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
+        """End the daemon once current writes have ended. Waiting hand-overs stay in the queues."""
+        self.runs.stop()
+        return {"pid": os.getpid()}
+
+    def _status(self) -> DaemonStatus:
         return {
             "pid": os.getpid(),
             "started": self.started,
             "runs": self.runs.status(),
             "replicas": cast("list[ReplicaStatus]", self.host.status()),
             "claims": self.runs.claims,
+            "metrics": self._outlet.describe(),
         }
-
-    def stop(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """End the daemon once current writes have ended. Waiting hand-overs stay in the queues."""
-        self.runs.stop()
-        return {"pid": os.getpid()}
 
     def _run(self, peer: _Peer) -> Run:
         run = self.runs.owned(peer.run, peer)

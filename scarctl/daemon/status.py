@@ -35,6 +35,8 @@ class RunStatus(_Claimed, total=False):
     head_step: int
     durable_step: int
     oldest_durable_step: int
+    sealed_step: int
+    """Step of the newest durable sealed checkpoint."""
     shards: list[ShardSteps] | None
     """None if there are too many to list."""
     queued_partitions: int
@@ -65,6 +67,17 @@ class ReplicaStatus(TypedDict):
     """Whether recovery finds it."""
 
 
+class MetricsStatus(TypedDict):
+    """Where the daemon publishes its figures; see `scarctl.daemon.outlet`."""
+
+    file: str | None
+    listen: str | None
+    """Host and port of the HTTP endpoint."""
+    ready: bool
+    """Whether each of them has worked."""
+    fault: str | None
+
+
 class DaemonStatus(TypedDict):
     """The reply to the request "status"."""
 
@@ -75,3 +88,4 @@ class DaemonStatus(TypedDict):
     replicas: list[ReplicaStatus]
     claims: int
     """Number of runs that have begun since the daemon started."""
+    metrics: MetricsStatus

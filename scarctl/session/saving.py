@@ -183,6 +183,7 @@ class Saving:
 
     def jumped(self) -> None:
         """Forget kept moments, flushes and names, because a recovery has changed the state."""
+        self.stats.recoveries += 1
         self.flushed = self.moment = None
         self._moments.identities.turn()
 

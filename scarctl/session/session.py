@@ -24,6 +24,7 @@ from scarctl.errors import Unavailable, UsageError
 from scarctl.recovery.execute import Report
 from scarctl.session import attached, signals
 from scarctl.session.gate import Gate
+from scarctl.session.metrics import measure
 from scarctl.session.opening import Opening, claim
 from scarctl.session.origin import Origin
 from scarctl.session.parts import Parts
@@ -114,8 +115,6 @@ class Session:
             return lambda: None
         return self._adapter.install(self._before_step, self._after_step if hooks == "auto" else None)
 
-    # -- properties ---------------------------------------------------------------------------------------------
-
     @property
     def adapter(self) -> Adapter:
         """The adapter of the training framework. With several ranks, it covers the rows that this rank owns."""
@@ -150,6 +149,11 @@ class Session:
     def lag(self) -> int:
         """Iterations since the oldest copy that is not durable yet; 0 if all copies are."""
         return self._engine.lag() if self._engine is not None else 0
+
+    def metrics(self, prefix: str = "scarctl/") -> dict[str, float]:
+        """Return the session's figures by name, for any logger; docs/metrics.md has names and units."""
+        alone = not self._together.several
+        return measure(prefix, self._saving.stats, self.head_step, self.caveats, self._engine, alone=alone)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -354,8 +358,6 @@ class Session:
     ) -> None:
         self._close(Ending.CLOSED if error is None else Ending.FAILED)
 
-    # -- hooks --------------------------------------------------------------------------------------------------
-
     def _before_step(self) -> None:
         if not self._inert():
             self._steps.begin()
@@ -385,8 +387,6 @@ class Session:
     def _finish(self) -> bool:
         """Do the second half of the current checkpoint, if any. Return whether it has sealed the state."""
         return self._saving.finish()
-
-    # -- start and end ------------------------------------------------------------------------------------------
 
     @property
     def _engine(self) -> Engine | None:

@@ -1,0 +1,53 @@
+"""The rules and the dashboard in docs/monitoring ask for figures that the daemon has."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scarctl.daemon.metrics import FAMILIES
+
+DOCS = Path(__file__).parent.parent / "docs"
+OF_THE_DAEMON = {"scarctl_start_time_seconds", "scarctl_runs"}
+PUBLISHED = {family.name for family in FAMILIES} | OF_THE_DAEMON
+
+
+def named(expression: str) -> set[str]:
+    """Names of metrics in an expression, without what stands in quotes."""
+    return set(re.findall(r"\b(?:scarctl|node)_\w+", re.sub(r'"[^"]*"', "", expression)))
+
+
+def test_the_table_has_the_published_figures() -> None:
+    text = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(scarctl_\w+)` \|", text, re.MULTILINE)) == PUBLISHED
+
+
+def test_counters_are_named_as_counters_and_units_are_in_the_names() -> None:
+    for family in FAMILIES:
+        assert (family.kind == "counter") == family.name.endswith("_total"), family.name
+        assert family.help.endswith(".")
+
+
+def test_alerts_ask_for_figures_that_there_are() -> None:
+    (group,) = yaml.safe_load((DOCS / "monitoring" / "alerts.yml").read_text())["groups"]
+    assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) >= 5
+    for rule in group["rules"]:
+        assert named(rule["expr"])
+        assert named(rule["expr"]) <= PUBLISHED | {"node_textfile_mtime_seconds"}
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert rule["annotations"].keys() == {"summary", "description"}
+
+
+def test_the_dashboard_asks_for_figures_that_there_are() -> None:
+    board: dict[str, Any] = json.loads((DOCS / "monitoring" / "grafana.json").read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked += [one["query"] for one in board["templating"]["list"] if one["type"] == "query"]
+    assert len(asked) > 8
+    for expression in asked:
+        assert named(expression)
+        assert named(expression) <= PUBLISHED
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
