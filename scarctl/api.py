@@ -22,6 +22,7 @@ from scarctl.distributed.collectives import Solo, Team, world_size
 from scarctl.distributed.coordinator import Crew
 from scarctl.errors import UsageError
 from scarctl.session.attached import take_over
+from scarctl.session.members import Member
 from scarctl.session.peers import WrittenByRanks
 from scarctl.session.session import Session
 
@@ -40,6 +41,7 @@ def attach(
     scaler: Any = None,
     extras: Mapping[str, Any] | None = None,
     ranks: bool | Ranks | None = None,
+    member: tuple[int, int] | None = None,
     hooks: Hooks = "auto",
     settings: Settings | None = None,
     peers: int | None = None,
@@ -69,6 +71,8 @@ def attach(
     ranks: Save together with all ranks of `torch.distributed`, which all have to attach. `scarctl.Ranks` names
         parameters that they keep equal. False: this process saves alone, such as rank 0 of a data-parallel job.
         Default: together, if there are several.
+    member: (k, n): this process is member k of n, which share the store and nothing else. Each starts, dies and starts
+        again alone, as actors, pods and parameter servers do, and saves to its own shard. Default: no member.
     hooks: "auto" hooks into the optimizers' steps. "begin" hooks only into their beginnings; call `session.step()` when
         the iteration that they belong to is over. "off": call `session.step()` at the end of every iteration.
     settings: How saving behaves in this process and on this host. See `scarctl.Settings`.
@@ -103,11 +107,18 @@ def attach(
         **({"after_step": late} if late else {}),
     )
     hooks = hooks if adapter.automatic else "off"
-    several = world_size() > 1 and ranks is not False
-    if ranks is False and any(group.place is not None for group in adapter.groups()):
+    alone = None if member is None else Member(member)
+    if alone is not None and ranks:
+        raise UsageError("a member saves without the other ranks", hint="leave out ranks, or member")
+    several = world_size() > 1 and ranks is not False and alone is None
+    if (ranks is False or alone is not None) and any(group.place is not None for group in adapter.groups()):
         raise UsageError(
-            "the model is sharded: one rank alone has only a part of it", hint="leave out ranks=False"
+            "the model is sharded: one rank alone has only a part of it",
+            hint="leave out ranks=False" if alone is None else "leave out member: its ranks save together",
         )
+    if alone is not None:
+        take_over(resolved.store, alone.rank)
+        return Session(adapter, resolved, hooks=hooks, together=alone)
     if not several:
         take_over(resolved.store)
         try:

@@ -23,7 +23,7 @@ from tests.support import stepper
 
 ARGUMENTS = [
     "model", "optimizer", "store", "storage_options", "fraction", "interval", "partitioning", "selection",
-    "schedulers", "scaler", "extras", "ranks", "hooks", "settings", "peers",
+    "schedulers", "scaler", "extras", "ranks", "member", "hooks", "settings", "peers",
 ]  # fmt: skip
 
 
@@ -254,6 +254,8 @@ def test_a_process_that_trains_alone_has_no_peers(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("SCARCTL_DAEMON")
     with pytest.raises(UsageError, match="trains alone"):
         scarctl.attach(nn.Linear(2, 2), store=str(tmp_path / "ckpt"), peers=1)
+    with pytest.raises(UsageError, match="trains alone"):
+        scarctl.attach(nn.Linear(2, 2), store=str(tmp_path / "ckpt"), member=(0, 2), peers=1)
     monkeypatch.setenv("SCARCTL_PEERS", "1")
     with pytest.raises(UsageError, match="trains alone"):
         scarctl.attach(nn.Linear(2, 2), store=str(tmp_path / "ckpt"))

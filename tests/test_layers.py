@@ -31,6 +31,7 @@ WITH_TORCH = {
     "scarctl.session.attached",
     "scarctl.session.origin",
     "scarctl.session.parts",
+    "scarctl.session.departure",
     "scarctl.session.saving",
     "scarctl.session.steps",
     "scarctl.session.gate",

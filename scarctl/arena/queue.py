@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scarctl.arena.folder import clear_queue, folder_error
 from scarctl.errors import Corruption
@@ -46,6 +47,7 @@ _ABANDONED = 60.0
 """Age in seconds at which a temporary file is taken for that of a killed process."""
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 _IDS = "scarctl/partitions"
+_UNSAVED = "scarctl/unsaved"
 _EXTRAS = "scarctl/extras/"
 
 
@@ -63,6 +65,9 @@ class HandOver:
     a commit of a part."""
     extras: Any
     """Extras of the step; None if the process died before it queued them."""
+    unsaved: NDArray[np.float32] | None = None
+    """Distance of each copy of `ids` from the store's, NaN if unknown: float32 (len(ids),); None: not measured.
+    Only the order of an evacuation depends on it."""
 
     @property
     def sealed(self) -> bool:
@@ -81,9 +86,17 @@ class HandOverQueue:
         self._lock = threading.Lock()
         self._next = 1
 
-    def put(self, *, version: int, ids: Ids, whole: str = "", extras: Any) -> int:
+    def put(
+        self,
+        *,
+        version: int,
+        ids: Ids,
+        whole: str = "",
+        extras: Any,
+        unsaved: NDArray[np.float32] | None = None,
+    ) -> int:
         """Queue a hand-over and return its number. Raises Unavailable if the folder is full."""
-        temporary = self._write(version, ids, whole, extras)
+        temporary = self._write(version, ids, whole, extras, unsaved)
         with self._lock:
             try:
                 while True:
@@ -103,21 +116,28 @@ class HandOverQueue:
         for one in self.pending():
             if not one.sealed:
                 continue
-            temporary = self._write(one.version, one.ids, "", one.extras)
+            temporary = self._write(one.version, one.ids, "", one.extras, one.unsaved)
             try:
                 os.replace(temporary, self._path(one.number))
             except OSError as error:
                 temporary.unlink(missing_ok=True)
                 raise folder_error(error, temporary) from error
 
-    def _write(self, version: int, ids: Ids, whole: str, extras: Any) -> Path:
+    def _write(
+        self, version: int, ids: Ids, whole: str, extras: Any, unsaved: NDArray[np.float32] | None
+    ) -> Path:
         """Write a hand-over to a temporary file, and return its path."""
         text, tensors = codec.encode(extras) if extras is not None else ("", {})
-        parts = [np.ascontiguousarray(ids, dtype="<i8").tobytes(), *(bytes(t.data) for t in tensors.values())]
+        parts = [np.ascontiguousarray(ids, dtype="<i8").tobytes()]
+        entries: list[tuple[str, str, tuple[int, ...]]] = [(_IDS, "I64", (len(ids),))]
+        if unsaved is not None:
+            parts.append(np.ascontiguousarray(unsaved, dtype="<f4").tobytes())
+            entries.append((_UNSAVED, "F32", (len(ids),)))
+        parts += [bytes(t.data) for t in tensors.values()]
         metadata = {"version": str(version), "whole": whole, "extras": text}
         metadata["digest"] = _digest(metadata, b"".join(parts))
         header = dump_header(
-            [(_IDS, "I64", (len(ids),)), *((_EXTRAS + n, t.dtype, t.shape) for n, t in tensors.items())],
+            [*entries, *((_EXTRAS + n, t.dtype, t.shape) for n, t in tensors.items())],
             metadata,
         )
         temporary = self._folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
@@ -181,6 +201,10 @@ class HandOverQueue:
         entry = header.entry(_IDS, "I64", (-1,), path)
         first = header.length
         ids = np.frombuffer(data[entry.start - first : entry.stop - first], "<i8").astype(np.int64)
+        unsaved = None
+        if _UNSAVED in header.tensors:
+            e = header.entry(_UNSAVED, "F32", (ids.size,), path)
+            unsaved = np.frombuffer(data[e.start - first : e.stop - first], "<f4").astype(np.float32)
         tensors = {
             name.removeprefix(_EXTRAS): codec.RawTensor(
                 e.dtype, e.shape, data[e.start - first : e.stop - first]
@@ -192,7 +216,7 @@ class HandOverQueue:
             raise Corruption(f"{path} is not a hand-over: its numbers are impossible")
         if whole and not is_hex(whole, 32):
             raise Corruption(f"{path} is not a hand-over: its name of the whole state is not valid")
-        return HandOver(number, version, ids, whole, codec.decode(text, tensors) if text else None)
+        return HandOver(number, version, ids, whole, codec.decode(text, tensors) if text else None, unsaved)
 
     def pending(self) -> list[HandOver]:
         """Return all hand-overs. A damaged one is logged and set aside as `*.bad`; its copies stay pending."""

@@ -24,6 +24,7 @@ from scarctl.arena.queue import HandOverQueue
 from scarctl.checkpoint.behind import Behind
 from scarctl.checkpoint.copied import Copied, Extent
 from scarctl.checkpoint.copies import Copies
+from scarctl.checkpoint.leaving import Leaving
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.motion import Motion
 from scarctl.checkpoint.pinning import Pinning
@@ -68,7 +69,6 @@ class Engine:
     ) -> None:
         """Open or create the arena in `folder`, and begin a new epoch.
 
-
         selector: selects the partitions of a partial checkpoint.
         caveats: gets a caveat when the store falls behind.
         resuming: saved copies fill a new arena at once.
@@ -100,8 +100,7 @@ class Engine:
         self.queue = HandOverQueue(self.arena.folder)
         self.copies = Copies(self.arena, self.queue, store, self.shard_of)
         self._protection = Protection(self.arena, self.queue)
-        self._due_at = -1
-        """The step of the newest regular checkpoint."""
+        self._due_at = -1  # the step of the newest regular checkpoint
         self._orphaned = False
         """Copies could not be queued, and have to be queued later."""
         self._behind = Behind(
@@ -118,6 +117,7 @@ class Engine:
                 self.movements = self._open_movements(self.trend.groups)
             before = self.arena.version.copy()
             saver.open(self.arena)
+            self.leaving = Leaving(self.arena)
             if self.movements is not None:
                 self.movements.relabel(before, self.arena.version)
         except BaseException:
@@ -153,7 +153,7 @@ class Engine:
             distance_sq=squared(distance),
             nbytes=self.layout.partition_bytes,
             staleness=self._staleness(step),
-            eligible=~self._protection.covers(pending),
+            eligible=self.leaving.eligible(~self._protection.covers(pending)),
             budget=self.budget_now,
             credit=self.policy_memory.credit,
             cursor=self.policy_memory.cursor,
@@ -216,6 +216,7 @@ class Engine:
             ids, nonfinite = np.flatnonzero(changed & good), np.flatnonzero(changed & ~good)
         self._save(live, ids, distance, version, sealed=not nonfinite.size)
         self.tracker.saved_all(but=nonfinite)
+        ids = self.leaving.gather(ids, nonfinite, version)
         return Copied(version, ids, sealed=not nonfinite.size, nonfinite=nonfinite)
 
     def _look(self, live: LiveState, step: int) -> None:
@@ -234,6 +235,7 @@ class Engine:
         *,
         sealed: bool = False,
     ) -> None:
+        self.leaving.copying(ids, distance[ids])
         live.save(ids, version, self.movements)
         if self.trend is not None:
             self.trend.saved(ids, step_of(version), sealed=sealed)
@@ -286,13 +288,13 @@ class Engine:
     def hand_over(self, copied: Copied, extras: Extras, whole: str = "") -> None:
         """Queue the copies, sealed if they have the name `whole`. Returns at once: the queue is local."""
         self.arena.name_whole(whole or self.arena.whole)  # before the persister reads it
-        number = self.queue.put(version=copied.version, ids=copied.ids, whole=whole, extras=extras.to_tree())
-        dropped = self._protection.queued(number, copied.version, sealed=bool(whole))
-        ids = copied.ids
+        ids, version, unsaved = copied.ids, copied.version, self.leaving.unsaved[copied.ids]
+        tree = extras.to_tree()
+        number = self.queue.put(version=version, ids=ids, whole=whole, extras=tree, unsaved=unsaved)
+        dropped = self._protection.queued(number, version, sealed=bool(whole))
         if dropped:
             self.cadence.superseded(dropped)
-            ids = np.flatnonzero(self.arena.pending())
-        nbytes = int(self.layout.partition_bytes[ids].sum())
+        nbytes = int(self.layout.partition_bytes[self.arena.pending() if dropped else ids].sum())
         self.cadence.handed_over(time.monotonic(), number, nbytes)
         self.saver.notify()
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\b
 Examples:
   scarctl daemon start
-  scarctl daemon start --metrics /var/lib/node_exporter/scarctl.prom --metrics-listen 9464
+  scarctl daemon start --metrics-listen 9464
   scarctl daemon status --json
   scarctl daemon stop --reap
 """
@@ -51,12 +51,12 @@ _PATIENCE = 5.0
 @click.option(
     "--metrics",
     metavar="FILE",
-    help="With start: write the figures of all runs there every 15 s, for node_exporter's textfile collector.",
+    help="With start: file for the figures of all runs, for node_exporter's textfile collector.",
 )
 @click.option(
     "--metrics-listen",
     metavar="[HOST:]PORT",
-    help="With start: serve the figures at http://HOST:PORT/metrics, for Prometheus. Without HOST: to this host only.",
+    help="With start: serve them to Prometheus. Without HOST: to this host only.",
 )
 @timeout_option("With stop: seconds to wait until the daemon has written its current segment.", default=30.0)
 @arena_option

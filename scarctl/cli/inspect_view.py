@@ -138,13 +138,14 @@ def _processes(view: Survey) -> list[str]:
             f"run on this host: process {run.pid} ({_alive(run.alive)}), step {run.head_step}, "
             f"{counted(run.pending_partitions, 'partition')} not durable yet, {counted(run.errors, 'error')}"
         ]
-    lines = [f"{counted(topology.world, 'rank')}, since epoch {topology.epoch}; one shard each"]
+    noun, since = topology.noun, f", since epoch {topology.epoch}"
+    lines = [f"{counted(topology.world, noun)}{'' if topology.independent else since}; one shard each"]
     if run is not None:
         here = [rank for rank in view.ranks if rank.alive is not None]
         dead = [str(rank.rank) for rank in here if not rank.alive]
-        stopped = f"; stopped: rank {', '.join(dead)}" if dead and run.alive else ""
+        stopped = f"; stopped: {noun} {', '.join(dead)}" if dead and run.alive else ""
         lines.append(
-            f"ranks on this host: {len(here) - len(dead)} of {len(here)} alive{stopped}, "
+            f"{noun}s on this host: {len(here) - len(dead)} of {len(here)} alive{stopped}, "
             f"{counted(run.pending_partitions, 'partition')} not durable yet, {counted(run.errors, 'error')}"
         )
     held = [other for other in view.others if not other.retired]
@@ -179,7 +180,7 @@ def tables(view: Survey) -> list[Table]:
         [_partition(view, one) for one in of(TOP)] for of in (view.stalest, view.most_changed)
     )
     return [
-        _shards(view) if view.topology is None else _ranks(view),
+        _shards(view) if view.topology is None else _ranks(view, view.topology.noun),
         Table("stalest", PARTITION, stalest, names_first=True),
         Table("most changed", PARTITION, changed, names_first=True),
     ]
@@ -189,21 +190,18 @@ def _shards(view: Survey) -> Table:
     return Table("shards", SHARD, [(*_saved(view, line), *_cost(line)) for line in view.shards])
 
 
-def _ranks(view: Survey) -> Table:
-    columns = ("rank", *SHARD[:-2], "durable", "head", "process", *SHARD[-2:])
+def _ranks(view: Survey, noun: str) -> Table:
+    columns = (noun, *SHARD[:-2], "durable", "head", "process", *SHARD[-2:])
     rows = [
         (str(rank.rank), *_saved(view, line), *_process(rank), *_cost(line))
         for rank, line in view.shards_of_ranks
     ]
-    return Table("ranks", columns, rows)
+    return Table(f"{noun}s", columns, rows)
 
 
 def _saved(view: Survey, line: ShardLine) -> tuple[str, ...]:
     """Return the cells from "shard" to "age"."""
-    if line.oldest_step is None or line.never_saved:
-        age = "never saved"
-    else:
-        age = _at_least(view, max(0, (view.step or 0) - line.oldest_step))
+    age = "never saved" if line.staleness is None or line.never_saved else _at_least(view, line.staleness)
     steps = "-" if line.oldest_step is None else f"{line.oldest_step}..{line.newest_step}"
     return str(line.shard), str(line.partitions), human_bytes(line.bytes), steps, age
 

@@ -78,7 +78,7 @@ def report_saved(
     exact = "; the whole state is of this step" if done["exact"] else ""
     who = f"process {done['pid']}"
     if "ranks" in done:
-        who = f"{len(done['ranks'])} of {counted(done['world'], 'rank')}"
+        who = f"{len(done['ranks'])} of {counted(done['world'], 'member' if done['members'] else 'rank')}"
     emit(
         {**done, "live": True, "full": full},
         as_json=as_json,
@@ -86,12 +86,12 @@ def report_saved(
         f"{counted(done['total_partitions'], 'partition')}, {human_bytes(done['saved_bytes'])}, "
         f"to {shown_url(url)}{exact}",
     )
-    if not full or done["exact"]:
+    if not full or done["exact"] or (done.get("members") and done["complete"]):
         return EXIT_OK
     missing = ", so no snapshot is made" if snapshot else ""
     why = "values may not be finite"
     if "ranks" in done and len(done["ranks"]) < done["world"]:
-        why = "the other ranks have no session on this host"
+        why = "the others have no session on this host"
     elif "ranks" in done and len({line["step"] for line in done["ranks"]}) > 1:
         why = "the ranks did it at different steps; ask again"
     note(f"exit code 3: it saved, but not the whole state of one step{missing}; {why}")
@@ -103,6 +103,7 @@ def report_saved(
 Examples:
   scarctl live recover --store ckpt --lost 'layers.3.*'
   scarctl live recover --store ckpt --lost rank:2 --max-rework 50
+  scarctl live recover --store ckpt --lost member:2
 """
 )
 @recovery_options
@@ -121,8 +122,8 @@ def recover(
     """Restore lost parts in the running session.
 
     They are restored in place, and everything else keeps its progress. If several ranks train together, all of them
-    recover after the same step. Exit code 3: something could only be restored from an older copy than the newest one,
-    or not entirely.
+    recover after the same step. Members recover alone: name parts of one. Exit code 3: something could only be restored
+    from an older copy than the newest one, or not entirely.
     """
     from scarctl.ops.live import recover_live
     from scarctl.theory.rework import Cost, Rework

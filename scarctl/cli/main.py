@@ -31,6 +31,7 @@ COMMANDS = {
     "daemon": "Start, inspect or stop the process that makes checkpoints durable.",
     "diff": "Compare two checkpoints of any kind, tensor by tensor.",
     "doctor": "Test a place for a store: its guarantees, and its speed.",
+    "evacuate": "Save what this host has in memory, before the host goes.",
     "export": "Write a state as safetensors, .pt or DCP, for other tools.",
     "inspect": "Show the content of a store, and the change if a shard is lost.",
     "live": "Have the session that runs on this host save or recover.",
@@ -55,6 +56,7 @@ GROUPS = {"live": ("checkpoint", "recover"), "snapshot": ("create", "delete", "l
 OPTIONS = frozenset(
     {
         "json",
+        "deadline",
         "debug",
         "limit",
         "mode",

@@ -111,8 +111,8 @@ def recovery_options(command: Command) -> Command:
         required=True,
         multiple=True,
         metavar="SPEC",
-        help="Lost shards (2,5), ranks (rank:1,3), names ('layers.3.*', 'emb.weight[0:512]'), or all; may be repeated. "
-        "Among ranks, a number alone is a rank.",
+        help="Lost shards (2,5), ranks (rank:1,3), members (member:2), names ('layers.3.*', 'emb.weight[0:512]'), or "
+        "all; may be repeated. Among ranks or members, a number alone is one of them.",
     )
     return lost(max_rework(command))
 

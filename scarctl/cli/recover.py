@@ -159,10 +159,12 @@ def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
     ranks = fields.get("ranks")
     if ranks is not None and plan.mode == "partial":
         lost = f" ({', '.join(map(str, ranks['lost']))})" if ranks["lost"] else ""
-        lines.append(f"lost {len(ranks['lost'])} of {counted(ranks['world'], 'rank')}{lost}")
+        lines.append(f"lost {len(ranks['lost'])} of {counted(ranks['world'], plan.noun)}{lost}")
     for shard in fields["shards"]:
         who = (
-            f"rank {shard['rank']}, shard {shard['shard']}" if "rank" in shard else f"shard {shard['shard']}"
+            f"{plan.noun} {shard['rank']}, shard {shard['shard']}"
+            if "rank" in shard
+            else f"shard {shard['shard']}"
         )
         age = f", {counted(shard['age'], 'step')} behind the newest" if "age" in shard else ""
         lines.append(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Mapping
 
 from scarctl.config.options import POLICIES
 from scarctl.errors import UsageError
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def check_store(store: object) -> None:
@@ -62,6 +65,24 @@ def parse_fraction(text: str) -> float:
             hint="it is the share of the state that one checkpoint writes, such as 1/8, 0.125 or 12.5%",
         )
     return value
+
+
+def seconds_of(name: str, value: object) -> float:
+    """Return a duration in seconds, given as a number or as text: 25, "25", "25s", "2m". Raises UsageError."""
+    found: float = math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        found = float(value)
+    elif isinstance(value, str):
+        number, unit = value.strip(), 1.0
+        if number[-1:] in _UNITS:
+            number, unit = number[:-1], _UNITS[number[-1]]
+        with contextlib.suppress(ValueError):
+            found = float(number) * unit
+    if not 0 <= found < math.inf:
+        raise UsageError(
+            f"{name} is {value!r:.40}", hint='give seconds, 0 or more, such as 25, "25s" or "2m"'
+        )
+    return found
 
 
 def without_percent(text: str) -> str:

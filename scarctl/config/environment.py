@@ -21,6 +21,7 @@ OF_COMMANDS = frozenset(
         *(
             "bandwidth",
             "convergence",
+            "deadline",
             "debug",
             "dry_run",
             "duration",

@@ -82,6 +82,8 @@ class Settings:
     flush_on_signal: On SIGTERM and SIGINT, copy the newest step to shared memory before the signal takes effect (see
         `Session.flush`). For this, extras are read and small buffers are copied after every step. Works only if attach
         is called in the main thread. Default: True.
+    grace: Seconds between SIGTERM and SIGKILL, also as text: "25s", "2m". After SIGTERM the process stays that long at
+        most, and brings to the store what changed most (see docs/evacuation.md). Default: it ends after the flush.
     on_error: "warn" logs and counts a fault while saving; "raise" raises it in the training loop. Default: "warn".
     daemon: True saves from the host's daemon, which outlives this process; False saves from a thread of this process.
         Default: the daemon, or the thread with a warning if the daemon cannot be started.
@@ -101,6 +103,7 @@ class Settings:
 
     max_bandwidth: float | None = None
     flush_on_signal: bool | None = None
+    grace: float | str | None = None
     on_error: OnError | None = None
     daemon: bool | None = None
     arena_dir: str | os.PathLike[str] | None = None

@@ -22,6 +22,7 @@ from scarctl.config.checks import (
     check_store,
     parse_bytes,
     parse_fraction,
+    seconds_of,
 )
 from scarctl.config.file import read_file
 from scarctl.config.options import (
@@ -82,6 +83,7 @@ class SessionSettings:
     by_layer: bool | None = None
     rows: Mapping[str, int] | None = None
     flush_on_signal: bool = True
+    grace: float | None = None
     on_error: OnError = "warn"
     daemon: bool | None = None
     arena_dir: str | None = None
@@ -131,6 +133,13 @@ class SessionSettings:
             )
         if self.on_error not in ("warn", "raise"):
             raise UsageError(f"on_error is {self.on_error!r}", hint='use "warn" or "raise"')
+        if self.grace is not None:
+            seconds_of("grace", self.grace)
+            if not self.flush_on_signal:
+                raise UsageError(
+                    "grace is the time after SIGTERM, and flush_on_signal=False lets it pass at once",
+                    hint="leave one of them out",
+                )
         if not (isinstance(self.timeout, int | float) and self.timeout >= 0):
             raise UsageError(f"timeout is {self.timeout!r}", hint="give seconds, 0 or more")
         self._check_peers()
@@ -193,6 +202,8 @@ class SessionSettings:
                 values[name] = _parse(f"SCARCTL_{name.upper()}", text, _FROM_TEXT[name])
             elif name in in_file:
                 values[name] = in_file[name]
+        if "grace" in values:
+            values["grace"] = seconds_of("grace", values["grace"])
         # A file may spell these as the command line does: "1/8", "4KiB".
         for name in ("fraction", "max_bandwidth", "partition_bytes"):
             if isinstance(values.get(name), str):
@@ -306,6 +317,7 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "partition_bytes": _whole_bytes,
     "by_layer": _flag,
     "flush_on_signal": _flag,
+    "grace": str,
     "on_error": str,
     "daemon": _flag,
     "arena_dir": str,

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 from scarctl.daemon import protocol
 from scarctl.daemon.status import DaemonStatus
 from scarctl.errors import Contention, ScarError, Unavailable, UsageError
+from scarctl.persist.evacuation import Evacuated
 from scarctl.store.backends.address import PORTABLE
 
 T = TypeVar("T")
@@ -114,6 +115,32 @@ def ask(folder: Path, op: str, **fields: Any) -> dict[str, Any]:
     """Send one request to a running daemon. Raises Unavailable (`kind` "no-daemon") if no daemon runs."""
     with contextlib.closing(connect(folder, begin=False)) as connection:
         return request(connection, op, **fields)
+
+
+def evacuate(folder: Path, run_id: str, seconds: float) -> Evacuated:
+    """Have the daemon evacuate a run within that time: see `scarctl.persist.evacuation`. Return the report.
+
+    While the daemon is being replaced, or saving has not started, the request is repeated. Raises its last error when
+    the time is over.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        try:
+            with contextlib.closing(connect(folder, begin=False, patience=left)) as connection:
+                reply = request(
+                    connection,
+                    "evacuate",
+                    patience=max(_PAUSE, left),
+                    run=run_id,
+                    milliseconds=int(left * 1000),
+                )
+            return Evacuated.from_json(reply.get("report"))
+        except ScarError as error:
+            again = error.kind in (*_PASSING, "no-daemon", "not-claimed", "not-saving")
+            if not again or time.monotonic() + _PAUSE > deadline:
+                raise
+        time.sleep(_PAUSE)
 
 
 def ask_status(folder: Path, *, patience: float) -> DaemonStatus | None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.queue import HandOverQueue
-from scarctl.errors import Corruption, ScarError, UsageError
+from scarctl.errors import Corruption, ScarError, Unavailable, UsageError
+from scarctl.persist.evacuation import Evacuated
 from scarctl.persist.persister import adopt_orphans
 from scarctl.persist.saver import LocalSaver
 from scarctl.persist.speed import Speed
@@ -70,6 +71,13 @@ class HostSaver(LocalSaver):
             if self.arena is None:
                 raise UsageError("open the run before you resume it")
             super().resume()
+
+    def evacuate(self, seconds: float) -> Evacuated:
+        """See `Saver`. Raises Unavailable while saving is paused, or has not started."""
+        with self._lock:
+            if self.stopped or self._released:
+                raise Unavailable("nothing is being saved to this store now", kind="not-saving")
+        return super().evacuate(seconds)
 
     def roll_back(self, seqs: Mapping[int, int]) -> None:
         """See `Saver`. Raises UsageError unless saving is stopped."""

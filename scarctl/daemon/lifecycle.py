@@ -77,6 +77,13 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class Bracing:
+    """The host is about to go: until then training processes and commands may need the daemon, after a SIGTERM too."""
+
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
 class StopAsked:
     """The daemon is asked to end: it releases all runs. Waiting hand-overs stay in the queues."""
 
@@ -96,7 +103,9 @@ class Tick:
     hosting: bool = False
 
 
-Event = Attached | TrainerGone | Settled | Detached | Released | Held | StopAsked | Terminated | Tick
+Event = (
+    Attached | TrainerGone | Settled | Detached | Released | Held | Bracing | StopAsked | Terminated | Tick
+)
 
 # -- instructions ------------------------------------------------------------------------------------------------
 
@@ -123,6 +132,7 @@ class Lifecycle:
     runs: dict[str, Phase] = field(default_factory=dict)
     idle_since: float | None = None
     held_until: float = 0.0
+    braced_until: float = 0.0
     patience: float = LINGER
     """Current idle timeout, in seconds."""
     terminated: float | None = None
@@ -155,6 +165,8 @@ class Lifecycle:
                 return self._end_if_stopping()
             case Held(until):
                 self.held_until = until
+            case Bracing(until):
+                self.braced_until = max(self.braced_until, until)
             case StopAsked():
                 return self._stop()
             case Terminated(now):
@@ -182,7 +194,8 @@ class Lifecycle:
     def _tick(self, now: float, hosting: bool = False) -> list[Instruction]:
         if self.terminated is not None and not self.stopping:
             attached = Phase.ATTACHED in self.runs.values()
-            if not self.runs or now >= self.terminated + (LAST_WORDS if attached else LAST_SAVES):
+            end = self.terminated + (LAST_WORDS if attached else LAST_SAVES)
+            if not self.runs or now >= max(end, self.braced_until):
                 return self._stop()
         if self.runs:
             return []

@@ -1,4 +1,4 @@
-"""Encode the requests of commands to a running session: save now, or recover a part of the state."""
+"""Encode the requests of commands to a running session: save or flush now, or recover a part of the state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 from scarctl.errors import UsageError
 
-KINDS = ("partial", "full", "recover")
+KINDS = ("partial", "full", "recover", "flush")
+MAX_SECONDS = 86400.0
 MAX_LOST = 1024
 """Most parts that one request can name."""
 
@@ -17,11 +18,13 @@ class Wish:
     """A request that the daemon passes on. `number` identifies its answer."""
 
     kind: str
-    """"partial", "full": a checkpoint; "recover": the parts `lost`, from their newest copies."""
+    """"partial", "full": a checkpoint; "recover": the parts `lost`, from their newest copies; "flush": bring the newest
+    step into memory, because the host goes in `seconds`."""
     number: int = 0
     lost: tuple[str, ...] = ()
     max_rework: float | None = None
     """Most predicted rework of the recovery, in iterations."""
+    seconds: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -29,6 +32,7 @@ class Wish:
             "number": self.number,
             "lost": list(self.lost),
             "max_rework": self.max_rework,
+            "seconds": self.seconds,
         }
 
     @classmethod
@@ -46,4 +50,7 @@ class Wish:
         most = obj.get("max_rework")
         if most is not None and not (type(most) in (int, float) and most >= 0):
             raise UsageError("the limit of rework is a number of at least 0")
-        return cls(kind, number, tuple(lost), most)
+        seconds = obj.get("seconds")
+        if seconds is not None and not (type(seconds) in (int, float) and 0 <= seconds <= MAX_SECONDS):
+            raise UsageError("the time to flush is a number of seconds")
+        return cls(kind, number, tuple(lost), most, seconds)

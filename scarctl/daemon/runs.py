@@ -12,6 +12,7 @@ from pathlib import Path
 from scarctl.daemon.crowd import full, most_sessions
 from scarctl.daemon.lifecycle import (
     Attached,
+    Bracing,
     Detached,
     Event,
     Exit,
@@ -175,6 +176,11 @@ class Runs:
         with self.changed:
             self._require_staying()
             self._apply(Held(time.monotonic() + seconds))
+
+    def brace(self, seconds: float) -> None:
+        """Stay for that many seconds, also after a SIGTERM, while there are runs."""
+        with self.changed:
+            self._apply(Bracing(time.monotonic() + seconds))
 
     def stop(self) -> None:
         """Release all runs once their current hand-overs are written, then end."""

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.queue import HandOverQueue
 from scarctl.daemon import protocol
-from scarctl.daemon.client import REPLY_SECONDS, connect, gone, insist, request
+from scarctl.daemon.client import REPLY_SECONDS, ask, connect, evacuate, gone, insist, request
 from scarctl.daemon.request import Wish
 from scarctl.errors import Corruption, Fenced, ScarError, Unavailable, error_from
+from scarctl.persist.evacuation import Evacuated, not_evacuated
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current
 from scarctl.store import Part
@@ -156,6 +158,19 @@ class DaemonSaver:
         assert self._arena is not None
         reply = self._done("roll_back", seqs={str(k): v for k, v in seqs.items()})
         self._arena.begin_epoch(reply["epoch"], again=True)
+
+    def brace(self, seconds: float) -> None:
+        """See `Saver`. A daemon that has received SIGTERM, too, then stays."""
+        with contextlib.suppress(ScarError):  # without a daemon, another one is started, which got no signal
+            ask(self._folder, "brace", patience=_FAREWELL, milliseconds=int(seconds * 1000))
+
+    def evacuate(self, seconds: float) -> Evacuated:
+        """See `Saver`. Uses a connection of its own, because other requests must not wait for it."""
+        assert self._arena is not None
+        try:
+            return evacuate(self._folder, self._id, seconds)
+        except ScarError as error:
+            return not_evacuated(self._arena, HandOverQueue(self._arena.folder), error)
 
     def answer(self, number: int, fields: Mapping[str, Any]) -> None:
         """See `Saver`."""

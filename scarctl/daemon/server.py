@@ -276,6 +276,19 @@ class Daemon:
         if peer.watched is None:
             raise UsageError("there is no such run", kind="not-claimed")
 
+    def brace(self, peer: _Peer, message: dict[str, Any]) -> None:
+        """Stay that long, also after a SIGTERM: the host is about to go."""
+        self.runs.brace(min(protocol.number(message, "milliseconds") / 1000, _MAX_HOLD))
+
+    def evacuate(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
+        """Save what can be saved of a run, also of a dead process, within some time. Return the report."""
+        seconds = min(protocol.number(message, "milliseconds") / 1000, _MAX_HOLD)
+        run = self.runs.known(protocol.text(message, "run"))
+        if run is None:
+            raise UsageError("there is no such run", kind="not-claimed")
+        self.runs.brace(seconds)
+        return {"report": run.saver.evacuate(seconds).to_json()}
+
     def ask(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Pass a wish on to a running session."""
         wish = Wish.from_json(message.get("wish"))
@@ -352,6 +365,8 @@ _OPERATIONS: dict[str, _Operation] = {
     "admit": Daemon.admit,
     "follow": Daemon.follow,
     "watch": Daemon.watch,
+    "brace": Daemon.brace,
+    "evacuate": Daemon.evacuate,
     "ask": Daemon.ask,
     "answer": Daemon.answer,
     "answered": Daemon.answered,

@@ -62,6 +62,7 @@ from scarctl.store import (
     topology_epochs,
 )
 from scarctl.store.format import canonical
+from scarctl.store.topology import refuse_members
 from scarctl.theory.history import History
 from scarctl.theory.rework import Outlook
 
@@ -141,6 +142,7 @@ class Crew:
         store = self.agree(lambda: made or make(), _close)
         with contextlib.ExitStack() as undo:
             undo.callback(store.close)
+            self.agree(lambda: refuse_members(store))
             view = self._view(store, settings)
             undo.pop_all()
         return view

@@ -205,7 +205,7 @@ def _losses(view: Survey) -> Iterable[Loss]:
         left = nowhere
     else:
         # A live process has the values; a dead one's arena has its copies.
-        left = np.full_like(saved, max(view.step or 0, 0)) if alive and (kept >= 0).all() else kept
+        left = np.full_like(saved, np.maximum(view.head, 0)) if alive and (kept >= 0).all() else kept
     yield _loss(view, "store", left, known=False)
 
 
@@ -213,7 +213,7 @@ def _loss(view: Survey, what: str, steps: NDArray[np.int64], *, known: bool) -> 
     """Return the cost of continuing from copies of these steps. known: the distances are from these copies."""
     assert view.layout is not None
     gone = int((steps < 0).sum())
-    ages = np.maximum((view.step or 0) - steps, 0)
+    ages = np.maximum(view.head - steps, 0)
     parameters = parameters_of(view.layout)
     distance = view.distance if known and np.isfinite(view.distance).all() else None
     if gone:

@@ -15,6 +15,7 @@ from scarctl.arena.view import peek
 from scarctl.daemon.client import ask, ask_status
 from scarctl.daemon.request import Wish
 from scarctl.errors import Unavailable, UsageError, error_from
+from scarctl.recovery.shares import open_shares
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, epoch_of, pack, step_of
 from scarctl.store import Store, Topology, complete_sets, create_snapshot, newest_topology
@@ -60,7 +61,9 @@ class LiveRanks:
 
     world: int
     ranks: dict[int, LiveCheckpoint]
-    """Checkpoints by rank, of those that have a session on this host."""
+    """Checkpoints by rank or member, of those that have a session on this host."""
+    independent: bool = False
+    """The processes are members: no step is one of all of them."""
 
     @property
     def step(self) -> int:
@@ -76,8 +79,12 @@ class LiveRanks:
     @property
     def exact(self) -> bool:
         """Whether the whole state in the store, of all ranks, is of one step."""
-        whole = len(self.ranks) == self.world and all(made.exact for made in self.ranks.values())
-        return whole and not self.apart
+        return self.complete and not self.apart and not self.independent
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank or member has saved its whole state."""
+        return len(self.ranks) == self.world and all(made.exact for made in self.ranks.values())
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of one process summed over all ranks, and those of each rank."""
@@ -90,6 +97,8 @@ class LiveRanks:
             "exact": self.exact,
             "pid": next(iter(self.ranks.values())).pid,
             "world": self.world,
+            "members": self.independent,
+            "complete": self.complete,
             "ranks": [{"rank": rank, **line} for rank, line in lines.items()],
         }
 
@@ -99,7 +108,7 @@ def checkpoint_live(
 ) -> LiveCheckpoint | LiveRanks:
     """Request a checkpoint from the session that saves to `store` on this host, and wait until it is durable.
 
-    If several ranks save to the store, those on this host get the request.
+    If several ranks or members save to the store, those on this host get the request.
 
     full: save the whole state. If values are not finite, the result is not exact.
     every: raise unless all ranks have a session on this host.
@@ -112,12 +121,19 @@ def checkpoint_live(
         asked_at = _under_way(store, arena_dir)
         pid = _ask(store, full=full, arena_dir=arena_dir)
         return _wait(store, pid, asked_at, full=full, timeout=timeout, deadline=deadline, arena_dir=arena_dir)
+    if every and topology.independent:
+        raise UsageError(
+            f"{store.url}: members have no common step, so that no snapshot is of all of them",
+            hint="take one in a member: session.snapshot(name)",
+            kind="members-apart",
+        )
     for left in reversed(range(_TOGETHER)):
         if every:
             _require_all(store, topology, arena_dir)
         made = _ask_ranks(store, topology, full=full, timeout=timeout, deadline=deadline, arena_dir=arena_dir)
         # Some ranks got the request a step later than others, so it is repeated for all.
-        if not (full and made.apart and left and time.monotonic() < deadline):
+        again = full and made.apart and not topology.independent
+        if not (again and left and time.monotonic() < deadline):
             return made
     raise AssertionError("unreachable")
 
@@ -145,7 +161,7 @@ def _ask_ranks(
     # Read for all ranks first, because all have to get the request at one moment.
     before = [_under_way(view, arena_dir) for view in views]
     for rank, (view, asked_at) in enumerate(zip(views, before, strict=True)):
-        if full and asked:
+        if full and asked and not topology.independent:
             # The rank passes the request on, so that all save after the same step.
             there = peek(arena_dir, view.run_id)
             if there is not None and there.alive:
@@ -167,7 +183,7 @@ def _ask_ranks(
             problem = error  # perhaps none of its partitions has changed
     if problem is not None and (full or not made):
         raise problem
-    return LiveRanks(topology.world, made)
+    return LiveRanks(topology.world, made, topology.independent)
 
 
 def _under_way(store: Store, arena_dir: str | None) -> int:
@@ -302,13 +318,16 @@ def recover_live(
     """Have a session on this host restore lost parts in place. Return its step, its report and its process id.
 
     If several ranks save to the store, one of them gets the request. All recover after the same step, and the report is
-    that of the first rank.
+    that of the first rank. A member recovers alone, and gets the request for its own parts.
 
-    Raises UsageError (`kind` "no-session"), Unavailable if there is no answer after `timeout` seconds, and the error
-    that the session raised.
+    Raises UsageError (`kind` "no-session", or "members-apart" for parts of several members), and the error that the
+    session raised. Raises Unavailable if there is no answer after `timeout` seconds.
     """
     topology, folder = newest_topology(store), host_folder(arena_dir)
-    runs = [store.run_id] if topology is None else [store.of_shard(s).run_id for s in topology.shards]
+    if topology is not None and topology.independent:
+        runs = [_loser(store, lost).run_id]
+    else:
+        runs = [store.run_id] if topology is None else [store.of_shard(s).run_id for s in topology.shards]
     wish, deadline = Wish("recover", lost=tuple(lost), max_rework=max_rework), time.monotonic() + timeout
     for run in runs:
         try:
@@ -336,3 +355,16 @@ def recover_live(
             raise error_from(answer["error"])
         return {**answer, "pid": asked["pid"]}
     raise AssertionError("unreachable")
+
+
+def _loser(store: Store, lost: Sequence[str]) -> Store:
+    """Return the view of the one member that has the lost parts."""
+    state = open_shares(store)
+    state, _ = state.only(state.lost(tuple(lost)))
+    if len(state.shares) != 1:
+        raise UsageError(
+            f"{len(state.shares)} members have the lost parts, and each recovers alone",
+            hint="name the parts of one member at a time: --lost member:2",
+            kind="members-apart",
+        )
+    return state.shares[0].store

@@ -152,6 +152,8 @@ class _Recovery:
         self._progress = progress
         self.state, self.snapshot, self.dry_run = state, snapshot, dry_run
         self.ids = state.lost(settings.lost)
+        if state.of_members:
+            self.state = state = self._of_lost_members(settings)
         self.left_out: frozenset[str] = frozenset()
         path = settings.into or settings.output
         self.output = None if path is None else str(path)
@@ -176,17 +178,32 @@ class _Recovery:
             # Before the cost is weighed: of what cannot be read it would be an unknown age's.
             for share, ids in zip(state.shares, self.ids, strict=True):
                 share.require(ids)
-        choice, self.cost = weigh(losses, self._sealed_step(), settings.mode, settings.max_rework)
+        choice, self.cost = weigh(
+            losses, self._sealed_step(), settings.mode, settings.max_rework, apart=state.of_members
+        )
         self.settings = replace(settings, mode=choice.mode)
         self.writers: list[StoreWriter] = []
         if may_change_store and choice.mode == "rollback":
             for view in self.views:
                 self.writers.append(stack.enter_context(self._writer(view)))
         elif self.to_arena and not dry_run:
-            stack.callback(state.store.take_lock().release)
+            # Other members may run meanwhile, other ranks may not.
+            for view in self.views if state.of_members else [state.store]:
+                stack.callback(view.take_lock().release)
         if snapshot is None and (self.to_arena or self.writers):
             # Another process may have saved more before the locks were taken.
             self.state = state.again()
+
+    def _of_lost_members(self, settings: RecoverSettings) -> SharedState:
+        """Return the state of the lost members. Raises UsageError if they cannot go back together."""
+        state, self.ids = self.state.only(self.ids)
+        if settings.mode == "rollback" and len(state.shares) > 1:
+            raise UsageError(
+                f"{len(state.shares)} members have no common step to roll back to",
+                hint="roll back one member at a time: --lost member:2 --mode rollback",
+                kind="members-apart",
+            )
+        return state
 
     def _refuse_older_ranks(self) -> None:
         """Raise UsageError if the snapshot is of other ranks than the current ones: it cannot become the newest."""
@@ -205,7 +222,7 @@ class _Recovery:
         """Return the views of all writers: those of the shares first, then those of ranks that own nothing."""
         state = self.state
         views = [share.store for share in state.shares]
-        if state.topology is not None:
+        if state.topology is not None and not state.of_members:
             known = {view.part.shard for view in views if view.part is not None}
             epoch = 1 + max(of.epoch for of in state.states.values())
             views += [
@@ -285,9 +302,9 @@ class _Recovery:
     def _carry_out(self, plan: SharedPlan, file: StateFile | None, problems: tuple[str, ...]) -> Recovery:
         if file is not None:
             touched = {
-                share.layout.groups[g].name
-                for share, one in plan.each()
-                for g in np.unique(share.layout.group_of(one.ids)).tolist()
+                layout.groups[g].name
+                for layout, one in zip(self.state.layouts, plan.plans, strict=True)
+                for g in (() if one is None else np.unique(layout.group_of(one.ids)).tolist())
             }
             wholes = whole_groups(self.state.layouts)
             self.left_out = check_fits((group for name, group in wholes.items() if name in touched), file)

@@ -30,6 +30,8 @@ from scarctl.store import (
 )
 from scarctl.store.format import shard_folder
 from scarctl.store.topology import read_topology
+from scarctl.theory.convergence import NoEstimate
+from scarctl.theory.rework import Outlook
 from scarctl.util.arrays import Ids
 
 
@@ -56,12 +58,14 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         shares = [_share(store, states, arena_dir)]
     else:
         shares = [_share(store.of_shard(s), {s: states[s]}, arena_dir) for s in topology.shards]
-    layout = Layouts([share.layout for share in shares])
+    apart = topology is not None and topology.independent
+    layout = Layouts(_named(shares) if apart else [share.layout for share in shares])
     arenas = [share.arena for share in shares if share.arena is not None]
     step = max((state.step for state in states.values()), default=-1)
     step = max([step, *(arena.head_step for arena in arenas)])
     with_parameters = [share for share in shares if _has_parameters(share.layout)] or shares
     told = stored_outlook([(store, share.states) for share in with_parameters], max(step, 0))
+    outlook = Outlook(max(step, 0), NoEstimate("each member converges alone")) if apart else told.outlook
     return Survey(
         store.url,
         step if step >= 0 else None,
@@ -71,7 +75,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         np.concatenate([_distance(share) for share in shares]),
         store.usage(states),
         age_of(store, states, [share.arena for share in shares if share.layout.partitions]),
-        told.outlook,
+        outlook,
         snapshots=tuple(snapshots(store)),
         run=_run(arenas),
         topology=topology,
@@ -84,6 +88,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         caveats=told.caveats,
         events=told.events,
         samples=told.samples,
+        heads=np.repeat([_head(s) for s in shares], [s.layout.partitions for s in shares]) if apart else None,
     )
 
 
@@ -95,6 +100,11 @@ def _newest_states(store: Store) -> tuple[Topology | None, dict[int, ShardState]
     """
     if not topology_epochs(store):
         return None, store.states(store.shards()), None
+    newest = newest_topology(store)
+    if newest is not None and newest.independent:
+        states = store.states(newest.shards)
+        never = ", ".join(str(shard) for shard, state in states.items() if state.layout is None)
+        return newest, states, f"members that have saved nothing yet: {never}" if never else None
     # Imported here, because commands have to start fast, and most stores are of a single process.
     from scarctl.recovery.reshard import find_parts
     from scarctl.recovery.shares import fallback_note
@@ -126,6 +136,19 @@ def _share(store: Store, states: Mapping[int, ShardState], arena_dir: str | None
         shard_of = store.shard_of(layout)
     same = arena is not None and arena.layout == layout
     return _Share(states, layout, version, shard_of, arena if same else None)
+
+
+def _named(shares: Sequence[_Share]) -> list[Layout]:
+    """Return the layouts of all members, with the names of the whole state."""
+    from scarctl.recovery.shares import as_member
+
+    return [as_member(share.layout, number) for number, share in enumerate(shares)]
+
+
+def _head(share: _Share) -> int:
+    """Return the newest known step of one member."""
+    step = max(state.step for state in share.states.values())
+    return step if share.arena is None else max(step, share.arena.head_step)
 
 
 def _has_parameters(layout: Layout) -> bool:

@@ -52,6 +52,8 @@ class ShardLine:
     newest_step: int | None = None
     never_saved: int = 0
     """Number of partitions without a copy."""
+    staleness: int | None = None
+    """Iterations since its oldest copy was saved; None if no partition was ever saved."""
     perturbation: float | None = None
     """Norm of the change if the shard were restored; None if a distance is unknown."""
     share: float = 0.0
@@ -149,11 +151,18 @@ class Survey:
     """Starts, resumes and recoveries of that run, as of its newest checkpoint."""
     samples: tuple[Sample, ...] = ()
     """How old its copies were over time."""
+    heads: NDArray[np.int64] | None = None
+    """The newest known step of each partition's member: members have no common step. None without members."""
+
+    @property
+    def head(self) -> NDArray[np.int64]:
+        """The newest known step of each partition, or one for all: int64, of shape (partitions,) or ()."""
+        return np.array(self.step or 0) if self.heads is None else self.heads
 
     @cached_property
     def staleness(self) -> NDArray[np.int64]:
         """Iterations since each partition was saved; -1: never saved."""
-        return np.where(self.saved_step < 0, -1, np.maximum((self.step or 0) - self.saved_step, 0))
+        return np.where(self.saved_step < 0, -1, np.maximum(self.head - self.saved_step, 0))
 
     @cached_property
     def shards(self) -> list[ShardLine]:
@@ -194,6 +203,7 @@ class Survey:
                     oldest_step=int(saved.min()) if len(saved) else None,
                     newest_step=int(saved.max()) if len(saved) else None,
                     never_saved=len(steps) - len(saved),
+                    staleness=int(stale.max()) if len(saved) else None,
                     perturbation=norm if math.isfinite(norm) else None,
                     share=share,
                     expected_perturbation=math.sqrt(share) * whole if math.isfinite(whole) else None,
@@ -272,10 +282,10 @@ class Survey:
     def _ranks_json(self) -> dict[str, Any]:
         if self.topology is None:
             return {}
-        step = self.step or 0
         return {
             "topology": {
                 "world": self.topology.world,
+                "members": self.topology.independent,
                 "epoch": self.topology.epoch,
                 "shards": list(self.topology.shards),
                 "created": self.topology.created,
@@ -285,7 +295,7 @@ class Survey:
                 {
                     "rank": rank.rank,
                     **line.to_json(),
-                    "staleness": None if line.oldest_step is None else max(0, step - line.oldest_step),
+                    "staleness": line.staleness,
                     **asdict(rank),
                 }
                 for rank, line in self.shards_of_ranks

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -82,6 +83,23 @@ class Persister:
             arena.seal(version)
         return written
 
+    def commit_part(self, handover: HandOver, ids: Ids, extras: Any) -> int:
+        """See `scarctl.persist.evacuation.Tier`: commit these copies of the hand-over's version, and seal nothing."""
+        part = replace(handover, ids=ids, whole="", extras=extras, unsaved=None)
+        shard_of = self._shard_of[ids]
+        parts = [(shard, ids[shard_of == shard]) for shard in np.unique(shard_of).tolist()]
+        committed: dict[int, tuple[Ids, bool]] = {}
+        with self._reading(part):
+            self._commit_each(parts, part, committed)
+        return sum(int(self._arena.layout.partition_bytes[own].sum()) for own, _ in committed.values())
+
+    def stored(self) -> Ids:
+        """Return the version that the store has of every partition, -1 for none: int64 (partitions,)."""
+        found = np.full(self._arena.layout.partitions, NEVER, dtype=np.int64)
+        for state in self._writer.states.values():
+            found[state.ids] = state.version
+        return found
+
     @contextmanager
     def _reading(self, handover: HandOver) -> Iterator[None]:
         """Note in the arena that copies are read inside. `_commit_all` may note the end earlier."""
@@ -108,6 +126,11 @@ class Persister:
             log.warning("collecting old copies failed: %s", error)
             self._tidy_at = time.monotonic() + _TIDY_PAUSE
         return False
+
+    @property
+    def arena(self) -> Arena:
+        """The arena whose copies are saved."""
+        return self._arena
 
     @property
     def space(self) -> dict[str, Any]:
@@ -313,7 +336,8 @@ def reconcile(arena: Arena, queue: HandOverQueue, states: Mapping[int, ShardStat
     # the other does not fit the copies is dropped by the next.
     before = queue.pending()
     for handover in before:
-        ids = handover.ids[current[handover.ids] & (old[handover.ids] == handover.version)]
+        kept = current[handover.ids] & (old[handover.ids] == handover.version)
+        ids = handover.ids[kept]
         sealed = handover.sealed and not stale.any() and bool((old[handover.ids] == handover.version).all())
         if ids.size or sealed:
             queue.put(
@@ -321,6 +345,7 @@ def reconcile(arena: Arena, queue: HandOverQueue, states: Mapping[int, ShardStat
                 ids=ids,
                 whole=handover.whole if sealed else "",
                 extras=handover.extras,
+                unsaved=None if handover.unsaved is None else handover.unsaved[kept],
             )
     arena.relabel_all(current, waiting, epoch)
     for handover in before:

@@ -13,6 +13,7 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.kinship import require_kinship
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import ScarError, Unavailable
+from scarctl.persist.evacuation import Evacuated
 from scarctl.persist.persister import Persister, reconcile
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current, PersisterThread
@@ -66,6 +67,15 @@ class Saver(Protocol):
         """Roll the store back to record `seqs[shard]` of every shard, and empty the queue. Only while stopped.
 
         Begins an epoch, and notes it in the arena.
+        """
+
+    def brace(self, seconds: float) -> None:
+        """Announce that the host is about to go: an evacuation may come within that time. Never raises."""
+
+    def evacuate(self, seconds: float) -> Evacuated:
+        """Save what can be saved within that time, and report what is safe: see `scarctl.persist.evacuation`.
+
+        Returns in time, whatever the store does.
         """
 
     def answer(self, number: int, fields: Mapping[str, Any]) -> None:
@@ -174,6 +184,13 @@ class LocalSaver:
         self._writer.roll_back(seqs)
         HandOverQueue(self.arena.folder).clear()
         self.arena.begin_epoch(self._writer.epoch)
+
+    def brace(self, seconds: float) -> None:
+        """See `Saver`. Does nothing: the saving thread ends with this process."""
+
+    def evacuate(self, seconds: float) -> Evacuated:
+        """See `Saver`. Raises Unavailable before saving has started."""
+        return self._running().evacuate(seconds)
 
     def answer(self, number: int, fields: Mapping[str, Any]) -> None:
         """See `Saver`. Does nothing: commands send requests through the daemon only."""

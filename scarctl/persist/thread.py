@@ -16,6 +16,7 @@ from typing import Any
 
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import AccessDenied, Corruption, ScarError, Unavailable
+from scarctl.persist.evacuation import Evacuated, Evacuation, before
 from scarctl.persist.persister import Interrupted, Persister
 from scarctl.persist.retry import (
     Event,
@@ -72,6 +73,15 @@ class _Look:
     """A request to the thread to read the queue, which makes the event."""
 
 
+@dataclass(slots=True, eq=False)
+class _Evacuate:
+    """A request to the thread to save what it can before a time."""
+
+    deadline: float
+    made: Evacuation | None = None
+    ended: bool = False
+
+
 class PersisterThread:
     """Saves hand-overs in the background until `close`. Failures of the store do not raise: see `failure`."""
 
@@ -94,7 +104,7 @@ class PersisterThread:
         self._changed = threading.Condition()
         self._refusals = 0
         self._obeying = self._ended = False
-        self._events: list[Event | _Look] = [_Look()]
+        self._events: list[Event | _Look | _Evacuate] = [_Look()]
         self._thread = threading.Thread(target=self._run, name="scarctl-persister", daemon=True)
         self._thread.start()
 
@@ -115,6 +125,25 @@ class PersisterThread:
                 timeout,
             )
             return self._settled()
+
+    def evacuate(self, seconds: float) -> Evacuated:
+        """Save what can be saved within that time, the most changed per byte first, and report what is safe.
+
+        Interrupts what is being saved, and returns in time also if the store hangs. Usual saving continues after it.
+        """
+        request = _Evacuate(before(time.monotonic() + seconds, seconds))
+        self._persister.interrupt.set()
+        with self._changed:
+            # Before all that waits but the thread's end, and after the result of what is interrupted.
+            self._events.insert(int(self._events[:1] == [Stop()]), request)
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: request.ended or self._ended, max(0.0, request.deadline - time.monotonic())
+            )
+        made = request.made or Evacuation(self._persister.arena, self._queue, self._persister, 0.0)
+        if not request.ended:
+            made.error = made.error or self.fault().message
+        return made.report()
 
     def close(self, current: Current = Current.FINISH) -> None:
         """End the thread. Waiting hand-overs stay in the queue. current: treatment of the one being written."""
@@ -142,7 +171,7 @@ class PersisterThread:
         machine = self._machine
         return not (self._events or self._obeying or machine.waiting or machine.phase is Phase.BUSY)
 
-    def _send(self, *events: Event | _Look) -> None:
+    def _send(self, *events: Event | _Look | _Evacuate) -> None:
         with self._changed:
             self._events += events
             self._changed.notify_all()
@@ -171,6 +200,9 @@ class PersisterThread:
                 pass
             event = self._wait(wake_at)
             wake_at = None
+            if isinstance(event, _Evacuate):
+                self._evacuate(event)
+                event = self._look()
             if isinstance(event, _Look):
                 event = self._look()
             with self._changed:
@@ -208,7 +240,31 @@ class PersisterThread:
             self._note(error)
             return Tick(time.monotonic())
 
-    def _wait(self, wake_at: float | None) -> Event | _Look:
+    def _evacuate(self, request: _Evacuate) -> None:
+        """Carry out an evacuation. It takes part in no hand-over that the machine counts as being saved."""
+        self._persister.interrupt.clear()
+        try:
+            made = request.made = Evacuation(
+                self._persister.arena, self._queue, self._persister, request.deadline, speed=self.speed
+            )
+            if self.failure is not None:
+                made.error = self.failure.message
+            else:
+                made.run(lambda: bool(self._events[:1] == [Stop()]))
+                self.stats.nbytes += made.written_bytes
+        except Interrupted:
+            pass  # the thread is about to end
+        except Exception as error:
+            log.exception("evacuating failed unexpectedly")
+            self._note(_defect(error))
+            if request.made is not None:
+                request.made.error = _defect(error).message
+        with self._changed:
+            request.ended = True
+            self._events.append(Hurry())
+            self._changed.notify_all()
+
+    def _wait(self, wake_at: float | None) -> Event | _Look | _Evacuate:
         """Return the next event, or a tick at `wake_at`."""
         with self._changed:
             timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())

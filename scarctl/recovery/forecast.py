@@ -110,11 +110,17 @@ class Loss:
 
 
 def weigh(
-    losses: Sequence[Loss], sealed_step: int | None, mode: str, max_rework: float | None
+    losses: Sequence[Loss],
+    sealed_step: int | None,
+    mode: str,
+    max_rework: float | None,
+    *,
+    apart: bool = False,
 ) -> tuple[Choice, Cost]:
     """Choose between partial recovery and rollback, and predict the cost.
 
-    sealed_step: step of the state that a rollback restores; None if no such state exists.
+    sealed_step: step of the state that a rollback restores; None if no such state exists. apart: the writers are
+    members, which have no common step and converge alone.
 
     Raises ScarError (kind "too-much-rework").
     """
@@ -123,6 +129,8 @@ def weigh(
     outlook, norm, *_ = stored_outlook(
         [(loss.store, loss.states) for loss in losses if parameters_of(loss.layout).any()], step
     )
+    if apart and len(losses) > 1:
+        outlook = Outlook(step, NoEstimate("each member converges alone"))
     ages, distance, whole, since = [], [], 0, 0
     for loss in losses:
         newest, known = _copies(loss)

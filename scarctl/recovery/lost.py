@@ -1,8 +1,9 @@
 """Parse the names of lost parts, and find their partitions: one syntax for `scarctl recover --lost`, `Session.recover`.
 
 - "all": everything.
-- Numbers ("2,5"): shards if one process saves the state, ranks if several do.
-- "shard:2,5" and "rank:1,3": shards or ranks. The prefix applies to all numbers that follow it in the same text.
+- Numbers ("2,5"): shards if one process saves the state, ranks or members if several do.
+- "shard:2,5", "rank:1,3" and "member:2": shards, ranks or members. The prefix applies to all numbers that follow it in
+  the same text.
 - Names of groups, or patterns of names, with or without rows: 'layers.3.*', 'emb.weight[0:512]' (`Layout.match`).
 
 Give several as a list, or as one text with commas. A comma within a group's name does not separate items.
@@ -26,18 +27,23 @@ Item: TypeAlias = tuple[str, int | str]
 Unmatched: TypeAlias = dict[str, list[str]]
 """Names without a match in one share, each with the error's message and hint."""
 
-_NUMBER = re.compile(r"(?:(shard|rank):)?(-?[0-9]{1,18})")
+_NUMBER = re.compile(r"(?:(shard|rank|member):)?(-?[0-9]{1,18})")
 _NO_GROUP = "matches no group"
 
 
 def parse_lost(
-    lost: Lost, names: Collection[str], shards: Sequence[int], world: int | None = None
+    lost: Lost,
+    names: Collection[str],
+    shards: Sequence[int],
+    world: int | None = None,
+    noun: str = "rank",
 ) -> list[Item]:
     """Return the items of `lost`, in order.
 
-    names: names of all groups. shards: numbers of all shards. world: number of ranks; None for a single process.
+    names: names of all groups. shards: numbers of all shards. world: number of ranks; None for a single process. noun:
+    the word for them, "rank" or "member".
 
-    Raises UsageError without any item, and for a shard or rank that does not exist.
+    Raises UsageError without any item, and for a shard, rank or member that does not exist.
     """
     texts = lost if isinstance(lost, Iterable) and not isinstance(lost, str) else [lost]
     known, items = frozenset(names), list[Item]()
@@ -47,13 +53,19 @@ def parse_lost(
             number = _NUMBER.fullmatch(piece)
             if number:
                 kind = number[1] or kind
-                items.append((kind, _existing(kind, int(number[2]), shards, world)))
+                if kind == "member" and noun != "member":
+                    raise UsageError(
+                        f"{piece!r}: this state is not of members", hint=f"give {noun}s or shards"
+                    )
+                kind = "rank" if kind == "member" else kind
+                there = shards if kind == "shard" else range(world or 1)
+                items.append((kind, _existing(noun if kind == "rank" else kind, int(number[2]), there)))
             else:
                 items.append(("all", "") if piece == "all" else ("name", piece))
     if not items:
         raise UsageError(
             "no lost partition is named",
-            hint="give shards (2,5) or ranks (rank:1,3), patterns of names, or 'all'",
+            hint="give shards (2,5), ranks (rank:1,3) or members (member:2), patterns of names, or 'all'",
         )
     return items
 
@@ -93,8 +105,7 @@ def refuse_unmatched(everywhere: Sequence[Mapping[str, Sequence[str]]], names: I
         )
 
 
-def _existing(kind: str, number: int, shards: Sequence[int], world: int | None) -> int:
-    known = range(world or 1) if kind == "rank" else shards
+def _existing(kind: str, number: int, known: Sequence[int]) -> int:
     if number in known:
         return number
     if len(known) == 1:

@@ -258,7 +258,8 @@ def _sealed_states(
 ) -> Sequence[SealedSet]:
     """Return the states that a rollback may restore, best first."""
     if snapshot is None and store.part is not None:
-        return [sealed for sealed in complete_sets(store.again()) if set(shards) <= sealed.seqs.keys()]
+        found = complete_sets(store.again(), of=store.part.shard)
+        return [sealed for sealed in found if set(shards) <= sealed.seqs.keys()]
     if snapshot is None:
         return sealed_sets(store.states(shards, layout).values())
     return [sealed_in(snapshot, shards, layout if store.part is None else None)]
@@ -270,6 +271,11 @@ def sealed_in(snapshot: Snapshot, shards: Sequence[int], layout: Layout | None) 
     layout: layout of all shards; None if each rank has its own. Raises LayoutMismatch if the snapshot has another
     layout, or lacks one of the shards.
     """
+    if layout is None and not set(shards) <= snapshot.seqs.keys():
+        raise LayoutMismatch(
+            f"snapshot {snapshot.name!r} is not of shard {', '.join(map(str, shards))}",
+            hint="nothing was changed; use a snapshot of this rank or member",
+        )
     if (layout is not None and snapshot.layout != layout.digest) or not set(shards) <= snapshot.seqs.keys():
         raise LayoutMismatch(
             f"snapshot {snapshot.name!r} has another layout than the model",

@@ -51,6 +51,11 @@ class SharedPlan:
     """Identity of the commit of the whole state that contains all copies; see `recovery.plan.Plan`."""
 
     @property
+    def noun(self) -> str:
+        """The word for one of the processes that saved the state."""
+        return "rank" if self.state.topology is None else self.state.topology.noun
+
+    @property
     def restored(self) -> int:
         """Number of partitions to restore."""
         return sum(len(plan.ids) for _, plan in self.each())
@@ -121,11 +126,10 @@ class SharedPlan:
         }
         if topology is None:
             return {**fields, "shards": [line for _, line in lines]}
-        head = self.state.head
         return {
             **fields,
             "shards": [
-                {"rank": share.rank, **line, "age": max(0, head - line["oldest_step"])}
+                {"rank": share.rank, **line, "age": max(0, self.state.head_of(share) - line["oldest_step"])}
                 for share, line in lines
             ],
             "ranks": {

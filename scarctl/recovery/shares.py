@@ -7,13 +7,13 @@ Recovery and export plan each share separately (`scarctl.recovery.plan`), and co
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.errors import Corruption, NoIntactCopy, UsageError
+from scarctl.errors import Corruption, NoIntactCopy, ScarError, UsageError
 from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
 from scarctl.recovery.plan import sealed_in
 from scarctl.recovery.reshard import Parts, find_parts
@@ -24,6 +24,7 @@ from scarctl.store import (
     Snapshot,
     Store,
     backed_shards,
+    newest_topology,
     read_snapshot,
     sealed_sets,
     topology_epochs,
@@ -49,6 +50,8 @@ class Share:
     """Readable states, by shard."""
     unreadable: Mapping[int, Corruption] = field(default_factory=dict)
     """Errors of unreadable states, by shard. Partitions of other shards can still be restored."""
+    shown: Layout | None = None
+    """A member's layout with the names that its groups have in the state of all members; None if they are the same."""
 
     def require(self, ids: Ids) -> None:
         """Raise Corruption if a shard of the partitions `ids` cannot be read."""
@@ -59,19 +62,29 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """A whole state in shares. Ranks that own nothing have no share."""
+    """A whole state in shares. Ranks that own nothing have no share.
+
+    Members have states of their own, so that theirs may be incomplete: see `absent`.
+    """
 
     store: Store
     shares: tuple[Share, ...]
     states: Mapping[int, ShardState]
     """States by shard, including those of ranks that own nothing."""
     topology: Topology | None = None
-    """Topology of the ranks that saved the state; None for a single process."""
+    """Topology of the ranks or members that saved the state; None for a single process."""
+    absent: Mapping[int, ScarError] = field(default_factory=dict)
+    """Members without a share, each with the error for its partitions: nothing is saved, or nothing can be read."""
+
+    @property
+    def of_members(self) -> bool:
+        """Whether members saved it."""
+        return self.topology is not None and self.topology.independent
 
     @property
     def layouts(self) -> list[Layout]:
-        """Layouts of all shares."""
-        return [share.layout for share in self.shares]
+        """Layouts of all shares, with the names of the whole state."""
+        return [share.layout if share.shown is None else share.shown for share in self.shares]
 
     @property
     def names(self) -> dict[str, None]:
@@ -88,13 +101,21 @@ class SharedState:
         """Newest saved step; -1 if nothing was saved."""
         return max((state.step for state in self.states.values()), default=-1)
 
+    def head_of(self, share: Share) -> int:
+        """Return the newest saved step of the state that a share is part of. Members have no common step."""
+        return max(state.step for state in share.states.values()) if self.of_members else self.head
+
     def everything(self) -> list[Ids]:
-        """Return the ids of all partitions of every share."""
+        """Return the ids of all partitions of every share. Raises NoIntactCopy, Corruption for an absent member."""
+        for error in self.absent.values():
+            raise error
         return [np.arange(layout.partitions, dtype=np.int64) for layout in self.layouts]
 
     def again(self) -> SharedState:
         """Read the states from the store again. Raises LayoutMismatch, Corruption, Unavailable."""
-        shares = tuple(_share(of.rank, of.store, of.layout, of.shard_of) for of in self.shares)
+        shares = tuple(
+            replace(_share(of.rank, of.store, of.layout, of.shard_of), shown=of.shown) for of in self.shares
+        )
         states = {shard: state for share in shares for shard, state in share.states.items()}
         others = self.store.states(shard for shard in self.states if shard not in states)
         return replace(self, shares=shares, states=others | states)
@@ -108,16 +129,30 @@ class SharedState:
         if topology is None:
             items = parse_lost(lost, names, range(self.store.settings.shards))
         else:
-            items = parse_lost(lost, names, topology.shards, topology.world)
-        found = [find_lost(items, share.layout, share.shard_of, share.rank or 0) for share in self.shares]
+            items = parse_lost(lost, names, topology.shards, topology.world, topology.noun)
+        for number, error in self.absent.items():
+            if {("all", ""), ("rank", number), ("shard", number)} & set(items):
+                raise error
+        pairs = zip(self.shares, self.layouts, strict=True)
+        found = [find_lost(items, layout, share.shard_of, share.rank or 0) for share, layout in pairs]
         refuse_unmatched([unmatched for _, unmatched in found], names)
         ids = [mine for mine, _ in found]
         if topology is not None and not any(mine.size for mine in ids):
             raise UsageError(
-                "the lost ranks or names have no partitions",
-                hint="nothing is lost: other ranks own the partitions that these hold",
+                f"the lost {topology.noun}s or names have no partitions",
+                hint=f"nothing is lost: other {topology.noun}s own the partitions that these hold",
             )
         return ids
+
+    def only(self, ids: Sequence[Ids]) -> tuple[SharedState, list[Ids]]:
+        """Return the state of those members that have partitions in `ids` (by share), and these ids.
+
+        A member's state is whole without the others, so that it is restored without them.
+        """
+        mine = [(share, own) for share, own in zip(self.shares, ids, strict=True) if own.size]
+        states = {shard: state for share, _ in mine for shard, state in share.states.items()}
+        narrow = replace(self, shares=tuple(share for share, _ in mine), states=states)
+        return narrow, [own for _, own in mine]
 
     def sealed(self) -> list[SealedSet]:
         """Return the states that all shares have sealed, newest first. Raises Corruption if one cannot be read."""
@@ -132,13 +167,17 @@ class SharedState:
 def open_shares(store: Store, snapshot: Snapshot | None = None) -> SharedState:
     """Open the newest state of a store, or a snapshot of it.
 
-    If ranks save to the store, this is the newest whole state. Logs a warning if the newest ranks did not save it.
+    If ranks save to the store, this is the newest whole state. Logs a warning if the newest ranks did not save it. If
+    members do, these are the newest states of all of them, and a warning names the members without a state.
 
     Raises NoIntactCopy (kind "nothing-saved") if the store has no whole state; LayoutMismatch if a single process's
     snapshot has another layout; Corruption, Unavailable.
     """
-    if not topology_epochs(store):
+    newest = newest_topology(store)
+    if newest is None:
         return _of_one_process(store, snapshot)
+    if newest.independent:
+        return _of_members(store, newest, snapshot)
     try:
         parts = find_parts(store, snapshot=snapshot)
     except Corruption as error:
@@ -187,16 +226,43 @@ def fallback_note(parts: Parts) -> str:
 def _of_one_process(store: Store, snapshot: Snapshot | None) -> SharedState:
     layout = store.current_layout()
     if layout is None:
-        raise NoIntactCopy(
-            f"{store.where}: the store is still empty",
-            hint="save a checkpoint first",
-            kind="nothing-saved",
-        )
+        raise _nothing_saved(f"{store.where}: the store is still empty")
     shard_of = backed_shards(store, layout)
     if snapshot is not None:
         sealed_in(snapshot, distinct(shard_of).tolist(), layout)
     share = _share(None, store, layout, shard_of)
     return SharedState(store, (share,), share.states)
+
+
+def as_member(layout: Layout, number: int) -> Layout:
+    """Return a member's layout with the names that its groups have in the state of all members: `<name>@<number>`."""
+    return Layout(
+        [replace(group, name=f"{group.name}@{number}") for group in layout.groups], layout.optimizer
+    )
+
+
+def _of_members(store: Store, topology: Topology, snapshot: Snapshot | None) -> SharedState:
+    shares, absent = [], dict[int, ScarError]()
+    for number in topology.shards if snapshot is None else sorted(snapshot.seqs):
+        view = store.of_shard(number)
+        try:
+            layout = view.current_layout()
+            if layout is None:
+                raise _nothing_saved(f"{store.where}: member {number} has saved nothing yet")
+            share = _share(number, view, layout, backed_shards(view, layout))
+        except (Corruption, NoIntactCopy) as error:
+            absent[number] = error
+            log.warning("%s. It is left out", error.message)
+            continue
+        shares.append(replace(share, shown=as_member(layout, number)))
+    if not shares:
+        raise next(iter(absent.values()))
+    states = {shard: state for share in shares for shard, state in share.states.items()}
+    return SharedState(store, tuple(shares), states, topology, absent)
+
+
+def _nothing_saved(message: str) -> NoIntactCopy:
+    return NoIntactCopy(message, hint="save a checkpoint first", kind="nothing-saved")
 
 
 def _shares(parts: Parts) -> Iterator[Share]:

@@ -48,13 +48,13 @@ def closed(session: Open) -> None:
     _open.pop(id(session), None)
 
 
-def take_over(store: str) -> None:
-    """Close this process's open session of the store, if any, so that another one can attach.
+def take_over(store: str, member: int | None = None) -> None:
+    """Close this process's open session of the store, or of this member of it, so that another one can attach.
 
     Raises Contention if another thread trains with it, or if a `with` statement or a framework will close it.
     """
     url = Address.parse(store).url
-    for earlier in [session for session in _open.values() if session.store.address.url == url]:
+    for earlier in [session for session in _open.values() if _is_of(session.store, url, member)]:
         mine = earlier._gate.trainer == threading.get_ident()
         alive = any(thread.ident == earlier._gate.trainer for thread in threading.enumerate())
         if earlier._lasts or (alive and not mine):
@@ -70,6 +70,11 @@ def take_over(store: str) -> None:
         )
         # As after an exception: the newest step is flushed, without waiting for the store.
         earlier._close(Ending.FAILED)
+
+
+def _is_of(store: Store, url: str, member: int | None) -> bool:
+    same = member is None or (store.part is not None and store.part.shard == member)
+    return store.address.url == url and same
 
 
 def _after_fork() -> None:

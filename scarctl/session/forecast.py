@@ -123,7 +123,9 @@ def _decide(
 def _back(engine: Engine, step: int) -> list[int | None]:
     """Return a list with the cost of a rollback: iterations since the newest state of one step; None: unknown."""
     try:
-        sealed = next(iter(complete_sets(engine.store.again())), None)
+        part = engine.store.part
+        of = None if part is None else part.shard
+        sealed = next(iter(complete_sets(engine.store.again(), of=of)), None)
     except ScarError as error:
         # A requested rollback raises this error itself, if it persists.
         log.warning("the cost of a rollback is unknown: %s", error)

@@ -1,6 +1,7 @@
 """Define a session's questions to the other ranks that train with it, and implement them for a single process.
 
-`scarctl.distributed.coordinator.Crew` implements them for several ranks. All ranks make these calls in the same order.
+`scarctl.distributed.coordinator.Crew` implements them for several ranks, `scarctl.session.members.Member` for a process
+that shares only the store. All ranks make these calls in the same order.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from scarctl.state.identity import Lockstep
 from scarctl.state.layout import Layout
 from scarctl.state.version import step_of
 from scarctl.store import Store, topology_epochs
+from scarctl.store.topology import refuse_members
 
 T = TypeVar("T")
 
@@ -154,6 +156,15 @@ class Together(Lockstep, Protocol):
         """End the session's part, without waiting for other processes."""
 
 
+def refuse_peers(settings: SessionSettings) -> None:
+    """Raise UsageError if other hosts are to keep copies: processes without ranks do not know any."""
+    if settings.peers:
+        raise UsageError(
+            f"peers={settings.peers}: a process that trains alone has no peers",
+            hint="leave it out, or train with several ranks of torch.distributed",
+        )
+
+
 class WrittenByRanks(UsageError):
     """The store is written by several ranks, so that a single process cannot use it."""
 
@@ -178,12 +189,13 @@ class Alone:
 
     def open_store(self, settings: SessionSettings) -> Store:
         """See `Together`. Raises WrittenByRanks; UsageError if other hosts are to keep copies."""
-        if settings.peers:
-            raise UsageError(
-                f"peers={settings.peers}: a process that trains alone has no peers",
-                hint="leave it out, or train with several ranks of torch.distributed",
-            )
+        refuse_peers(settings)
         store = Store.create(settings.store, **settings.fixed(), **settings.place())
+        try:
+            refuse_members(store)
+        except BaseException:
+            store.close()
+            raise
         if topology_epochs(store):
             store.close()
             raise WrittenByRanks(

@@ -27,10 +27,14 @@ class Requests:
         """The requested checkpoint."""
         self._wishes: deque[Wish] = deque()
         """Requests that all ranks have to fulfil after the same step."""
+        self.flush: Callable[[Wish], None] = lambda _: None
+        """Fulfils a wish that waits for no step: called in the thread that gets it, and returns at once."""
 
     def add(self, wish: Wish) -> None:
         """Take a wish, for the next step's end. Called from another thread."""
-        if wish.kind == "recover" or (wish.kind == "full" and self._together.several):
+        if wish.kind == "flush":
+            self.flush(wish)
+        elif wish.kind == "recover" or (wish.kind == "full" and self._together.several):
             self._wishes.append(wish)
         elif wish.kind == "full" or self._requested is None:
             self._requested = Extent.WHOLE if wish.kind == "full" else Extent.PART

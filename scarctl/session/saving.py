@@ -200,8 +200,11 @@ class Saving:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    def before_signal(self, *, fatal: bool) -> None:
-        """Flush before SIGTERM or SIGINT takes effect, inside `quiet`. fatal: the signal then ends this process."""
+    def before_signal(self, *, fatal: bool) -> bool:
+        """Flush before SIGTERM or SIGINT takes effect, inside `quiet`. fatal: the signal then ends this process.
+
+        Returns whether the newest step is sealed in memory.
+        """
         engine = self._opening.engine
         assert engine is not None, "nothing is flushed before the first step"
         if not self._ready(engine):
@@ -210,12 +213,14 @@ class Saving:
             log.info("a signal arrived: step %d is kept in shared memory", self._progress.head_step)
             if fatal:
                 self._rescue(engine, self.moment)
+            return True
+        return False
 
-    def end_now(self) -> None:
-        """Wait a while for the store, before a signal ends this process."""
+    def end_now(self, *, wait: bool) -> None:
+        """Save nothing more, because a signal ends this process. wait: for the store, for a while."""
         engine = self._opening.engine
         self.doomed = True
-        if engine is not None and not engine.saver.outlives:
+        if wait and engine is not None and not engine.saver.outlives:
             engine.saver.drain(min(self._settings.timeout, _LAST_DRAIN))
 
     def last(self, ending: Ending, *, seal: bool) -> None:

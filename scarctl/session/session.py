@@ -19,10 +19,13 @@ from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.step_end import check_step
 from scarctl.checkpoint.tracker import touched_of
 from scarctl.config import Hooks, SessionSettings
+from scarctl.config.checks import seconds_of
 from scarctl.daemon.request import Wish
-from scarctl.errors import Unavailable, UsageError
+from scarctl.errors import UsageError
+from scarctl.persist.evacuation import Evacuated
 from scarctl.recovery.execute import Report
-from scarctl.session import attached, signals
+from scarctl.session import attached
+from scarctl.session.departure import Departure
 from scarctl.session.gate import Gate
 from scarctl.session.metrics import measure
 from scarctl.session.opening import Opening, claim
@@ -34,13 +37,12 @@ from scarctl.session.recover import Resumed, check_mode, facts, recover_live, sa
 from scarctl.session.requests import Requests, answer
 from scarctl.session.resume import Resumption
 from scarctl.session.saving import FLUSH_SECONDS, Ending, Saving
-from scarctl.session.snapshot import came_late, name_state
+from scarctl.session.snapshot import save_named
 from scarctl.session.steps import Steps
 from scarctl.state.caveats import Caveats
 from scarctl.state.journal import Journal
 from scarctl.state.layout import Layout
 from scarctl.store.record import who
-from scarctl.store.snapshot import check_new_snapshot
 from scarctl.theory.rework import Mode
 
 log = logging.getLogger("scarctl")
@@ -108,7 +110,9 @@ class Session:
         # A loop that ends without `close` would lose the steps since its last checkpoint.
         atexit.register(self._at_exit)
         attached.opened(self)
-        self._unwatch = signals.watch(self._before_signal) if settings.flush_on_signal else lambda: None
+        self._departure = Departure(parts, self._saving, self._inert)
+        self._requests.flush = self._departure.wished
+        self._unwatch = self._departure.watch_signals()
 
     def _install(self, hooks: Hooks) -> Callable[[], None]:
         if hooks == "off":
@@ -229,6 +233,15 @@ class Session:
         with self._gate.quiet(timeout) as quiet:
             return quiet and not self._closed and self._saving.flush()
 
+    def evacuate(self, seconds: float) -> Evacuated:
+        """Flush, then save to the store what the time allows, the most changed per byte first. For any thread.
+
+        seconds: until the host goes, 0 or more. The call returns before, also if the store hangs.
+        Returns what is safe, what a loss would lose, and its predicted rework. Raises UsageError before the first step.
+        """
+        self._started()
+        return self._departure.evacuate(seconds_of("seconds", seconds))
+
     def snapshot(self, name: str) -> int:
         """Save the whole state as a sealed checkpoint, keep it under a name, and return its step once it is durable.
 
@@ -236,16 +249,13 @@ class Session:
         Raises UsageError for a name that exists or is not allowed, and before the first step; ScarError (kind
         "not-sealed") if values are not finite; and the store's faults.
         """
-        engine, agree = self._started(), self._together.agree
-        agree(lambda: check_new_snapshot(self.store, name))
-        for again in (True, False):
-            agree(lambda: self.checkpoint(full=True, wait=True))
-            try:
-                name_state(name, self.store, self._together, engine.arena.whole, self.head_step)
-                break
-            except Unavailable as error:
-                if not (again and came_late(error)):
-                    raise
+        engine = self._started()
+
+        def save() -> str:
+            self.checkpoint(full=True, wait=True)
+            return engine.arena.whole
+
+        save_named(name, self.store, self._together, save, self.head_step)
         return self.head_step
 
     def resume(self, mode: Mode = "partial", snapshot: str | None = None) -> Resumed:
@@ -403,18 +413,6 @@ class Session:
             raise UsageError(
                 "this is a forked child's copy of the session", hint="call it in the process that attached it"
             )
-
-    def _before_signal(self, fatal: bool) -> None:
-        """Flush, after SIGTERM or SIGINT. Called in a thread. fatal: this process ends right after it."""
-        with self._gate.quiet(FLUSH_SECONDS) as quiet:
-            if self._inert() or self._engine is None:
-                return
-            if quiet:
-                self._saving.before_signal(fatal=fatal)
-            else:
-                log.warning("a signal arrived in a step that did not end: the state is not flushed")
-            if fatal:
-                self._saving.end_now()
 
     def _at_exit(self) -> None:
         # The interpreter keeps an exception that was not caught.

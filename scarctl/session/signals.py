@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 
 from scarctl.util.worker import Worker
@@ -32,10 +33,10 @@ SIGNALS: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
 TOGETHER = 0.2
 """Seconds within which the same signal counts once: launchers forward signals that the whole process group received."""
 LONGEST = 120.0
-"""Seconds after which a signal has its effect even if callbacks still run."""
+"""Seconds after which a signal has its effect even if callbacks still run, unless they may take longer."""
 
-Callback = Callable[[bool], None]
-"""Called with True if the process ends right after it."""
+Callback = Callable[[int, bool], None]
+"""Called with the signal, and with True if the process ends right after it."""
 
 
 # -- decisions: a pure state machine ----------------------------------------------------------------------------
@@ -87,6 +88,8 @@ class Machine:
     """Signals whose byte came and whose handler has not run yet."""
     _echoes: set[int] = field(default_factory=set)
     """Signals sent once more whose byte has not come yet."""
+    patience: float = LONGEST
+    """Seconds after which a signal has its effect even if callbacks still run."""
 
     def came(self, signum: int, now: float) -> list[Instruction]:
         """React to the byte of a delivery."""
@@ -114,7 +117,7 @@ class Machine:
 
     def tick(self, now: float) -> list[Instruction]:
         """React to the passing of time."""
-        late = self.phase is Phase.SAVING and now >= self.since + LONGEST
+        late = self.phase is Phase.SAVING and now >= self.since + self.patience
         return self.saved(now) if late else []
 
     def sent(self, signum: int) -> None:
@@ -173,6 +176,10 @@ class _Watch:
         self._reader.start()
         for signum in self._previous:
             signal.signal(signum, self._handle)
+
+    def allow(self, patience: float) -> None:
+        """Let callbacks take at least so many seconds."""
+        self._machine.patience = max(self._machine.patience, patience + TOGETHER)
 
     def uninstall(self) -> None:
         """Restore everything, in the main thread. Signals still waiting take effect now."""
@@ -263,7 +270,7 @@ class _Watch:
                 signum = instruction.signum
                 if self._is_ours(signum) and not callable(self._previous[signum]):
                     self._fatal.add(signum)
-                self._saving.submit(lambda fatal=signum in self._fatal: self._save(fatal))  # type: ignore[misc]
+                self._saving.submit(partial(self._save, signum, signum in self._fatal))
             else:
                 for signum in instruction.signums:
                     self._let(signum, instruction.at_once)
@@ -296,11 +303,11 @@ class _Watch:
 
     # -- in the callbacks' thread -------------------------------------------------------------------------------
 
-    def _save(self, fatal: bool) -> None:
+    def _save(self, signum: int, fatal: bool) -> None:
         try:
             for callback in list(_callbacks.values()):
                 try:
-                    callback(fatal)
+                    callback(signum, fatal)
                 except Exception:
                     log.exception("saving before a signal takes effect failed")
         finally:
@@ -312,8 +319,10 @@ _numbers = itertools.count()
 _watch: _Watch | None = None
 
 
-def watch(callback: Callback) -> Callable[[], None]:
-    """Call `callback(fatal)`, in a thread, before SIGTERM or SIGINT takes effect; return a function that ends this.
+def watch(callback: Callback, *, patience: float = 0.0) -> Callable[[], None]:
+    """Call `callback(signum, fatal)`, in a thread, before SIGTERM or SIGINT takes effect; return a function to end it.
+
+    patience: seconds that the callback may take, if more than usual.
 
     Call it in the main thread: elsewhere nothing is installed, and the callback is never called. Ignored signals stay
     ignored. If a signal has just come, the returned function may raise its handler's exception.
@@ -324,6 +333,7 @@ def watch(callback: Callback) -> Callable[[], None]:
         return lambda: None
     if _watch is None:
         _watch = _Watch()
+    _watch.allow(patience)
     number = next(_numbers)
     _callbacks[number] = callback
     return lambda: _end(number)

@@ -1,8 +1,10 @@
-"""List the shards of a job's ranks: one shard per rank (docs/FORMAT.md, section 10).
+"""List the shards of the processes that save to a store: one shard each (docs/FORMAT.md, sections 10 and 11).
 
 Every rank saves its share of the state to its own shard, with its own log, lock and epochs. A small file per start of
 the job, `topology/<epoch>.json`, has the epoch that all ranks begin with, and the shard of every rank. A job that
 restarts with the same division keeps its shards. With another division it gets new ones.
+
+Members are independent processes: their topology is created once, by `scarctl.store.members`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ if TYPE_CHECKING:
 
 _HEAL = (
     "data are not affected; restore the file from a backup. If the job had the same ranks at its previous start, this "
-    "file may be deleted: the previous topology names the same shards"
+    "file may be deleted: the previous topology names the same shards. Of members, another store's file serves, if it "
+    "has as many members"
 )
 
 
@@ -54,11 +57,18 @@ class Topology:
     """SHA-256 of the division of the state among the ranks: 64 hex digits."""
     created: str = field(default_factory=now)
     writer: str = field(default_factory=who)
+    independent: bool = False
+    """The processes are members: each starts alone, and none shares a state with another."""
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Number of ranks, or of members."""
         return len(self.shards)
+
+    @property
+    def noun(self) -> str:
+        """The word for one of the processes."""
+        return "member" if self.independent else "rank"
 
     @property
     def data(self) -> bytes:
@@ -72,6 +82,7 @@ class Topology:
                 "division": self.division,
                 "created": self.created,
                 "writer": self.writer,
+                **({"independent": True} if self.independent else {}),
             }
         )
 
@@ -89,7 +100,11 @@ class Topology:
             or len(set(shards)) != len(shards)
         ):
             raise corrupt(what, "its shards are malformed")
-        return Topology(epoch, tuple(shards), f.hex("division", 64), f.text("created"), f.text("writer"))
+        independent = f.raw("independent") is not None and f.flag("independent")
+        if independent and (epoch != 1 or shards != list(range(len(shards)))):
+            raise corrupt(what, "it is not a topology of members")
+        division = f.hex("division", 64)
+        return Topology(epoch, tuple(shards), division, f.text("created"), f.text("writer"), independent)
 
 
 def topology_epochs(store: Store) -> list[int]:
@@ -111,13 +126,30 @@ def read_topology(store: Store, epoch: int) -> Topology:
 
 
 def refuse_ranks(store: Store) -> None:
-    """Raise UsageError (kind "store-of-ranks") if several ranks save to the store, each to its own shard."""
-    newest = newest_topology(store) if store.part is None else None
+    """Raise UsageError if several ranks or members save to the store, each to its own shard.
+
+    Its kind is "store-of-ranks" or "store-of-members".
+    """
+    if store.part is not None:
+        return
+    refuse_members(store)
+    newest = newest_topology(store)
     if newest is not None:
         raise UsageError(
             f"{store.where}: this store is written by {counted(newest.world, 'rank')}",
             hint="one process cannot save to it: start the job with its ranks, or use another store",
             kind="store-of-ranks",
+        )
+
+
+def refuse_members(store: Store) -> None:
+    """Raise UsageError (kind "store-of-members") if members save to the store: ranks and a single process may not."""
+    newest = newest_topology(store)
+    if newest is not None and newest.independent:
+        raise UsageError(
+            f"{store.where}: this store is written by {newest.world} members, each with a shard of its own",
+            hint=f"attach with member=(k, {newest.world}), or use another store",
+            kind="store-of-members",
         )
 
 
@@ -145,12 +177,16 @@ def complete_sets(
     """Return the whole states that all shards, or all ranks of the topology, have sealed, newest first.
 
     known: states of some shards, which are not read again.
-    of: a shard. The newest topology with this shard is used, because a newer topology may have no whole state yet.
+    of: a shard. The newest topology with this shard is used, because a newer topology may have no whole state yet. A
+        member's sealed states are whole for its own shard. Members have no whole state together.
     """
     epochs = topology_epochs(store)
     if epochs:
-        newest_first = (read_topology(store, epoch).shards for epoch in reversed(epochs))
-        shards: Sequence[int] = next((found for found in newest_first if of is None or of in found), ())
+        newest_first = (read_topology(store, epoch) for epoch in reversed(epochs))
+        found = next((one for one in newest_first if of is None or of in one.shards), None)
+        shards: Sequence[int] = () if found is None else found.shards
+        if found is not None and found.independent and of is not None:
+            shards = (of,)
     else:
         shards = store.shards()
     states = store.states(shard for shard in shards if shard not in (known or {}))

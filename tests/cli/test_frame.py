@@ -71,7 +71,7 @@ def test_help_lists_every_command(run) -> None:  # type: ignore[no-untyped-def]
 
 SETTINGS = [
     "arena_dir", "assume_single_writer", "bandwidth", "convergence", "debug", "dry_run", "duration",
-    "every", "format", "fraction", "from", "gain", "json", "keep_every", "keep_last", "limit",
+    "deadline", "every", "format", "fraction", "from", "gain", "json", "keep_every", "keep_last", "limit",
     "max_rework", "max_shard_size", "memory_bandwidth", "metrics", "metrics_listen",
     "mode", "mtbf", "partition_bytes", "policy",
     "read_data", "read_data_subset", "restart", "restarts", "rounds", "shards", "state_bytes", "step",

@@ -18,8 +18,8 @@ from tests.cli.conftest import Model, Run
 ALL = [*(name for name in COMMANDS if name not in GROUPS), *(f"{a} {b}" for a in GROUPS for b in GROUPS[a])]
 SCREEN, MOST = 24, 40
 LONGER = {
-    "checkpoint", "diff", "export", "inspect", "live recover", "plan", "prune", "recover", "simulate",
-    "snapshot create", "verify",
+    "checkpoint", "daemon", "diff", "export", "inspect", "live recover", "plan", "prune", "recover", "simulate",
+    "evacuate", "snapshot create", "verify",
 }  # fmt: skip
 """Commands with more options than a screen of 24 lines has room for."""
 
@@ -62,7 +62,13 @@ RUN = {
 
 
 def test_examples_run(run: Run, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {*ALL, "help", "version"} - RUN.keys() == {"live checkpoint", "live recover", "daemon", "diff"}
+    assert {*ALL, "help", "version"} - RUN.keys() == {
+        "live checkpoint",
+        "live recover",
+        "daemon",
+        "diff",
+        "evacuate",
+    }
     model.path.rename("model.safetensors")
     shutil.copy("model.safetensors", "survivors.safetensors")
     (tmp_path / "train.py").touch()

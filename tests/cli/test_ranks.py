@@ -76,6 +76,7 @@ def test_inspect_has_a_line_for_every_rank(run: Run, ranks: RankStore, tmp_path:
     done = run("inspect", "--store", "ckpt", "--arena-dir", tmp_path, "--json").document
     assert done["topology"] == {
         "world": 4,
+        "members": False,
         "epoch": 1,
         "shards": [0, 1, 2, 3],
         "created": ranks.topology.created,

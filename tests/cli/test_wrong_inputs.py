@@ -84,6 +84,11 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "ckpt state.safetensors --rtol -1": (2, "-1"),
     },
     "doctor": {"": MISSING, "--store ckpt --rounds 0": (2, "--rounds"), "--store page.html": (10, "file")},
+    "evacuate": {
+        "": (2, "Missing option '--deadline'"),
+        "--deadline soon": (2, "'soon'"),
+        "--deadline 5s --store nowhere": NO_STORE,
+    },
     "export": {
         "out": MISSING,
         "--store ckpt": (2, "Missing argument 'OUTPUT'"),

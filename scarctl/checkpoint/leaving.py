@@ -1,0 +1,59 @@
+"""Prepare for the end of the host: how far pending copies are from the store's, and which of them a seal hands over."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.arena.arena import Arena
+from scarctl.util.arrays import Ids
+
+
+class Leaving:
+    """What one session keeps for an evacuation (`scarctl.persist.evacuation`).
+
+    unsaved: distance of each pending copy from the store's, an upper bound; NaN if unknown: float32 (partitions,).
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._until = -math.inf
+        self.unsaved = np.zeros(arena.layout.partitions, dtype=np.float32)
+        self.unsaved[arena.pending()] = np.nan
+
+    def begin(self, deadline: float) -> None:
+        """Note that the host goes at `deadline`, on the monotonic clock. Partial checkpoints rest until then."""
+        self._until = deadline
+
+    @property
+    def now(self) -> bool:
+        """Whether the host is about to go."""
+        return time.monotonic() < self._until
+
+    def eligible(self, may: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which of the partitions that a partial checkpoint may copy it copies: none while the host goes."""
+        return may & (not self.now)
+
+    def copying(self, ids: Ids, distance: NDArray[np.float64]) -> None:
+        """Note that these partitions are about to be copied, at these distances from their present copies."""
+        durable = self._arena.durable[ids] == self._arena.version[ids]
+        with np.errstate(over="ignore"):
+            self.unsaved[ids] = np.where(durable, 0.0, self.unsaved[ids]) + distance
+
+    def gather(self, copied: Ids, nonfinite: Ids, version: int) -> Ids:
+        """Return the partitions that a seal hands over: those copied, ascending; while the host goes all that wait.
+
+        The latter equal the live values, as the seal has found. They count as copies of the seal's version from now on,
+        so that all can be saved in any order.
+        """
+        if not self.now:
+            return copied
+        arena = self._arena
+        older = arena.pending() & arena.intact() & (arena.version < version)
+        older[nonfinite] = False
+        waiting = np.flatnonzero(older)
+        arena.relabel(waiting, version)
+        return np.union1d(copied, waiting)

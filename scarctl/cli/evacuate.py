@@ -1,0 +1,106 @@
+"""`scarctl evacuate`: bring to safety what a host has in memory, before the host goes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from scarctl.cli.output import (
+    EXIT_OK,
+    EXIT_PARTLY,
+    arena_option,
+    emit,
+    human_bytes,
+    note,
+    open_store,
+    output_options,
+)
+from scarctl.config import describe
+
+if TYPE_CHECKING:
+    from scarctl.ops.evacuate import Host, Store
+
+EXAMPLES = """\b
+Examples:
+  scarctl evacuate --deadline 25s
+  scarctl evacuate --deadline 100s --store ckpt --json
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.option(
+    "--deadline",
+    required=True,
+    metavar="DURATION",
+    help="Time until the host goes, such as 25s or 2m. The command ends before.",
+)
+@click.option(
+    "--store", metavar="URL", help=f"{describe('store')} Default: all stores of this host's sessions."
+)
+@arena_option
+@output_options
+def command(deadline: str, store: str | None, arena_dir: str | None, as_json: bool, debug: bool) -> int:
+    """Save what this host has in memory, before the host goes.
+
+    The sessions on this host bring their newest step into memory. Then the daemon saves to their stores what is not
+    durable, the most changed per byte first, in commits that end before the deadline. What is committed stays,
+    whenever the host goes. Training continues meanwhile, without checkpoints.
+
+    Exit code 0: all is safe. 3: partly; the command says what would be lost, and the iterations that this would cost.
+    """
+    from scarctl.config.checks import seconds_of
+    from scarctl.ops.evacuate import evacuate_host
+
+    seconds = seconds_of("--deadline", deadline)
+    run_id = None if store is None else open_store(store).run_id
+    host = evacuate_host(seconds, arena_dir=arena_dir, run_id=run_id)
+    fields = {
+        "deadline": seconds,
+        "safe": host.safe,
+        "stores": [one.to_json() for one in host.stores],
+        "in_memory": list(host.in_memory),
+    }
+    emit(fields, as_json=as_json, text="\n".join(_lines(host)))
+    if host.safe:
+        return EXIT_OK
+    note("exit code 3: losing this host now would lose what is named above")
+    return EXIT_PARTLY
+
+
+def _lines(host: Host) -> list[str]:
+    lines = [line for store in host.stores for line in _of_store(store)]
+    unsaved = "copies that no daemon saves; the next session of that run on this host does"
+    lines += [f"{folder}: {unsaved}" for folder in host.in_memory]
+    return lines or ["nothing to evacuate: no session saves through this host's daemon"]
+
+
+def _of_store(store: Store) -> list[str]:
+    found = [process.found for process in store.processes if process.found is not None]
+    total, lost = sum(one.total_bytes for one in found), sum(one.lost_bytes for one in found)
+    written = sum(one.written_bytes for one in found)
+    step = max((one.step for one in found), default=-1)
+    how = " (exact)" if store.sealed else ""
+    head = f"{store.url}: step {step}: {human_bytes(total - lost)} of {human_bytes(total)} are safe{how}"
+    lines = [f"{head}; {human_bytes(written)} written now"]
+    if not store.safe:
+        partitions = sum(one.lost_partitions for one in found)
+        what = f"{partitions} partitions, {human_bytes(lost)}"
+        lines.append(f"  lost with this host: {what}; predicted rework {_rework(store)}")
+    for process in store.processes:
+        who = f"process {process.pid}" if process.rank is None else f"rank {process.rank}"
+        if process.found is None:
+            lines.append(f"  {who}: {process.error}")
+            continue
+        if not process.found.flushed:
+            lines.append(
+                f"  {who}: its newest step was not brought into memory: iterations after it are lost as well"
+            )
+        if process.found.error and not process.safe:
+            lines.append(f"  {who}: {process.found.error}")
+    return lines
+
+
+def _rework(store: Store) -> str:
+    rework = store.rework
+    return f"{rework} iterations" if rework.iterations is not None else f"unknown ({rework.reason})"

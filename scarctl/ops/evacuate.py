@@ -1,0 +1,194 @@
+"""Evacuate a host: have its sessions flush, and its daemon save what the time allows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from scarctl.arena.folder import host_folder
+from scarctl.arena.stale import survey
+from scarctl.daemon import client
+from scarctl.daemon.request import Wish
+from scarctl.daemon.status import RunStatus
+from scarctl.errors import ScarError, UsageError
+from scarctl.persist.evacuation import Evacuated, before, rework_of_all
+from scarctl.theory.rework import Rework
+
+_FLUSH_SHARE = 0.4
+"""Largest part of the time that the sessions' flushes are waited for: they wait for a running step for a third."""
+_POLL = 0.05
+_PATIENCE = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process that saves to a store, alive or dead, and what was evacuated of its part of the state."""
+
+    store: str
+    rank: int | None
+    pid: int
+    found: Evacuated | None
+    """None if nothing could be asked: `error` says why."""
+    error: str | None = None
+
+    @property
+    def safe(self) -> bool:
+        return self.found is not None and self.found.safe
+
+    def to_json(self) -> dict[str, Any]:
+        fields = {"store": self.store, "rank": self.rank, "pid": self.pid, "safe": self.safe}
+        report = {} if self.found is None else self.found.to_json()
+        report.pop("points", None)
+        return {**fields, **report, "error": self.error or report.get("error")}
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """What was evacuated of one store's state: of all its processes on this host."""
+
+    url: str
+    processes: tuple[Process, ...]
+
+    @property
+    def safe(self) -> bool:
+        """Whether losing this host loses nothing of this state."""
+        return all(process.safe for process in self.processes)
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the store has one whole state of the newest step of each of these processes."""
+        found = [process.found for process in self.processes]
+        steps = {one.step for one in found if one is not None}
+        return len(steps) == 1 and all(one is not None and one.sealed for one in found)
+
+    @property
+    def rework(self) -> Rework:
+        """Predicted rework, in iterations, after the loss of this host."""
+        reports = [process.found for process in self.processes if process.found is not None]
+        if len(reports) < len(self.processes):
+            return Rework(None, reason="not all of its processes have answered")
+        return rework_of_all(reports)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "store": self.url,
+            "safe": self.safe,
+            "exact": self.sealed,
+            "rework": self.rework.to_json(),
+            "processes": [process.to_json() for process in self.processes],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What was evacuated of this host."""
+
+    stores: tuple[Store, ...]
+    in_memory: tuple[str, ...] = ()
+    """Folders of arenas with pending copies that no daemon saves."""
+
+    @property
+    def safe(self) -> bool:
+        """Whether losing this host loses nothing that is known here."""
+        return not self.in_memory and all(store.safe for store in self.stores)
+
+
+def evacuate_host(seconds: float, *, arena_dir: str | None = None, run_id: str | None = None) -> Host:
+    """Evacuate all processes that save through this host's daemon, in `seconds` at most. Return what is safe.
+
+    run_id: of a store: only its processes, all ranks of it.
+
+    Raises UsageError (`kind` "no-session") if none of them saves to that store, and AccessDenied.
+    """
+    deadline = time.monotonic() + seconds
+    folder = host_folder(arena_dir)
+    runs = _runs(folder, run_id, min(seconds, _PATIENCE))
+    if run_id is not None and not runs:
+        raise UsageError(
+            "no running session saves to this store through this host's daemon",
+            hint="what the store has is safe; `scarctl inspect --store` shows it",
+            kind="no-session",
+        )
+    flushed = _flush(folder, [run for run in runs if run["phase"] == "attached"], deadline, seconds)
+    processes = _evacuate(folder, runs, flushed, before(deadline, seconds))
+    by_store: dict[str, list[Process]] = {}
+    for process in processes:
+        by_store.setdefault(process.store, []).append(process)
+    known = frozenset(run["id"] for run in runs)
+    waiting = () if run_id is not None or not folder.is_dir() else _only_in_memory(folder, known)
+    return Host(tuple(Store(url, tuple(found)) for url, found in by_store.items()), waiting)
+
+
+def _runs(folder: Path, run_id: str | None, patience: float) -> list[RunStatus]:
+    answer = client.ask_status(folder, patience=max(patience, _POLL))
+    runs = [] if answer is None else [run for run in answer["runs"] if run["phase"] != "closing"]
+    # A rank's id is the store's, followed by the number of its shard.
+    return [
+        run for run in runs if run_id is None or run["id"] == run_id or run["id"].startswith(f"{run_id}-")
+    ]
+
+
+def _flush(folder: Path, runs: Sequence[RunStatus], deadline: float, seconds: float) -> dict[str, bool]:
+    """Have the sessions bring their newest step into memory, all at once. Return by run whether they have."""
+    asked: dict[str, int] = {}
+    until = deadline - (1 - _FLUSH_SHARE) * seconds
+    wish = Wish("flush", seconds=seconds)
+    for run in runs:
+        try:
+            patience = max(_POLL, min(_PATIENCE, deadline - time.monotonic()))
+            number = client.ask(folder, "ask", patience=patience, store=run["id"], wish=wish.to_json())[
+                "number"
+            ]
+            asked[run["id"]] = int(number)
+        except ScarError:
+            continue  # it has just ended: its memory is evacuated as that of a dead process
+    flushed = {run["id"]: False for run in runs}
+    while asked and time.monotonic() < until:
+        for name, number in list(asked.items()):
+            try:
+                answer = client.ask(folder, "answered", patience=_PATIENCE, store=name, number=number)[
+                    "answer"
+                ]
+            except ScarError:
+                del asked[name]
+                continue
+            if answer is not None:
+                flushed[name] = answer.get("flushed") is True
+                del asked[name]
+        time.sleep(_POLL)
+    return flushed
+
+
+def _evacuate(
+    folder: Path, runs: Sequence[RunStatus], flushed: dict[str, bool], deadline: float
+) -> list[Process]:
+    """Have the daemon evacuate the runs, all at once."""
+    made: dict[str, Process] = {}
+
+    def one(run: RunStatus) -> None:
+        who = {"store": run["store"], "rank": run.get("rank"), "pid": run["pid"]}
+        try:
+            found = client.evacuate(folder, run["id"], max(0.0, deadline - time.monotonic()))
+            found = replace(found, flushed=flushed.get(run["id"], True))
+            made[run["id"]] = Process(**who, found=found)  # type: ignore[arg-type]
+        except ScarError as error:
+            made[run["id"]] = Process(**who, found=None, error=error.message)  # type: ignore[arg-type]
+
+    threads = [
+        threading.Thread(target=one, args=(run,), name="scarctl-evacuate", daemon=True) for run in runs
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [made[run["id"]] for run in runs]
+
+
+def _only_in_memory(folder: Path, live: frozenset[str]) -> tuple[str, ...]:
+    return tuple(
+        str(arena.folder) for arena in survey(folder, live) if not arena.aside and arena.pending != 0
+    )

@@ -1,0 +1,367 @@
+"""Save pending copies before a deadline: in small commits, the most changed per byte first, until time runs out.
+
+What is committed stays, whenever the process is killed. If all of it was in time, the waiting seals follow: then the
+store has the newest step exactly. The plan is `scarctl.policy.evacuation`. A nearer tier than the store can take part
+as another `Tier`, before the store.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.queue import HandOver, HandOverQueue
+from scarctl.errors import Corruption, ScarError
+from scarctl.persist.speed import Speed
+from scarctl.policy.evacuation import Pace, fitting, order
+from scarctl.state import codec
+from scarctl.state.extras import Notes
+from scarctl.state.version import NEVER, step_of
+from scarctl.theory.history import History
+from scarctl.theory.rework import Outlook, Rework, grouped, rework_of_loss
+from scarctl.util.arrays import Ids
+
+log = logging.getLogger("scarctl")
+
+RESERVE = 0.05
+"""Part of the time that is kept for the report and for the end of the process."""
+_MOST_RESERVE = 1.0
+_PAUSE = 0.05
+"""Seconds after a failure; the double after each further one."""
+
+
+def before(deadline: float, seconds: float) -> float:
+    """Return the end of saving for a deadline that is `seconds` away: some time is kept for what follows."""
+    return deadline - min(_MOST_RESERVE, RESERVE * seconds)
+
+
+class Tier(Protocol):
+    """A place that outlives the host."""
+
+    def commit_part(self, handover: HandOver, ids: Ids, extras: Any) -> int:
+        """Save copies of one version, with the extras unless they are None. Durable on return. Return their bytes."""
+
+    def persist(self, handover: HandOver) -> int:
+        """Save what is left of a hand-over, and seal it if it says so. Return the bytes saved."""
+
+    def stored(self) -> Ids:
+        """Return the version that the tier has of every partition, -1 for none: int64 (partitions,)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evacuated:
+    """What an evacuation of one process's state has brought to safety, and what a loss of the host would cost."""
+
+    step: int
+    """The newest step of which this host's memory has copies."""
+    total_partitions: int
+    total_bytes: int
+    written_bytes: int
+    """Bytes that were committed in this evacuation."""
+    commits: int
+    lost_partitions: int
+    """Partitions whose newest copy is only in this host's memory."""
+    lost_bytes: int
+    squared: float | None
+    """Sum of squared distances of these parameters from the store's copies (l2), an upper bound; None if unknown."""
+    sealed: bool
+    """Whether the store has the whole state of `step`: a resume is exact."""
+    ages: tuple[int, ...] = ()
+    """Distinct ages, in iterations, of the store's copies of lost parameters, and the count of each in `counts`."""
+    counts: tuple[int, ...] = ()
+    parameters: int = 0
+    """Partitions of parameters in the whole state."""
+    points: tuple[tuple[float, ...], ...] = ()
+    """The run's movements, from which rework is predicted: see `scarctl.theory.history`."""
+    flushed: bool = True
+    """False if a live process's newest step could not be brought into memory: more is lost than is counted here."""
+    error: str | None = None
+    """Why saving stopped before the deadline, or failed last."""
+
+    @property
+    def safe(self) -> bool:
+        """Whether losing the host loses nothing."""
+        return self.flushed and not self.lost_partitions
+
+    @property
+    def rework(self) -> Rework:
+        """Predicted rework, in iterations, after the loss of the host."""
+        return rework_of_all([self])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields. All are numbers, texts and lists."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, obj: object) -> Evacuated:
+        """Read the values of `to_json`. Raises Corruption for anything else."""
+        names = [one.name for one in fields(cls)]
+        if not isinstance(obj, Mapping) or not all(name in obj for name in names):
+            raise Corruption("another process has sent an evacuation's report without its fields")
+        values = {name: obj[name] for name in names}
+        lists = ("ages", "counts", "points")
+        if not all(isinstance(values[name], list | tuple) for name in lists):
+            raise Corruption("another process has sent an evacuation's report without its numbers")
+        values |= {name: tuple(values[name]) for name in lists}
+        return cls(**values | {"points": tuple(map(tuple, values["points"]))})
+
+
+def rework_of_all(parts: list[Evacuated]) -> Rework:
+    """Predict the rework after the loss of the host, from the reports of all processes that hold the state."""
+    if not any(part.lost_partitions for part in parts):
+        return Rework(0.0, 0.0, 0.0, "distances")
+    step = max(part.step for part in parts)
+    histories = [
+        History.from_array(np.array(part.points, dtype=np.float64).reshape(-1, 3)).until(step)
+        for part in parts
+        if part.parameters
+    ]
+    known = [part.squared for part in parts]
+    norm = None if None in known else math.sqrt(math.fsum(one for one in known if one is not None))
+    ages = [age for part in parts for age in part.ages]
+    counts = [count for part in parts for count in part.counts]
+    share = sum(counts) / max(1, sum(part.parameters for part in parts))
+    return rework_of_loss(Outlook.of(step, histories), norm, ages, share, counts=counts)
+
+
+@dataclass(slots=True)
+class _Order:
+    """Pending copies of one version, in the order in which they are saved."""
+
+    version: int
+    ids: Ids
+
+
+class Evacuation:
+    """One evacuation of one arena. `run` saves, in the persister's thread; `report` may be called in any thread."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        queue: HandOverQueue,
+        tier: Tier,
+        deadline: float,
+        *,
+        speed: Speed | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Prepare. deadline: on `clock`, in seconds. speed: of saving so far."""
+        self.error: str | None = None
+        self._arena = arena
+        self._queue = queue
+        self._tier = tier
+        self._deadline = deadline
+        self._clock = clock
+        self._sleep = sleep
+        self._pace = _pace_of(speed)
+        self.written_bytes = 0
+        self._commits = self._failures = 0
+        self._waiting: list[HandOver] = []
+        self._unsaved = np.full(arena.layout.partitions, np.nan, dtype=np.float32)
+        self._notes = Notes.from_tree(None)
+        self._order: _Order | None = None
+        self._extras: HandOver | None = None
+        """The hand-over whose extras are not saved yet."""
+        self._look()
+
+    def _look(self) -> None:
+        """Read the queue: the distances of pending copies from the store's, and the newest extras."""
+        try:
+            self._waiting = self._queue.pending()
+        except ScarError as error:
+            self.error = error.message
+            return
+        for handover in self._waiting:
+            if handover.unsaved is not None:
+                self._unsaved[handover.ids] = handover.unsaved
+            if handover.extras is not None:
+                self._extras = handover
+        if self._extras is not None:
+            self._notes = Notes.from_tree(self._extras.extras)
+
+    def run(self, ended: Callable[[], bool] = lambda: False) -> None:
+        """Save until all is durable and sealed, the deadline would be missed, or `ended` returns True.
+
+        Faults that may pass are retried. The others end it, and are in `error`.
+        """
+        while not ended():
+            try:
+                more = self._commit() or self._seal()
+            except ScarError as error:
+                self.error = error.message
+                log.warning("evacuating: %s", error)
+                more = error.retryable and self._pause()
+            except (OSError, MemoryError) as error:
+                self.error = str(error)
+                log.warning("evacuating: %s", error)
+                more = self._pause()
+            if not more:
+                return
+
+    def _pause(self) -> bool:
+        """Wait a little after a failure. Return whether there is time for another attempt."""
+        pause = _PAUSE * 2 ** min(self._failures, 6)
+        self._failures += 1
+        if pause > self._left():
+            return False
+        self._sleep(pause)
+        return True
+
+    def _left(self) -> float:
+        return self._deadline - self._clock()
+
+    def _commit(self) -> bool:
+        """Save the next copies. Return False if none is left, or no more can be saved in time."""
+        waiting = self._next()
+        if waiting is None:
+            return False
+        room, most = self._pace.room(self._left())
+        if not room:
+            return False
+        extras, extra_bytes = self._extras_within(waiting.version, room)
+        sizes = self._arena.layout.partition_bytes[waiting.ids]
+        taken = waiting.ids[fitting(sizes, room - extra_bytes, most - extra_bytes)]
+        if not taken.size:
+            return False
+        handover = HandOver(0, waiting.version, waiting.ids, whole="", extras=None)
+        started = self._clock()
+        written = self._tier.commit_part(handover, np.sort(taken), extras)
+        self._committed(written + extra_bytes, started)
+        if extras is not None:
+            self._extras = None
+        return True
+
+    def _committed(self, nbytes: int, started: float) -> None:
+        self._pace.add(nbytes, self._clock() - started)
+        self.written_bytes += nbytes
+        self._commits += 1
+        self._failures, self.error = 0, None
+
+    def _extras_within(self, version: int, room: int) -> tuple[Any, int]:
+        """Return the newest extras and their bytes, if they are of this version and take at most half of the room."""
+        if self._extras is None or self._extras.version != version:
+            return None, 0
+        nbytes = _bytes_of(self._extras.extras)
+        return (self._extras.extras, nbytes) if nbytes <= room // 2 else (None, 0)
+
+    def _next(self) -> _Order | None:
+        """Return the pending copies of the oldest version: steps in the store never decrease."""
+        arena = self._arena
+        ids = np.flatnonzero(arena.pending() & arena.intact())
+        if not ids.size:
+            return None
+        versions = arena.version[ids]
+        version = int(versions.min())
+        if self._order is None or self._order.version != version:
+            ids = ids[versions == version]
+            missing = self._tier.stored()[ids] == NEVER
+            self._order = _Order(
+                version, ids[order(self._unsaved[ids], arena.layout.partition_bytes[ids], missing)]
+            )
+        left = self._order.ids
+        left = left[(arena.version[left] == version) & (arena.durable[left] != version)]
+        if not left.size:  # copied again at this version meanwhile, without a place in the order
+            left = ids[versions == version]
+        self._order = _Order(version, left)
+        return self._order
+
+    def _seal(self) -> bool:
+        """Finish a waiting hand-over of which all copies are durable, also its seal. Return whether one was left."""
+        arena = self._arena
+        if (arena.pending() & arena.intact()).any() or not self._waiting:
+            return False
+        handover = self._waiting[0]
+        nbytes = _bytes_of(handover.extras) if handover.sealed else 0
+        if self._pace.seconds(nbytes) > self._left():
+            return False
+        started = self._clock()
+        written = self._tier.persist(handover)
+        if handover.sealed:
+            self._committed(written, started)
+        self._queue.remove(handover.number)
+        del self._waiting[0]
+        return True
+
+    def report(self) -> Evacuated:
+        """Return what is safe now, and what a loss of the host would lose."""
+        arena = self._arena
+        stored = self._tier.stored()
+        lost = arena.pending() | ~arena.intact()
+        lost &= ~((arena.version < 0) & (stored == NEVER))  # never copied anywhere
+        ids = np.flatnonzero(lost)
+        parameters = _parameters(arena)
+        mine = ids[parameters[ids]]
+        newest = step_of(int(arena.newest().max(initial=NEVER)))
+        ages, counts = grouped(np.maximum(newest - np.maximum(step_of(stored[mine]), 0), 0))
+        known = self._unsaved[mine].astype(np.float64)
+        # The store may have a copy that is newer than the distance was measured from: then it is an upper bound.
+        squared = float(np.square(known).sum()) if self._notes.norm == "l2" else math.nan
+        squared = math.nan if (stored[mine] == NEVER).any() else squared
+        return Evacuated(
+            step=newest,
+            total_partitions=arena.layout.partitions,
+            total_bytes=arena.layout.nbytes,
+            written_bytes=self.written_bytes,
+            commits=self._commits,
+            lost_partitions=int(ids.size),
+            lost_bytes=int(arena.layout.partition_bytes[ids].sum()),
+            squared=(squared if math.isfinite(squared) else None) if mine.size else 0.0,
+            sealed=not ids.size and step_of(arena.sealed) == newest,
+            ages=tuple(ages.tolist()),
+            counts=tuple(counts.tolist()),
+            parameters=int(parameters.sum()),
+            points=tuple(map(tuple, History.from_array(self._notes.points).to_array().tolist())),
+            error=self.error,
+        )
+
+
+def not_evacuated(arena: Arena, queue: HandOverQueue, error: ScarError) -> Evacuated:
+    """Return the report of an arena whose saver cannot be reached."""
+    found = Evacuation(arena, queue, _Unreached(arena), 0.0).report()
+    return replace(found, error=error.message)
+
+
+class _Unreached:
+    """The store, as far as the arena knows it."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def stored(self) -> Ids:
+        return np.maximum(self._arena.durable, NEVER)
+
+    def commit_part(self, handover: HandOver, ids: Ids, extras: Any) -> int:
+        raise AssertionError("only asked for a report")
+
+    def persist(self, handover: HandOver) -> int:
+        raise AssertionError("only asked for a report")
+
+
+def _pace_of(speed: Speed | None) -> Pace:
+    if speed is None or not speed.bytes_per_second:
+        return Pace()
+    seconds = speed.handover_seconds
+    return Pace(speed.bytes_per_second * seconds, seconds, seconds * (speed.fixed_share or 0.0))
+
+
+def _bytes_of(extras: Any) -> int:
+    if extras is None:
+        return 0
+    text, tensors = codec.encode(extras)
+    return len(text) + sum(memoryview(tensor.data).nbytes for tensor in tensors.values())
+
+
+def _parameters(arena: Arena) -> NDArray[np.bool_]:
+    layout = arena.layout
+    kinds = np.array([group.kind == "parameter" for group in layout.groups], dtype=bool)
+    found: NDArray[np.bool_] = kinds[layout.group_of(np.arange(layout.partitions))]
+    return found

@@ -1,0 +1,122 @@
+"""Plan an evacuation: in which order pending copies are saved, and how many bytes go into the next commit.
+
+Pure functions of arrays and seconds, without clock and store. A commit that is cut off saves nothing, so each one takes
+a small part of the time that is left. Its size follows the bandwidth that the earlier ones had.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+FIRST = 256 << 10
+"""Bytes of the first commit if no speed is known."""
+GROWTH = 4
+"""Largest ratio of a commit's bytes to those of the largest one that was measured."""
+SHARE = 0.2
+"""Part of the time left that a commit takes, once one was measured."""
+FIRST_SHARE = 1 / 16
+"""The same for the first commit."""
+FIRST_KNOWN = 1 << 20
+"""Most bytes of the first commit: the speed that is known may be of another hour, and one cut off saves nothing."""
+SURE = 0.8
+"""Part of the time left that a commit may be predicted to take at most."""
+LEAST = 0.02
+"""Seconds that a commit takes at least in the plan, so that the last ones do not become ever smaller."""
+_KEPT = 3
+"""Measurements of which the slowest counts."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """Predicts the seconds of a commit: a fixed time, and the bytes over a bandwidth.
+
+    expected_bytes, expected_seconds: a typical commit of earlier, 0 if unknown. expected_fixed: the part of these
+    seconds that does not depend on bytes.
+    """
+
+    expected_bytes: float = 0.0
+    expected_seconds: float = 0.0
+    expected_fixed: float = 0.0
+    _points: list[tuple[int, float]] = field(default_factory=list)
+    """Bytes and seconds of the commits so far."""
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        """Note a commit that is durable."""
+        self._points.append((nbytes, max(seconds, 1e-6)))
+
+    def seconds(self, nbytes: int) -> float:
+        """Predict the seconds of a commit of so many bytes. Without any measurement they are 0."""
+        fixed, bandwidth = self._line()
+        return fixed + (nbytes / bandwidth if bandwidth else 0.0)
+
+    def room(self, left: float) -> tuple[int, float]:
+        """Return the bytes of the next commit, and the most bytes that one may have, if `left` seconds are left.
+
+        Both are 0 if even a small commit may end too late. The second is infinite if nothing is known.
+        """
+        fixed, bandwidth = self._line()
+        fixed = max(LEAST, fixed)
+        usable = left * SURE
+        if usable <= fixed:
+            return 0, 0
+        if not bandwidth:
+            return FIRST, math.inf
+        share = SHARE if self._points else FIRST_SHARE
+        spent = min(usable, max(left * share, 2 * fixed))
+        usual = (spent - fixed) * bandwidth
+        largest = GROWTH * max((nbytes for nbytes, _ in self._points), default=0)
+        usual = min(usual, largest or FIRST_KNOWN)
+        return max(1, int(usual)), (usable - fixed) * bandwidth
+
+    def _line(self) -> tuple[float, float]:
+        """Return the seconds of a commit without bytes, and bytes per second: 0 if unknown.
+
+        They are a line through the smallest and the largest commit. If the newest ones took longer than it says, both
+        are slower by as much.
+        """
+        if not self._points:
+            over = self.expected_seconds - self.expected_fixed
+            return self.expected_fixed, self.expected_bytes / over if over > 0 else 0.0
+        (least, shortest), (most, longest) = min(self._points), max(self._points)
+        if most >= 2 * least and longest > shortest:
+            bandwidth = (most - least) / (longest - shortest)
+            fixed = max(0.0, shortest - least / bandwidth)
+        else:  # sizes that are alike say nothing about the fixed part: as if it were all
+            bandwidth, fixed = max(most, 1) / longest, shortest
+        slower = [seconds / (fixed + nbytes / bandwidth) for nbytes, seconds in self._points[-_KEPT:]]
+        factor = max(1.0, *slower)
+        return fixed * factor, bandwidth / factor
+
+
+def order(
+    distance: NDArray[np.float32], nbytes: NDArray[np.int64], missing: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """Return the indices of pending copies in the order in which they are saved: most changed per byte first.
+
+    distance: of each copy from the store's, NaN if unknown: float32 of any length. nbytes: int64, the same length.
+    missing: the store has no copy at all, and no recovery is possible without one: bool, the same length.
+
+    Missing ones come first, then those of unknown distance. Equal ones keep their order.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        urgency = np.square(distance.astype(np.float64)) / np.maximum(nbytes, 1)
+    unknown = np.isnan(urgency)
+    urgency[unknown] = 0.0
+    rank = np.where(missing, 0, np.where(unknown, 1, 2))
+    return np.lexsort((-urgency, rank)).astype(np.int64)
+
+
+def fitting(nbytes: NDArray[np.int64], room: int, most: float) -> NDArray[np.int64]:
+    """Return the indices that the next commit takes from `nbytes`, which are in order: int64, ascending.
+
+    It takes the longest prefix of `room` bytes. If the first one is larger, it takes the first alone that has at most
+    `most` bytes, and none if there is no such one.
+    """
+    count = int(np.searchsorted(np.cumsum(nbytes), room, side="right"))
+    if count:
+        return np.arange(count, dtype=np.int64)
+    return np.flatnonzero(nbytes <= most)[:1].astype(np.int64)

@@ -1,0 +1,131 @@
+"""Leave a host in time: bring the newest step into memory, then as much of it to the store as the time allows."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from scarctl.daemon.request import Wish
+from scarctl.errors import ScarError
+from scarctl.persist.evacuation import Evacuated, before, not_evacuated
+from scarctl.session import signals
+from scarctl.session.parts import Parts
+from scarctl.session.saving import FLUSH_SECONDS, Saving
+
+log = logging.getLogger("scarctl")
+
+_FLUSH_SHARE = 1 / 3
+"""Largest part of the time that a flush waits for a running step to end."""
+
+
+class Departure:
+    """Flushes and evacuates one session, from any thread."""
+
+    def __init__(self, parts: Parts, saving: Saving, inert: Callable[[], bool]) -> None:
+        """Prepare. inert: returns whether the session is closed, or not this process's."""
+        self._gate = parts.gate
+        self._opening = parts.opening
+        self._settings = parts.settings
+        self._grace = parts.settings.grace
+        self._saving = saving
+        self._inert = inert
+
+    def evacuate(self, seconds: float) -> Evacuated:
+        """See `Session.evacuate`."""
+        deadline = time.monotonic() + seconds
+        flushed = self.flush(deadline, seconds)
+        return self._evacuate(deadline, flushed=flushed)
+
+    def flush(self, deadline: float, seconds: float) -> bool:
+        """Bring the newest step into memory, and keep training from saving until the deadline.
+
+        Returns whether it is sealed there. It waits for a running step for a third of `seconds` at most.
+        """
+        engine = self._opening.engine
+        if engine is None:
+            return False
+        engine.saver.brace(seconds)
+        patience = min(FLUSH_SECONDS, seconds * _FLUSH_SHARE)
+        with self._gate.quiet(patience) as quiet:
+            if not quiet or self._inert():
+                return False
+            engine.leaving.begin(deadline)
+            return self._saving.flush()
+
+    def _evacuate(self, deadline: float, *, flushed: bool) -> Evacuated:
+        engine = self._opening.engine
+        assert engine is not None, "nothing is evacuated before the first step"
+        left = max(0.0, deadline - time.monotonic())
+        try:
+            found = engine.saver.evacuate(left)
+        except ScarError as error:
+            found = not_evacuated(engine.arena, engine.queue, error)
+        return replace(found, flushed=flushed)
+
+    def watch_signals(self) -> Callable[[], None]:
+        """Flush and evacuate before signals take effect, if the settings allow it; return a function that ends this."""
+        if not self._settings.flush_on_signal:
+            return lambda: None
+        return signals.watch(self.before_signal, patience=self._grace or 0.0)
+
+    def before_signal(self, signum: int, fatal: bool) -> None:
+        """Flush, after SIGTERM or SIGINT. After SIGTERM also evacuate, if there is a grace period. Called in a thread.
+
+        fatal: this process ends right after it.
+        """
+        began = time.monotonic()
+        grace = self._grace if signum == signal.SIGTERM else None
+        patience = FLUSH_SECONDS if grace is None else min(FLUSH_SECONDS, grace * _FLUSH_SHARE)
+        flushed = False
+        if grace is not None and self._opening.engine is not None and not self._inert():
+            self._opening.engine.saver.brace(grace)
+        with self._gate.quiet(patience) as quiet:
+            engine = self._opening.engine
+            if self._inert() or engine is None:
+                return
+            if grace is not None:
+                engine.leaving.begin(began + grace)
+            if quiet:
+                flushed = self._saving.before_signal(fatal=fatal)
+            else:
+                log.warning("a signal arrived in a step that did not end: the state is not flushed")
+            if fatal:
+                self._saving.end_now(wait=grace is None)
+        if grace is not None:
+            # Outside the gate: a training thread that has to end first is not kept from it.
+            found = self._evacuate(before(began + grace, grace), flushed=flushed)
+            log.log(logging.INFO if found.safe else logging.WARNING, "SIGTERM: %s", said(found))
+
+    def wished(self, wish: Wish) -> None:
+        """Flush for a command that evacuates the host, in a thread, and answer it. Returns at once."""
+
+        def work() -> None:
+            began, seconds = time.monotonic(), wish.seconds or 0.0
+            try:
+                flushed = self.flush(began + seconds, seconds)
+            except Exception:
+                log.exception("flushing for an evacuation failed")
+                flushed = False
+            engine = self._opening.engine
+            if engine is not None:  # without one there is nothing to save, and nothing to answer
+                engine.saver.answer(wish.number, {"flushed": flushed})
+
+        threading.Thread(target=work, name="scarctl-flush", daemon=True).start()
+
+
+def said(found: Evacuated) -> str:
+    """Return one line about an evacuation, for the log."""
+    if found.safe:
+        return f"step {found.step} is safe in the store{' (exact)' if found.sealed else ''}"
+    lost = f"{found.lost_partitions} of {found.total_partitions} partitions"
+    newest = "" if found.flushed else "; the newest step was not brought into memory"
+    why = f" ({found.error})" if found.error else ""
+    safe = found.total_bytes - found.lost_bytes
+    return (
+        f"{safe / 2**20:.1f} of {found.total_bytes / 2**20:.1f} MiB are safe in the store; "
+        f"if this host goes, {lost} go back to older copies: predicted rework {found.rework}{newest}{why}"
+    )

@@ -1,0 +1,114 @@
+"""`scarctl evacuate`: a daemon, sessions that train or do not answer, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import stepper
+from tests.support.process import Forked, Tell
+
+pytestmark = pytest.mark.usefixtures("warm_torch")
+
+
+def evacuate(*arguments: str) -> tuple[int, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "scarctl", "evacuate", *arguments, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout)
+
+
+def trains(store: Path, tell: Tell, steps: int = 7) -> None:
+    """Take some steps, then wait as a loop does in a long evaluation."""
+    model, optimizer = stepper.build()
+    session = stepper.attach(model, optimizer, str(store))
+    for _ in range(steps):
+        optimizer.step()
+    tell("ready")
+    while True:
+        time.sleep(600)
+    del session
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.usefixtures("daemon_folder")
+def test_all_sessions_of_a_host(tmp_path: Path) -> None:
+    stores = [tmp_path / "a", tmp_path / "b"]
+    with Forked(lambda t: trains(stores[0], t)) as one, Forked(lambda t: trains(stores[1], t)) as two:
+        one.expect("ready")
+        two.expect("ready")
+        code, found = evacuate("--deadline", "60s")
+        assert code == 0
+        assert found["safe"]
+        assert sorted(store["store"] for store in found["stores"]) == [str(store) for store in stores]
+        assert [store["exact"] for store in found["stores"]] == [True, True]
+        assert {process["step"] for store in found["stores"] for process in store["processes"]} == {7}
+        code, found = evacuate("--deadline", "60s", "--store", str(stores[1]))
+        assert code == 0
+        assert [store["store"] for store in found["stores"]] == [str(stores[1])]
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.usefixtures("daemon_folder")
+def test_a_session_that_does_not_answer(tmp_path: Path) -> None:
+    """What its memory has is saved; what it has not is said."""
+    store = tmp_path / "store"
+    with Forked(lambda tell: trains(store, tell, 8)) as child:
+        child.expect("ready")
+        child.signal(signal.SIGSTOP)
+        code, found = evacuate("--deadline", "4s")
+        assert code == 3
+        (process,) = found["stores"][0]["processes"]
+        assert process["flushed"] is False
+        assert process["lost_partitions"] == 0
+        assert not found["safe"]
+        child.signal(signal.SIGCONT)
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.usefixtures("daemon_folder")
+def test_the_memory_of_a_process_that_was_killed(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with Forked(lambda tell: trains(store, tell)) as child:
+        child.expect("ready")
+        child.signal(signal.SIGKILL)
+        child.wait()
+        code, found = evacuate("--deadline", "60s")
+    assert code == 0, found
+    assert found["safe"]
+
+
+def test_nothing_to_evacuate(tmp_path: Path) -> None:
+    assert evacuate("--deadline", "5") == (
+        0,
+        {
+            "schema_version": 1,
+            "command": "evacuate",
+            "deadline": 5.0,
+            "safe": True,
+            "stores": [],
+            "in_memory": [],
+        },
+    )
+    model, optimizer = stepper.build()
+    with stepper.attach(model, optimizer, str(tmp_path / "store"), daemon=False):
+        optimizer.step()
+        code, found = evacuate("--deadline", "5s", "--store", str(tmp_path / "store"))
+    assert (code, found["error"]["kind"]) == (2, "no-session")
+
+
+@pytest.mark.parametrize("deadline", ["soon", "-3", "nan", ""])
+def test_a_deadline_that_is_none(deadline: str) -> None:
+    code, found = evacuate("--deadline", deadline)
+    assert (code, found["error"]["kind"]) == (2, "usage")

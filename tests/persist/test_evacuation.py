@@ -1,0 +1,338 @@
+"""An evacuation of a real arena into a real store: what goes first, what a cut leaves, what the report says."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scarctl.errors import Corruption, Unavailable
+from scarctl.persist.evacuation import Evacuated, Evacuation, before, not_evacuated, rework_of_all
+from scarctl.persist.thread import PersisterThread
+from scarctl.state.layout import TensorSpec, build_layout
+from scarctl.store import open_writer, verify
+from tests.daemon.rig import Rig
+from tests.support.throttled import ThrottledBlobs
+
+ROWS = 64
+ROW = 64 << 10
+"""Bytes of a partition, large against what a commit needs besides."""
+
+
+class Clock:
+    """Time that passes only when the store is written to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._lock = threading.Lock()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        with self._lock:
+            self.now += seconds
+
+
+class Slow(Rig):
+    """A rig whose store writes 64 partitions in 32 s, on a clock of its own; half a second more for every file."""
+
+    def __init__(self, folder: Path, base: Path, *, shards: int = 2) -> None:
+        layout = build_layout([("w", "parameter", (TensorSpec("", "U8", (ROWS, ROW)),))], rows={"w": 1})
+        super().__init__(folder, base, shards=shards, layout=layout)
+        self.clock = Clock()
+        self.save(self.everything, 1, sealed=True)
+        self.persist(1)
+        self.throttled = ThrottledBlobs(self.blobs, 2 * ROW, seconds=0.1, sleep=self.clock.sleep)
+        self.store.blobs = self.writer._blobs = self.throttled  # type: ignore[assignment]
+        self.writer._publisher._blobs = self.throttled  # type: ignore[assignment]
+
+    def flush(self, step: int, unsaved: Any, *, sealed: bool = True, extras: Any = "step") -> None:
+        """As a session does before an evacuation."""
+        self.copy(self.everything, step)
+        self.arena.reach(step)
+        whole = f"{step:032x}" if sealed else ""
+        self.arena.name_whole(whole)
+        self.queue.put(
+            version=self.version(step),
+            ids=self.everything,
+            whole=whole,
+            extras={"step": step, "history": {"norm": "l2", "points": np.zeros((0, 3))}},
+            unsaved=np.asarray(unsaved, dtype=np.float32),
+        )
+
+    def evacuation(self, seconds: float, **options: Any) -> Evacuation:
+        deadline = self.clock() + seconds
+        return Evacuation(
+            self.arena,
+            self.queue,
+            self.persister,
+            deadline,
+            clock=self.clock,
+            sleep=self.clock.sleep,
+            **options,
+        )
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[Slow]:
+    made = Slow(tmp_path / "store", tmp_path)
+    yield made
+    made.close()
+
+
+RISING = np.arange(ROWS) + 1.0
+
+
+def test_what_fits_is_sealed_and_exact(slow: Slow) -> None:
+    slow.flush(7, RISING)
+    evacuation = slow.evacuation(120.0)
+    evacuation.run()
+    found = evacuation.report()
+    assert found.safe
+    assert found.sealed
+    assert found.lost_partitions == found.lost_bytes == found.squared == 0
+    assert found.rework.iterations == 0.0
+    assert set(slow.stored()[0]) == {7}
+    assert all(7 in steps for steps in slow.sealed())
+    assert slow.extras()["step"] == 7
+    assert slow.queue.numbers() == []
+    assert found.commits > 3, "in small commits all the same"
+
+
+@pytest.mark.parametrize("seconds", [3.0, 8.0, 15.0])
+def test_what_does_not_fit_is_saved_in_the_order_of_change(slow: Slow, seconds: float) -> None:
+    slow.flush(7, RISING)
+    evacuation = slow.evacuation(seconds)
+    evacuation.run()
+    assert slow.clock() <= seconds
+    found = evacuation.report()
+    steps, content = slow.stored()
+    saved = np.flatnonzero(steps == 7)
+    assert 0 < saved.size < ROWS
+    assert saved.tolist() == list(range(ROWS - saved.size, ROWS)), "the largest changes, and no gap"
+    assert set(content[saved]) == {7}
+    assert found.lost_partitions == ROWS - saved.size
+    assert found.squared == pytest.approx(float((RISING[: ROWS - saved.size] ** 2).sum()))
+    assert (found.ages, found.counts, found.parameters) == ((6,), (found.lost_partitions,), ROWS)
+    assert not found.safe
+    assert not found.sealed
+    assert slow.extras()["step"] == 7
+    assert saved.size >= 0.4 * 2 * seconds, "much of what the store could have taken"
+    assert verify(slow.store.again(), read_data=True).problems == []
+
+
+def test_usual_saving_finishes_what_was_left(slow: Slow) -> None:
+    slow.flush(7, RISING)
+    slow.evacuation(8.0).run()
+    (number,) = slow.queue.numbers()
+    slow.persist(number)
+    assert set(slow.stored()[0]) == {7}
+    assert all(7 in steps for steps in slow.sealed())
+
+
+def test_a_cut_at_any_write_leaves_all_earlier_commits(slow: Slow) -> None:
+    """As SIGKILL: the store is looked at as it is between any two writes."""
+    slow.flush(7, RISING)
+    seen: list[int] = []
+    passing = slow.throttled.pass_through
+
+    def look(nbytes: int, seconds: float = 0.0) -> None:
+        steps, _ = slow.stored()
+        seen.append(int((steps == 7).sum()))
+        assert set(steps) <= {1, 7}
+        passing(nbytes, seconds)
+
+    slow.throttled.pass_through = look  # type: ignore[method-assign]
+    slow.evacuation(15.0).run()
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 4, "it grows commit by commit"
+
+
+def test_older_copies_go_first_because_steps_never_decrease(slow: Slow) -> None:
+    """A process that was killed: nobody flushed, and its copies are of several steps."""
+    slow.save(np.arange(0, 8), 3)
+    slow.save(np.arange(8, 16), 5)
+    evacuation = slow.evacuation(60.0)
+    evacuation.run()
+    found = evacuation.report()
+    assert slow.stored()[0][:16].tolist() == [3] * 8 + [5] * 8
+    assert found.safe
+    assert not found.sealed
+    assert found.step == 5
+
+
+def test_what_the_store_lacks_goes_first(tmp_path: Path) -> None:
+    rig = Slow(tmp_path / "store", tmp_path)
+    evacuation = rig.evacuation(20.0)
+    rig.flush(2, RISING)
+    lacking = rig.persister.stored()
+    lacking[[3, 5]] = -1
+    rig.persister.stored = lambda: lacking  # type: ignore[method-assign]
+    evacuation = rig.evacuation(4.0)
+    evacuation.run()
+    saved = np.flatnonzero(rig.stored()[0] == 2)
+    assert {3, 5} <= set(saved.tolist())
+    rig.close()
+
+
+def test_extras_too_large_for_a_commit_do_not_keep_partitions_from_it(slow: Slow) -> None:
+    slow.copy(slow.everything, 7)
+    slow.arena.name_whole(f"{7:032x}")
+    extras = {"step": 7, "large": np.zeros(20 * ROW, dtype=np.uint8)}
+    slow.queue.put(
+        version=slow.version(7),
+        ids=slow.everything,
+        whole=f"{7:032x}",
+        extras=extras,
+        unsaved=RISING.astype("f4"),
+    )
+    evacuation = slow.evacuation(10.0)
+    evacuation.run()
+    assert slow.clock() <= 10.0
+    assert (slow.stored()[0] == 7).sum() >= 6
+    assert slow.extras()["step"] == 1
+    rest = slow.evacuation(500.0)
+    rest.run()
+    assert rest.report().sealed
+    assert slow.extras()["step"] == 7
+
+
+def test_a_deadline_that_is_over_writes_nothing(slow: Slow) -> None:
+    slow.flush(7, RISING)
+    records = slow.records()
+    for seconds in (0.0, -5.0):
+        evacuation = slow.evacuation(seconds)
+        evacuation.run()
+        assert evacuation.report().lost_partitions == ROWS
+    assert slow.records() == records
+    assert slow.clock() == 0.0
+
+
+def test_a_fault_that_passes_is_retried_and_one_that_lasts_ends_in_time(slow: Slow) -> None:
+    slow.flush(7, RISING)
+    slow.blobs.fail("commit", errno.EIO, at=(1, 2))
+    evacuation = slow.evacuation(120.0)
+    evacuation.run()
+    assert evacuation.report().sealed
+    assert evacuation.report().error is None
+    slow.flush(8, RISING)
+    slow.blobs.break_down("writer", errno.ENOSPC)
+    began = slow.clock()
+    evacuation = slow.evacuation(10.0)
+    evacuation.run()
+    assert slow.clock() - began <= 10.0
+    assert "No space left" in (evacuation.report().error or "")
+    assert evacuation.report().lost_partitions == ROWS
+    slow.blobs.mend()
+
+
+def test_a_fenced_writer_ends_at_once_and_says_why(slow: Slow) -> None:
+    slow.flush(7, RISING)
+    other = slow.writer.store.again()
+    Path(other.blobs.where("lock")).unlink()  # as if on another host
+    open_writer(other, layout=slow.layout, shard_of=slow.shard_of).close()
+    evacuation = slow.evacuation(120.0)
+    evacuation.run()
+    assert "taken over" in (evacuation.report().error or "")
+    assert slow.clock() < 60
+
+
+def test_a_report_survives_its_way_between_processes(slow: Slow) -> None:
+    slow.flush(7, RISING)
+    evacuation = slow.evacuation(5.0)
+    evacuation.run()
+    found = evacuation.report()
+    assert Evacuated.from_json(found.to_json()) == found
+    for bad in (None, {}, {**found.to_json(), "ages": None}):
+        with pytest.raises(Corruption):
+            Evacuated.from_json(bad)
+
+
+def test_a_saver_out_of_reach_still_gives_a_report(slow: Slow) -> None:
+    slow.flush(7, RISING)
+    found = not_evacuated(slow.arena, slow.queue, Unavailable("no daemon"))
+    assert (found.lost_partitions, found.error) == (ROWS, "no daemon")
+    assert found.squared == pytest.approx(float((RISING**2).sum()))
+
+
+def test_rework_of_several_ranks_is_of_all_that_they_lose() -> None:
+    points = tuple((float(k), 1.0, 0.9**k) for k in range(40))
+    one = Evacuated(40, 10, 100, 0, 0, 5, 50, 0.01, False, (4,), (5,), 10, points)
+    none = Evacuated(40, 10, 100, 100, 1, 0, 0, 0.0, True, (), (), 10, points)
+    alone, both = rework_of_all([one]), rework_of_all([one, none])
+    assert alone.iterations is not None
+    assert both.iterations is not None
+    assert 0 < both.iterations < alone.iterations
+    assert rework_of_all([none, none]).iterations == 0.0
+    assert (
+        rework_of_all([Evacuated(40, 10, 100, 0, 0, 5, 50, None, False, (4,), (5,), 10, points)]).basis
+        == "ages"
+    )
+
+
+# -- in the persister's thread, on the real clock: no test here asserts a speed ---------------------------------------
+
+
+def test_the_thread_interrupts_what_it_saves_and_goes_on_after(rig: Rig) -> None:
+    rig.save(rig.everything, 1, sealed=True)
+    thread = PersisterThread(rig.persister, rig.queue)
+    try:
+        assert thread.drain(60)
+        rig.save(rig.everything, 2, sealed=True)
+        found = thread.evacuate(60.0)
+        assert found.sealed
+        assert found.safe
+        rig.save(np.array([1, 2]), 3)
+        thread.notify()
+        assert thread.drain(60)
+        assert thread.failure is None
+    finally:
+        thread.close()
+    assert rig.stored()[0][[1, 2]].tolist() == [3, 3]
+    assert all(2 in steps for steps in rig.sealed())
+
+
+def test_a_store_that_hangs_does_not_hold_the_caller(rig: Rig) -> None:
+    rig.save(rig.everything, 1, sealed=True)
+    throttled = ThrottledBlobs(rig.blobs, 1e12)
+    rig.store.blobs = rig.writer._blobs = throttled  # type: ignore[assignment]
+    throttled.stuck.set()
+    thread = PersisterThread(rig.persister, rig.queue)
+    try:
+        found = thread.evacuate(0.5)
+        assert found.lost_partitions == rig.layout.partitions
+        assert found.error
+        assert not found.safe
+    finally:
+        throttled.stuck.clear()
+        assert thread.drain(60), "the thread is free again, and saves as usual"
+        thread.close()
+    assert set(rig.stored()[0]) == {1}
+
+
+def test_a_thread_that_ends_meanwhile_ends_the_evacuation(rig: Rig) -> None:
+    rig.save(rig.everything, 1, sealed=True)
+    throttled = ThrottledBlobs(rig.blobs, 1e12)
+    rig.store.blobs = rig.writer._blobs = throttled  # type: ignore[assignment]
+    throttled.stuck.set()
+    thread = PersisterThread(rig.persister, rig.queue)
+    found: list[Evacuated] = []
+    asking = threading.Thread(target=lambda: found.append(thread.evacuate(60.0)))
+    asking.start()
+    ending = threading.Thread(target=thread.close)
+    ending.start()
+    throttled.stuck.clear()
+    ending.join()
+    asking.join()
+    assert len(found) == 1
+
+
+def test_time_is_kept_for_the_report() -> None:
+    assert before(100.0, 10.0) == 99.5
+    assert before(100.0, 60.0) == 99.0

@@ -1,0 +1,311 @@
+"""A session leaves its host: by a call, by SIGTERM with a grace period, with SIGKILL in the middle of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import scarctl
+from scarctl.errors import UsageError
+from scarctl.state.version import step_of
+from scarctl.store import Store, verify
+from tests.support import stepper
+from tests.support.process import Forked, Tell
+from tests.support.throttled import ThrottledBlobs
+from tests.support.training import Loop, differing
+
+pytestmark = pytest.mark.usefixtures("warm_torch")
+STEPS = 9
+
+
+def throttle(session: scarctl.Session, bytes_per_second: float, **options: Any) -> ThrottledBlobs:
+    """Make the store of a session without a daemon slow from now on."""
+    saver: Any = session._saver
+    made = ThrottledBlobs(saver.store.blobs, bytes_per_second, **options)
+    saver.store.blobs = saver._writer._blobs = saver._writer._publisher._blobs = made
+    return made
+
+
+def leave_host(arena_dir: Path) -> None:
+    """The host's memory goes with it."""
+    for folder in arena_dir.glob("scarctl-*/*"):
+        if folder.is_dir():
+            shutil.rmtree(folder)
+
+
+def stored_steps(store: Path) -> np.ndarray[Any, Any]:
+    """The step of every partition in the store."""
+    opened = Store.open(str(store))
+    assert verify(opened, read_data=True).problems == []
+    layout = opened.current_layout()
+    assert layout is not None
+    steps = np.full(layout.partitions, -1)
+    for shard in opened.shards():
+        state = opened.state(shard)
+        steps[state.ids] = step_of(state.version)
+    opened.close()
+    return steps
+
+
+def test_all_that_fits_is_exact_on_another_host(tmp_path: Path, arena_dir: Path, both_savers: str) -> None:
+    loop = Loop(tmp_path / "store")
+    loop.train(STEPS)
+    found = loop.session.evacuate(60.0)
+    assert found.safe
+    assert found.sealed
+    assert (found.step, found.lost_bytes, found.rework.iterations) == (STEPS, 0, 0.0)
+    assert set(stored_steps(tmp_path / "store")) == {STEPS}
+    state = loop.state()
+    loop.session.close()
+    leave_host(arena_dir)
+    again = Loop(tmp_path / "store", seed=5)
+    resumed = again.session.resume()
+    assert (resumed.step, resumed.exact) == (STEPS, True)
+    assert differing(again.state(), state) == []
+    again.session.close()
+
+
+def test_training_goes_on_after_a_false_alarm(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store")
+    loop.train(STEPS)
+    assert loop.session.evacuate(30.0).safe
+    loop.session._saving._opening.engine.leaving.begin(0.0)  # type: ignore[union-attr]  # the deadline is over
+    loop.train(4)
+    loop.session.close()
+    assert set(stored_steps(tmp_path / "store")) == {STEPS + 4}
+    assert loop.session.stats.errors == 0
+
+
+def test_checkpoints_rest_until_the_deadline(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store")
+    loop.train(STEPS)
+    loop.session.evacuate(600.0)
+    before = loop.session.stats.saved_bytes
+    loop.train(5)
+    assert loop.session.stats.saved_bytes == before
+    loop.session.close()
+
+
+def test_a_call_before_the_first_step_and_nonsense_are_refused(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store")
+    with pytest.raises(UsageError, match="first step"):
+        loop.session.evacuate(5.0)
+    loop.train(1)
+    for seconds in (-1.0, float("nan"), float("inf"), "soon", None, True):
+        with pytest.raises(UsageError, match="seconds"):
+            loop.session.evacuate(seconds)  # type: ignore[arg-type]
+    loop.session.close()
+
+
+def test_a_deadline_that_is_over_still_flushes_and_reports(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", interval=1000)
+    loop.train(1)
+    loop.session.checkpoint(full=True, wait=True)
+    loop.train(STEPS - 1)
+    found = loop.session.evacuate(0.0)
+    assert found.flushed
+    assert found.lost_partitions > 0
+    assert found.squared is not None
+    assert found.squared > 0
+    loop.session.close()
+    assert set(stored_steps(tmp_path / "store")) == {STEPS}
+
+
+def test_what_waits_is_saved_by_change_whatever_its_step(tmp_path: Path) -> None:
+    """Copies of several steps wait; after the flush they are of one, so that their order is free."""
+    loop = Loop(tmp_path / "store", interval=1, tracker="exact")
+    loop.train(1)
+    loop.session.checkpoint(full=True, wait=True)
+    throttled = throttle(loop.session, 1e12)
+    throttled.stuck.set()
+    loop.train(STEPS)
+    engine = loop.session._engine
+    assert engine is not None
+    engine.leaving.begin(time.monotonic() + 60.0)
+    assert loop.session.flush()
+    waiting = engine.arena.pending()
+    assert set(step_of(engine.arena.version[waiting])) == {STEPS + 1}
+    assert np.isfinite(engine.leaving.unsaved[waiting]).all()
+    throttled.stuck.clear()
+    assert loop.session.evacuate(60.0).sealed
+    loop.session.close()
+    assert set(stored_steps(tmp_path / "store")) == {STEPS + 1}
+
+
+def test_the_distance_of_a_copy_from_the_stores_is_never_too_small(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", interval=1, tracker="exact", daemon=False)
+    loop.train(1)
+    loop.session.checkpoint(full=True, wait=True)
+    first = {name: value.clone() for name, value in loop.state().items() if name.endswith(("weight", "bias"))}
+    throttled = throttle(loop.session, 1e12)
+    throttled.stuck.set()
+    loop.train(STEPS)
+    found = loop.session.evacuate(0.0)
+    now = {name: value for name, value in loop.state().items() if name in first}
+    moved = [float((now[name] - first[name]).double().square().sum()) for name in now]
+    assert found.squared is not None
+    assert found.squared >= sum(moved) * (1 - 1e-5)
+    throttled.stuck.clear()
+    loop.session.close()
+
+
+def test_a_store_that_hangs_does_not_hold_the_process(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store")
+    loop.train(1)
+    loop.session.checkpoint(full=True, wait=True)
+    throttled = throttle(loop.session, 1e12)
+    throttled.stuck.set()
+    loop.train(STEPS)
+    found = loop.session.evacuate(0.5)
+    assert not found.safe
+    assert found.flushed
+    assert found.error
+    throttled.stuck.clear()
+    loop.session.close()
+
+
+# -- SIGTERM with a grace period, SIGKILL: real processes, real signals ------------------------------------------------
+
+
+def _training(store: Path, tell: Tell, *, grace: str, bytes_per_second: float) -> None:
+    """Train some steps, make the store slow, and wait for signals."""
+    model, optimizer = stepper.build()
+    session = stepper.attach(model, optimizer, str(store), grace=grace, daemon=False)
+    optimizer.step()
+    session.checkpoint(full=True, wait=True)
+    throttled = throttle(session, bytes_per_second)
+    passing, creating = throttled.pass_through, throttled.create_exclusive
+
+    def pass_through(nbytes: int, seconds: float = 0.0) -> None:
+        tell("writing")
+        passing(nbytes, seconds)
+
+    def create_exclusive(name: str, parts: Any) -> None:
+        creating(name, parts)
+        tell("committed")
+
+    throttled.pass_through = pass_through  # type: ignore[method-assign]
+    throttled.create_exclusive = create_exclusive  # type: ignore[method-assign]
+    for _ in range(STEPS):
+        optimizer.step()
+    tell("ready")
+    while True:
+        time.sleep(600)
+
+
+@pytest.mark.leaves_arena
+def test_sigterm_with_grace_brings_to_the_store_what_the_time_allows(tmp_path: Path, arena_dir: Path) -> None:
+    store = tmp_path / "store"
+    # 2.6 MB are to be saved at 0.8 MB/s.
+    with Forked(lambda tell: _training(store, tell, grace="2s", bytes_per_second=8e5)) as child:
+        child.expect("ready")
+        began = time.monotonic()
+        child.signal(signal.SIGTERM)
+        assert child.wait(60) == -signal.SIGTERM
+        seconds = time.monotonic() - began
+    assert seconds < 30, "no bound of a speed: it ends by itself, and not by the end of all bytes"
+    steps = stored_steps(store)
+    assert steps.min() >= 1
+    leave_host(arena_dir)
+    model, optimizer = stepper.build()
+    session = stepper.attach(model, optimizer, str(store))
+    resumed = session.resume()
+    assert stepper.torn_rows(model, optimizer) == []
+    assert 1 <= resumed.step <= STEPS + 1
+    assert resumed.exact == (len(set(steps)) == 1)
+    session.close()
+
+
+@pytest.mark.leaves_arena
+def test_sigterm_with_enough_grace_is_exact_on_another_host(tmp_path: Path, arena_dir: Path) -> None:
+    store = tmp_path / "store"
+    with Forked(lambda tell: _training(store, tell, grace="100s", bytes_per_second=1e9)) as child:
+        child.expect("ready")
+        child.signal(signal.SIGTERM)
+        assert child.wait(110) == -signal.SIGTERM
+    assert set(stored_steps(store)) == {STEPS + 1}
+    leave_host(arena_dir)
+    model, optimizer = stepper.build()
+    session = stepper.attach(model, optimizer, str(store))
+    resumed = session.resume()
+    assert (resumed.step, resumed.exact) == (STEPS + 1, True)
+    session.close()
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.parametrize("commits", [0, 1, 6])
+def test_sigkill_within_the_grace_period_leaves_what_was_committed(
+    tmp_path: Path, arena_dir: Path, commits: int
+) -> None:
+    """The platform gives less than it said."""
+    store = tmp_path / "store"
+    with Forked(lambda tell: _training(store, tell, grace="100s", bytes_per_second=2e6)) as child:
+        child.expect("ready")
+        child.signal(signal.SIGTERM)
+        for _ in range(commits):
+            child.expect("committed")
+        child.signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+    steps = stored_steps(store)
+    assert steps.min() >= 1
+    if commits:
+        assert (steps > 1).any()
+    leave_host(arena_dir)
+    model, optimizer = stepper.build()
+    session = stepper.attach(model, optimizer, str(store))
+    session.resume()
+    assert stepper.torn_rows(model, optimizer) == []
+    session.close()
+
+
+@pytest.mark.leaves_arena
+def test_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with Forked(lambda tell: _training(store, tell, grace="100s", bytes_per_second=1e3)) as child:
+        child.expect("ready")
+        child.signal(signal.SIGTERM)
+        child.expect("writing")
+        time.sleep(0.3)  # not one that a launcher forwards besides: see TOGETHER
+        child.signal(signal.SIGTERM)
+        assert child.wait(60) == -signal.SIGTERM
+    assert stored_steps(store).min() >= 1
+
+
+@pytest.mark.leaves_arena
+def test_ctrl_c_does_not_wait_for_the_store(tmp_path: Path) -> None:
+    """Grace is for the machine's end."""
+
+    def body(tell: Tell) -> None:
+        try:
+            _training(tmp_path / "store", tell, grace="100s", bytes_per_second=1e3)
+        except KeyboardInterrupt:
+            os._exit(7)
+
+    with Forked(body) as child:
+        child.expect("ready")
+        child.signal(signal.SIGINT)
+        assert child.wait(60) == 7
+
+
+@pytest.mark.parametrize("grace", ["x", "-1s", "", "inf"])
+def test_a_grace_period_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace: str) -> None:
+    with pytest.raises(UsageError, match="grace"):
+        scarctl.attach(torch.nn.Linear(1, 1), store=tmp_path, settings=scarctl.Settings(grace=grace or "s"))
+
+
+def test_the_grace_period_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCARCTL_GRACE", "1.5m")
+    with scarctl.attach(torch.nn.Linear(1, 1), store=tmp_path / "store", hooks="off") as session:
+        assert session.settings.grace == 90.0
+    with pytest.raises(UsageError, match="flush_on_signal"):
+        scarctl.attach(
+            torch.nn.Linear(1, 1), store=tmp_path, settings=scarctl.Settings(flush_on_signal=False)
+        )

@@ -1,0 +1,177 @@
+"""Stores that members share: the topology is made once, whoever comes first, and nobody else may write."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scarctl.errors import Contention, Corruption, ScarError, SettingsConflict, UsageError
+from scarctl.state.group import TensorSpec
+from scarctl.state.layout import Layout, build_layout
+from scarctl.store import (
+    Store,
+    Topology,
+    create_topology,
+    newest_topology,
+    open_writer,
+    topology_epochs,
+    verify,
+)
+from scarctl.store.format import dump_json, topology_path
+from scarctl.store.lock import StoreLock
+from scarctl.store.members import MAX_MEMBERS, join_members, topology_of_members
+from scarctl.store.topology import read_topology
+from tests.support.places import Place
+from tests.support.ranks import RankStore
+
+
+def layout() -> Layout:
+    return build_layout([("w", "parameter", (TensorSpec("", "F32", (8, 4)),))], rows={"w": 2})
+
+
+def test_the_first_one_makes_the_topology_and_later_ones_compare_theirs(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "s")
+    join_members(store, 3)
+    made = newest_topology(store)
+    assert made is not None
+    assert (made.epoch, made.shards, made.independent, made.noun) == (1, (0, 1, 2), True, "member")
+    join_members(store.again(), 3)
+    assert newest_topology(store.again()) == made
+    with pytest.raises(SettingsConflict, match="has 3 members, not 4") as caught:
+        join_members(store, 4)
+    assert caught.value.kind == "other-members"
+    assert topology_epochs(store) == [1]
+    join_members(Store.create(tmp_path / "many"), MAX_MEMBERS)
+
+
+@pytest.mark.parametrize("remote", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_many_first_ones_at_one_moment(remote: bool, tmp_path: Path, request: Any) -> None:
+    place: Place | None = request.getfixturevalue("s3_place") if remote else None
+    options = dict(place.options) if place else None
+    for attempt in range(4 if remote else 40):
+        url = f"{place.url}-{attempt}" if place else str(tmp_path / f"s{attempt}")
+        barrier, found = threading.Barrier(8), list[tuple[int, str]]()
+
+        def join(number: int, url: str = url, barrier: Any = barrier, found: Any = found) -> None:
+            count = 8 if number % 4 else 5
+            barrier.wait()
+            try:
+                store = Store.create(url, storage_options=options)
+                join_members(store, count)
+                found.append((count, ""))
+            except ScarError as error:
+                found.append((count, error.kind))
+
+        threads = [threading.Thread(target=join, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        there = newest_topology(Store.open(url, storage_options=options))
+        assert there is not None
+        assert sorted(found) == sorted(
+            (count, "" if count == there.world else "other-members") for count in (8, 8, 8, 8, 8, 8, 5, 5)
+        )
+
+
+def test_a_store_of_one_process_is_not_taken(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "s")
+    writer = open_writer(store, layout=layout(), shard_of=store.shard_of(layout()))
+    with writer, pytest.raises(Contention):
+        join_members(store.again(), 2)
+    with pytest.raises(UsageError, match="one process") as caught:
+        join_members(store.again(), 2)
+    assert caught.value.kind == "store-of-one-process"
+    assert newest_topology(store) is None
+
+
+def test_one_process_that_is_about_to_begin_keeps_members_out(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "s")
+    lock = StoreLock(tmp_path / "s" / "lock")
+    with pytest.raises(Contention):
+        join_members(store, 2)
+    lock.release()
+    assert newest_topology(store) is None
+    join_members(store, 2)
+    with pytest.raises(UsageError, match="written by 2 members") as caught:
+        open_writer(store, layout=layout(), shard_of=store.shard_of(layout()))
+    assert caught.value.kind == "store-of-members"
+
+
+def test_a_store_of_ranks_is_not_taken(tmp_path: Path) -> None:
+    ranks = RankStore(tmp_path / "s", 2).close()
+    with pytest.raises(UsageError, match="2 ranks, not by members") as caught:
+        join_members(ranks.store, 2)
+    assert caught.value.kind == "store-of-ranks"
+    assert topology_epochs(ranks.store) == [1]
+
+
+def test_writers_of_members_keep_their_own_epochs(tmp_path: Path) -> None:
+    store, state = Store.create(tmp_path / "s"), layout()
+    join_members(store, 3)
+
+    def begin(number: int) -> int:
+        view = store.of_shard(number)
+        with open_writer(view, layout=state, shard_of=view.shard_of(state)) as writer:
+            ids = np.arange(state.partitions)
+            writer.commit(number, ids, lambda *_: memoryview(bytes(128)), step=1, sealed=True)
+            return writer.epoch
+
+    assert [begin(0), begin(1), begin(1), begin(2), begin(1), begin(0)] == [1, 1, 2, 1, 3, 2]
+    assert verify(store, read_data=True).problems == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"independent": "yes"},
+        {"independent": 1},
+        {"shards": [0, 2]},
+        {"shards": [1, 0]},
+        {"epoch": 2},
+        {"division": ""},
+    ],
+)
+def test_a_topology_that_no_member_has_made_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "s")
+    fields = {"format": 1, "kind": "topology", "epoch": 1, "shards": [0, 1], "division": "ab" * 32}
+    fields |= {"created": "", "writer": "", "independent": True, **change}
+    epoch = int(fields["epoch"])  # type: ignore[call-overload]
+    path = tmp_path / "s" / topology_path(epoch)
+    path.parent.mkdir()
+    path.write_bytes(dump_json(fields))
+    with pytest.raises(Corruption):
+        read_topology(store, epoch)
+    with pytest.raises(Corruption):
+        join_members(store, 2)
+    assert [problem.file for problem in verify(store, read_data=False).problems] == [str(path)]
+
+
+def test_a_flipped_bit_in_the_topology_stops_everything_and_the_file_can_be_made_again(
+    tmp_path: Path,
+) -> None:
+    store = Store.create(tmp_path / "s")
+    join_members(store, 2)
+    path = tmp_path / "s" / topology_path(1)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Corruption, match="topology") as caught:
+        join_members(store, 2)
+    assert "another store's file serves" in caught.value.hint
+    other = Store.create(tmp_path / "other")
+    join_members(other, 2)
+    path.write_bytes((tmp_path / "other" / topology_path(1)).read_bytes())
+    join_members(store, 2)
+
+
+def test_topologies_of_ranks_are_written_as_before(tmp_path: Path) -> None:
+    """So that older versions read them."""
+    assert b"independent" not in Topology(1, (0, 1), "ab" * 32).data
+    store = Store.create(tmp_path / "s")
+    create_topology(store, topology_of_members(2))
+    assert b'"independent":true' in (tmp_path / "s" / topology_path(1)).read_bytes()
