@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -230,3 +231,34 @@ def test_a_variable_that_nothing_reads_is_named(
         "SCARCTL_WAIT has no effect: scarctl reads no such variable; did you mean SCARCTL_RUN_TIMEOUT?",
         "SCARCTL_simulate_seed has no effect: scarctl reads no such variable; did you mean SCARCTL_SIMULATE_SEED?",
     ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"peers": -1},
+        {"peers": True},
+        {"peers": 1, "daemon": False},
+        {"peer_domain": 7},
+        {"peer_bandwidth": 0},
+        {"peer_bandwidth": float("nan")},
+    ],
+)
+def test_peers_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        scarctl.attach(nn.Linear(2, 2), store=str(tmp_path / "ckpt"), settings=scarctl.Settings(**options))
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_process_that_trains_alone_has_no_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SCARCTL_DAEMON")
+    with pytest.raises(UsageError, match="trains alone"):
+        scarctl.attach(nn.Linear(2, 2), store=str(tmp_path / "ckpt"), settings=scarctl.Settings(peers=1))
+    with pytest.raises(UsageError, match="trains alone"):
+        scarctl.attach(
+            nn.Linear(2, 2), store=str(tmp_path / "ckpt"), member=(0, 2), settings=scarctl.Settings(peers=1)
+        )
+    monkeypatch.setenv("SCARCTL_PEERS", "1")
+    with pytest.raises(UsageError, match="trains alone"):
+        scarctl.attach(nn.Linear(2, 2), store=str(tmp_path / "ckpt"))
+    assert not (tmp_path / "ckpt").exists()

@@ -53,6 +53,7 @@ WITH_TORCH = {
     "scarctl.distributed.rescue",
     "scarctl.distributed.selector",
     "scarctl.distributed.collectives",
+    "scarctl.distributed.copies",
     "scarctl.session.requests",
     "scarctl.session.recover",
     "scarctl.session.resume",

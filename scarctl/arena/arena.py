@@ -45,7 +45,9 @@ from scarctl.arena.header import (
     FIELDS,
     FIELDS_AT,
     FILE,
+    HEADER,
     MOVEMENTS,
+    OWNER,
     BeforeBoot,
     Geometry,
     read_header,
@@ -125,6 +127,7 @@ class Arena(Fields):
                 raise UsageError(f"an arena exists already in {folder}", hint="open it, or remove it")
             clear_queue(folder)
             (folder / LINES).unlink(missing_ok=True)
+            (folder / OWNER).unlink(missing_ok=True)
             fd = create_file(temporary)
             try:
                 reserve(fd, geometry.size, folder)
@@ -177,6 +180,7 @@ class Arena(Fields):
             (folder / MOVEMENTS).unlink(missing_ok=True)
             path.unlink()
             (folder / LINES).unlink(missing_ok=True)
+            (folder / OWNER).unlink(missing_ok=True)
             os.close(lock)
             return None
         except BaseException:
@@ -222,6 +226,10 @@ class Arena(Fields):
         assert self._folder is not None, "an anonymous arena has no folder"
         return self._folder
 
+    def moved_to(self, folder: Path) -> None:
+        """Note that the folder was renamed."""
+        self._folder = folder
+
     # -- the store of the arena: see `scarctl.arena.kinship` ----------------------------------------------------
 
     @property
@@ -243,6 +251,11 @@ class Arena(Fields):
         """See `scarctl.store.line.Companion`."""
         if self._lines is not None:
             self._lines.note(shard, line)
+
+    def layout_json(self) -> bytes:
+        """Return the layout as the file has it."""
+        at, end = HEADER, self._geometry.arrays_at
+        return bytes(self._memory[at:end]).rstrip(b"\0")
 
     # -- copies -------------------------------------------------------------------------------------------------
 
@@ -383,6 +396,7 @@ class Arena(Fields):
             (self._folder / MOVEMENTS).unlink(missing_ok=True)
             (self._folder / FILE).unlink(missing_ok=True)
             (self._folder / LINES).unlink(missing_ok=True)
+            (self._folder / OWNER).unlink(missing_ok=True)
             try:
                 os.rmdir(self._folder)
             except OSError as error:

@@ -20,9 +20,11 @@ from scarctl.util.text import printable
 FILE = "arena"
 MOVEMENTS = "movements"
 """Name of an optional file next to the arena: see `scarctl.arena.movements`."""
+OWNER = "owner"
+"""Name of an optional file next to the arena: see `scarctl.arena.owner`."""
 _MAGIC = b"SCARaren"
 _FORMAT = 1
-_HEADER = 4096
+HEADER = 4096
 _FIXED = struct.Struct("<8sIIQQQQQQ32s16s16s")
 # magic, format, header, file, partitions, json at, json, arrays, tensors, layout digest, store, boot
 FIELDS_AT = 256
@@ -41,7 +43,7 @@ class Geometry:
     """Offsets of everything in the file, from the layout alone."""
 
     def __init__(self, layout: Layout, layout_json: bytes) -> None:
-        self.json_at = _HEADER
+        self.json_at = HEADER
         self.arrays_at = _round_up(self.json_at + len(layout_json), _ALIGNED)
         self.tensors_at = _round_up(self.arrays_at + 4 * 8 * layout.partitions, _PAGE)
         self.tensor_at: list[list[int]] = []
@@ -59,13 +61,13 @@ def write_header(
     memory: mmap.mmap, layout: Layout, layout_json: bytes, geometry: Geometry, run_id: str, place: str
 ) -> None:
     text = os.fsencode(place)
-    if _PLACE_AT + 2 + len(text) <= _HEADER:
+    if _PLACE_AT + 2 + len(text) <= HEADER:
         memory[_PLACE_AT : _PLACE_AT + 2 + len(text)] = len(text).to_bytes(2, "little") + text
     memory[geometry.json_at : geometry.json_at + len(layout_json)] = layout_json
     fixed = _FIXED.pack(
         _MAGIC,
         _FORMAT,
-        _HEADER,
+        HEADER,
         geometry.size,
         layout.partitions,
         geometry.json_at,
@@ -97,7 +99,7 @@ def read_header(fd: int, path: Path, run_id: str) -> tuple[Layout, Geometry]:
     fields: tuple[Any, ...] = _FIXED.unpack(head)
     magic, version, header, size, partitions, json_at, json_size, arrays_at, tensors_at, *ids = fields
     digest, store, boot = ids
-    if magic != _MAGIC or header != _HEADER or json_at != _HEADER:
+    if magic != _MAGIC or header != HEADER or json_at != HEADER:
         raise not_an_arena(path, "its header is not valid")
     if version != _FORMAT:
         raise not_an_arena(path, f"it has format {version}, this scarctl reads {_FORMAT}")
@@ -123,7 +125,7 @@ def read_header(fd: int, path: Path, run_id: str) -> tuple[Layout, Geometry]:
 
 def read_place(fd: int) -> str:
     """Return the address of the arena's store, for display; "" if the header has none."""
-    raw = os.pread(fd, _HEADER - _PLACE_AT, _PLACE_AT)
+    raw = os.pread(fd, HEADER - _PLACE_AT, _PLACE_AT)
     return printable(os.fsdecode(raw[2 : 2 + int.from_bytes(raw[:2], "little")]))
 
 

@@ -1,5 +1,8 @@
 """Decide whether an arena belongs to a store in the store's present state.
 
+A replica of another host's arena may be older than the store: records were created since it was sent. It belongs to the
+store if they are all of the arena's own epoch: no other process has saved since, and nothing was rolled back.
+
 The run may have continued on another host. The store may have been rolled back there, copied, or replaced by its own
 backup. Then the arena's copies, and its durable versions, are of another state than the store's. So an arena notes the
 store's line (`scarctl.store.line`) with every record, and is believed only if the store still has that line.
@@ -16,15 +19,20 @@ from pathlib import Path
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder, folder_error
 from scarctl.arena.header import FILE
-from scarctl.arena.lines import Noted, fit
+from scarctl.arena.lines import Noted, fit, write_lines
+from scarctl.arena.owner import disown, read_owner
 from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.view import ArenaView, peek
 from scarctl.errors import AccessDenied, Contention, Corruption, Fenced, ScarError, Unavailable
 from scarctl.state.layout import Layout
 from scarctl.store import Store
+from scarctl.store.line import number_of
+from scarctl.store.log import ShardLog
 
 log = logging.getLogger("scarctl")
 
+_MOST_RECORDS = 10_000
+"""Records that are read to find out whether a log continues a line."""
 ASIDE = ".aside"
 """Suffix of a folder whose arena does not belong to its store any more."""
 
@@ -40,6 +48,49 @@ def belongs(lines: Callable[[], Noted], store: Store) -> bool:
     there = store.lines()
     after = lines()
     return fit(before, there) or fit(after, there) or before != after
+
+
+def follows(noted: Noted, epoch: int, store: Store) -> bool:
+    """Return whether each log of the store continues the noted lines, by records of this same epoch alone.
+
+    Raises Corruption, AccessDenied, or Unavailable if the store does not answer.
+    """
+    shards = store.shards()
+    return noted.keys() == set(shards) and all(
+        _goes_on(store.log(shard), noted[shard], epoch) for shard in shards
+    )
+
+
+def _goes_on(records: ShardLog, lines: tuple[int, int], epoch: int) -> bool:
+    record = records.newest()
+    for _ in range(_MOST_RECORDS):
+        if record is None or record.epoch != epoch:
+            return False
+        if number_of(record.line) in lines:
+            return True
+        if record.seq <= record.boundary:
+            return False
+        try:
+            record = records.record(record.seq - 1)
+        except FileNotFoundError:
+            return False
+    return False
+
+
+def is_kin(arena: Arena, store: Store) -> bool:
+    """Return whether an arena of a dead run belongs to the store. A replica's lines are then those of the store.
+
+    Raises as `belongs` does.
+    """
+    if _is_blank(arena) or belongs(lambda: arena.lines, store):
+        return True
+    if read_owner(arena.folder) is None:
+        return False
+    lines = store.lines()
+    if not follows(arena.lines, arena.epoch, store):
+        return False
+    write_lines(arena.folder, {shard: (line, line) for shard, line in lines.items()})
+    return True
 
 
 def require_kinship(arena: Arena, lines: Mapping[int, int], store: Store, *, again: bool) -> None:
@@ -82,6 +133,8 @@ def view_of(base: str | None, store: Store) -> ArenaView | None:
 
     if fit(found.lines, store.lines()) or belongs(lines, store):
         return views[-1]
+    if read_owner(arena_folder(base, store.run_id)) is not None and follows(found.lines, found.epoch, store):
+        return found
     log.warning("%s", _stranger(store, "copies in this host's memory are not shown"))
     return None
 
@@ -111,7 +164,7 @@ def believed(arena: Arena | None, store: Store, *, set_aside: bool = False) -> A
         return None
     what = f"the copies in {arena.folder} are not used"
     try:
-        if _is_kin(arena, store):
+        if is_kin(arena, store):
             return arena
         if set_aside:
             what = f"the copies in memory are not used, and set aside in {put_aside(arena.folder)}"
@@ -142,6 +195,7 @@ def arena_for(folder: Path, layout: Layout, store: Store, *, populate: bool = Tr
     """
     arena = take(folder, store)
     if arena is not None and arena.layout == layout:
+        disown(folder)
         arena.take_over()
         return arena
     if arena is not None:
@@ -168,10 +222,6 @@ def _create(folder: Path, layout: Layout, store: Store, *, populate: bool) -> Ar
         log.warning("%s was removed, to make room for the arena", aside)
         shutil.rmtree(aside)
         return make()
-
-
-def _is_kin(arena: Arena, store: Store) -> bool:
-    return _is_blank(arena) or belongs(lambda: arena.lines, store)
 
 
 def _is_blank(arena: Arena) -> bool:

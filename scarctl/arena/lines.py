@@ -35,25 +35,7 @@ class Lines:
     def __init__(self, folder: Path, lines: Mapping[int, int]) -> None:
         """Replace the file by one with these lines, by shard. Raises Unavailable if the folder is full."""
         shards = sorted(lines)
-        rows = np.array([(shard, lines[shard], lines[shard]) for shard in shards], dtype=np.int64).reshape(
-            -1, 3
-        )
-        data = _MAGIC + np.int64(len(shards)).tobytes() + rows.tobytes()
-        temporary = folder / f".{FILE}-new"
-        try:
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                if os.write(fd, data) != len(data):
-                    raise OSError("only a part was written")
-                self._memory = mmap.mmap(fd, len(data))
-            finally:
-                os.close(fd)
-            os.rename(temporary, folder / FILE)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise Unavailable(
-                f"{folder / FILE}: {error.strerror or error}", hint="is the folder full?"
-            ) from error
+        self._memory = write_lines(folder, {shard: (lines[shard], lines[shard]) for shard in shards})
         self._rows: NDArray[np.int64] = np.frombuffer(self._memory, np.int64, 3 * len(shards), _HEAD).reshape(
             -1, 3
         )
@@ -68,6 +50,28 @@ class Lines:
         row = self._rows[self._row_of[shard]]
         row[2] = line
         row[1] = line
+
+
+def write_lines(folder: Path, lines: Noted) -> mmap.mmap:
+    """Replace the file by one with these lines, and return its map. Raises Unavailable if the folder is full."""
+    rows = np.array([(shard, *both) for shard, both in sorted(lines.items())], dtype=np.int64).reshape(-1, 3)
+    data = _MAGIC + np.int64(len(rows)).tobytes() + rows.tobytes()
+    temporary = folder / f".{FILE}-new"
+    try:
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            if os.write(fd, data) != len(data):
+                raise OSError("only a part was written")
+            memory = mmap.mmap(fd, len(data))
+        finally:
+            os.close(fd)
+        os.rename(temporary, folder / FILE)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise Unavailable(
+            f"{folder / FILE}: {error.strerror or error}", hint="is the folder full?"
+        ) from error
+    return memory
 
 
 def noted(folder: Path) -> Noted:

@@ -162,6 +162,17 @@ class HandOverQueue:
         """Return the numbers of all hand-overs, in order."""
         return sorted(_numbers(self._folder))
 
+    def file(self, number: int) -> bytes | None:
+        """Return the bytes of one hand-over's file; None if it is gone. Raises Unavailable, AccessDenied."""
+        path = self._path(number)
+        try:
+            with open(path, "rb", opener=_no_links) as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise os_error(error, path, "read") from error
+
     def read(self, number: int) -> HandOver:
         """Return one hand-over. Raises FileNotFoundError; Corruption if `put` did not write it so."""
         path = self._path(number)

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scarctl.arena.folder import check_private, lock_folder
-from scarctl.arena.header import FILE, MOVEMENTS
+from scarctl.arena.header import FILE, MOVEMENTS, OWNER
 from scarctl.arena.kinship import ASIDE
 from scarctl.arena.lines import FILE as LINES
 from scarctl.arena.lines import fit
+from scarctl.arena.owner import read_owner
 from scarctl.arena.view import ArenaView, peek
 from scarctl.errors import Contention, ScarError
 from scarctl.state.version import step_of
@@ -53,6 +54,14 @@ class StaleArena:
     foreign: bool = False
     """Whether it has ceased to belong to that store: see `scarctl.arena.kinship`."""
 
+    owner: str = ""
+    """Name of the host of whose arena it is a replica; "" if it is not one."""
+
+    @property
+    def expired(self) -> bool:
+        """Whether it is a replica that nothing has changed for a day: its host has gone, and no job asked for it."""
+        return bool(self.owner) and self.seconds >= DAY
+
     @property
     def aside(self) -> bool:
         """Whether it was set aside: no session will use it again."""
@@ -78,6 +87,8 @@ def survey(folder: Path, live: frozenset[str] = frozenset()) -> list[StaleArena]
 
 def reap(folder: Path, *, older_than: float = 0.0) -> list[StaleArena]:
     """Remove the arenas of dead runs in the host folder that are durable or were set aside. Return them.
+
+    Also replicas of other hosts' arenas, a day after their last change.
 
     older_than: only arenas without a change for that many seconds.
 
@@ -111,7 +122,7 @@ def _look(path: Path, *, dead: bool = False) -> StaleArena | None:
         nbytes = os.stat(path / FILE, follow_symlinks=False).st_size
     except FileNotFoundError:
         return None
-    view = peek(str(path.parents[1]), path.name)
+    view, owner = peek(str(path.parents[1]), path.name), read_owner(path)
     if view is not None and not dead and view.alive:
         return None
     return StaleArena(
@@ -126,6 +137,7 @@ def _look(path: Path, *, dead: bool = False) -> StaleArena | None:
         handovers=sum(1 for _ in path.glob(_HANDOVER)),
         place=view.place if view else "",
         foreign=view is not None and _is_foreign(path, view),
+        owner=owner.host if owner else "",
     )
 
 
@@ -157,14 +169,15 @@ def _remove(path: Path) -> StaleArena | None:
         return None
     try:
         arena = _look(path, dead=True)
-        if arena is None or not (arena.durable or arena.aside):
+        if arena is None or not (arena.durable or arena.aside or arena.expired):
             return None
-        if arena.aside:
+        if arena.aside or arena.expired:
             shutil.rmtree(path)
             return arena
         (path / MOVEMENTS).unlink(missing_ok=True)
         (path / FILE).unlink()
         (path / LINES).unlink(missing_ok=True)
+        (path / OWNER).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # damaged hand-overs stay, for inspection by people
             path.rmdir()
         return arena

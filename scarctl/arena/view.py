@@ -24,6 +24,7 @@ class ArenaView:
     """Copies of an arena's small arrays at one moment. The state itself is not read."""
 
     layout: Layout
+    epoch: int
     head_step: int
     pid: int
     errors: int
@@ -90,6 +91,7 @@ def peek(base: str | None, run_id: str) -> ArenaView | None:
     named = dict(zip(FIELDS, fields.tolist(), strict=True))
     return ArenaView(
         layout,
+        named["epoch"],
         named["head_step"],
         named["pid"],
         named["errors"],

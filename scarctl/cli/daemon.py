@@ -25,7 +25,7 @@ from scarctl.util.text import counted
 
 if TYPE_CHECKING:
     from scarctl.arena.stale import StaleArena
-    from scarctl.daemon.status import DaemonStatus, MetricsStatus, RunStatus
+    from scarctl.daemon.status import DaemonStatus, MetricsStatus, ReplicaStatus, RunStatus
 
 EXAMPLES = """\b
 Examples:
@@ -146,13 +146,16 @@ def _status(folder: Path, as_json: bool) -> int:
 
     answer = _ask(folder)
     runs = answer["runs"] if answer else []
-    stale = survey(folder, frozenset(run["id"] for run in runs))
+    replicas = answer.get("replicas", []) if answer else []  # an earlier version has none
+    live = {*(run["id"] for run in runs), *(replica["id"] for replica in replicas)}
+    stale = survey(folder, frozenset(live))
     fields: dict[str, Any] = {
         "running": answer is not None,
         "folder": str(folder),
         "pid": answer["pid"] if answer else None,
         "uptime_seconds": round(max(0.0, time.time() - answer["started"]), 3) if answer else None,
         "runs": runs,
+        "replicas": replicas,
         "metrics": answer.get("metrics") if answer else None,
         "stale": [_stale_fields(arena) for arena in stale],
     }
@@ -167,6 +170,7 @@ def _status(folder: Path, as_json: bool) -> int:
         lines.append(f"  metrics are not published: {fields['metrics']['fault']}")
     for run in runs:
         lines += _run_lines(run)
+    lines += [_replica_line(replica) for replica in replicas]
     lines += [_stale_line(arena) for arena in stale]
     emit(fields, as_json=as_json, text="\n".join(lines))
     return code
@@ -248,12 +252,18 @@ def _run_lines(run: RunStatus) -> list[str]:
         f"queued {human_bytes(run['queued_bytes'])}, {human_bytes(run['bytes_per_second'])}/s, "
         f"{counted(run['errors'], 'error')}, {counted(len(run['peers']), 'peer')}"
     ]
+    lines += [f"  copy on {peer}" for peer in run["peers"]]
     if run["shards"] is not None and 1 < len(run["shards"]) <= _SHARDS_SHOWN:
         steps = (f"{shard['shard']}: {shard['oldest_durable_step']}" for shard in run["shards"])
         lines.append(f"  oldest durable step by shard: {', '.join(steps)}")
     if run["last_error"] is not None:
         lines.append(f"  {'stopped' if run['stopped'] else 'trying again'}: {run['last_error']}")
     return lines
+
+
+def _replica_line(replica: ReplicaStatus) -> str:
+    step = f"step {replica['head_step']}" if replica["complete"] else "not complete yet"
+    return f"keeps a copy for {replica['host']}: {replica['id']}, {step}"
 
 
 def _stale_fields(arena: StaleArena) -> dict[str, Any]:
@@ -271,11 +281,14 @@ def _stale_fields(arena: StaleArena) -> dict[str, Any]:
         "durable": arena.durable,
         "foreign": arena.foreign,
         "aside": arena.aside,
+        "owner": arena.owner or None,
     }
 
 
 def _stale_line(arena: StaleArena) -> str:
-    if arena.pending < 0:
+    if arena.owner:
+        what = f"step {arena.head_step}, a copy of the memory of {arena.owner}"
+    elif arena.pending < 0:
         what = "cannot be read"
     elif arena.aside:
         what = f"step {arena.head_step}, set aside: it no longer matches the store's state"

@@ -66,9 +66,21 @@ _PATIENCE = 1.0
 )
 @timeout_option("Seconds to wait at the end until all is durable.")
 @arena_option
+@click.option(
+    "--peers",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Number of other hosts that keep a copy of this one's memory.",
+)
 @click.option("--debug", is_flag=True, help="Show a traceback when something fails.")
 def command(
-    cmd: tuple[str, ...], store: str | None, restarts: int, timeout: float, arena_dir: str | None, debug: bool
+    cmd: tuple[str, ...],
+    store: str | None,
+    restarts: int,
+    timeout: float,
+    arena_dir: str | None,
+    peers: int | None,
+    debug: bool,
 ) -> int:
     """Run CMD. Its sessions save through the host's daemon, which continues if CMD dies.
 
@@ -79,7 +91,7 @@ def command(
     """
     # This comes first: numpy's import starts threads, which would take signals that are not blocked yet.
     with _Forwarding() as forwarding:
-        return _run(forwarding, cmd, store, restarts, timeout, arena_dir)
+        return _run(forwarding, cmd, store, restarts, timeout, arena_dir, peers)
 
 
 def _run(
@@ -89,6 +101,7 @@ def _run(
     restarts: int,
     timeout: float,
     arena_dir: str | None,
+    peers: int | None,
 ) -> int:
     from scarctl.arena.folder import host_folder
     from scarctl.daemon.client import hold
@@ -104,6 +117,7 @@ def _run(
     given = {
         "SCARCTL_STORE": None if address is None else address.url,
         "SCARCTL_ARENA_DIR": arena_dir and os.path.abspath(arena_dir),
+        "SCARCTL_PEERS": None if peers is None else str(peers),
     }
     environment = {
         **os.environ,

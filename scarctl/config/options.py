@@ -96,6 +96,11 @@ class Settings:
     assume_single_writer: Create the store even if a file cannot be created exclusively. Nothing then keeps two
         writers apart. Default: False.
     timeout: Seconds that closing the session waits for the store. Default: 60.
+    peers: Number of other hosts that keep a copy of this host's memory, each as large as the state. Needs several
+        ranks, on several hosts, and the daemon. Default: 0; then no socket is open.
+    peer_domain: Name of what fails together with this host, such as its rack or zone. Copies go to other domains.
+        Default: each host is its own.
+    peer_bandwidth: Bytes per second that each copy may send, at most. Default: no limit.
     """
 
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
@@ -109,6 +114,9 @@ class Settings:
     validate: bool | None = None
     assume_single_writer: bool | None = None
     timeout: float | None = None
+    peers: int | None = None
+    peer_domain: str | None = None
+    peer_bandwidth: float | None = None
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,9 @@ class SessionSettings:
     pin_memory: bool = True
     validate: bool = False
     timeout: float = 60.0
+    peers: int = 0
+    peer_domain: str | None = None
+    peer_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         check_store(self.store)
@@ -137,6 +140,24 @@ class SessionSettings:
                 )
         if not (isinstance(self.timeout, int | float) and self.timeout >= 0):
             raise UsageError(f"timeout is {self.timeout!r}", hint="give seconds, 0 or more")
+        self._check_peers()
+
+    def _check_peers(self) -> None:
+        at_least("peers", self.peers, 0)
+        if self.peer_domain is not None and not (
+            isinstance(self.peer_domain, str) and len(self.peer_domain) < 200
+        ):
+            raise UsageError(f"peer_domain is {self.peer_domain!r:.80}", hint="give a short name")
+        rate = self.peer_bandwidth
+        if rate is not None and (
+            isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf
+        ):
+            raise UsageError(f"peer_bandwidth is {rate!r}", hint="give bytes per second, more than 0")
+        if self.peers and self.daemon is False:
+            raise UsageError(
+                f"peers={self.peers} needs the daemon, which sends and keeps the copies",
+                hint="leave out daemon=False",
+            )
 
     def _check_bandwidth(self) -> None:
         limit = self.max_bandwidth
@@ -301,4 +322,7 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "pin_memory": _flag,
     "validate": _flag,
     "timeout": float,
+    "peers": int,
+    "peer_domain": str,
+    "peer_bandwidth": float,
 }

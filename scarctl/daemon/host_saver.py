@@ -129,6 +129,11 @@ class HostSaver(LocalSaver):
         """Have `release` put the unfinished hand-over back: a new training process waits for the store."""
         self._gives_way = True
 
+    @property
+    def gives_way(self) -> bool:
+        """Whether a new training process waits for the store."""
+        return self._gives_way
+
     def release(self) -> None:
         """Finish the hand-over that is being written, and release the store. The arena stays for the next session."""
         with self._lock:

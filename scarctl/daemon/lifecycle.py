@@ -97,9 +97,10 @@ class Terminated:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """Time has passed. hosting: a peer sends to a replica on this host."""
 
     now: float
+    hosting: bool = False
 
 
 Event = (
@@ -172,8 +173,8 @@ class Lifecycle:
                 if self.terminated is None:
                     self.terminated = now
                 return self._tick(now)
-            case Tick(now):
-                return self._tick(now)
+            case Tick(now, hosting):
+                return self._tick(now, hosting)
         return []
 
     def _stop(self) -> list[Instruction]:
@@ -190,13 +191,16 @@ class Lifecycle:
     def _end_if_stopping(self) -> list[Instruction]:
         return self._end() if self.stopping and not self.runs else []
 
-    def _tick(self, now: float) -> list[Instruction]:
+    def _tick(self, now: float, hosting: bool = False) -> list[Instruction]:
         if self.terminated is not None and not self.stopping:
             attached = Phase.ATTACHED in self.runs.values()
             end = self.terminated + (LAST_WORDS if attached else LAST_SAVES)
             if not self.runs or now >= max(end, self.braced_until):
                 return self._stop()
         if self.runs:
+            return []
+        if hosting:
+            self.idle_since = None
             return []
         if self.idle_since is None:
             self.idle_since = now

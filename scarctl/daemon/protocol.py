@@ -18,8 +18,10 @@ from typing import Any
 
 from scarctl.arena.folder import check_private, folder_error
 from scarctl.errors import AccessDenied, Corruption, ScarError, UsageError, error_fields, error_from
+from scarctl.peers.handshake import SECRET_BYTES
+from scarctl.peers.sender import Candidate
 from scarctl.state.version import MAX_EPOCH
-from scarctl.store.format import MAX_SHARD
+from scarctl.store.format import MAX_SHARD, is_hex
 
 VERSION = 4
 EARLIER = 3
@@ -188,6 +190,22 @@ def number(message: dict[str, Any], key: str) -> int:
     if type(value) is not int or not 0 <= value < 1 << 40:
         raise UsageError(f"{key} must be a whole number")
     return value
+
+
+def secret(message: dict[str, Any]) -> tuple[str, bytes]:
+    """Return the name and the secret of the start of a job. Raises UsageError, which does not quote them."""
+    start, found = message.get("start"), message.get("secret")
+    if not is_hex(start, 32) or not is_hex(found, 2 * SECRET_BYTES):
+        raise UsageError("start and secret are hex digits")
+    return str(start), bytes.fromhex(str(found))
+
+
+def candidates(message: dict[str, Any]) -> list[Candidate]:
+    """Return the daemons that a message names. Raises UsageError."""
+    found = message.get("peers")
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise UsageError("peers must be a list of objects")
+    return [Candidate(text(one, "host"), text(one, "address"), number(one, "port")) for one in found]
 
 
 def part(message: dict[str, Any]) -> tuple[int, int] | None:

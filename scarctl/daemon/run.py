@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from scarctl.daemon.host_saver import HostSaver
 from scarctl.daemon.lifecycle import Phase
 from scarctl.daemon.request import Wish
 from scarctl.daemon.status import RunStatus, ShardSteps
-from scarctl.errors import ScarError
+from scarctl.errors import ScarError, UsageError
+from scarctl.peers.sender import Candidate, Sender, Source
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import PersisterStats
 from scarctl.state.version import NEVER, step_of
@@ -28,6 +30,8 @@ log = logging.getLogger("scarctl")
 
 MAX_SHARDS_SHOWN = 1024
 _ANSWERS = 16
+_LAST_ROUND = 5.0
+"""Seconds to bring the peers up to date when a run ends."""
 _SPEED_PAUSE = 0.25
 """Least time between two messages to the session about the speed of saving."""
 
@@ -63,6 +67,9 @@ class Run:
         """Answers of the training process to the newest wishes, by their number."""
         self._wishes = 0
         self.saver = HostSaver(store, folder, _Speeds(self.events))
+        self.closed = False
+        """The training process has ended by closing its session."""
+        self._senders: list[Sender] = []
         self._rank: int | None = None
 
     def open(self, *, again: bool) -> int:
@@ -83,6 +90,32 @@ class Run:
         for old in sorted(self.answers)[:-_ANSWERS]:
             del self.answers[old]
 
+    def send_to(self, source: Source, candidates: Sequence[Candidate], copies: int) -> None:
+        """Keep copies of the arena on other hosts, by the best of the candidates. Raises UsageError before `open`."""
+        arena = self.saver.arena
+        if arena is None:
+            raise UsageError("open the run before its memory is sent to peers")
+        self._stop_senders(done=False, patience=0.0)
+        for n in range(min(copies, len(candidates))):
+            # Each copy has candidates of its own, so that no host gets two.
+            sender = Sender(
+                source, candidates[n::copies], arena, lambda text: self.events.put({"warn": text})
+            )
+            sender.start()
+            self._senders.append(sender)
+
+    def end_sending(self) -> None:
+        """End the links, once the peers have what is missing, within some seconds."""
+        arena = self.saver.arena
+        done = self.closed and arena is not None and not arena.pending().any()
+        self._stop_senders(done=done, patience=0.0 if self.saver.gives_way else _LAST_ROUND)
+
+    def _stop_senders(self, *, done: bool, patience: float) -> None:
+        senders, self._senders = self._senders, []
+        until = time.monotonic() + patience
+        for sender in senders:
+            sender.close(done=done, patience=max(0.0, until - time.monotonic()))
+
     def trainer_lives(self) -> bool:
         """Return whether the training process exists; True if its process id is unknown."""
         try:
@@ -102,7 +135,7 @@ class Run:
             "pid": self.pid,
             "phase": phase.value,
             "open": False,
-            "peers": [],
+            "peers": [sender.describe() for sender in self._senders],
         }
         if self.store.part is not None:
             status["shard"], status["rank"] = self.store.part.shard, self._rank

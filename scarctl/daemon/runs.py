@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from scarctl.daemon.crowd import full, most_sessions
@@ -43,8 +43,12 @@ _PATIENCE = 10.0
 class Runs:
     """The runs by the id of their store. Drives `Lifecycle`; `ended` is set when the daemon has to end."""
 
-    def __init__(self, folder: Path) -> None:
-        """Begin without runs. folder: folder of the daemon; each run's arena has a folder in it."""
+    def __init__(self, folder: Path, hosting: Callable[[], bool] = lambda: False) -> None:
+        """Begin without runs. folder: folder of the daemon; each run's arena has a folder in it.
+
+        hosting: whether a peer sends to a replica on this host.
+        """
+        self._hosting = hosting
         self.ended = threading.Event()
         self.changed = threading.Condition(threading.RLock())
         """Held only briefly: opening and releasing a run take long, and run without it."""
@@ -74,7 +78,7 @@ class Runs:
             if now >= self._look_at:
                 self._look_at = now + _LOOK_SECONDS
             if not self._claiming:
-                self._apply(Tick(now))
+                self._apply(Tick(now, self._hosting()))
 
     def _apply(self, event: Event) -> None:
         """Report an event to the state machine, and carry out its instructions. The caller holds the lock."""
@@ -90,6 +94,7 @@ class Runs:
     def _release(self, run: Run) -> None:
         try:
             run.saver.release()
+            run.end_sending()
             log.info("%s: released", run.store.url)
         except Exception:
             log.exception("%s: could not be released properly", run.store.url)

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,8 @@ class DaemonSaver:
         self._trouble: ScarError | None = None
         self._speed: Speed | None = None
         self._last: ScarError | None = None
+        self._copied: tuple[dict[str, Any], dict[str, Any]] | None = None
+        """What was asked for of peers, for the next daemon."""
         self._watcher = threading.Thread(target=self._look, name="scarctl-watch", daemon=True)
         _savers.add(self)
 
@@ -175,6 +177,35 @@ class DaemonSaver:
         with contextlib.suppress(ScarError):  # without an answer the command ends after its timeout
             self._ask("answer", number=number, answer=dict(fields))
 
+    def admit(self, start: str, secret: str, address: str) -> int:
+        """Have the daemon keep replicas of the other ranks' memory, and return the port at which it listens.
+
+        start: name of this start of the job. secret: hex digits, which all ranks have. address: of this host.
+        Raises Unavailable if the daemon cannot listen there.
+        """
+        asked = {"start": start, "secret": secret, "address": address}
+        port = int(self._done("admit", **asked, port=0)["port"])
+        self._copied = {**asked, "port": port}, {}
+        return port
+
+    def follow(self, host: str, peers: Sequence[Mapping[str, Any]], copies: int, rate: float | None) -> None:
+        """Have the daemon keep copies of this run's memory on other hosts. Call it after `open` and `admit`.
+
+        host: name of this host. peers: host, address and port of each candidate, best first. rate: bytes per second.
+        """
+        assert self._copied is not None
+        admitted, _ = self._copied
+        asked = {
+            "start": admitted["start"],
+            "secret": admitted["secret"],
+            "host": host,
+            "peers": [dict(peer) for peer in peers],
+            "copies": copies,
+            "rate": rate,
+        }
+        self._copied = admitted, asked
+        self._done("follow", **asked)
+
     def leave(self) -> None:
         """See `Saver`."""
         # The end of the connection has the same effect, so a daemon that does not answer is not waited for.
@@ -262,6 +293,8 @@ class DaemonSaver:
                     self._failure = error_from(event["failed"])
                 elif "wish" in event:
                     self._on_request(Wish.from_json(event["wish"]))
+                elif "warn" in event:
+                    log.warning("%s", event["warn"])
                 elif "speed" in event:
                     self._speed = Speed.from_json(event["speed"])
             except (protocol.Closed, OSError, Corruption):
@@ -280,6 +313,11 @@ class DaemonSaver:
                         self._arena.begin_epoch(self._ask("open", again=True)["epoch"], again=True)
                         if not self._stopped:
                             self._ask("resume")
+                        if self._copied is not None:
+                            admitted, asked = self._copied
+                            self._ask("admit", **admitted)
+                            if asked:
+                                self._ask("follow", **asked)
                     log.warning("the daemon has ended: another one continues")
                     self._trouble = None
                     return

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from scarctl.arena.stale import DAY, reap
 from scarctl.daemon import protocol
@@ -24,8 +24,10 @@ from scarctl.daemon.outlet import Outlet
 from scarctl.daemon.request import Wish
 from scarctl.daemon.run import Run
 from scarctl.daemon.runs import Runs
-from scarctl.daemon.status import DaemonStatus
+from scarctl.daemon.status import DaemonStatus, ReplicaStatus
 from scarctl.errors import ScarError, UsageError, error_fields
+from scarctl.peers.host import Host
+from scarctl.peers.sender import Source
 from scarctl.store import Store
 from scarctl.store.format import shard_of_folder
 
@@ -48,7 +50,8 @@ class Daemon:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.started = time.time()
-        self.runs = Runs(folder)
+        self.host = Host(folder)
+        self.runs = Runs(folder, lambda: self.host.busy)
         self._terminated = False
         self._warn_at = self._reap_at = 0.0
         self._peers: dict[threading.Thread, socket.socket] = {}
@@ -91,6 +94,7 @@ class Daemon:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.folder / protocol.SOCKET)
         self._listener.close()
+        self.host.close()
         with self._peers_lock:
             peers = dict(self._peers)
         for connection in peers.values():
@@ -239,6 +243,7 @@ class Daemon:
         """End the run of a training process that has finished. Wait for the store to be free, but not long."""
         with self.runs.changed:
             run = self._run(peer)
+            run.closed = True
             peer.run = None
             self.runs.detach(run)
 
@@ -247,6 +252,23 @@ class Daemon:
         run = self._run(peer)
         peer.run = None
         self.runs.lose(run)
+
+    def admit(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
+        """Take replicas of the other ranks' runs, at an address of this host. Returns the port."""
+        run = self._run(peer)
+        start, secret = protocol.secret(message)
+        address, port = protocol.text(message, "address"), protocol.number(message, "port")
+        return {"port": self.host.admit(start, secret, run.id.partition("-")[0], address, port)}
+
+    def follow(self, peer: _Peer, message: dict[str, Any]) -> None:
+        """Send the run's arena to peers from now on."""
+        run = self._run(peer)
+        start, secret = protocol.secret(message)
+        rate = message.get("rate")
+        if rate is not None and not (isinstance(rate, int | float) and rate > 0):
+            raise UsageError("a rate is a number above 0")
+        source = Source(run.id, run.store.where, protocol.text(message, "host"), start, secret, rate)
+        run.send_to(source, protocol.candidates(message), protocol.number(message, "copies"))
 
     def watch(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Use this connection for the events of a run from now on."""
@@ -307,6 +329,7 @@ class Daemon:
             "pid": os.getpid(),
             "started": self.started,
             "runs": self.runs.status(),
+            "replicas": cast("list[ReplicaStatus]", self.host.status()),
             "claims": self.runs.claims,
             "metrics": self._outlet.describe(),
         }
@@ -339,6 +362,8 @@ _OPERATIONS: dict[str, _Operation] = {
     "roll_back": Daemon.roll_back,
     "close": Daemon.close,
     "leave": Daemon.leave,
+    "admit": Daemon.admit,
+    "follow": Daemon.follow,
     "watch": Daemon.watch,
     "brace": Daemon.brace,
     "evacuate": Daemon.evacuate,

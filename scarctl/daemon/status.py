@@ -24,6 +24,7 @@ class _Claimed(TypedDict):
     open: bool
     """Whether the fields of `RunStatus` are present."""
     peers: list[str]
+    """The copies of its memory on other hosts, in words: "b: following, 4 behind"."""
 
 
 class RunStatus(_Claimed, total=False):
@@ -54,6 +55,18 @@ class RunStatus(_Claimed, total=False):
     """Whether saving has stopped for good."""
 
 
+class ReplicaStatus(TypedDict):
+    """A replica of another host's arena that is being written."""
+
+    id: str
+    """Id of the run."""
+    host: str
+    """Name of the owner's host."""
+    head_step: int
+    complete: bool
+    """Whether recovery finds it."""
+
+
 class MetricsStatus(TypedDict):
     """Where the daemon publishes its figures; see `scarctl.daemon.outlet`."""
 
@@ -72,6 +85,7 @@ class DaemonStatus(TypedDict):
     started: float
     """Seconds since the epoch of the system's clock."""
     runs: list[RunStatus]
+    replicas: list[ReplicaStatus]
     claims: int
     """Number of runs that have begun since the daemon started."""
     metrics: MetricsStatus

@@ -26,6 +26,7 @@ from scarctl.checkpoint.selector import OwnSelector, Selector
 from scarctl.config import SessionSettings
 from scarctl.daemon.request import Wish
 from scarctl.distributed.collectives import Team
+from scarctl.distributed.copies import keep_copies
 from scarctl.distributed.host_memory import bring_memory
 from scarctl.distributed.leftover_arenas import fence, save_leftovers
 from scarctl.distributed.own_extras import Early, completed, with_own
@@ -43,9 +44,11 @@ from scarctl.distributed.resume_step import (
 from scarctl.distributed.rounds import Exchange
 from scarctl.distributed.selector import GlobalSelector
 from scarctl.errors import Unavailable, UsageError
+from scarctl.persist.saver import Saver
 from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
 from scarctl.recovery.reshard import find_parts
 from scarctl.session.peers import AgreedState, Found
+from scarctl.state.caveats import Caveats
 from scarctl.state.extras import Extras
 from scarctl.state.layout import Layout
 from scarctl.state.torch_dtypes import plain, torched
@@ -67,7 +70,7 @@ T = TypeVar("T")
 log = logging.getLogger("scarctl")
 
 _ALIKE = ("store", "fraction", "interval", "max_bandwidth", "policy", "tracker", "max_staleness", "extrapolate",
-          "seed", "partition_bytes", "by_layer", "rows", "on_error")  # fmt: skip
+          "peers", "seed", "partition_bytes", "by_layer", "rows", "on_error")  # fmt: skip
 """Settings that all ranks have to share."""
 
 
@@ -198,6 +201,11 @@ class Crew:
         if self._exchange_group is None:
             return OwnSelector()
         return GlobalSelector(Exchange(self._exchange_group, rank, world), self.shards[rank])
+
+    def keep_copies(self, saver: Saver, settings: SessionSettings, caveats: Caveats) -> None:
+        """See `Together`."""
+        if settings.peers:
+            keep_copies(saver, settings, self.team, self.start, caveats)
 
     def begin(self, store: Store) -> None:
         """See `Together`. The topology is written before the first record of the new epoch."""

@@ -72,7 +72,7 @@ def bring_memory(store: Store, settings: SessionSettings, team: Team, shards: Se
 
     Raises Unavailable if a rank is gone.
     """
-    places = team.gather(_place(settings))
+    places = team.gather(place_of(settings))
     if len(set(places)) == 1:
         return False
     lists = places.index(places[team.rank]) == team.rank
@@ -84,7 +84,7 @@ def bring_memory(store: Store, settings: SessionSettings, team: Team, shards: Se
     return any(done)
 
 
-def _place(settings: SessionSettings) -> str:
+def place_of(settings: SessionSettings) -> str:
     """Return a name of where this process's arenas are: equal for two processes exactly if they share them."""
     folder = os.path.realpath(host_folder(settings.arena_dir))
     return f"{socket.gethostname()}:{boot_id().hex()}:{folder}"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-import socket
+from collections.abc import Mapping, Sequence
 
 from scarctl.arena.folder import arena_folder
 from scarctl.arena.header import FILE
-from scarctl.arena.kinship import take
+from scarctl.arena.kinship import take, view_of
+from scarctl.arena.owner import read_owner
 from scarctl.arena.queue import HandOverQueue
 from scarctl.config import SessionSettings
 from scarctl.daemon.claim import claim_saver
 from scarctl.distributed.collectives import Team
-from scarctl.errors import Unavailable
+from scarctl.distributed.host_memory import place_of
+from scarctl.errors import ScarError, Unavailable
 from scarctl.persist.persister import adopt_orphans
 from scarctl.store import Store, newest_topology, open_writer, topology_epochs
 from scarctl.store.topology import read_topology
@@ -23,12 +25,24 @@ log = logging.getLogger("scarctl")
 def save_leftovers(store: Store, settings: SessionSettings, team: Team) -> None:
     """Save the pending copies in all arenas of this store, on all hosts. Then remove these arenas.
 
+    Replicas come after the arenas of which they are copies. If those were there, the replicas are set aside.
+
     Raises Unavailable on every rank if the copies are not durable within `timeout` seconds.
     """
-    # The lowest rank of every host saves the arenas of that host.
-    hosts = team.gather(socket.gethostname())
-    first = hosts.index(hosts[team.rank]) == team.rank
-    team.agree(lambda: _save(store, settings) if first else None)
+    # The lowest rank of every place saves the arenas that are there.
+    places = team.gather(place_of(settings))
+    first = places.index(places[team.rank]) == team.rank
+    found = _arenas(store, settings) if first else []
+    own = [view for view, replica in found if not replica]
+    team.agree(lambda: _save(own, settings))
+    replicas = {view.run_id: view for view, replica in found if replica}
+    ages = team.gather(
+        {run: age for run, view in replicas.items() if (age := _age(view, settings)) is not None}
+    )
+    mine = [
+        view for run, view in replicas.items() if run in ages[team.rank] and _best(run, ages) == team.rank
+    ]
+    team.agree(lambda: _save(mine, settings))
 
 
 def fence(store: Store) -> None:
@@ -43,14 +57,40 @@ def fence(store: Store) -> None:
             open_writer(view, layout=layout, shard_of=view.shard_of(layout)).close()
 
 
-def _save(store: Store, settings: SessionSettings) -> None:
+def _best(run: str, ages: Sequence[Mapping[str, Sequence[int]]]) -> int:
+    """Return the rank whose host has the newest replica of a run. ages: epoch and step by run, of each rank."""
+    return max(
+        (rank for rank, of in enumerate(ages) if run in of), key=lambda rank: (*ages[rank][run], -rank)
+    )
+
+
+def _age(view: Store, settings: SessionSettings) -> list[int] | None:
+    """Return epoch and step of a replica; None if it does not belong to the store (any more)."""
+    try:
+        seen = view_of(settings.arena_dir, view)
+    except ScarError as error:
+        log.warning("%s: a replica in this host's memory is not saved: %s", view.url, error)
+        return None
+    return None if seen is None else [seen.epoch, seen.head_step]
+
+
+def _arenas(store: Store, settings: SessionSettings) -> list[tuple[Store, bool]]:
+    """Return the views of this store that have an arena on this host, and whether that is a replica."""
     # If the store never answered a rank, that rank has an arena, and perhaps no folder in the store.
     named = (read_topology(store, epoch).shards for epoch in topology_epochs(store))
     shards = sorted({*store.shards(), *(shard for found in named for shard in found)})
-    for view in [store, *(store.of_shard(shard) for shard in shards)]:
-        folder = arena_folder(settings.arena_dir, view.run_id)
-        if (folder / FILE).exists():
-            _save_one(view, settings)
+    views = [store, *(store.of_shard(shard) for shard in shards)]
+    folders = [arena_folder(settings.arena_dir, view.run_id) for view in views]
+    return [
+        (view, read_owner(folder) is not None)
+        for view, folder in zip(views, folders, strict=True)
+        if (folder / FILE).exists()
+    ]
+
+
+def _save(views: Sequence[Store], settings: SessionSettings) -> None:
+    for view in views:
+        _save_one(view, settings)
 
 
 def _save_one(view: Store, settings: SessionSettings) -> None:

@@ -19,7 +19,8 @@ from scarctl.adapter import StateGroup
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
 from scarctl.arena.header import FILE
-from scarctl.arena.kinship import belongs
+from scarctl.arena.kinship import is_kin
+from scarctl.arena.owner import disown
 from scarctl.arena.queue import HandOverQueue
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.config import SessionSettings
@@ -158,6 +159,7 @@ def _bring_up(
         finite = np.isfinite(live.distances())
         version = pack(arena.epoch, step)
         ids = np.flatnonzero(changed & finite)
+        disown(folder)  # if its host still sends, that is older
         live.save(ids, version)
         if whole and mine.all() and finite[changed].all():
             queued = next((h.extras for h in reversed(waiting) if h.extras is not None), None)
@@ -175,7 +177,7 @@ def _bring_up(
 
 def _is_of(arena: Arena, store: Store) -> bool:
     try:
-        return belongs(lambda: arena.lines, store)
+        return is_kin(arena, store)
     except Unavailable:
         return True  # the session or daemon that opens the arena asks again
 

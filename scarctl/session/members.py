@@ -13,7 +13,7 @@ from scarctl.config import SessionSettings
 from scarctl.errors import UsageError
 from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
 from scarctl.recovery.shares import as_member
-from scarctl.session.peers import Alone
+from scarctl.session.peers import Alone, refuse_peers
 from scarctl.state.layout import Layout
 from scarctl.store import Store
 from scarctl.store.members import MAX_MEMBERS, join_members
@@ -45,6 +45,7 @@ class Member(Alone):
         """See `Together`. Raises as `scarctl.store.members.join_members` does."""
         if settings.shards not in (None, 1):
             raise UsageError(f"shards={settings.shards}: each member is one shard", hint="leave shards out")
+        refuse_peers(settings)
         store = Store.create(settings.store, **settings.fixed(), **settings.place())
         try:
             join_members(store, self.count)

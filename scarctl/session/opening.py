@@ -67,6 +67,7 @@ class Opening:
                 lambda: self._engine(layout, resuming),
                 undo=lambda engine: engine.leave(),
             )
+            self._together.keep_copies(self._saver, self._settings, self._caveats)
         return self.opened
 
     def _engine(self, layout: Layout, resuming: bool) -> Engine:

@@ -20,7 +20,9 @@ from scarctl.checkpoint.selector import OwnSelector, Selector
 from scarctl.config import SessionSettings
 from scarctl.daemon.request import Wish
 from scarctl.errors import UsageError
+from scarctl.persist.saver import Saver
 from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
+from scarctl.state.caveats import Caveats
 from scarctl.state.extras import Extras
 from scarctl.state.identity import Lockstep
 from scarctl.state.layout import Layout
@@ -88,6 +90,12 @@ class Together(Lockstep, Protocol):
     def selector(self) -> Selector:
         """Return the selector of partitions for partial checkpoints."""
 
+    def keep_copies(self, saver: Saver, settings: SessionSettings, caveats: Caveats) -> None:
+        """Have other hosts keep copies of this process's memory, if the settings say so. Its saver is open.
+
+        What cannot be kept is a caveat. Raises Unavailable if a rank is gone.
+        """
+
     def begin(self, store: Store) -> None:
         """Note in the store which ranks write to it. Called before a session writes."""
 
@@ -148,6 +156,15 @@ class Together(Lockstep, Protocol):
         """End the session's part, without waiting for other processes."""
 
 
+def refuse_peers(settings: SessionSettings) -> None:
+    """Raise UsageError if other hosts are to keep copies: processes without ranks do not know any."""
+    if settings.peers:
+        raise UsageError(
+            f"peers={settings.peers}: a process that trains alone has no peers",
+            hint="leave it out, or train with several ranks of torch.distributed",
+        )
+
+
 class WrittenByRanks(UsageError):
     """The store is written by several ranks, so that a single process cannot use it."""
 
@@ -171,7 +188,8 @@ class Alone:
         return [value]
 
     def open_store(self, settings: SessionSettings) -> Store:
-        """See `Together`. Raises WrittenByRanks."""
+        """See `Together`. Raises WrittenByRanks; UsageError if other hosts are to keep copies."""
+        refuse_peers(settings)
         store = Store.create(settings.store, **settings.fixed(), **settings.place())
         try:
             refuse_members(store)
@@ -194,6 +212,9 @@ class Alone:
     def selector(self) -> Selector:
         """See `Together`."""
         return OwnSelector()
+
+    def keep_copies(self, saver: Saver, settings: SessionSettings, caveats: Caveats) -> None:
+        """See `Together`. A process that trains alone has no other host: `open_store` refuses to."""
 
     def begin(self, store: Store) -> None:
         """See `Together`."""

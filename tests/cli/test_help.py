@@ -18,7 +18,7 @@ from tests.cli.conftest import Model, Run
 ALL = [*(name for name in COMMANDS if name not in GROUPS), *(f"{a} {b}" for a in GROUPS for b in GROUPS[a])]
 SCREEN, MOST = 24, 40
 LONGER = {
-    "checkpoint", "daemon", "diff", "export", "inspect", "live recover", "plan", "prune", "recover", "simulate",
+    "checkpoint", "daemon", "diff", "export", "inspect", "live recover", "plan", "prune", "recover", "run", "simulate",
     "evacuate", "snapshot create", "verify",
 }  # fmt: skip
 """Commands with more options than a screen of 24 lines has room for."""

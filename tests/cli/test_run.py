@@ -150,6 +150,8 @@ def test_what_the_command_gets(folder: Path, tmp_path: Path, arena_dir: Path) ->
     assert (environment["SCARCTL_DAEMON"], environment["SCARCTL_RESTART_COUNT"]) == ("1", "0")
     assert environment["SCARCTL_ARENA_DIR"] == str(arena_dir)
     assert "SCARCTL_STORE" not in environment
+    assert "SCARCTL_PEERS" not in environment
+    assert told("--peers", "2")["SCARCTL_PEERS"] == "2"
     (arena_dir / "below").mkdir()
     environment = told("--store", "ckpt", "--arena-dir", os.path.relpath(arena_dir, tmp_path))
     # Absolute: the command may go to another folder first.

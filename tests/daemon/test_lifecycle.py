@@ -79,6 +79,22 @@ def test_after_a_death_the_daemon_waits_for_a_process_that_comes_back(life: Life
     assert life.handle(Tick(10.0 + RETURN)) == [Exit()]
 
 
+def test_a_daemon_that_keeps_a_copy_for_another_host_stays(life: Lifecycle) -> None:
+    life.handle(Detached("a"))
+    life.handle(Released("a"))
+    assert life.handle(Tick(10.0, hosting=True)) == []
+    assert life.handle(Tick(1e6, hosting=True)) == []
+    assert life.handle(Tick(1e6 + 1)) == []
+    assert life.handle(Tick(1e6 + 1 + BETWEEN)) == [Exit()]
+
+
+def test_a_signal_ends_it_although_it_keeps_a_copy(life: Lifecycle) -> None:
+    life.handle(Detached("a"))
+    life.handle(Released("a"))
+    life.handle(Tick(10.0, hosting=True))
+    assert life.handle(Terminated(11.0)) == [Exit()]
+
+
 def test_who_came_back_and_left_is_not_waited_for(life: Lifecycle) -> None:
     life.handle(TrainerGone("a"))
     life.handle(Detached("a"))

@@ -1,0 +1,151 @@
+"""Measure what a copy of memory on another host costs: sending it, beside raw TCP in the same run, and CPU per GiB.
+
+    python benchmarks/replicas.py --mib 512 --rounds 3
+
+Both ends are processes of this machine, over the loopback interface. Each round sends the whole state to a host that
+has nothing, then a quarter of it that has changed, and then the same bytes over a plain connection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import secrets
+import socket
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from scarctl.arena.arena import Arena
+from scarctl.peers.handshake import SECRET_BYTES
+from scarctl.peers.host import Host
+from scarctl.peers.sender import Candidate, Sender, Source
+from scarctl.state.layout import TensorSpec, build_layout
+from scarctl.state.version import pack
+
+STORE, START = "ab" * 16, "11" * 16
+RUN = f"{STORE}-0"
+GIB = 1 << 30
+
+
+def host(folder: str, secret: bytes, told: Connection) -> None:
+    """Keep replicas until told to end. Then say how much CPU time it took."""
+    kept = Host(Path(folder))
+    told.send(kept.admit(START, secret, STORE, "127.0.0.1", 0))
+    while told.recv():
+        told.send(time.process_time())
+    kept.close()
+
+
+def sink(told: Connection) -> None:
+    """Receive what a plain connection brings, into one buffer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        told.send(listener.getsockname()[1])
+        buffer = bytearray(8 << 20)
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                while connection.recv_into(buffer):
+                    pass
+            told.send(time.process_time())
+
+
+def spent(told: Connection) -> float:
+    told.send(True)
+    return float(told.recv())
+
+
+def copy(arena: Arena, ids: np.ndarray, step: int) -> None:
+    """A checkpoint of these partitions. Their bytes do not matter to the speed."""
+    arena.begin(ids)
+    arena.end(ids, pack(1, step))
+    arena.reach(step)
+
+
+def until_current(sender: Sender) -> None:
+    while not sender.describe().endswith("up to date"):
+        time.sleep(0.001)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=512, help="size of the state")
+    parser.add_argument("--rows", type=int, default=256, help="rows of 1 KiB per partition")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", default="/dev/shm")
+    arguments = parser.parse_args()
+    rows = arguments.mib << 10
+    specs = [("a", "parameter", (TensorSpec("", "F32", (rows, 256)),))]
+    layout = build_layout(specs, rows={"a": arguments.rows})
+    everything = np.arange(layout.partitions)
+    secret = secrets.token_bytes(SECRET_BYTES)
+    context = multiprocessing.get_context("spawn")
+    results: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as base:
+        for name in ("east", "west"):
+            (Path(base) / name).mkdir(mode=0o700)
+        ours, theirs = context.Pipe()
+        context.Process(target=sink, args=(theirs,), daemon=True).start()
+        raw_port = ours.recv()
+        raw_before = 0.0
+        for round_number in range(arguments.rounds):
+            arena = Arena.create(Path(base, "east", RUN), layout, run_id=RUN, epoch=1)
+            arena.memory()[:] = round_number + 1
+            copy(arena, everything, 1)
+            told, other = context.Pipe()
+            process = context.Process(target=host, args=(str(Path(base, "west")), secret, other), daemon=True)
+            process.start()
+            port = told.recv()
+            there, here, began = spent(told), time.process_time(), time.perf_counter()
+            source = Source(RUN, "", "east", START, secret, None)
+            sender = Sender(source, [Candidate("west", "127.0.0.1", port)], arena)
+            sender.start()
+            until_current(sender)
+            seconds = time.perf_counter() - began
+            gib = layout.nbytes / GIB
+            note(results, "first copy: GiB/s", gib / seconds)
+            note(results, "first copy: CPU s per GiB, sender", (time.process_time() - here) / gib)
+            note(results, "first copy: CPU s per GiB, host", (spent(told) - there) / gib)
+            quarter = np.sort(
+                np.random.default_rng(round_number).permutation(everything)[: everything.size // 4]
+            )
+            there, here, began = spent(told), time.process_time(), time.perf_counter()
+            copy(arena, quarter, 2)
+            until_current(sender)
+            seconds, part = time.perf_counter() - began, gib * quarter.size / everything.size
+            note(results, "a quarter changed: GiB/s", part / seconds)
+            note(results, "a quarter changed: CPU s per GiB, sender", (time.process_time() - here) / part)
+            note(results, "a quarter changed: CPU s per GiB, host", (spent(told) - there) / part)
+            sender.close(done=True, patience=30.0)
+            told.send(False)
+            process.join()
+            here, began = time.process_time(), time.perf_counter()
+            with socket.create_connection(("127.0.0.1", raw_port)) as raw:
+                data = memoryview(arena.memory())[: layout.nbytes]
+                for at in range(0, len(data), 8 << 20):
+                    raw.sendall(data[at : at + (8 << 20)])
+                raw.shutdown(socket.SHUT_WR)
+                raw_after = float(ours.recv())
+            note(results, "plain TCP: GiB/s", gib / (time.perf_counter() - began))
+            note(results, "plain TCP: CPU s per GiB, sender", (time.process_time() - here) / gib)
+            note(results, "plain TCP: CPU s per GiB, receiver", (raw_after - raw_before) / gib)
+            raw_before = raw_after
+            arena.remove()
+    print(
+        f"{arguments.mib} MiB in {layout.partitions} partitions, {os.cpu_count()} cores, loopback; median (all rounds)"
+    )
+    for name, values in results.items():
+        print(f"{name}: {statistics.median(values):.2f} ({', '.join(f'{value:.2f}' for value in values)})")
+
+
+def note(results: dict[str, list[float]], name: str, value: float) -> None:
+    results.setdefault(name, []).append(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Gather rows of partitions from an arena into one buffer, and put them back, in the order of group, tensor, id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from scarctl.arena.arena import Arena
+from scarctl.util.arrays import Bytes, Ids, adjacent
+
+
+def read_rows(arena: Arena, ids: Ids, out: Bytes) -> Bytes:
+    """Copy the rows of partitions `ids`, ascending, into `out`, uint8, and return the part of it that they take."""
+    at = 0
+    for rows, which in _pieces(arena, ids):
+        size = which.size * rows.shape[1]
+        np.take(rows, which, axis=0, out=out[at : at + size].reshape(which.size, -1), mode="clip")
+        at += size
+    return out[:at]
+
+
+def write_rows(arena: Arena, ids: Ids, data: Bytes) -> None:
+    """Copy what `read_rows` returned into the rows of partitions `ids`. data: uint8, exactly of their size."""
+    at = 0
+    for rows, which in _pieces(arena, ids):
+        size = which.size * rows.shape[1]
+        rows[adjacent(which)] = data[at : at + size].reshape(which.size, -1)
+        at += size
+    assert at == data.size
+
+
+def _pieces(arena: Arena, ids: Ids) -> Iterator[tuple[Bytes, Ids]]:
+    """Yield views with a partition per row, uint8 of shape (partitions, bytes), and which of them are wanted."""
+    layout = arena.layout
+    for g, group in enumerate(layout.groups):
+        base, end = int(layout.base[g]), int(layout.base[g + 1])
+        first, last = np.searchsorted(ids, (base, end))
+        if first == last:
+            continue
+        own = ids[first:last] - base
+        for t, spec in enumerate(group.tensors):
+            if not spec.nbytes:
+                continue
+            rows = arena.rows(g, t)
+            per = group.rows_per_partition
+            full = spec.rows // per
+            among = own[own < full]
+            if among.size:
+                yield rows[: full * per].reshape(full, -1), among
+            if among.size < own.size:  # the last partition has fewer rows
+                yield rows[full * per :].reshape(1, -1), np.zeros(1, np.int64)

@@ -1,0 +1,126 @@
+"""Have daemons of other hosts keep copies of each rank's memory: agree on a secret, addresses, and who keeps what."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from scarctl.config import SessionSettings
+from scarctl.daemon.saver import DaemonSaver
+from scarctl.distributed.collectives import Team
+from scarctl.distributed.host_memory import place_of
+from scarctl.errors import ScarError
+from scarctl.peers.handshake import SECRET_BYTES
+from scarctl.peers.placement import place
+from scarctl.persist.saver import Saver
+from scarctl.state.caveats import Caveats
+
+log = logging.getLogger("scarctl")
+
+_SPARE = 8
+"""Candidates beyond the hosts that keep copies, for those that cannot."""
+_KIND = "peers"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What a rank says of its host: where its arenas are, what fails with it, and where its daemon listens."""
+
+    place: str
+    host: str
+    """Name, for display."""
+    domain: str
+    address: str
+    port: int
+    """0: it keeps no copies."""
+
+
+def keep_copies(saver: Saver, settings: SessionSettings, team: Team, start: str, caveats: Caveats) -> None:
+    """Have `settings.peers` other hosts keep copies of this rank's memory. A collective.
+
+    What cannot be kept is a caveat: training continues without it. Raises Unavailable if a rank is gone.
+    """
+    secret = team.from_rank(0, secrets.token_hex(SECRET_BYTES))
+    address = _address(team)
+    port = _admit(saver, start, secret, address, caveats)
+    name = f"{socket.gethostname()}" if settings.arena_dir is None else _shown(settings.arena_dir)
+    mine = [place_of(settings), name, settings.peer_domain or "", address, port]
+    members = [Member(*fields) for fields in team.gather(mine)]
+    hosts = _hosts(members)
+    own = [host.place for host in hosts].index(members[team.rank].place)
+    chosen = place([host.domain for host in hosts], settings.peers)[own]
+    _say_missing(hosts, settings, caveats)
+    if not port or not isinstance(saver, DaemonSaver):
+        return
+    peers = [
+        {"host": host.host, "address": host.address, "port": host.port}
+        for host in (hosts[n] for n in chosen)
+        if host.port
+    ]
+    saver.follow(hosts[own].host, peers[: settings.peers + _SPARE], settings.peers, settings.peer_bandwidth)
+
+
+def _admit(saver: Saver, start: str, secret: str, address: str, caveats: Caveats) -> int:
+    """Return the port at which this host's daemon takes copies; 0 if it cannot."""
+    why = "there is no daemon"
+    if isinstance(saver, DaemonSaver):
+        try:
+            return saver.admit(start, secret, address)
+        except ScarError as error:
+            why = str(error)
+    caveats.say(
+        _KIND, f"this host's memory has no copy on another host, and keeps none: {why}", inexact=False
+    )
+    return 0
+
+
+def _say_missing(hosts: Sequence[Member], settings: SessionSettings, caveats: Caveats) -> None:
+    there = sum(bool(host.port) for host in hosts)
+    if there <= settings.peers:
+        found = "it is on no other host" if there < 2 else f"it is on {there - 1} other hosts"
+        caveats.say(
+            _KIND,
+            f"peers={settings.peers}, but only {there} hosts can keep copies of memory: {found}",
+            inexact=False,
+        )
+
+
+def _hosts(members: Sequence[Member]) -> list[Member]:
+    """Return the first rank's words for each host."""
+    found: dict[str, Member] = {}
+    for member in members:
+        found.setdefault(member.place, member)
+    return list(found.values())
+
+
+def _address(team: Team) -> str:
+    """Return the address of this host that reaches the master; on the master's host, the one that reaches others."""
+    own = _reaching(os.environ.get("MASTER_ADDR") or socket.gethostname())
+    others = [address for address in team.gather(own) if not _is_local(address)]
+    return _reaching(others[0]) if _is_local(own) and others else own
+
+
+def _reaching(host: str) -> str:
+    """Return the address from which packets to `host` are sent. Sends none."""
+    try:
+        family, kind, protocol, _, to = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(to)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        log.warning("%s cannot be reached from this host: %s", host, error.strerror or error)
+        return "127.0.0.1"
+
+
+def _is_local(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
+def _shown(arena_dir: str) -> str:
+    """Return a name of this host for people: several on one machine differ by their arenas' folders."""
+    return f"{socket.gethostname()}:{os.path.basename(os.path.abspath(arena_dir))}"

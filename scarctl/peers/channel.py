@@ -1,0 +1,160 @@
+"""Send and receive frames over a TCP connection. What a stranger may send is small, and its time is short."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from scarctl.errors import Corruption, ScarError, Unavailable, error_fields, error_from
+from scarctl.peers.frames import (
+    MAX_BODY,
+    MAX_HEAD,
+    MAX_STRANGER,
+    PREFIX,
+    Buffer,
+    Kind,
+    decode_head,
+    decode_prefix,
+    encode,
+)
+from scarctl.util.arrays import Bytes
+
+STRANGER_SECONDS = 10.0
+"""Time in which a peer has to prove who it is."""
+REPLY_SECONDS = 120.0
+"""Time for the answer to a frame: some batches over a slow network. A dead host is found out earlier."""
+_SO_MAX_PACING_RATE = 47  # Linux
+_MOST_RATE = (1 << 32) - 2
+
+
+class Gone(Exception):
+    """The other side has closed the connection, or it is broken."""
+
+
+class Channel:
+    """One connection. `trust` lifts the limits of strangers."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._deadline: float | None = time.monotonic() + STRANGER_SECONDS
+        self._trusted = False
+        self._staging: Bytes = np.empty(0, np.uint8)
+
+    def trust(self, seconds: float | None) -> None:
+        """Take larger frames from now on. seconds: to wait for each piece; None: for ever, while the host answers."""
+        self._trusted, self._deadline = True, None
+        # A host that is dead sends no end of the connection.
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (
+            ("TCP_KEEPIDLE", 10),
+            ("TCP_KEEPINTVL", 5),
+            ("TCP_KEEPCNT", 4),
+            ("TCP_USER_TIMEOUT", 30_000),
+        ):
+            if hasattr(socket, name):
+                self._connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._connection.settimeout(seconds)
+
+    def limit_rate(self, rate: float) -> None:
+        """Send at most `rate` bytes per second. Raises Unavailable if this system cannot do so."""
+        try:
+            self._connection.setsockopt(
+                socket.SOL_SOCKET, _SO_MAX_PACING_RATE, min(max(1, int(rate)), _MOST_RATE)
+            )
+        except OSError as error:
+            raise Unavailable(
+                f"this system does not limit the rate of a connection: {error.strerror}",
+                hint="leave out peer_bandwidth",
+                kind="no-pacing",
+            ) from error
+
+    def send(self, frame: Sequence[Buffer]) -> None:
+        """Send a frame. Raises Gone."""
+        try:
+            for part in frame:
+                self._set_timeout()
+                self._connection.sendall(part)
+        except OSError as error:
+            raise Gone(str(error)) from error
+
+    def receive(self, *, most_body: int = MAX_BODY) -> tuple[Kind, dict[str, Any], Bytes]:
+        """Return the next frame: kind, head, and body, which is good until the next call. Raises Gone, Corruption."""
+        strange = not self._trusted
+        data = np.empty(PREFIX.size, np.uint8)
+        self._fill(data)
+        prefix = decode_prefix(
+            data.tobytes(),
+            most_head=MAX_STRANGER if strange else MAX_HEAD,
+            most_body=0 if strange else max(most_body, MAX_BODY),
+        )
+        text = np.empty(prefix.head, np.uint8)
+        self._fill(text)
+        if prefix.kind in (Kind.BATCH, Kind.FIELDS) and prefix.body > most_body:
+            raise Corruption(f"a batch claims {prefix.body} bytes, more than {most_body}")
+        body = self._staged(prefix.body)
+        self._fill(body)
+        return prefix.kind, decode_head(prefix, text.tobytes(), body), body
+
+    def expect(self, kind: Kind, *, most_body: int = MAX_BODY) -> tuple[dict[str, Any], Bytes]:
+        """Return head and body of the next frame, which is of this kind.
+
+        Raises the error of a refusal; Corruption for another kind, Gone.
+        """
+        found, head, body = self.receive(most_body=most_body)
+        if found is Kind.REFUSED:
+            raise error_from(head.get("error"))
+        if found is not kind:
+            raise Corruption(f"a peer sends {found.name}, not {kind.name}")
+        return head, body
+
+    def refuse(self, error: ScarError) -> None:
+        """Report to the other side why this ends, if it still listens."""
+        with contextlib.suppress(Gone):
+            self.send(encode(Kind.REFUSED, {"error": error_fields(error)}))
+
+    def fileno(self) -> int:
+        """Return the descriptor of the connection."""
+        return self._connection.fileno()
+
+    def shut(self) -> None:
+        """End the connection for both sides, also for a thread of this process that waits in `receive`."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _staged(self, size: int) -> Bytes:
+        if self._staging.size < size:
+            self._staging = np.empty(size, np.uint8)
+        return self._staging[:size]
+
+    def _fill(self, data: Bytes) -> None:
+        left = memoryview(data)
+        try:
+            while left:
+                self._set_timeout()
+                count = self._connection.recv_into(left)
+                if not count:
+                    raise Gone("the connection has ended")
+                left = left[count:]
+        except OSError as error:
+            raise Gone(str(error)) from error
+
+    def _set_timeout(self) -> None:
+        if self._deadline is not None:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise Gone("a peer did not prove in time who it is")
+            self._connection.settimeout(left)
+
+
+def readable(channel: Channel) -> bool:
+    """Return whether the other side has sent something, or has gone."""
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLIN)
+    return bool(poll.poll(0))

@@ -1,0 +1,207 @@
+"""Follow a live arena by its generations, and say what a peer lacks of it: the sending side of a replica.
+
+What is sent is always "intact here, another one there". So changes of one partition coalesce, nothing is queued, and a
+new connection is no special case: the peer says what it has.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.rows import read_rows
+from scarctl.errors import Corruption
+from scarctl.peers.frames import MAX_BODY, Batch, Buffer, Kind, Mark, encode
+from scarctl.state.version import NEVER
+from scarctl.util.arrays import Ids, adjacent
+
+log = logging.getLogger("scarctl")
+
+Counters: TypeAlias = "tuple[int | str, ...]"
+
+BATCH_BYTES = 8 << 20
+"""Bytes of rows in a batch, if no partition is larger."""
+_MOST_COPIES = 1 << 16
+_TORN_SECONDS = 2.0
+"""Seconds to wait for copies that are under way, before a round ends without a mark."""
+_PAUSE = 0.005
+
+
+def most_body(arena: Arena) -> int:
+    """Return the bytes of the largest batch of an arena."""
+    largest = int(arena.layout.partition_bytes.max(initial=0))
+    return max(BATCH_BYTES, largest) + _MOST_COPIES * 64
+
+
+class Follower:
+    """Knows what one peer has of an arena. It only reads the arena; its run continues meanwhile."""
+
+    def __init__(
+        self, arena: Arena, *, most: int = BATCH_BYTES, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Begin with a peer that has nothing. most: bytes of rows in a batch."""
+        self._arena = arena
+        self._clock = clock
+        self._queue = HandOverQueue(arena.folder)
+        n = arena.layout.partitions
+        self._generation = np.zeros(n, np.uint64)
+        self._version = np.full(n, NEVER, np.int64)
+        self._durable = np.full(n, NEVER, np.int64)
+        self._sent: set[int] = set()
+        """Numbers of hand-overs that the peer has."""
+        self._too_large: set[int] = set()
+        self._buffer = np.empty(max(most, int(arena.layout.partition_bytes.max(initial=0))), np.uint8)
+        self.marked_step = NEVER
+        """Step of the newest mark that was sent."""
+        self._seen: Counters = ()
+        """Counters when the newest round began."""
+        self.marked: Counters = ()
+        """Counters of the newest mark that was sent."""
+
+    def has(self, have: Sequence[Ids]) -> None:
+        """Note what the peer has: what `Replica.have` returned. Raises Corruption for arrays of another length."""
+        if len(have) != 3 or any(len(array) != len(self._version) for array in have):
+            raise Corruption("a peer says of another number of copies that it has them")
+        generation, version, durable = have
+        self._generation[:] = np.where(generation < 0, np.int64(1), generation).astype(np.uint64)
+        self._version[:], self._durable[:] = version, durable
+        self._sent.clear()
+
+    def lags(self) -> bool:
+        """Return whether anything has changed since the newest round began. Cheap: counters only."""
+        return self.counters() != self._seen
+
+    def changed(self) -> NDArray[np.bool_]:
+        """Return which copies are other ones than the peer has, or are under way: bool of shape (partitions,)."""
+        arena = self._arena
+        found: NDArray[np.bool_] = arena.generation != self._generation
+        found |= arena.version != self._version
+        found |= arena.durable != self._durable
+        return found
+
+    def round(self) -> Iterator[list[Buffer]]:
+        """Yield frames that bring the peer up to this moment or later: copies, hand-overs, and a mark.
+
+        Each has to be sent before the next is taken. Without a mark at the end some copies were under way for too
+        long; what was sent is good.
+        """
+        arena = self._arena
+        self._seen = self.counters()
+        # What is read now is true of the copies of this moment. It may be said once the peer has these, or later ones.
+        epoch, base, head = arena.epoch, arena.base_epoch, arena.head_step
+        errors, sealed, whole = arena.errors, arena.sealed, arena.whole
+        handovers = self._handovers()
+        left = np.flatnonzero(self.changed())
+        until = self._clock() + _TORN_SECONDS
+        while left.size:
+            left = yield from self._copies(left)
+            if left.size:
+                if self._clock() > until:
+                    self._seen = ()
+                    return
+                time.sleep(_PAUSE)
+        for number, data in handovers.items():
+            if data is not None:
+                yield encode(Kind.HANDOVER, {"number": number}, data)
+                self._sent.add(number)
+        # Copies equal those of the commit `whole` if none has begun since its name was read.
+        same = bool((arena.generation == self._generation).all()) and arena.whole == whole
+        named = whole if same else ""
+        # Lines may be of later records than the copies say, but never of earlier ones.
+        yield Mark(epoch, base, head, errors, sealed, named, sorted(handovers), arena.lines).frame()
+        self._sent &= handovers.keys()
+        self.marked_step, self.marked = head, self._seen
+
+    def counters(self) -> Counters:
+        """Return numbers of which one changes with nearly everything that happens to the arena."""
+        arena = self._arena
+        try:
+            queued = os.stat(arena.folder).st_mtime_ns
+        except FileNotFoundError:
+            queued = 0
+        return (arena.epoch, arena.head_step, arena.sealed, arena.progress, arena.errors, arena.whole, queued)
+
+    def _handovers(self) -> dict[int, bytes | None]:
+        """Return the hand-overs that wait, by number: their files; None for those that the peer has."""
+        found: dict[int, bytes | None] = {}
+        for number in self._queue.numbers():
+            if number in self._sent:
+                found[number] = None
+                continue
+            data = self._queue.file(number)
+            if data is None:
+                continue  # the persister was faster
+            if len(data) > MAX_BODY:
+                if number not in self._too_large:
+                    log.warning("hand-over %d of %d bytes is too large for a peer", number, len(data))
+                self._too_large.add(number)
+                continue
+            found[number] = data
+        return found
+
+    def _copies(self, ids: Ids) -> Generator[list[Buffer], None, Ids]:
+        """Yield frames with these copies, and return those that were under way. Notes what the peer has by then."""
+        missed = [np.empty(0, np.int64)]
+        for part in self._parts(ids):
+            batches, under_way = self._read(part)
+            missed.append(under_way)
+            for kind, batch in batches:
+                yield encode(kind, {"count": len(batch.ids)}, *batch.parts())
+                at = adjacent(batch.ids)
+                self._generation[at], self._version[at] = batch.generation, batch.version
+                self._durable[at] = batch.durable
+        return np.concatenate(missed)
+
+    def _parts(self, ids: Ids) -> Iterator[Ids]:
+        """Yield the partitions in parts of at most as many bytes as a batch may have, and at least one partition."""
+        ends = np.cumsum(self._arena.layout.partition_bytes[ids])
+        first = 0
+        while first < ids.size:
+            before = int(ends[first - 1]) if first else 0
+            last = int(np.searchsorted(ends, before + self._buffer.size, side="right"))
+            last = min(max(last, first + 1), first + _MOST_COPIES)
+            yield ids[first:last]
+            first = last
+
+    def _read(self, ids: Ids) -> tuple[list[tuple[Kind, Batch]], Ids]:
+        """Return batches of those copies that did not change meanwhile: with rows, and without; and the others' ids."""
+        arena = self._arena
+        before = arena.generation[ids]
+        even = (before & np.uint64(1)) == 0
+        missed, ids, before = ids[~even], ids[even], before[even]
+        version, durable, distance = arena.version[ids], arena.durable[ids], arena.distance[ids]
+        wanted = before != self._generation[ids]
+        rows = ids[wanted]
+        data = read_rows(arena, rows, self._buffer)
+        # A copy is acknowledged, and that is taken back at once if it has changed since it was read.
+        durable = np.where(durable == arena.durable[ids], durable, np.int64(NEVER))
+        same = arena.generation[ids] == before
+        missed = np.sort(np.concatenate([missed, ids[~same]]))
+        if not same[wanted].all():
+            # Rare: only the rows that are whole are sent.
+            whole = same[wanted]
+            sizes = arena.layout.partition_bytes[rows]
+            if not whole.any():
+                data = data[:0]
+            else:
+                data = read_rows(arena, rows[whole], np.empty(int(sizes[whole].sum()), np.uint8))
+                again = arena.generation[rows[whole]] == before[wanted][whole]
+                if not again.all():
+                    return [], np.sort(np.concatenate([missed, ids[same]]))
+        found = []
+        for kind, take, body in (
+            (Kind.BATCH, same & wanted, data),
+            (Kind.FIELDS, same & ~wanted, data[:0]),
+        ):
+            if take.any():
+                batch = Batch(ids[take], before[take], version[take], durable[take], distance[take], body)
+                found.append((kind, batch))
+        return found, missed

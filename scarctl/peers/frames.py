@@ -1,0 +1,244 @@
+"""Encode and decode what two daemons send each other: a pure codec over bytes, for hostile input.
+
+    kind uint8, 3 zero bytes, head uint32, body uint64, digest uint64 (little-endian) | head: JSON | body: bytes
+
+`digest` is the XXH3 of head and body. It finds damage, not malice: who may send is decided before (`peers.handshake`).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from scarctl.errors import Corruption
+from scarctl.state.version import MAX_EPOCH, MAX_STEP, NEVER, pack
+from scarctl.store.format import MAX_SHARD, is_hex
+from scarctl.util.arrays import Bytes, Ids
+
+
+class Kind(IntEnum):
+    """Kinds of frames, in the order in which a link sends them first."""
+
+    HELLO = 1
+    CHALLENGE = 2
+    PROOF = 3
+    LAYOUT = 4
+    """Begins a replica. Body: the layout's JSON."""
+    BATCH = 5
+    """Copies with their rows."""
+    FIELDS = 6
+    """Versions of copies whose rows the replica has."""
+    HANDOVER = 7
+    """A hand-over's file."""
+    MARK = 8
+    """What the replica has is a state of the run, with these counters and hand-overs."""
+    ACK = 9
+    REFUSED = 10
+    DONE = 11
+    """The run has ended and the store has all of it: the replica is not needed any more."""
+
+
+PREFIX = struct.Struct("<B3xIQQ")
+MAX_STRANGER = 4 << 10
+"""Bytes of a frame from a peer that has not proved who it is."""
+MAX_HEAD = 64 << 10
+MAX_BODY = 256 << 20
+"""Bytes of a body, except of a batch: its limit is that of the link."""
+
+Buffer: TypeAlias = "bytes | memoryview | Bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The beginning of a frame."""
+
+    kind: Kind
+    head: int
+    body: int
+    """Bytes."""
+    digest: int
+
+
+def encode(kind: Kind, head: Mapping[str, Any], *body: Buffer) -> list[Buffer]:
+    """Return the parts of a frame. Raises ValueError if its head is too long."""
+    text = json.dumps(head, separators=(",", ":")).encode()
+    if len(text) > MAX_HEAD:
+        raise ValueError(f"a head of {len(text)} bytes")
+    digest = xxhash.xxh3_64(text)
+    for part in body:
+        digest.update(part)
+    size = sum(memoryview(part).nbytes for part in body)
+    return [PREFIX.pack(kind, len(text), size, digest.intdigest()) + text, *body]
+
+
+def decode_prefix(data: bytes, *, most_head: int = MAX_HEAD, most_body: int = MAX_BODY) -> Prefix:
+    """Return the beginning of a frame, `PREFIX.size` bytes. Raises Corruption, also for one above the limits."""
+    if len(data) != PREFIX.size:
+        raise Corruption("a frame ends in its prefix")
+    kind, head, body, digest = PREFIX.unpack(data)
+    if kind not in Kind.__members__.values() or data[1:4] != bytes(3):
+        raise Corruption(f"a frame is of no known kind: {kind}")
+    if head > most_head or body > most_body:
+        raise Corruption(f"a frame claims {head} and {body} bytes, more than {most_head} and {most_body}")
+    return Prefix(Kind(kind), head, body, digest)
+
+
+def decode_head(prefix: Prefix, text: bytes, body: Buffer) -> dict[str, Any]:
+    """Return the head of a frame whose bytes are all there. Raises Corruption if they are not those that were sent."""
+    digest = xxhash.xxh3_64(text)
+    digest.update(body)
+    if digest.intdigest() != prefix.digest or len(text) != prefix.head:
+        raise Corruption("a frame's checksum does not match its content")
+    try:
+        head = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Corruption(f"a frame's head is not JSON: {error}") from error
+    if not isinstance(head, dict):
+        raise Corruption("a frame's head is not an object")
+    return head
+
+
+# -- fields of a head ----------------------------------------------------------------------------------------------
+
+
+def text_of(head: Mapping[str, Any], key: str, most: int = 1000) -> str:
+    """Return a field that is a text of at most `most` characters. Raises Corruption."""
+    value = head.get(key)
+    if not isinstance(value, str) or len(value) > most or "\0" in value:
+        raise Corruption(f"a frame's {key} is not a text")
+    return value
+
+
+def hex_of(head: Mapping[str, Any], key: str, digits: int) -> str:
+    """Return a field that is a text of so many hex digits. Raises Corruption."""
+    value = head.get(key)
+    if not isinstance(value, str) or not is_hex(value, digits):
+        raise Corruption(f"a frame's {key} is not {digits} hex digits")
+    return value
+
+
+def number_of(head: Mapping[str, Any], key: str, least: int, most: int) -> int:
+    """Return a field that is a whole number in these bounds. Raises Corruption."""
+    value = head.get(key)
+    if type(value) is not int or not least <= value <= most:
+        raise Corruption(f"a frame's {key} is not a number from {least} to {most}")
+    return value
+
+
+# -- copies --------------------------------------------------------------------------------------------------------
+
+_COPY = np.dtype(
+    [("id", "<i8"), ("generation", "<u8"), ("version", "<i8"), ("durable", "<i8"), ("distance", "<f8")]
+)
+COPY_BYTES = _COPY.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Fields of some copies: arrays of equal length; `data` has their rows, in the order of `arena.rows`."""
+
+    ids: Ids
+    """Partitions, ascending."""
+    generation: NDArray[np.uint64]
+    """Those of the owner's arena."""
+    version: Ids
+    durable: Ids
+    distance: NDArray[np.float64]
+    data: Bytes
+
+    def parts(self) -> list[Buffer]:
+        """Return the body of its frame."""
+        table = np.empty(len(self.ids), _COPY)
+        table["id"], table["generation"] = self.ids, self.generation
+        table["version"], table["durable"], table["distance"] = self.version, self.durable, self.distance
+        return [table.view(np.uint8), self.data]
+
+
+def decode_batch(head: Mapping[str, Any], body: Bytes, partitions: int) -> Batch:
+    """Return the copies in a frame's body. partitions: of the layout. Raises Corruption for impossible numbers."""
+    count = number_of(head, "count", 1, partitions)
+    at = count * COPY_BYTES
+    if at > body.size:
+        raise Corruption("a batch is shorter than its copies")
+    table = body[:at].view(_COPY)
+    ids = table["id"].astype(np.int64)
+    generation, version, durable = (
+        table["generation"].copy(),
+        table["version"].copy(),
+        table["durable"].copy(),
+    )
+    if ids[0] < 0 or ids[-1] >= partitions or (ids[1:] <= ids[:-1]).any():
+        raise Corruption("a batch names partitions that do not exist, or one twice")
+    newest = pack(MAX_EPOCH, MAX_STEP)
+    bounded = all(bool(((a >= NEVER) & (a <= newest)).all()) for a in (version, durable))
+    if not bounded or (generation & np.uint64(1)).any():
+        raise Corruption("a batch has impossible versions")
+    return Batch(ids, generation, version, durable, table["distance"].copy(), body[at:])
+
+
+# -- marks ---------------------------------------------------------------------------------------------------------
+
+MAX_NUMBER = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Counters of an arena at one moment, as in `arena.fields`, its hand-overs, and its lines."""
+
+    epoch: int
+    base_epoch: int
+    head_step: int
+    errors: int
+    sealed: int
+    whole: str
+    handovers: Sequence[int]
+    """Numbers of all hand-overs that wait."""
+    lines: Mapping[int, tuple[int, int]]
+    """See `Arena.lines`."""
+
+    def frame(self) -> list[Buffer]:
+        """Return its frame."""
+        head = {
+            name: getattr(self, name) for name in ("epoch", "base_epoch", "head_step", "errors", "sealed")
+        }
+        rows = [(shard, *both) for shard, both in sorted(self.lines.items())]
+        numbers = np.array([*self.handovers, *(n for row in rows for n in row)], dtype="<i8")
+        counts = {"whole": self.whole, "handovers": len(self.handovers)}
+        return encode(Kind.MARK, {**head, **counts}, numbers.view(np.uint8))
+
+
+def decode_mark(head: Mapping[str, Any], body: Bytes) -> Mark:
+    """Return the mark of a frame. Raises Corruption for impossible numbers."""
+    count = number_of(head, "handovers", 0, body.size // 8)
+    if body.size % 8 or (body.size // 8 - count) % 3:
+        raise Corruption("a mark's body has another length than it says")
+    numbers = body.view("<i8").tolist()
+    handovers, flat = numbers[:count], numbers[count:]
+    lines = {flat[i]: (flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)}
+    if not all(0 < number < MAX_NUMBER for number in handovers) or handovers != sorted(set(handovers)):
+        raise Corruption("a mark names impossible hand-overs")
+    if len(lines) != len(flat) // 3 or not all(
+        0 <= shard <= MAX_SHARD and min(both) >= 0 for shard, both in lines.items()
+    ):
+        raise Corruption("a mark has impossible lines")
+    whole = text_of(head, "whole")
+    if whole and not is_hex(whole, 32):
+        raise Corruption("a mark's name of the whole state is not valid")
+    return Mark(
+        number_of(head, "epoch", 1, MAX_EPOCH),
+        number_of(head, "base_epoch", 1, MAX_EPOCH),
+        number_of(head, "head_step", NEVER, MAX_STEP),
+        number_of(head, "errors", 0, MAX_NUMBER),
+        number_of(head, "sealed", NEVER, pack(MAX_EPOCH, MAX_STEP)),
+        whole,
+        handovers,
+        lines,
+    )

@@ -1,0 +1,100 @@
+"""Prove to each other that two daemons serve the same start of the same job: HMAC-SHA256 over both sides' nonces.
+
+    sender   -> HELLO     start, run, epoch, its nonce
+    receiver -> CHALLENGE its nonce, its proof
+    sender   -> PROOF     its proof
+
+The secret of a start is drawn by rank 0. It travels over the job's process group and the private sockets of the hosts,
+and is in memory only. A proof covers both nonces, who gives it, and all of HELLO: none can be used again, or for
+another run. After that, frames carry checksums, no proofs: like NCCL, a link trusts the network that it runs over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scarctl.errors import AccessDenied
+from scarctl.peers.frames import hex_of, number_of, text_of
+from scarctl.state.version import MAX_EPOCH
+
+VERSION = 1
+SECRET_BYTES = 32
+_NONCE_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a sender says first."""
+
+    start: str
+    """Public name of this start of the job: 32 hex digits."""
+    run: str
+    """Id of the run whose arena is sent."""
+    epoch: int
+    nonce: str
+    version: int = VERSION
+
+    @classmethod
+    def new(cls, start: str, run: str, epoch: int) -> Hello:
+        """Return one with a fresh nonce."""
+        return cls(start, run, epoch, secrets.token_hex(_NONCE_BYTES))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the head of its frame."""
+        return {
+            "v": self.version,
+            "start": self.start,
+            "run": self.run,
+            "epoch": self.epoch,
+            "nonce": self.nonce,
+        }
+
+    @classmethod
+    def from_json(cls, head: Mapping[str, Any]) -> Hello:
+        """Return the greeting in a frame's head. Raises Corruption."""
+        return cls(
+            hex_of(head, "start", 32),
+            text_of(head, "run", 100),
+            number_of(head, "epoch", 1, MAX_EPOCH),
+            hex_of(head, "nonce", 2 * _NONCE_BYTES),
+            number_of(head, "v", 0, 1 << 20),
+        )
+
+
+def challenge(secret: bytes, hello: Hello) -> dict[str, Any]:
+    """Return the head of the receiver's answer."""
+    nonce = secrets.token_hex(_NONCE_BYTES)
+    return {"nonce": nonce, "proof": _proof(secret, "receiver", hello, nonce)}
+
+
+def answer(secret: bytes, hello: Hello, head: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the head of the sender's proof. head: that of the receiver's challenge.
+
+    Raises AccessDenied if the receiver does not have the secret, Corruption.
+    """
+    nonce = hex_of(head, "nonce", 2 * _NONCE_BYTES)
+    _compare(_proof(secret, "receiver", hello, nonce), head)
+    return {"proof": _proof(secret, "sender", hello, nonce)}
+
+
+def verify(secret: bytes, hello: Hello, nonce: str, head: Mapping[str, Any]) -> None:
+    """Check the sender's proof. nonce: the receiver's. Raises AccessDenied if it is another, Corruption."""
+    _compare(_proof(secret, "sender", hello, nonce), head)
+
+
+def _compare(expected: str, head: Mapping[str, Any]) -> None:
+    if not hmac.compare_digest(expected, hex_of(head, "proof", 64)):
+        raise AccessDenied(
+            "a peer does not have this job's secret", hint="it is of another job, or an intruder"
+        )
+
+
+def _proof(secret: bytes, who: str, hello: Hello, nonce: str) -> str:
+    text = json.dumps(["scarctl-peers", who, hello.to_json(), nonce], sort_keys=True).encode()
+    return hmac.new(secret, text, hashlib.sha256).hexdigest()

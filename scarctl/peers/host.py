@@ -1,0 +1,257 @@
+"""Keep the replicas of other hosts on this one: listen for their daemons, ask for a proof, and write what they send."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scarctl.arena.owner import Owner
+from scarctl.errors import AccessDenied, Contention, Corruption, ScarError, Unavailable
+from scarctl.peers.channel import STRANGER_SECONDS, Channel, Gone
+from scarctl.peers.follower import most_body
+from scarctl.peers.frames import (
+    MAX_BODY,
+    MAX_NUMBER,
+    Kind,
+    decode_batch,
+    decode_mark,
+    encode,
+    number_of,
+    text_of,
+)
+from scarctl.peers.handshake import VERSION, Hello, challenge, verify
+from scarctl.peers.replica import Replica, require_newest, sweep
+from scarctl.state.version import MAX_EPOCH
+
+log = logging.getLogger("scarctl")
+
+_MOST_STRANGERS = 64
+"""Connections that may be without a proof at one time."""
+_WARN_SECONDS = 60.0
+
+
+class Host:
+    """The replicas of one daemon. Its socket opens with the first start of a job that asks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Prepare, without a socket. folder: folder of the daemon."""
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._secrets: dict[str, tuple[bytes, str]] = {}
+        """Secret of each start, and the beginning of its runs' ids."""
+        self._listeners: dict[tuple[str, int], socket.socket] = {}
+        self._strangers = threading.Semaphore(_MOST_STRANGERS)
+        self._writing: dict[str, tuple[Channel, threading.Thread, Replica | None]] = {}
+        """Connection, thread and replica, by run."""
+        self._closing = False
+        self._warn_at = 0.0
+
+    def admit(self, start: str, secret: bytes, runs: str, address: str, port: int) -> int:
+        """Take replicas of the runs of a start, and return the port. runs: the beginning of their ids.
+
+        address: that of this host, to listen at; no other one is bound. port: the one to listen at if it is free, or 0.
+
+        Raises Unavailable if that address cannot be bound.
+        """
+        with self._lock:
+            if self._closing:
+                raise Contention("the daemon is ending", hint="retry", kind="daemon-ending")
+            # An earlier start of the same runs is over: its daemons are not let in again.
+            others = {name: known for name, known in self._secrets.items() if known[1] != runs}
+            self._secrets = {**others, start: (secret, runs)}
+            for (bound, at), _ in self._listeners.items():
+                if bound == address:
+                    return at
+            listener = _listen(address, port)
+            at = int(listener.getsockname()[1])
+            self._listeners[address, at] = listener
+            if len(self._listeners) == 1:
+                sweep(self._folder)
+        threading.Thread(target=self._accept, args=(listener,), name="scarctl-replicas", daemon=True).start()
+        log.info("keeps replicas of %s: listens at %s port %d", runs, address, at)
+        return at
+
+    @property
+    def busy(self) -> bool:
+        """Whether a peer sends to a replica of this host."""
+        with self._lock:
+            return bool(self._writing)
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return the replicas that are being written: run, host of the owner, and step."""
+        with self._lock:
+            replicas = [(run, replica) for run, (_, _, replica) in sorted(self._writing.items()) if replica]
+        return [
+            {
+                "id": run,
+                "host": replica.owner.host,
+                "head_step": replica.arena.head_step,
+                "complete": replica.complete,
+            }
+            for run, replica in replicas
+        ]
+
+    def close(self) -> None:
+        """End all connections. The replicas stay."""
+        with self._lock:
+            self._closing = True
+            for listener in self._listeners.values():
+                with contextlib.suppress(OSError):
+                    listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+                listener.close()
+            writing = list(self._writing.values())
+        for channel, _, _ in writing:
+            channel.shut()
+
+    # -- threads ------------------------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closing:
+            try:
+                connection, _ = listener.accept()
+            except OSError as error:
+                if self._closing:
+                    return
+                self._warn("a connection was refused: %s", error)
+                time.sleep(0.1)
+                continue
+            if not self._strangers.acquire(blocking=False):
+                connection.close()
+                continue
+            try:
+                threading.Thread(
+                    target=self._converse, args=(connection,), name="scarctl-replica", daemon=True
+                ).start()
+            except RuntimeError as error:  # out of threads
+                self._strangers.release()
+                connection.close()
+                self._warn("a connection was refused: %s", error)
+
+    def _converse(self, connection: socket.socket) -> None:
+        """Serve one sender until it disconnects. Nothing that it sends ends the daemon."""
+        strange = True
+        channel = None
+        try:
+            with connection:
+                channel = Channel(connection)
+                hello = self._meet(channel)
+                strange = False
+                self._strangers.release()
+                channel.trust(None)
+                self._write(channel, hello)
+        except Gone:
+            pass  # the usual end
+        except ScarError as error:
+            self._warn("a peer was refused: %s", error)
+        except Exception:
+            log.exception("a peer's connection failed unexpectedly")
+        finally:
+            if strange:
+                self._strangers.release()
+
+    def _meet(self, channel: Channel) -> Hello:
+        """Return the greeting of a peer that has proved to be of the same start. Raises AccessDenied, Corruption."""
+        head, _ = channel.expect(Kind.HELLO)
+        hello = Hello.from_json(head)
+        with self._lock:
+            secret, runs = self._secrets.get(hello.start, (b"", ""))
+        if hello.version != VERSION or not secret:
+            # Passing: the ranks of this host have not reached their daemon yet.
+            channel.refuse(Unavailable("this host does not know this start of the job", kind="unknown-start"))
+            raise Gone
+        asked = challenge(secret, hello)
+        channel.send(encode(Kind.CHALLENGE, asked))
+        head, _ = channel.expect(Kind.PROOF)
+        verify(secret, hello, asked["nonce"], head)
+        if not hello.run.startswith(runs):
+            raise AccessDenied(f"a peer of {runs} names a run of another store: {hello.run!r:.80}")
+        return hello
+
+    def _write(self, channel: Channel, hello: Hello) -> None:
+        """Write one replica, as the peer describes it. Refusals are sent to it."""
+        run = hello.run
+        self._replace(channel, run)
+        try:
+            replica = self._begin(channel, hello)
+            with self._lock:
+                self._writing[run] = channel, threading.current_thread(), replica
+            most, partitions = most_body(replica.arena), replica.arena.layout.partitions
+            have = [array.view(np.uint8) for array in replica.have()]
+            channel.send(encode(Kind.ACK, {"complete": replica.complete}, *have))
+            while True:
+                kind, head, body = channel.receive(most_body=most)
+                if kind in (Kind.BATCH, Kind.FIELDS):
+                    replica.apply(decode_batch(head, body, partitions), rows=kind is Kind.BATCH)
+                elif kind is Kind.HANDOVER:
+                    replica.keep(number_of(head, "number", 1, MAX_NUMBER), body.tobytes())
+                elif kind is Kind.MARK:
+                    replica.mark(decode_mark(head, body))
+                elif kind is Kind.DONE:
+                    replica.remove()
+                    log.info("%s: its host does not need the replica any more", run)
+                else:
+                    raise Corruption(f"a peer sends {kind.name} to a replica")
+                channel.send(encode(Kind.ACK, {}))
+        except ScarError as error:
+            channel.refuse(error)
+            raise
+        finally:
+            with self._lock:
+                if self._writing.get(run, (None,))[0] is channel:
+                    del self._writing[run]
+
+    def _replace(self, channel: Channel, run: str) -> None:
+        """End an earlier connection for the same run: its sender has lost it. Raises Contention if it does not end."""
+        until = time.monotonic() + STRANGER_SECONDS
+        while True:
+            with self._lock:
+                earlier = self._writing.get(run)
+                if earlier is None:
+                    self._writing[run] = channel, threading.current_thread(), None
+                    return
+            earlier[0].shut()
+            earlier[1].join(max(0.0, until - time.monotonic()))
+            if time.monotonic() >= until:
+                raise Contention(f"{run}: an earlier connection does not end", kind="replica-busy")
+
+    def _begin(self, channel: Channel, hello: Hello) -> Replica:
+        head, body = channel.expect(Kind.LAYOUT, most_body=MAX_BODY)
+        owner = Owner(text_of(head, "host", 300), hello.start, number_of(head, "base_epoch", 1, MAX_EPOCH))
+        require_newest(self._folder / hello.run, hello.run, owner, hello.epoch)
+        return Replica.begin(
+            self._folder, hello.run, body.tobytes(), owner, hello.epoch, text_of(head, "store", 4000)
+        )
+
+    def _warn(self, text: str, error: Exception) -> None:
+        """Log a warning, at most one per minute, so that bad peers do not fill the log."""
+        if time.monotonic() >= self._warn_at:
+            self._warn_at = time.monotonic() + _WARN_SECONDS
+            log.warning(text, error)
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """Listen at `port` if it is free, else at any. Raises Unavailable."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for wanted in (port, 0):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, wanted))
+            listener.listen()
+            return listener
+        except OSError as error:
+            listener.close()
+            if wanted == 0:
+                raise Unavailable(
+                    f"the daemon cannot listen at {address}: {error.strerror}",
+                    hint="the address is the one that reaches the master (MASTER_ADDR)",
+                    kind="no-address",
+                ) from error
+    raise AssertionError

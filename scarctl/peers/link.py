@@ -1,0 +1,186 @@
+"""Decide what a link to a peer does next: a pure state machine, like `scarctl.daemon.lifecycle`.
+
+    ABSENT -> CONNECTING -> FULL -> FOLLOWING <-> BEHIND
+    any of these -> LOST -> CONNECTING, or after 60 s REPLACED: CONNECTING to the next candidate
+    any -> FENCED, CLOSED
+
+Times are seconds on one monotonic clock, and arrive with the events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+REPLACED_AFTER = 60.0
+"""Seconds without a connection after which the next candidate is tried."""
+BEHIND_AFTER = 10.0
+"""Seconds since the last mark, while there is something to send, after which a link counts as behind."""
+_PAUSE, _LONGEST_PAUSE = 0.25, 8.0
+"""Seconds between attempts to connect. The pause doubles."""
+
+
+class State(Enum):
+    """A link's state."""
+
+    ABSENT = "absent"
+    """There is nothing to send yet, or no other host."""
+    CONNECTING = "connecting"
+    FULL = "full"
+    """All is being sent: the peer has no complete replica of this start yet."""
+    FOLLOWING = "following"
+    BEHIND = "behind"
+    LOST = "lost"
+    REPLACED = "replaced"
+    """Given up; the next candidate is tried at once."""
+    FENCED = "fenced"
+    """The peer has seen a later epoch: this run has continued elsewhere."""
+    CLOSED = "closed"
+
+
+# -- events --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """There is an arena to send."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The peer has accepted the replica, and waits for copies."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """The peer has acknowledged a mark."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The connection has ended, or could not be made."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The peer cannot keep a replica: it has no room, or a live process uses its place."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Overtaken:
+    """The peer has seen a later epoch of this run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed. waiting: something is not sent yet."""
+
+    now: float
+    waiting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The run has ended."""
+
+
+Event = Begin | Accepted | Marked | Lost | Refused | Overtaken | Tick | Close
+
+_CONNECTED = (State.FULL, State.FOLLOWING, State.BEHIND)
+_ENDED = (State.FENCED, State.CLOSED)
+
+
+@dataclass(slots=True)
+class Link:
+    """One link. Only `handle` changes it."""
+
+    candidates: int
+    """Number of hosts that may keep this copy; the first is the best."""
+    at: int = 0
+    """The candidate that is tried, or connected."""
+    state: State = State.ABSENT
+    complete: bool = False
+    """The candidate has a complete replica of this start."""
+    marked_at: float = 0.0
+    lost_at: float | None = None
+    """When the present candidate ceased to be connected; None while it is."""
+    retry_at: float = 0.0
+    pause: float = _PAUSE
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is sent any more, for good."""
+        return self.state in _ENDED
+
+    def handle(self, event: Event) -> bool:
+        """Take one event. Return whether to connect to candidate `at` now."""
+        if self.ended:
+            return False
+        match event:
+            case Close():
+                self.state = State.CLOSED
+            case Overtaken():
+                self.state = State.FENCED
+            case Begin(now):
+                if self.state is State.ABSENT and self.candidates:
+                    self.lost_at = now
+                    return self._connect()
+            case Accepted(now):
+                if self.state is State.CONNECTING:
+                    self.state, self.complete = State.FULL, False
+                    self.lost_at, self.pause, self.marked_at = None, _PAUSE, now
+            case Marked(now):
+                if self.state in _CONNECTED:
+                    self.state, self.complete, self.marked_at = State.FOLLOWING, True, now
+            case Lost(now):
+                self._lose(now)
+            case Refused(now):
+                if self.state is State.CONNECTING or self.state in _CONNECTED:
+                    return self._replace(now)
+            case Tick(now, waiting):
+                return self._tick(now, waiting)
+        return False
+
+    def _tick(self, now: float, waiting: bool) -> bool:
+        if self.state is State.FOLLOWING and waiting and now >= self.marked_at + BEHIND_AFTER:
+            self.state = State.BEHIND
+        elif self.state is State.REPLACED and now >= self.retry_at:
+            return self._connect()
+        elif self.state is State.LOST and self.lost_at is not None:
+            if self.candidates > 1 and now >= self.lost_at + REPLACED_AFTER:
+                return self._replace(now)
+            if now >= self.retry_at:
+                return self._connect()
+        return False
+
+    def _connect(self) -> bool:
+        self.state = State.CONNECTING
+        return True
+
+    def _lose(self, now: float) -> None:
+        if self.state is not State.CONNECTING and self.state not in _CONNECTED:
+            return
+        self.state = State.LOST
+        if self.lost_at is None:
+            self.lost_at = now
+        self.retry_at, self.pause = now + self.pause, min(_LONGEST_PAUSE, 2 * self.pause)
+
+    def _replace(self, now: float) -> bool:
+        """Turn to the next candidate: at once, or after a pause if all were tried."""
+        self.state, self.complete = State.REPLACED, False
+        self.at = (self.at + 1) % self.candidates
+        self.lost_at = now
+        self.retry_at = now
+        if self.at == 0:
+            self.retry_at, self.pause = now + self.pause, min(_LONGEST_PAUSE, 2 * self.pause)
+        return False

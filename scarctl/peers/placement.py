@@ -1,0 +1,82 @@
+"""Choose the hosts that keep copies of each other's memory: a pure function of the hosts and their failure domains.
+
+Hosts form groups of `copies + 1`, in which each has a copy of all others; those that are left form a ring. So more of
+the cases are survived in which several hosts die at once than with one ring (Wang et al., Gemini, SOSP 2023).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+
+def place(domains: Sequence[str], copies: int) -> list[list[int]]:
+    """Return for each host the hosts that may keep its copies, best first: the first `copies` of them do.
+
+    domains: of each host, what fails together: a rack, a zone; "" if the host is its own domain.
+    copies: how many hosts keep a copy; fewer if there are not so many.
+    """
+    assert copies >= 0
+    named = [domain or f"\0{host}" for host, domain in enumerate(domains)]
+    copies = min(copies, len(named) - 1)
+    if copies < 1:
+        return [[] for _ in named]
+    groups, ring = _divided(named, copies)
+    first: list[list[int]] = [[] for _ in named]
+    for group in groups:
+        for at, host in enumerate(group):
+            first[host] = [*group[at + 1 :], *group[:at]]
+    for at, host in enumerate(ring):
+        first[host] = [ring[(at + n + 1) % len(ring)] for n in range(copies)]
+    return [_then_others(host, chosen, named) for host, chosen in enumerate(first)]
+
+
+def _divided(named: Sequence[str], copies: int) -> tuple[list[list[int]], list[int]]:
+    """Return the groups, and the ring of those that are left."""
+    size, hosts = copies + 1, _by_domain(range(len(named)), named)
+    count = len(hosts) // size
+    ring: list[int] = []
+    if len(hosts) % size:
+        count -= 1
+        for _ in range(len(hosts) - count * size):
+            ring.append(_next_of_ring(hosts, ring, named))
+            hosts.remove(ring[-1])
+        ring = _spread(ring, named)
+    # Hosts of one domain are adjacent, so no group gets two of them unless there are more of them than groups.
+    return [hosts[n::count] for n in range(count)], ring
+
+
+def _next_of_ring(left: Sequence[int], ring: Sequence[int], named: Sequence[str]) -> int:
+    """Return the host to take into the ring: of a domain that is rare there, and has many hosts left."""
+    there, sizes = Counter(named[host] for host in ring), Counter(named[host] for host in left)
+    return min(left, key=lambda host: (there[named[host]], -sizes[named[host]], host))
+
+
+def _by_domain(hosts: Sequence[int], named: Sequence[str]) -> list[int]:
+    """Return the hosts with those of one domain side by side, large domains first."""
+    sizes = Counter(named[host] for host in hosts)
+    return sorted(hosts, key=lambda host: (-sizes[named[host]], named[host], host))
+
+
+def _spread(hosts: Sequence[int], named: Sequence[str]) -> list[int]:
+    """Return the hosts so that neighbours are of different domains, as far as possible: the largest rest comes next."""
+    left = list(hosts)
+    found: list[int] = []
+    while left:
+        sizes = Counter(named[host] for host in left)
+        others = [host for host in left if not found or named[host] != named[found[-1]]]
+        # The last one is a neighbour of the first.
+        best = max(
+            others or left,
+            key=lambda host: (sizes[named[host]], bool(found) and named[host] == named[found[0]], -host),
+        )
+        found.append(best)
+        left.remove(best)
+    return found
+
+
+def _then_others(host: int, chosen: list[int], named: Sequence[str]) -> list[int]:
+    """Return the chosen hosts, then all others to fall back on: other domains first, the next in number first."""
+    count = len(named)
+    others = [other for n in range(1, count) if (other := (host + n) % count) not in chosen]
+    return chosen + sorted(others, key=lambda other: named[other] == named[host])

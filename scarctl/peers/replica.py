@@ -1,0 +1,272 @@
+"""Write a replica: the arena of a run that lives on another host, as its owner's daemon describes it.
+
+A new replica grows in a folder next to its place, and takes the place with its first mark, complete. An older one
+stays until then. A replica that has its place follows there: each copy is whole, old or new, by its generation, which
+is the owner's. Counters and hand-overs appear with a mark, after the copies that they speak of.
+
+The folder is locked for each change only. So a session or a survivor takes the arena when it needs it; the replica then
+has no owner any more (`arena.owner`), and the next change finds that out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.folder import folder_error, lock_folder
+from scarctl.arena.header import FILE
+from scarctl.arena.kinship import put_aside
+from scarctl.arena.lines import write_lines
+from scarctl.arena.owner import Owner, read_owner, write_owner
+from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.rows import write_rows
+from scarctl.errors import Corruption, Fenced, ScarError
+from scarctl.peers.frames import Batch, Mark
+from scarctl.state.layout import Layout
+from scarctl.state.version import NEVER
+from scarctl.store.format import MAX_LAYOUT_VALUES, parse_json
+from scarctl.util.arrays import Ids
+
+log = logging.getLogger("scarctl")
+
+SUCCESSOR = ".successor"
+"""Suffix of the folder in which a replica grows until it is complete."""
+_RUN = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{16})?-[0-9]{1,6}", re.ASCII)
+
+
+class Replica:
+    """One run's replica on this host. Made by `begin`; all calls are of one thread."""
+
+    def __init__(self, place: Path, folder: Path, arena: Arena, owner: Owner) -> None:
+        self.owner = owner
+        self.arena = arena
+        self.complete = folder == place
+        """It has its place: recovery finds it."""
+        self._place, self._folder = place, folder
+        self._inode = os.stat(folder / FILE).st_ino
+        self._handovers: dict[int, Path] = {}
+        """Files of hand-overs that no mark has named yet."""
+
+    @classmethod
+    def begin(cls, base: Path, run: str, layout_json: bytes, owner: Owner, epoch: int, store: str) -> Replica:
+        """Begin a replica, or continue that of the same owner. All space is reserved before this returns.
+
+        base: the host's folder. layout_json: as in the owner's arena. epoch: of the owner.
+        store: address of the store, for display.
+
+        Raises Fenced if this host has seen a later epoch of the run; Unavailable (`kind` "arena-full") without room.
+        Raises Contention if a live process uses the place; Corruption, AccessDenied.
+        """
+        if not _RUN.fullmatch(run):
+            raise Corruption(f"a peer names no run of a rank: {run!r:.80}")
+        place = base / run
+        require_newest(place, run, owner, epoch)
+        try:
+            layout = Layout.from_json(parse_json(layout_json, "a peer's layout", values=MAX_LAYOUT_VALUES))
+        except RecursionError as error:
+            raise Corruption(f"a peer's layout cannot be read: {error}") from error
+        growing = place.with_name(place.name + SUCCESSOR)
+        for folder in (place, growing):
+            if read_owner(folder) == owner and (arena := _continued(folder, run, layout)) is not None:
+                return cls(place, folder, arena, owner)
+        if os.path.lexists(growing):
+            _remove(growing)
+        arena = Arena.create(growing, layout, run_id=run, epoch=owner.base_epoch, place=store, populate=False)
+        try:
+            arena.take_over(0)  # no process of this host writes it
+            arena.begin_epoch(owner.base_epoch)
+            write_owner(growing, owner)
+        except BaseException:
+            _remove(growing)
+            raise
+        finally:
+            arena.close()
+        return cls(place, growing, arena, owner)
+
+    def have(self) -> list[Ids]:
+        """Return generation, version and durable version of every copy: int64, odd generations as -1."""
+        arena = self.arena
+        odd = (arena.generation & np.uint64(1)).astype(bool)
+        return [
+            np.where(odd, -1, arena.generation.astype(np.int64)),
+            arena.version.copy(),
+            arena.durable.copy(),
+        ]
+
+    def apply(self, batch: Batch, *, rows: bool) -> None:
+        """Copy a batch that was verified. rows: with its rows; without, only the fields of copies that are here.
+
+        Raises Fenced if the replica was taken, Corruption if the batch has another size than its copies.
+        """
+        arena, ids = self.arena, batch.ids
+        if batch.data.size != (int(arena.layout.partition_bytes[ids].sum()) if rows else 0):
+            raise Corruption("a batch has another size than its copies")
+        if not rows and (arena.generation[ids] != batch.generation).any():
+            raise Corruption("a peer describes copies that were never sent")
+        with self._held():
+            arena.begin(ids)
+            if rows:
+                write_rows(arena, ids, batch.data)
+            arena.version[ids] = batch.version
+            arena.durable[ids] = batch.durable
+            arena.distance[ids] = batch.distance
+            arena.generation[ids] = batch.generation
+
+    def keep(self, number: int, data: bytes) -> None:
+        """Keep a hand-over's file until a mark names it. Raises Unavailable, Fenced."""
+        with self._held():
+            path = self._folder / f".handover-of-peer-{number:020d}"
+            try:
+                path.unlink(missing_ok=True)
+                with open(path, "xb", opener=_private) as file:
+                    file.write(data)
+            except OSError as error:
+                raise folder_error(error, path) from error
+            self._handovers[number] = path
+
+    def mark(self, mark: Mark) -> None:
+        """Note the counters of the owner's arena, and which hand-overs wait. Then the replica is complete.
+
+        Raises Fenced, Corruption, Unavailable, Contention.
+        """
+        if mark.base_epoch != self.owner.base_epoch or mark.epoch < self.arena.epoch:
+            raise Corruption("a mark is of another epoch than the replica")
+        with self._held():
+            self._note(mark)
+        if not self.complete:
+            self._take_place()
+
+    def _note(self, mark: Mark) -> None:
+        """Note a mark, in an order in which a process that dies in between claims nothing that is not so."""
+        arena, queue = self.arena, HandOverQueue(self._folder)
+        try:
+            arena.name_whole("")
+            if arena.sealed != mark.sealed:
+                arena.seal(NEVER)
+            present = set(queue.numbers())
+            for number, path in self._handovers.items():
+                if number in mark.handovers:
+                    os.replace(path, self._folder / f"handover-{number:020d}.safetensors")
+                else:
+                    path.unlink(missing_ok=True)
+            self._handovers.clear()
+            if arena.epoch != mark.epoch:
+                arena.begin_epoch(mark.epoch, again=True)
+            if mark.lines and arena.lines != mark.lines:
+                write_lines(self._folder, mark.lines)
+            arena.reach(mark.head_step)
+            arena.note_errors(mark.errors)
+            arena.seal(mark.sealed)
+            arena.name_whole(mark.whole)
+            for number in present - set(mark.handovers):
+                queue.remove(number)
+            os.utime(self._folder)  # its age counts from now
+        except OSError as error:
+            raise folder_error(error, self._folder) from error
+
+    def _take_place(self) -> None:
+        """Give the complete replica its place. An older arena there goes; one of this host's own runs is set aside."""
+        lock = lock_folder(self._place, patience=1.0)
+        old = self._place.with_name(self._place.name + ".old")
+        try:
+            require_newest(self._place, self._place.name, self.owner, self.arena.epoch)
+            if os.path.lexists(self._place / FILE) and read_owner(self._place) is None:
+                put_aside(self._place)
+            else:
+                shutil.rmtree(old, ignore_errors=True)
+                os.rename(self._place, old)
+            os.rename(self._folder, self._place)
+        except OSError as error:
+            raise folder_error(error, self._place) from error
+        finally:
+            os.close(lock)
+        self._folder, self.complete = self._place, True
+        self.arena.moved_to(self._place)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Delete the replica: the store has all of it. Raises Fenced if it was taken."""
+        with self._held():
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Hold the folder's lock, and check that this is still the replica. Raises Fenced if it is not.
+
+        Raises Contention while another process reads it, or is about to take it.
+        """
+        lock = lock_folder(self._folder)
+        try:
+            try:
+                same = os.stat(self._folder / FILE).st_ino == self._inode
+            except FileNotFoundError:
+                same = False
+                with contextlib.suppress(OSError):
+                    os.rmdir(self._folder)  # looking made it
+            if not same or read_owner(self._folder) != self.owner:
+                raise _taken(self._folder)
+            yield
+        finally:
+            os.close(lock)
+
+
+def require_newest(place: Path, run: str, owner: Owner, epoch: int) -> None:
+    """Raise Fenced if the arena in `place` is of a later epoch, or was taken by a process of this host in this one."""
+    try:
+        present = Arena.share(place, run_id=run)
+    except Corruption as error:
+        log.warning("%s: it is replaced by a replica", error.message)
+        return
+    if present is None:
+        return
+    own = read_owner(place) is None
+    blank = not (present.version >= 0).any()
+    if own and owner.base_epoch <= present.epoch <= epoch and not blank:
+        raise _taken(place)
+    if present.epoch > epoch:
+        raise Fenced(
+            f"{place}: this host has seen epoch {present.epoch} of the run, and epoch {epoch} is over",
+            hint="the run has continued elsewhere",
+        )
+
+
+def sweep(base: Path) -> None:
+    """Delete what daemons that were killed have left of replicas that were not complete."""
+    for path in [*base.glob(f"*{SUCCESSOR}"), *base.glob("*.old")]:
+        with contextlib.suppress(ScarError):
+            _remove(path)
+
+
+def _continued(folder: Path, run: str, layout: Layout) -> Arena | None:
+    """Return the arena in `folder`, if it can be continued."""
+    try:
+        arena = Arena.share(folder, run_id=run)
+    except ScarError:
+        return None
+    return arena if arena is not None and arena.layout == layout else None
+
+
+def _remove(folder: Path) -> None:
+    lock = lock_folder(folder)
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _taken(folder: Path) -> Fenced:
+    return Fenced(
+        f"{folder}: a process of this host has taken the replica", hint="the run has continued elsewhere"
+    )
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -1,0 +1,273 @@
+"""Send one run's arena to a peer, in a thread of the daemon: connect, prove, follow; again when the link is lost."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scarctl.arena.arena import Arena
+from scarctl.errors import Fenced, ScarError
+from scarctl.peers.channel import REPLY_SECONDS, STRANGER_SECONDS, Channel, Gone, readable
+from scarctl.peers.follower import BATCH_BYTES, Counters, Follower
+from scarctl.peers.frames import Kind, encode
+from scarctl.peers.handshake import Hello, answer
+from scarctl.peers.link import (
+    Accepted,
+    Begin,
+    Close,
+    Event,
+    Link,
+    Lost,
+    Marked,
+    Overtaken,
+    Refused,
+    State,
+    Tick,
+)
+from scarctl.util.arrays import Bytes, Ids
+
+log = logging.getLogger("scarctl")
+
+_WINDOW = 4
+"""Frames that are sent before the first of them is acknowledged."""
+_LEAST_BATCH = 64 << 10
+_PAUSE = 0.05
+"""Seconds between two rounds, at least."""
+_LOOK_SECONDS = 1.0
+"""Time after which changes are found that no counter shows."""
+_SIGN_SECONDS = 600.0
+"""Time after which a mark says that the owner lives: replicas of a day without any are removed."""
+_FINAL = ("arena-full", "no-pacing")
+"""Kinds of errors after which the next candidate is tried at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A daemon that may keep the replica."""
+
+    host: str
+    """Name, for display."""
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is sent: a run of one start of a job."""
+
+    run: str
+    store: str
+    """Address of the store, for display."""
+    host: str
+    """Name of this host, for display."""
+    start: str
+    secret: bytes
+    rate: float | None
+    """Most bytes per second; None: no limit."""
+
+    def __repr__(self) -> str:
+        return f"Source({self.run})"  # the secret is in no log
+
+
+class _RolledBack(Exception):
+    """The run has begun anew in the same arena."""
+
+
+class Sender:
+    """One copy of one run, kept by the first of the candidates that can."""
+
+    def __init__(
+        self,
+        source: Source,
+        candidates: Sequence[Candidate],
+        arena: Arena,
+        warn: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Prepare, without a connection. warn: called with what the run's user should know."""
+        self._source = source
+        self._candidates = tuple(candidates)
+        self._arena = arena
+        self._warn = warn
+        self._follower = Follower(arena, most=_batch_bytes(source.rate))
+        self.link = Link(len(self._candidates))
+        self._marked = -1
+        """Step of the newest mark that the peer has acknowledged."""
+        self._current: Counters = ()
+        """Counters of that mark."""
+        self._channel: Channel | None = None
+        self._closing = threading.Event()
+        self._done = False
+        self._said = ""
+        self._thread = threading.Thread(target=self._run, name="scarctl-sender", daemon=True)
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._thread.start()
+
+    def close(self, *, done: bool, patience: float) -> None:
+        """Send what is missing, within `patience` seconds, and end. done: the store has all of it, sealed.
+
+        Does nothing more than that if the link is not connected.
+        """
+        self._done = done
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join(patience)
+        channel = self._channel
+        if self._thread.is_alive() and channel is not None:
+            channel.shut()
+
+    @property
+    def state(self) -> State:
+        """The link's state."""
+        return self.link.state
+
+    @property
+    def behind(self) -> int | None:
+        """Steps that the peer is behind this host's memory; None without a complete replica there."""
+        return max(0, self._arena.head_step - self._marked) if self.link.complete else None
+
+    def describe(self) -> str:
+        """Return the link in words: "b: following, 4 behind"."""
+        host, behind = self._candidates[self.link.at].host, self.behind
+        if behind is None:
+            return f"{host}: {self.state.value}"
+        current = not behind and self._follower.counters() == self._current
+        return f"{host}: {self.state.value}, {'up to date' if current else f'{behind} behind'}"
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        now = time.monotonic
+        connect = self._handle(Begin(now()))
+        while not self._closing.is_set() and not self.link.ended:
+            if connect:
+                self._connect()
+            connect = self._handle(Tick(now()))
+            if not connect:
+                self._closing.wait(_PAUSE)
+        self._handle(Close())
+
+    def _handle(self, event: Event) -> bool:
+        before, at = self.link.state, self.link.at
+        connect = self.link.handle(event)
+        if self.link.state is not before and self._candidates:
+            host = self._candidates[at].host
+            log.info("%s: copy on %s: %s", self._source.run, host, self.link.state.value)
+        return connect
+
+    def _connect(self) -> None:
+        """Send to the present candidate until the connection ends, and report to the link why."""
+        peer = self._candidates[self.link.at]
+        try:
+            self._converse(peer)
+        except _RolledBack:
+            self._handle(Lost(time.monotonic()))
+        except Gone as error:
+            self._lost(peer, str(error), Lost(time.monotonic()))
+        except OSError as error:
+            self._lost(peer, error.strerror or str(error), Lost(time.monotonic()))
+        except Fenced as error:
+            self._lost(peer, str(error), Overtaken())
+        except ScarError as error:
+            now = time.monotonic()
+            final = error.kind in _FINAL
+            if error.kind == "unknown-start":
+                self._handle(Lost(now))  # its ranks begin later than these
+            else:
+                self._lost(peer, str(error), Refused(now) if final else Lost(now))
+        except Exception as error:
+            log.exception("sending to a peer failed unexpectedly")
+            self._lost(peer, repr(error)[:200], Lost(time.monotonic()))
+
+    def _lost(self, peer: Candidate, why: str, event: Event) -> None:
+        said = f"{peer.host}: {why}"
+        if said != self._said and not self._closing.is_set():
+            self._said = said
+            self._warn(f"the copy of this rank's memory on {peer.host} is not kept up to date: {why}")
+        self._handle(event)
+
+    def _converse(self, peer: Candidate) -> None:
+        source, arena, follower = self._source, self._arena, self._follower
+        with socket.create_connection((peer.address, peer.port), STRANGER_SECONDS) as connection:
+            channel = Channel(connection)
+            if source.rate is not None:
+                channel.limit_rate(source.rate)
+            hello = Hello.new(source.start, source.run, arena.epoch)
+            channel.send(encode(Kind.HELLO, hello.to_json()))
+            head, _ = channel.expect(Kind.CHALLENGE)
+            channel.send(encode(Kind.PROOF, answer(source.secret, hello, head)))
+            channel.trust(REPLY_SECONDS)
+            layout = arena.layout_json()
+            about = {"host": source.host, "store": source.store, "base_epoch": arena.base_epoch}
+            channel.send(encode(Kind.LAYOUT, about, layout))
+            head, body = channel.expect(Kind.ACK)
+            follower.has(_have(body, arena.layout.partitions))
+            self._handle(Accepted(time.monotonic()))
+            self._channel = channel
+            try:
+                self._follow(channel)
+            finally:
+                self._channel = None
+
+    def _follow(self, channel: Channel) -> None:
+        looked = rounded = -1.0
+        base = self._arena.base_epoch
+        while not self.link.ended:
+            closing = self._closing.is_set()
+            if self._arena.base_epoch != base:
+                raise _RolledBack  # its generations are of another history: the peer begins a new replica
+            if closing and self._done:
+                channel.send(encode(Kind.DONE, {}))
+                channel.expect(Kind.ACK)
+                return
+            began = time.monotonic()
+            if (
+                closing
+                or self._follower.lags()
+                or (began > looked + _LOOK_SECONDS and self._follower.changed().any())
+                or began > rounded + _SIGN_SECONDS
+            ):
+                rounded = began
+                self._round(channel)
+            if began > looked + _LOOK_SECONDS:
+                looked = began
+            if closing:
+                return
+            self._handle(Tick(time.monotonic(), waiting=self._follower.lags()))
+            self._closing.wait(max(_PAUSE, (time.monotonic() - began) / 8))
+            if readable(channel):
+                channel.expect(Kind.ACK)  # nothing is due: this raises why the peer ends
+
+    def _round(self, channel: Channel) -> None:
+        waiting, marked = 0, False
+        for frame in self._follower.round():
+            marked = bytes(memoryview(frame[0])[:1]) == bytes([Kind.MARK])
+            channel.send(frame)
+            waiting += 1
+            if waiting >= _WINDOW:
+                channel.expect(Kind.ACK)
+                waiting -= 1
+        for _ in range(waiting):
+            channel.expect(Kind.ACK)
+        if marked:
+            self._marked, self._current = self._follower.marked_step, self._follower.marked
+            self._said = ""
+            self._handle(Marked(time.monotonic()))
+
+
+def _batch_bytes(rate: float | None) -> int:
+    """Return the size of a batch: about a second's worth where the rate is limited."""
+    return BATCH_BYTES if rate is None else max(_LEAST_BATCH, min(BATCH_BYTES, int(rate)))
+
+
+def _have(body: Bytes, partitions: int) -> list[Ids]:
+    """Return the arrays in the body of a peer's first answer: see `Replica.have`."""
+    numbers = body.view(np.int64) if body.size % 8 == 0 else np.empty(0, np.int64)
+    return [numbers[n * partitions : (n + 1) * partitions].copy() for n in range(3)]

@@ -1,0 +1,156 @@
+"""A replica may be older than the store, by records of its own epoch; of no other history is it believed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.folder import arena_folder
+from scarctl.arena.header import FILE
+from scarctl.arena.kinship import ASIDE, view_of
+from scarctl.arena.owner import Owner, read_owner, write_owner
+from scarctl.arena.stale import DAY, reap, survey
+from scarctl.state.version import pack, step_of
+from scarctl.store import Store
+from tests.arena.test_kinship import EVERYTHING, Host
+from tests.daemon.rig import fill
+
+pytestmark = pytest.mark.leaves_arena
+OWNER = Owner("east", "11" * 16, 1)
+HALF, REST = EVERYTHING[::2], EVERYTHING[1::2]
+
+
+@pytest.fixture(autouse=True)
+def hosts(tmp_path: Path) -> None:
+    for name in ("east", "west", "north"):
+        (tmp_path / name).mkdir()
+
+
+def send(host: Host, base: Path, *, owner: Owner | None = OWNER) -> Path:
+    """What a peer has of a host's memory at this moment."""
+    place = arena_folder(str(base), host.store.run_id)
+    place.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+    shutil.copytree(host.folder, place)
+    arena = Arena.share(place, run_id=host.store.run_id)
+    assert arena is not None
+    arena.take_over(0)
+    if owner is not None:
+        write_owner(place, owner)
+    return place
+
+
+def lose(host: Host) -> None:
+    """Its memory is gone."""
+    shutil.rmtree(host.die())
+
+
+def copy(host: Host, ids: np.ndarray, step: int, *, wait: bool) -> None:
+    host.arena.begin(ids)
+    fill(host.arena, ids, step)
+    host.arena.end(ids, pack(host.arena.epoch, step))
+    host.arena.reach(step)
+    host.queue.put(version=pack(host.arena.epoch, step), ids=ids, extras={"step": step})
+    if wait:
+        host.saver.notify()
+        assert host.saver.drain(20), host.saver.fault()
+
+
+def test_the_store_has_gone_on(tmp_path: Path) -> None:
+    host = Host(tmp_path / "store", tmp_path / "east")
+    host.save(2)
+    host.saver.stop()
+    copy(host, HALF, 3, wait=False)
+    place = send(host, tmp_path / "west")
+    host.saver.resume()
+    copy(host, REST, 4, wait=True)
+    lose(host)
+    with contextlib.closing(Store.open(str(tmp_path / "store"))) as store:
+        seen = view_of(str(tmp_path / "west"), store)
+        assert seen is not None
+        assert seen.head_step == 3
+    again = Host(tmp_path / "store", tmp_path / "west")
+    assert again.arena.folder == place
+    # Copies that are newer in the store count as none here; the others are the newest that there are.
+    intact = again.arena.intact()
+    assert intact[HALF].all()
+    assert (step_of(again.arena.version[HALF]) == 3).all()
+    assert not intact[REST].any()
+    assert read_owner(place) is None
+    again.die()
+
+
+def test_another_process_has_saved_since(tmp_path: Path) -> None:
+    host = Host(tmp_path / "store", tmp_path / "east")
+    host.save(2)
+    place = send(host, tmp_path / "west")
+    host.save(3)
+    lose(host)
+    third = Host(tmp_path / "store", tmp_path / "north")
+    third.save(1)
+    lose(third)
+    again = Host(tmp_path / "store", tmp_path / "west")
+    assert not (again.arena.version >= 0).any(), "an abandoned future came back"
+    assert place.with_name(place.name + ASIDE).exists()
+    again.die()
+
+
+def test_the_store_was_rolled_back(tmp_path: Path) -> None:
+    host = Host(tmp_path / "store", tmp_path / "east")
+    host.save(2)
+    seqs = {shard: record.seq for shard in host.store.shards() if (record := host.store.log(shard).newest())}
+    host.save(5)
+    send(host, tmp_path / "west")
+    host.saver.stop()
+    host.saver.roll_back(seqs)
+    lose(host)
+    again = Host(tmp_path / "store", tmp_path / "west")
+    assert not (again.arena.version >= 0).any()
+    again.die()
+
+
+def test_an_older_copy_of_a_hosts_own_memory_is_no_replica(tmp_path: Path) -> None:
+    host = Host(tmp_path / "store", tmp_path / "east")
+    host.save(2)
+    send(host, tmp_path / "west", owner=None)
+    host.save(3)
+    lose(host)
+    again = Host(tmp_path / "store", tmp_path / "west")
+    assert not (again.arena.version >= 0).any()
+    again.die()
+
+
+def test_an_older_backup_of_the_store_takes_nothing_of_it(tmp_path: Path) -> None:
+    host = Host(tmp_path / "store", tmp_path / "east")
+    host.save(2)
+    shutil.copytree(tmp_path / "store", tmp_path / "backup")
+    host.save(3)
+    send(host, tmp_path / "west")
+    lose(host)
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "backup").rename(tmp_path / "store")
+    again = Host(tmp_path / "store", tmp_path / "west")
+    assert not (again.arena.version >= 0).any()
+    again.die()
+
+
+def test_a_replica_goes_a_day_after_its_last_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(tmp_path / "store", tmp_path / "east")
+    host.save(2)
+    host.saver.stop()
+    copy(host, HALF, 3, wait=False)
+    place = send(host, tmp_path / "west")
+    lose(host)
+    (seen,) = survey(place.parent)
+    assert (seen.owner, seen.expired, seen.durable) == ("east", False, False)
+    assert reap(place.parent) == []
+    now = os.stat(place).st_mtime
+    monkeypatch.setattr("scarctl.arena.stale.time.time", lambda: now + DAY + 1)
+    assert [arena.folder for arena in reap(place.parent, older_than=DAY)] == [place]
+    assert not place.exists()
+    assert not (place / FILE).exists()

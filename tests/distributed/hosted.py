@@ -1,0 +1,115 @@
+"""A training job whose ranks are on hosts of their own, each with a daemon, and keep copies of each other's memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+import scarctl
+from scarctl.arena.folder import host_folder
+from scarctl.config import grouped
+from scarctl.daemon.client import ask_status
+from tests.distributed.jobs import build, step, values
+from tests.support.training import drained
+
+
+def train(
+    rank: int, world: int, kind: str, folder: str, steps: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Resume and train up to iteration `steps`. Each of `homes` is a host: its arenas and its daemon.
+
+    Options: `store_stops_at` an iteration; `flush_at` one; `copied_at` one, after which it waits until its peers have
+    all; `peers_stop_at` one, from which on nothing is sent; `daemon_dies_at` one, that of rank 1;
+    `host_dies` (a rank): at iteration `dies_at` its daemon, its memory and itself; `all_die_at` one; a file to `keep`
+    the end in; arguments of `attach` (`settings`).
+    """
+    warned: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("scarctl").addHandler(handler)
+    home = Path(folder, options["homes"][rank])
+    home.mkdir(exist_ok=True)
+    model, optimizer = build(kind)
+    peers: list[str] = []
+    common = {"interval": 5, "partition_bytes": 2048, "daemon": True, "arena_dir": str(home), "peers": 1}
+    session = scarctl.attach(
+        model,
+        optimizer,
+        store=f"{folder}/store",
+        fraction=0.25,
+        **grouped(**{**common, **options.get("settings", {})}),
+    )
+    with session:
+        resumed = session.resume()
+        for number in range(resumed.step + 1, steps + 1):
+            step(model, optimizer, number)
+            if options.get("store_stops_at") == number:
+                drained([session])
+                session._saver.stop()
+            if options.get("flush_at") == number:
+                session.flush()
+            if options.get("daemon_dies_at") == number and rank == 1:
+                os.kill(status_of(str(home))["pid"], signal.SIGKILL)
+            if options.get("copied_at") == number:
+                peers = wait_for_peers(str(home), session.head_step)
+                dist.barrier()  # a host that dies keeps the copies of another one
+            if options.get("peers_stop_at") == number:
+                # An empty list of peers: the copies stay as they are now.
+                session._saver.follow("here", [], 1, None)
+            if options.get("dies_at") == number and options["host_dies"] == rank:
+                lose_host(home)
+            if options.get("all_die_at") == number:
+                if options["host_dies"] == rank:
+                    lose_host(home)
+                os.kill(os.getpid(), signal.SIGKILL)
+        end = values(model, optimizer)
+        if rank == 0 and options.get("keep"):
+            torch.save(end, options["keep"])
+        peers = peers or status_of(str(home))["runs"][0]["peers"]
+    return {
+        "step": resumed.step,
+        "exact": resumed.exact,
+        "tiers": None if resumed.report is None else resumed.report.tiers,
+        "errors": session.stats.errors,
+        "peers": peers,
+        "warned": warned,
+    }
+
+
+def status_of(arena_dir: str) -> dict[str, Any]:
+    """What a host's daemon says."""
+    found = ask_status(host_folder(arena_dir), patience=30.0)
+    assert found is not None
+    return dict(found)
+
+
+def wait_for_peers(arena_dir: str, step: int) -> list[str]:
+    """Wait until all copies of all runs of this host are complete and have its newest step."""
+    deadline = time.monotonic() + 40
+    while True:
+        found = ask_status(host_folder(arena_dir), patience=30.0)
+        runs = found["runs"] if found is not None else []  # its daemon may be about to be replaced
+        peers = [peer for run in runs for peer in run["peers"]]
+        if (
+            peers
+            and all(run["head_step"] == step for run in runs)
+            and all(p.endswith("up to date") for p in peers)
+        ):
+            return peers
+        assert time.monotonic() < deadline, (step, runs)
+        time.sleep(0.05)
+
+
+def lose_host(home: Path) -> None:
+    """As if the host's power failed: its daemon, what it had in memory, and this rank."""
+    os.kill(status_of(str(home))["pid"], signal.SIGKILL)
+    shutil.rmtree(home)
+    os.kill(os.getpid(), signal.SIGKILL)

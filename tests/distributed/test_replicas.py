@@ -1,0 +1,142 @@
+"""A host dies with its daemon and its memory: the job goes on from the copies that another host keeps.
+
+Two folders of arenas are two hosts, each with a daemon; they talk over the loopback interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scarctl.arena.folder import host_folder
+from scarctl.arena.header import OWNER
+from tests.daemon.trainer import stop
+from tests.distributed.jobs import load
+from tests.distributed.launch import launch
+
+TRAIN = "tests.distributed.hosted:train"
+HOMES, ELSEWHERE = ["east", "west"], ["north", "west"]
+STOPPED = {"homes": HOMES, "store_stops_at": 7, "host_dies": 0}
+"""The store has nothing of after step 7."""
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the hosts. Their daemons are stopped at the end."""
+    monkeypatch.delenv("SCARCTL_DAEMON")
+    yield tmp_path
+    for home in ("east", "west", "north"):
+        stop(host_folder(str(tmp_path / home)))
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """The end of a job that nothing happened to, by kind."""
+
+    def train(kind: str) -> Any:
+        folder = tmp_path_factory.mktemp("calm")
+        job = {"homes": HOMES, "keep": f"{folder}/end.pt", "settings": {"peers": 0}}
+        launch(TRAIN, 2, kind, str(folder), 17, job)
+        for home in HOMES:
+            stop(host_folder(str(folder / home)))
+        return load(folder / "end.pt")
+
+    return train
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_all_die_and_one_host_is_lost(hosts: Path, calm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {**STOPPED, "flush_at": 13, "copied_at": 13, "all_die_at": 13}
+    with pytest.raises(AssertionError, match="ended with -9"):
+        launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
+    assert not (hosts / "east").exists()
+    end = str(hosts / "end.pt")
+    found = launch(TRAIN, 2, "fsdp", str(hosts), 17, {"homes": ELSEWHERE, "keep": end})
+    assert [(report["step"], report["exact"], report["errors"]) for report in found] == [(13, True, 0)] * 2
+    assert [set(report["tiers"]) for report in found] == [{"peer"}, {"memory"}]
+    assert same(load(Path(end)), calm("fsdp"))
+
+
+def test_copies_are_found_without_keeping_new_ones(hosts: Path) -> None:
+    """Everything comes back on the host that is left, and `peers` is not given any more."""
+    job = {**STOPPED, "flush_at": 13, "copied_at": 13, "all_die_at": 13}
+    with pytest.raises(AssertionError, match="ended with -9"):
+        launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
+    found = launch(TRAIN, 2, "fsdp", str(hosts), 14, {"homes": ["west", "west"], "settings": {"peers": 0}})
+    assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 2
+    assert not list(hosts.rglob(OWNER)), "what was taken is a replica no more"
+
+
+def test_another_number_of_ranks_takes_over_what_copies_have(hosts: Path) -> None:
+    """East's memory is lost, and West has both: its own, and the copy. The store has none of it."""
+    job = {**STOPPED, "flush_at": 13, "copied_at": 13, "all_die_at": 13}
+    with pytest.raises(AssertionError, match="ended with -9"):
+        launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
+    found = launch(TRAIN, 3, "fsdp", str(hosts), 14, {"homes": ["north", "west", "west"]})
+    assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 3
+
+
+def test_an_original_comes_before_its_copy(hosts: Path) -> None:
+    """Both hosts live, and the original is newer than the copy: another number of ranks takes over the original."""
+    job = {**STOPPED, "copied_at": 9, "peers_stop_at": 9, "flush_at": 13, "all_die_at": 13, "host_dies": None}
+    with pytest.raises(AssertionError, match="ended with -9"):
+        launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
+    found = launch(TRAIN, 3, "fsdp", str(hosts), 14, {"homes": ["east", "west", "west"]})
+    assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 3
+
+
+def test_a_survivor_brings_the_copy_of_a_lost_host_to_the_newest_step(hosts: Path, calm: Any) -> None:
+    job = {**STOPPED, "copied_at": 11, "dies_at": 13}
+    with pytest.raises(AssertionError, match="ended with -9"):
+        launch(TRAIN, 2, "ddp", str(hosts), 20, job)
+    end = str(hosts / "end.pt")
+    found = launch(TRAIN, 2, "ddp", str(hosts), 17, {"homes": ELSEWHERE, "keep": end})
+    assert [(report["step"], report["errors"]) for report in found] == [(13, 0)] * 2
+    assert same(load(Path(end)), calm("ddp"))
+
+
+def test_a_daemon_that_dies_is_replaced_and_keeps_what_it_kept(hosts: Path) -> None:
+    job = {
+        **STOPPED,
+        "store_stops_at": 0,
+        "daemon_dies_at": 8,
+        "flush_at": 13,
+        "copied_at": 13,
+        "all_die_at": 13,
+    }
+    with pytest.raises(AssertionError, match="ended with -9"):
+        launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
+    found = launch(TRAIN, 2, "fsdp", str(hosts), 14, {"homes": ELSEWHERE})
+    assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 2
+    # What the store has of that step already is taken from there.
+    assert found[0]["tiers"].get("peer", 0) + found[0]["tiers"].get("store", 0) == sum(
+        found[0]["tiers"].values()
+    )
+
+
+def test_a_run_that_ends_well_leaves_no_copies(hosts: Path) -> None:
+    found = launch(TRAIN, 2, "fsdp", str(hosts), 12, {"homes": HOMES, "copied_at": 12})
+    assert ["up to date" in peer for report in found for peer in report["peers"]] == [True, True]
+    left = [path.name for path in hosts.rglob("*") if path.is_file() and "scarctl-" in str(path)]
+    assert [name for name in left if name not in ("daemon.lock", "daemon.log")] == []
+
+
+def test_one_host_is_no_place_for_copies(hosts: Path) -> None:
+    found = launch(TRAIN, 2, "fsdp", str(hosts), 6, {"homes": ["east", "east"]})
+    for report in found:
+        assert report["peers"] == []
+        assert any("it is on no other host" in text for text in report["warned"])
+
+
+def test_nothing_listens_unless_asked_for(hosts: Path) -> None:
+    launch(TRAIN, 2, "fsdp", str(hosts), 6, {"homes": HOMES, "settings": {"peers": 0}})
+    for home in HOMES:
+        log = host_folder(str(hosts / home)) / "daemon.log"
+        assert "listens at" not in log.read_text()

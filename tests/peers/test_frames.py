@@ -1,0 +1,146 @@
+"""What daemons send each other: everything comes back as it was, and hostile bytes end in Corruption."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scarctl.errors import Corruption
+from scarctl.peers.frames import (
+    MAX_BODY,
+    MAX_HEAD,
+    MAX_STRANGER,
+    PREFIX,
+    Batch,
+    Kind,
+    Mark,
+    decode_batch,
+    decode_head,
+    decode_mark,
+    decode_prefix,
+    encode,
+)
+
+PARTITIONS = 50
+VERSION = st.integers(-1, (1 << 63) - 1)
+
+
+def joined(parts: list[Any]) -> bytes:
+    return b"".join(memoryview(part).tobytes() for part in parts)
+
+
+def decode(data: bytes) -> Any:
+    """As a channel does: the prefix, the head, the body, then what the kind says."""
+    prefix = decode_prefix(data[: PREFIX.size])
+    text, body = data[PREFIX.size :][: prefix.head], data[PREFIX.size + prefix.head :]
+    if len(body) != prefix.body:
+        raise Corruption("cut")
+    array = np.frombuffer(body, np.uint8)
+    head = decode_head(prefix, text, array)
+    if prefix.kind in (Kind.BATCH, Kind.FIELDS):
+        return decode_batch(head, array, PARTITIONS)
+    return decode_mark(head, array) if prefix.kind is Kind.MARK else head
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    ids = sorted(draw(st.sets(st.integers(0, PARTITIONS - 1), min_size=1)))
+    some = st.lists(st.integers(-1, (5 << 40)), min_size=len(ids), max_size=len(ids))
+    data = draw(st.binary(max_size=300))
+    return Batch(
+        np.array(ids),
+        np.array([2 * abs(n) for n in draw(some)], np.uint64),
+        np.array(draw(some)),
+        np.array(draw(some)),
+        np.array(draw(some), np.float64),
+        np.frombuffer(data, np.uint8),
+    )
+
+
+@st.composite
+def marks(draw: st.DrawFn) -> Mark:
+    numbers = st.integers(1, 1 << 50)
+    lines = st.dictionaries(st.integers(0, 999_999), st.tuples(numbers, numbers), max_size=5)
+    return Mark(
+        draw(st.integers(1, 99)),
+        draw(st.integers(1, 99)),
+        draw(st.integers(-1, 1 << 30)),
+        draw(st.integers(0, 9)),
+        draw(st.integers(-1, 1 << 50)),
+        draw(st.sampled_from(["", "5" * 32])),
+        sorted(draw(st.sets(numbers))),
+        draw(lines),
+    )
+
+
+def batch_frame(batch: Batch) -> bytes:
+    return joined(encode(Kind.BATCH, {"count": len(batch.ids)}, *batch.parts()))
+
+
+@given(batches())
+def test_a_batch_comes_back(batch: Batch) -> None:
+    found = decode(batch_frame(batch))
+    for name in ("ids", "generation", "version", "durable", "distance", "data"):
+        assert np.array_equal(getattr(found, name), getattr(batch, name)), name
+
+
+@given(marks())
+def test_a_mark_comes_back(mark: Mark) -> None:
+    found = decode(joined(mark.frame()))
+    assert found == mark
+
+
+@given(st.one_of(batches().map(batch_frame), marks().map(lambda mark: joined(mark.frame()))), st.data())
+def test_a_cut_or_flipped_frame_is_refused(frame: bytes, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(frame) - 1))
+    with pytest.raises(Corruption):
+        decode(frame[:cut])
+    at, bit = data.draw(st.integers(0, len(frame) - 1)), data.draw(st.integers(0, 7))
+    flipped = bytearray(frame)
+    flipped[at] ^= 1 << bit
+    if at == 0:
+        return  # the kind is not part of what the checksum covers: the next test has any kind
+    with pytest.raises(Corruption):
+        decode(bytes(flipped))
+
+
+@given(st.binary(max_size=400))
+def test_random_bytes_raise_nothing_but_corruption(data: bytes) -> None:
+    with pytest.raises(Corruption):
+        decode(data)
+
+
+@given(
+    st.sampled_from(list(Kind)),
+    st.dictionaries(
+        st.sampled_from(
+            ["count", "epoch", "base_epoch", "head_step", "errors", "sealed", "whole", "handovers"]
+        ),
+        st.one_of(
+            st.integers(), st.text(max_size=40), st.none(), st.booleans(), st.lists(st.integers(), max_size=3)
+        ),
+    ),
+    st.binary(max_size=400),
+)
+def test_any_head_and_body_is_decoded_or_refused(kind: Kind, head: dict[str, Any], body: bytes) -> None:
+    """The checksum is right: whoever sent this is authenticated, and wrong."""
+    try:
+        found = decode(joined(encode(kind, head, body)))
+    except Corruption:
+        return
+    if isinstance(found, Batch):
+        assert 0 <= found.ids[0] <= found.ids[-1] < PARTITIONS
+
+
+def test_sizes_are_refused_before_anything_is_read() -> None:
+    for head, body in ((MAX_HEAD + 1, 0), (0, MAX_BODY + 1), (0xFFFFFFFF, 2**64 - 1)):
+        with pytest.raises(Corruption, match="claims"):
+            decode_prefix(PREFIX.pack(Kind.BATCH, head, body, 0))
+    with pytest.raises(Corruption, match="claims"):
+        decode_prefix(PREFIX.pack(Kind.HELLO, MAX_STRANGER + 1, 0, 0), most_head=MAX_STRANGER, most_body=0)
+    with pytest.raises(Corruption, match="no known kind"):
+        decode_prefix(PREFIX.pack(99, 0, 0, 0))

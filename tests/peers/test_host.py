@@ -1,0 +1,342 @@
+"""Two daemons' ends of a link over the loopback interface: what is let in, what is not, and what a lost link costs."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.header import FILE
+from scarctl.arena.owner import disown
+from scarctl.arena.queue import HandOverQueue
+from scarctl.errors import AccessDenied, ScarError, Unavailable
+from scarctl.peers import channel as channels
+from scarctl.peers.channel import Channel, Gone
+from scarctl.peers.frames import MAX_STRANGER, PREFIX, Kind, encode
+from scarctl.peers.handshake import SECRET_BYTES, Hello, answer
+from scarctl.peers.host import Host
+from scarctl.peers.link import State
+from scarctl.peers.sender import Candidate, Sender, Source
+from scarctl.state.version import pack
+from tests.daemon.rig import fill, small_layout
+
+pytestmark = pytest.mark.leaves_arena
+STORE = "ab" * 16 + "." + "cd" * 8
+RUN = f"{STORE}-3"
+START, SECRET = "11" * 16, secrets.token_bytes(SECRET_BYTES)
+LAYOUT = small_layout()
+EVERYTHING = np.arange(LAYOUT.partitions)
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def west(tmp_path: Path) -> Iterator[Host]:
+    (tmp_path / "west").mkdir(mode=0o700)
+    host = Host(tmp_path / "west")
+    yield host
+    host.close()
+    wait_until(lambda: not host.busy)
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Arena:
+    """Of a run on another host."""
+    (tmp_path / "east").mkdir(mode=0o700)
+    made = Arena.create(tmp_path / "east" / RUN, LAYOUT, run_id=RUN, epoch=1)
+    made.close()  # the lock
+    save(made, 1)
+    return made
+
+
+def save(arena: Arena, step: int) -> None:
+    arena.begin(EVERYTHING)
+    fill(arena, EVERYTHING, step)
+    arena.end(EVERYTHING, pack(1, step))
+    HandOverQueue(arena.folder).put(version=pack(1, step), ids=EVERYTHING, extras={"step": step})
+    arena.reach(step)
+
+
+def source(**other: Any) -> Source:
+    known = {"run": RUN, "store": "", "host": "east", "start": START, "secret": SECRET, "rate": None}
+    return Source(**{**known, **other})
+
+
+@pytest.fixture
+def senders() -> Iterator[list[Sender]]:
+    made: list[Sender] = []
+    yield made
+    for sender in made:
+        sender.close(done=False, patience=30.0)
+
+
+def follow(senders: list[Sender], arena: Arena, *ports: int, **other: Any) -> tuple[Sender, list[str]]:
+    warned: list[str] = []
+    candidates = [Candidate(f"host{n}", "127.0.0.1", port) for n, port in enumerate(ports)]
+    sender = Sender(source(**other), candidates, arena, warned.append)
+    senders.append(sender)
+    sender.start()
+    return sender, warned
+
+
+def replica(tmp_path: Path, run: str = RUN) -> Arena:
+    found = Arena.share(tmp_path / "west" / run, run_id=run)
+    assert found is not None
+    return found
+
+
+def test_it_follows(
+    west: Host, arena: Arena, senders: list[Sender], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
+    sender, warned = follow(senders, arena, port)
+    for step in (2, 3, 4):
+        wait_until(lambda: sender.describe() == "host0: following, up to date")
+        assert replica(tmp_path).memory().tobytes() == arena.memory().tobytes()
+        assert [one["head_step"] for one in west.status()] == [step - 1]
+        save(arena, step)
+    wait_until(lambda: sender.describe() == "host0: following, up to date")
+    sender.close(done=True, patience=30.0)
+    wait_until(lambda: not west.busy)
+    assert list((tmp_path / "west").iterdir()) == []
+    assert warned == []
+    assert SECRET.hex() not in caplog.text + repr(source())
+    assert repr(SECRET) not in caplog.text + repr(source())
+
+
+def test_a_link_that_is_lost_comes_back(
+    west: Host, arena: Arena, senders: list[Sender], tmp_path: Path
+) -> None:
+    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
+    sender, warned = follow(senders, arena, port)
+    wait_until(lambda: "up to date" in sender.describe())
+    west.close()
+    wait_until(lambda: sender.state is State.LOST)
+    save(arena, 2)
+    assert replica(tmp_path).intact().all()
+    again = Host(tmp_path / "west")
+    assert again.admit(START, SECRET, STORE, "127.0.0.1", port) == port
+    wait_until(lambda: "up to date" in sender.describe())
+    assert replica(tmp_path).memory().tobytes() == arena.memory().tobytes()
+    assert any("not kept up to date" in text for text in warned)
+    again.close()
+
+
+def test_a_host_that_does_not_know_the_start_yet_is_tried_again(
+    west: Host, arena: Arena, senders: list[Sender]
+) -> None:
+    port = west.admit("22" * 16, SECRET, "ee" * 16, "127.0.0.1", 0)
+    sender, warned = follow(senders, arena, port)
+    wait_until(lambda: sender.state is State.LOST)
+    assert west.admit(START, SECRET, STORE, "127.0.0.1", 0) == port
+    wait_until(lambda: "up to date" in sender.describe())
+    assert warned == []
+
+
+def test_an_earlier_start_of_the_job_is_not_let_in_again(
+    west: Host, arena: Arena, senders: list[Sender]
+) -> None:
+    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
+    west.admit("22" * 16, secrets.token_bytes(SECRET_BYTES), STORE, "127.0.0.1", 0)
+    sender, _ = follow(senders, arena, port)
+    wait_until(lambda: sender.state is State.LOST)
+    assert not west.status()
+
+
+def test_a_replica_that_a_process_takes_ends_the_link_for_good(
+    west: Host, arena: Arena, senders: list[Sender], tmp_path: Path
+) -> None:
+    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
+    sender, warned = follow(senders, arena, port)
+    wait_until(lambda: "up to date" in sender.describe())
+    taken = Arena.open_existing(tmp_path / "west" / RUN, run_id=RUN)
+    assert taken is not None
+    disown(taken.folder)
+    taken.close()
+    save(arena, 2)
+    wait_until(lambda: sender.state is State.FENCED)
+    assert any("taken" in text for text in warned)
+    assert (taken.version == pack(1, 1)).all()
+
+
+def test_the_next_host_is_asked_if_the_first_has_no_room(
+    west: Host, arena: Arena, senders: list[Sender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Host(tmp_path / "full")
+    monkeypatch.setattr(full, "_begin", _no_room)
+    sender, warned = follow(
+        senders,
+        arena,
+        full.admit(START, SECRET, STORE, "127.0.0.1", 0),
+        west.admit(START, SECRET, STORE, "127.0.0.1", 0),
+    )
+    wait_until(lambda: sender.describe() == "host1: following, up to date")
+    assert any("no room" in text for text in warned)
+    full.close()
+
+
+def _no_room(*_: object) -> Any:
+    raise Unavailable("no room", kind="arena-full")
+
+
+# -- strangers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def dialled() -> Iterator[None]:
+    """Close what a test has opened by `dial`."""
+    yield
+    while _dialled:
+        _dialled.pop().close()
+
+
+_dialled: list[socket.socket] = []
+
+
+def dial(port: int) -> Channel:
+    _dialled.append(socket.create_connection(("127.0.0.1", port)))
+    return Channel(_dialled[-1])
+
+
+def meet(port: int, hello: Hello | None = None, secret: bytes = SECRET) -> Channel:
+    """As an honest sender greets, up to its proof."""
+    greeting = hello or Hello.new(START, RUN, 1)
+    channel = dial(port)
+    channel.send(encode(Kind.HELLO, greeting.to_json()))
+    head, _ = channel.expect(Kind.CHALLENGE)
+    channel.send(encode(Kind.PROOF, answer(secret, greeting, head)))
+    channel.trust(30.0)
+    return channel
+
+
+def begin(channel: Channel, frame: Any) -> None:
+    channel.send(frame)
+    channel.expect(Kind.ACK)
+
+
+def ends(connection: socket.socket) -> bool:
+    """The other side closes it, whatever it still sends."""
+    connection.settimeout(30.0)
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 100,
+        b"\0" * 4096,
+        PREFIX.pack(Kind.HELLO, MAX_STRANGER + 1, 0, 0),
+        PREFIX.pack(Kind.BATCH, 10, 1 << 40, 0),
+        b"".join(bytes(part) for part in encode(Kind.LAYOUT, {"host": "x"})),
+        b"".join(bytes(part) for part in encode(Kind.HELLO, {"v": 1, "start": 5})),
+        b"".join(bytes(part) for part in encode(Kind.PROOF, {"proof": "00" * 32})),
+    ],
+)
+def test_bytes_of_strangers_end_their_connection_only(
+    west: Host, arena: Arena, senders: list[Sender], data: bytes
+) -> None:
+    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(data)
+        assert ends(connection)
+    sender, _ = follow(senders, arena, port)
+    wait_until(lambda: "up to date" in sender.describe())
+
+
+def test_who_says_nothing_is_not_waited_for(west: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "STRANGER_SECONDS", 0.2)
+    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(PREFIX.pack(Kind.HELLO, 100, 0, 0))
+        assert ends(connection)
+
+
+def test_a_wrong_proof_opens_nothing(west: Host, tmp_path: Path) -> None:
+    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
+    with pytest.raises(AccessDenied):  # the host's own proof is of another secret: it is not believed either
+        meet(port, secret=secrets.token_bytes(SECRET_BYTES))
+    greeting = Hello.new(START, RUN, 1)
+    channel = dial(port)
+    channel.send(encode(Kind.HELLO, greeting.to_json()))
+    channel.expect(Kind.CHALLENGE)
+    channel.send(encode(Kind.PROOF, {"proof": "00" * 32}))
+    with pytest.raises(Gone):
+        channel.expect(Kind.ACK)
+    assert list((tmp_path / "west").iterdir()) == []
+
+
+def test_a_run_of_another_store_is_refused(west: Host, tmp_path: Path) -> None:
+    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
+    for run in ("ef" * 16 + "-1", "../" + RUN, STORE):
+        channel = meet(port, Hello.new(START, run, 1))
+        about = {"host": "x", "store": "", "base_epoch": 1}
+        with pytest.raises((Gone, ScarError)):
+            begin(channel, encode(Kind.LAYOUT, about, b"{}"))
+    assert [path for path in (tmp_path / "west").rglob("*") if path.name == FILE] == []
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        encode(Kind.BATCH, {"count": 1}, bytes(40)),
+        encode(Kind.BATCH, {"count": 10**9}, b""),
+        encode(Kind.MARK, {"handovers": -1}, b""),
+        encode(Kind.HANDOVER, {"number": "../../x"}, b"x"),
+        encode(Kind.HELLO, {}),
+    ],
+)
+def test_what_a_known_peer_sends_wrongly_ends_its_link_and_harms_nothing(
+    west: Host, arena: Arena, tmp_path: Path, frame: Any
+) -> None:
+    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
+    channel = meet(port)
+    about = {"host": "x", "store": "", "base_epoch": 1}
+    channel.send(encode(Kind.LAYOUT, about, arena.layout_json()))
+    channel.expect(Kind.ACK)
+    channel.send(frame)
+    with pytest.raises(ScarError):
+        channel.expect(Kind.ACK)
+    assert not (tmp_path / "west" / RUN).exists()
+    wait_until(lambda: not west.busy)
+
+
+def test_a_busy_port_is_not_insisted_on(west: Host) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = int(taken.getsockname()[1])
+        assert west.admit(START, SECRET, STORE, "127.0.0.1", port) != port
+
+
+def test_an_address_of_another_host_is_refused(west: Host) -> None:
+    with pytest.raises(Unavailable) as caught:
+        west.admit(START, SECRET, STORE, "192.0.2.1", 0)
+    assert caught.value.kind == "no-address"
+
+
+def test_a_rate_is_kept_by_the_system(west: Host, arena: Arena, senders: list[Sender]) -> None:
+    """The kernel paces: what it was asked for is what it says."""
+    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
+    sender, _ = follow(senders, arena, port, rate=1_000_000.0)
+    wait_until(lambda: "up to date" in sender.describe())
+    channel = sender._channel
+    assert channel is not None
+    assert channel._connection.getsockopt(socket.SOL_SOCKET, 47) == 1_000_000

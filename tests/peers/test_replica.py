@@ -1,0 +1,449 @@
+"""A replica is a state of its owner's arena at any moment: after any frame, any cut, any death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as profile
+from hypothesis import strategies as st
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.header import FILE
+from scarctl.arena.owner import Owner, disown, read_owner
+from scarctl.arena.queue import HandOverQueue
+from scarctl.errors import Contention, Corruption, Fenced, ScarError, Unavailable
+from scarctl.peers import follower as followers
+from scarctl.peers import replica as replicas
+from scarctl.peers.follower import Follower
+from scarctl.peers.frames import PREFIX, Kind, decode_batch, decode_head, decode_mark, decode_prefix
+from scarctl.peers.replica import SUCCESSOR, Replica, sweep
+from scarctl.state.layout import TensorSpec, build_layout
+from scarctl.state.version import pack, step_of
+from tests.daemon.rig import fill, small_layout, values
+
+pytestmark = pytest.mark.leaves_arena
+RUN = "ab" * 16 + "-3"
+LAYOUT = small_layout()
+EVERYTHING = np.arange(LAYOUT.partitions)
+NOT_EMPTY = np.flatnonzero(LAYOUT.partition_bytes)
+
+
+class Run:
+    """An owner's arena, what its peer keeps of it, and what every copy has to be."""
+
+    def __init__(self, folder: Path, start: str = "11" * 16, epoch: int = 1) -> None:
+        self.start, self.host = start, folder / "west"
+        place = folder / f"east{epoch}" / RUN
+        place.parent.mkdir(parents=True)
+        place.parent.chmod(0o700)
+        self.host.mkdir(mode=0o700, exist_ok=True)
+        self.arena = Arena.create(place, LAYOUT, run_id=RUN, epoch=epoch)
+        self.arena.close()  # the lock, which no other process wants
+        self.queue = HandOverQueue(place)
+        self.step = 0
+        self.wholes: dict[str, bytes] = {}
+        """Bytes of the states that were named."""
+        self.connect()
+
+    def copy(self, ids: Any, *, finish: bool = True) -> None:
+        """One step, at whose end these copies are made. Their bytes say which step it was."""
+        self.step += 1
+        self.arena.begin(ids)
+        fill(self.arena, ids, self.step)
+        if finish:
+            self.arena.end(ids, pack(self.arena.epoch, self.step))
+        self.arena.reach(self.step)
+
+    def hand_over(self, ids: Any, *, whole: bool = False) -> None:
+        name = uuid.uuid4().hex if whole else ""
+        if whole:
+            self.arena.name_whole(name)
+            self.wholes[name] = self.arena.memory().tobytes()
+        self.queue.put(
+            version=pack(self.arena.epoch, self.step), ids=ids, whole=name, extras={"step": self.step}
+        )
+
+    def connect(self) -> None:
+        owner = Owner("east", self.start, self.arena.base_epoch)
+        self.replica = Replica.begin(self.host, RUN, self.arena.layout_json(), owner, self.arena.epoch, "")
+        self.follower = Follower(self.arena)
+        self.follower.has(self.replica.have())
+
+    def send(self, most: int = 1 << 30, meanwhile: Callable[[], object] | None = None) -> bool:
+        """A round, or its first frames. Returns whether it ended with a mark. meanwhile: after the first frame."""
+        kind = None
+        for n, frame in enumerate(self.follower.round()):
+            if n >= most:
+                return False
+            kind = deliver(self.replica, frame)
+            if n == 0 and meanwhile is not None:
+                meanwhile()
+        return kind is Kind.MARK
+
+    def seal(self) -> None:
+        """A commit of the whole state that is durable at once."""
+        self.copy(EVERYTHING)
+        self.hand_over(EVERYTHING, whole=True)
+        self.arena.seal(pack(1, self.step))
+
+    def name_again(self) -> None:
+        """The state gets another name: it was saved again, without a change of most of it."""
+        ids = EVERYTHING[:2] if self.arena.intact().all() else EVERYTHING
+        self.copy(ids)
+        self.hand_over(ids, whole=True)
+
+    def check(self) -> None:
+        """What recovery would find is true."""
+        place = self.host / RUN
+        if not (place / FILE).exists():
+            return
+        found = Arena.share(place, run_id=RUN)
+        assert found is not None
+        intact = found.intact()
+        for i in NOT_EMPTY.tolist():
+            if intact[i]:
+                assert values(found, i) == {step_of(int(found.version[i])) % 251}
+        assert (step_of(found.version) <= self.step).all()
+        handovers = HandOverQueue(place).pending()
+        for handover in handovers:
+            assert handover.extras == {"step": step_of(handover.version)}
+            assert (found.version[handover.ids] >= handover.version).all(), (
+                "a hand-over is there before its copies"
+            )
+        if found.whole:
+            assert intact.all()
+            assert found.memory().tobytes() == self.wholes[found.whole], "a state is called whole, and is not"
+        assert (found.version >= found.sealed).all(), "a copy from before a seal counts as one of the seal"
+
+
+def deliver(replica: Replica, frame: list[Any]) -> Kind:
+    """As a host does with what a channel brings."""
+    data = b"".join(memoryview(part).tobytes() for part in frame)
+    prefix = decode_prefix(data[: PREFIX.size])
+    body = np.frombuffer(data, np.uint8)[PREFIX.size + prefix.head :]
+    head = decode_head(prefix, data[PREFIX.size :][: prefix.head], body)
+    if prefix.kind is Kind.MARK:
+        replica.mark(decode_mark(head, body))
+    elif prefix.kind is Kind.HANDOVER:
+        replica.keep(head["number"], body.tobytes())
+    else:
+        replica.apply(decode_batch(head, body, LAYOUT.partitions), rows=prefix.kind is Kind.BATCH)
+    return prefix.kind
+
+
+def equal(run: Run) -> bool:
+    """The replica has what the owner has."""
+    place = run.host / RUN
+    found = Arena.share(place, run_id=RUN)
+    assert found is not None
+    return (
+        bool((found.version == run.arena.version).all() and (found.durable == run.arena.durable).all())
+        and found.memory().tobytes() == run.arena.memory().tobytes()
+        and (found.head_step, found.epoch, found.sealed)
+        == (run.arena.head_step, run.arena.epoch, run.arena.sealed)
+        and found.whole == run.arena.whole
+        and HandOverQueue(place).numbers() == run.queue.numbers()
+    )
+
+
+def test_a_round_brings_everything(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.copy(EVERYTHING)
+    run.hand_over(EVERYTHING, whole=True)
+    assert not (run.host / RUN).exists()
+    assert run.send()
+    assert equal(run)
+    assert read_owner(run.host / RUN) == Owner("east", run.start, 1)
+    run.copy(EVERYTHING[3:5])
+    run.hand_over(EVERYTHING[3:5])
+    run.queue.remove(1)
+    run.arena.acknowledge(EVERYTHING, pack(1, 1))
+    assert run.send()
+    assert equal(run)
+
+
+IDS = st.sets(st.integers(0, LAYOUT.partitions - 1), min_size=1).map(sorted).map(np.array)
+ACTIONS = st.one_of(
+    st.tuples(st.just("copy"), IDS),
+    st.tuples(st.just("copy and hand over"), IDS),
+    st.tuples(st.just("seal"), st.none()),
+    st.tuples(st.just("acknowledge"), IDS),
+    st.tuples(st.just("send"), st.integers(0, 6)),
+    st.tuples(st.just("send"), st.none()),
+    st.tuples(st.just("send meanwhile"), st.sampled_from(["seal", "name_again"])),
+    st.tuples(st.just("connect"), st.none()),
+    st.tuples(st.just("persisted"), st.none()),
+)
+
+
+@profile(max_examples=150)
+@given(actions=st.lists(ACTIONS, max_size=25))
+def test_any_actions_cut_anywhere(
+    actions: list[tuple[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = Run(tmp_path_factory.mktemp("run"))
+    for action, about in actions:
+        if action == "copy":
+            run.copy(about)
+        elif action == "copy and hand over":
+            run.copy(about)
+            run.hand_over(about)
+        elif action == "seal":
+            run.seal()
+        elif action == "acknowledge":
+            ids = about[run.arena.version[about] >= 0]
+            run.arena.durable[ids] = run.arena.version[ids]
+        elif action == "persisted":
+            for number in run.queue.numbers()[:1]:
+                run.queue.remove(number)
+        elif action == "connect":
+            run.connect()
+        elif action == "send meanwhile":
+            run.send(meanwhile=getattr(run, about))
+        elif about is None:
+            assert run.send()
+            assert equal(run)
+        else:
+            run.send(about)
+            run.connect()  # frames that were not delivered are a connection that was lost
+        run.check()
+    assert run.send()
+    assert equal(run)
+
+
+def test_copies_under_way_are_not_sent_and_no_mark_speaks_of_them(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.copy(EVERYTHING)
+    assert run.send()
+    run.copy(EVERYTHING[2:4], finish=False)
+    run.arena.seal(pack(1, run.step))
+    run.follower._clock = iter(range(1000)).__next__  # type: ignore[assignment]
+    assert not run.send()
+    found = Arena.share(run.host / RUN, run_id=RUN)
+    assert found is not None
+    assert found.intact().all()
+    assert found.sealed < pack(1, run.step)
+    run.check()
+    run.arena.end(EVERYTHING[2:4], pack(1, run.step))
+    assert run.send()
+    assert equal(run)
+
+
+@pytest.mark.parametrize("finish", [True, False])
+def test_copies_that_change_while_they_are_read_are_not_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finish: bool
+) -> None:
+    run = Run(tmp_path)
+    run.copy(EVERYTHING)
+    run.hand_over(EVERYTHING, whole=True)
+    real, first = followers.read_rows, [EVERYTHING[2:4]]
+
+    def read_rows(*arguments: Any) -> Any:
+        if first:
+            run.copy(first.pop(), finish=finish)
+        return real(*arguments)
+
+    monkeypatch.setattr(followers, "read_rows", read_rows)
+    run.follower._clock = iter(range(1000)).__next__  # type: ignore[assignment]
+    assert run.send() == finish
+    run.check()
+    if not finish:
+        run.arena.end(EVERYTHING[2:4], pack(1, run.step))
+    assert run.send()
+    run.check()
+    assert equal(run)
+
+
+def test_a_new_connection_sends_only_what_has_changed(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.copy(EVERYTHING)
+    run.send()
+    run.copy(EVERYTHING[5:7])
+    run.connect()
+    assert run.follower.changed().nonzero()[0].tolist() == [5, 6]
+    run.send()
+    assert equal(run)
+
+
+def test_the_older_replica_stays_until_its_successor_is_complete(tmp_path: Path) -> None:
+    first = Run(tmp_path)
+    first.copy(EVERYTHING)
+    first.send()
+    second = Run(tmp_path, start="22" * 16, epoch=2)
+    second.copy(EVERYTHING[:4])
+    second.send(most=1)
+    assert equal(first)
+    assert (second.host / (RUN + SUCCESSOR)).exists()
+    second.send()
+    assert equal(second)
+    assert sorted(path.name for path in second.host.iterdir()) == [RUN]
+    with pytest.raises(Fenced, match="epoch 2"):
+        first.connect()
+    first.copy(EVERYTHING)
+    with pytest.raises(Fenced):
+        first.send()
+    assert equal(second)
+
+
+def test_what_a_process_of_this_host_has_taken_is_not_touched(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.copy(EVERYTHING)
+    run.send()
+    taken = Arena.open_existing(run.host / RUN, run_id=RUN)
+    assert taken is not None
+    disown(taken.folder)
+    before = taken.memory().tobytes()
+    run.copy(EVERYTHING)
+    with pytest.raises(Contention):
+        run.send()
+    taken.close()
+    with pytest.raises(Fenced, match="taken"):
+        run.send()
+    with pytest.raises(Fenced, match="taken"):
+        run.connect()
+    assert taken.memory().tobytes() == before
+    assert taken.intact().all()
+
+
+def test_a_replica_that_a_command_reads_is_continued_afterwards(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.copy(EVERYTHING)
+    run.send()
+    read = Arena.open_existing(run.host / RUN, run_id=RUN)
+    assert read is not None
+    run.copy(EVERYTHING)
+    with pytest.raises(Contention):
+        run.send()
+    read.close()
+    run.connect()
+    assert run.send()
+    assert equal(run)
+
+
+def test_a_replica_whose_folder_was_removed_is_not_made_again(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.copy(EVERYTHING)
+    run.send()
+    taken = Arena.open_existing(run.host / RUN, run_id=RUN)
+    assert taken is not None
+    taken.remove()
+    run.copy(EVERYTHING)
+    with pytest.raises(Fenced):
+        run.send()
+    assert not (run.host / RUN).exists()
+
+
+def test_without_room_nothing_is_taken(tmp_path: Path) -> None:
+    huge = build_layout([("a", "parameter", (TensorSpec("", "F32", (1 << 44, 4)),))], rows={"a": 1 << 40})
+    host = tmp_path / "west"
+    host.mkdir(mode=0o700)
+    text = json.dumps(huge.to_json(), separators=(",", ":")).encode()
+    with pytest.raises(Unavailable) as caught:
+        Replica.begin(host, RUN, text, Owner("east", "11" * 16, 1), 1, "")
+    assert caught.value.kind == "arena-full"
+    assert [path for path in host.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("run", ["../x-1", "ab" * 16, "ab" * 16 + ".aside-1", "", "ab" * 16 + "-1/../../x"])
+def test_only_runs_of_ranks_have_replicas(tmp_path: Path, run: str) -> None:
+    with pytest.raises(Corruption):
+        Replica.begin(tmp_path, run, b"{}", Owner("east", "11" * 16, 1), 1, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(st.binary(max_size=200))
+def test_a_layout_that_is_none_is_refused(
+    data: bytes,
+) -> None:
+    with pytest.raises(ScarError):
+        Replica.begin(Path("/nonexistent"), RUN, data, Owner("east", "11" * 16, 1), 1, "")
+
+
+def half_of_the_rows(arena: Arena, ids: Any, data: Any) -> None:
+    """Copies the first tensor only, and dies."""
+    rows = arena.rows(0, 0)
+    rows[: len(rows) // 2] = data[0]
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+DEATHS = ["rows", "replace", "rename 1", "rename 2", "reach", "seal", "name_whole 2", "remove"]
+
+
+def arm(death: str, patch: pytest.MonkeyPatch) -> None:
+    """Have this process kill itself right before a call, the second one of those that end in 2."""
+    name, _, count = death.partition(" ")
+    if name == "rows":
+        return patch.setattr(replicas, "write_rows", half_of_the_rows)
+    owner = {"replace": os, "rename": os, "remove": HandOverQueue}.get(name, Arena)
+    real, left = getattr(owner, name), [int(count or 1)]
+
+    def call(*arguments: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments)
+
+    return patch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_host_that_is_killed_while_it_writes(
+    tmp_path: Path, death: str, complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    run.copy(EVERYTHING)
+    run.hand_over(EVERYTHING, whole=True)
+    if complete:
+        run.send()
+        run.copy(EVERYTHING[::2])
+        run.hand_over(EVERYTHING[::2])
+        run.copy(EVERYTHING)
+        run.hand_over(EVERYTHING, whole=True)
+        run.arena.seal(pack(1, run.step))
+        run.queue.remove(1)
+    child = os.fork()
+    if not child:
+        try:
+            arm(death, monkeypatch)
+            run.send()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    reached = os.WIFSIGNALED(status)
+    assert reached or death in ("rename 1", "rename 2", "remove", "seal"), "this death is of no use"
+    check_what_is_left(run, complete)
+    run.connect()
+    assert run.send()
+    assert equal(run)
+    sweep(run.host)
+    assert [path.name for path in run.host.iterdir()] == [RUN]
+
+
+def check_what_is_left(run: Run, complete: bool) -> None:
+    """What recovery finds after a death is true."""
+    place = run.host / RUN
+    if not (place / FILE).exists():
+        assert not complete
+        return
+    found = Arena.share(place, run_id=RUN)
+    assert found is not None
+    intact = found.intact()
+    for i in NOT_EMPTY.tolist():
+        if intact[i]:
+            assert values(found, i) == {step_of(int(found.version[i])) % 251}
+    if found.whole:
+        assert intact.all()
+        assert found.memory().tobytes() == run.wholes[found.whole]
+    assert (found.version[intact] >= found.sealed).all()
+    for handover in HandOverQueue(place).pending():
+        assert (found.version[handover.ids] >= handover.version).all()
