@@ -285,7 +285,7 @@ def test_distances_in_another_norm_are_not_taken_for_perturbations(tmp_path: Pat
 
 
 def test_stores_of_before_tell_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scarctl.checkpoint.engine.Notes", lambda **_: Notes())
+    monkeypatch.setattr(Notes, "to_tree", lambda _: {})
     job = Descent(tmp_path / "store")
     job.train(20)
     job.session.close()
