@@ -155,8 +155,8 @@ class Record:
         if whole and not sealed:
             raise corrupt(what, "it is not sealed, but names a whole state")
         mixed = "mixed" in obj and f.flag("mixed")
-        if mixed and (kind != "commit" or segment is None):
-            raise corrupt(what, "it is no commit of partitions, but has copies of several steps")
+        if mixed and (kind != "commit" or segment is None or f.raw("format") != MIXED_FORMAT):
+            raise corrupt(what, f"only a commit of format {MIXED_FORMAT} may have copies of several steps")
         record = Record(
             seq=seq,
             shard=shard,
