@@ -1,7 +1,8 @@
 # `make demo` and `make test` do all their own set-up: they need python3 (3.10 or newer) and make, nothing else.
 
 PYTHON ?= python3
-WORKERS ?= 2
+# More than cores: tests wait for processes and deadlines about half of the time.
+WORKERS ?= 4
 ROUNDS ?= 500
 TRIALS ?= 10
 DATA ?= ../shared/data
@@ -92,6 +93,8 @@ layers: $(VENV)/.dev
 
 # Hundreds of the tests' processes import scarctl: it is compiled once, whatever the environment says.
 quick unit long oldest optimizers frameworks: export PYTHONDONTWRITEBYTECODE =
+# A worker runs thousands of tests with threads: glibc would give most of them 64 MB of their own, which each fork copies.
+quick unit long oldest optimizers frameworks: export MALLOC_ARENA_MAX = 2
 
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -p tests.support.quick -m "not slow and not long" -r fE $(QUICK)
