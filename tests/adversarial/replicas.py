@@ -427,8 +427,7 @@ class Model:
 
 def explore(scenario: Scenario, mutant: str = "") -> Result:
     """All states that can be reached, or the shortest way to one that is broken."""
-    model = Model(mutant)
-    start = model.begin(scenario)
+    start = (model := Model(mutant)).begin(scenario)
     seen: dict[World, tuple[World | None, str]] = {start: (None, "")}
     waiting, steps = deque([start]), 0
     while waiting:
