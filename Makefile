@@ -9,7 +9,7 @@ DATA ?= ../shared/data
 SEED ?= 0
 MINUTES ?= 30
 QUICK ?= $(addprefix tests/,formats ops policy recovery state store theory util) tests/test_documents.py tests/test_prose.py
-ATTACKS ?= model same_step hosts crash power races creations clocks faults corruption fuzz hostile claims secrets
+ATTACKS ?= model episodes same_step hosts crash power races creations clocks faults corruption fuzz hostile claims secrets
 
 VENV := .venv
 BIN := $(VENV)/bin
