@@ -7,19 +7,30 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.adversarial.torture.episode import ROUNDS_PER_EPISODE
+
 ROOT = Path(__file__).parents[2]
-SECONDS = 4
+ROUNDS, SECONDS = 8, 20
 
 
-@pytest.mark.slow
-def test_nothing_is_lost_or_torn_whatever_is_killed(tmp_path: Path) -> None:
-    # A process of its own: it forks trainers, and nothing in it may have started threads before.
-    command = [sys.executable, "-m", "tests.adversarial.torture", "--json", "--folder", str(tmp_path)]
+def torture(folder: Path, first: int) -> dict[str, Any]:
+    """Play some rounds. A process of its own: it forks trainers, so nothing in it may have started threads before."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.adversarial.torture",
+        "--json",
+        "--folder",
+        str(folder),
+        "--seed",
+        "1",
+    ]
     done = subprocess.run(
-        [*command, "--rounds", "1000", "--seconds", str(SECONDS), "--seed", "1"],
+        [*command, "--first", str(first), "--rounds", str(first + ROUNDS), "--seconds", str(SECONDS)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -28,7 +39,17 @@ def test_nothing_is_lost_or_torn_whatever_is_killed(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    report = json.loads(done.stdout)
-    assert report["failures"] == []
-    assert report["rounds"] >= 2
-    assert report["copies"] > 0
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_nothing_is_lost_or_torn_whatever_is_killed(tmp_path: Path) -> None:
+    # On a busy machine every process may be killed before it has saved anything: such rounds show nothing.
+    for attempt in range(3):
+        report = torture(tmp_path, attempt * ROUNDS_PER_EPISODE)
+        assert report["failures"] == []
+        if report["copies"]:
+            return
+    pytest.fail("no copy was saved and read back in any round")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from scarctl.policy.evacuation import FIRST, FIRST_KNOWN, GROWTH, LEAST, Pace, fitting, order
@@ -103,6 +103,8 @@ def _run(
 def test_a_steady_store_is_used_well_and_never_beyond_the_deadline(
     bandwidth: float, fixed: float, deadline: float, total: int, known: bool
 ) -> None:
+    assume(fixed <= deadline / 20)  # beyond that most of the time is the fixed part of commits
+
     def seconds(nbytes: int) -> float:
         return fixed + nbytes / bandwidth
 

@@ -53,6 +53,7 @@ def _flip(path: Path, byte: int, bit: int = 0) -> None:
         file.write(bytes([value ^ 1 << bit]))
 
 
+@pytest.mark.slow
 def test_every_flipped_byte_is_found_by_verify(tiny: tuple[Store, Layout, Data]) -> None:
     store, _, _ = tiny
     assert verify(store, read_data=True).problems == []

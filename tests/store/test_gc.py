@@ -202,7 +202,7 @@ class SpaceMachine(RuleBasedStateMachine):
 
 
 SpaceMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=16, deadline=None)
-TestSpace = SpaceMachine.TestCase
+TestSpace = pytest.mark.slow(SpaceMachine.TestCase)
 
 
 @pytest.fixture

@@ -134,6 +134,7 @@ def test_an_interrupted_race_leaves_no_racer_waiting(tmp_path: Path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_s3_server_of_the_tests_has_one_winner() -> None:
     """However its threads take turns: what is tested with it must not fail by its own races."""
     with s3_server() as endpoint:

@@ -29,6 +29,7 @@ def test_what_is_exact_is_found_exactly(c: float, x0: float, floor: float) -> No
     assert found.c_interval[0] <= found.c <= found.c_interval[1] < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correlated", [False, True])
 def test_intervals_cover_the_truth(correlated: bool) -> None:
     rng, c, x0 = np.random.default_rng(7), 0.96, 10.0
