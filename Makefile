@@ -9,7 +9,7 @@ TRIALS ?= 10
 DATA ?= ../shared/data
 SEED ?= 0
 MINUTES ?= 30
-QUICK ?= $(addprefix tests/,formats ops policy recovery state store theory util) tests/test_documents.py tests/test_prose.py
+QUICK ?= $(addprefix tests/,config formats ops policy recovery state store theory util) tests/test_documents.py tests/test_prose.py
 ATTACKS ?= model episodes same_step hosts crash power races creations clocks faults corruption fuzz hostile claims secrets
 
 VENV := .venv
