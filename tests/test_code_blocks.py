@@ -53,6 +53,7 @@ ELSEWHERE = {
     "docs/frameworks.md": "tests/adapters, which train with each framework",
     "docs/object-stores.md": "tests/store/conformance, against a server",
     "docs/peers.md": "tests/peers: a process alone has none",
+    "docs/ray.md": "tests/adapters, where Ray is installed",
     "docs/workbench.md": "tests/test_readme.py",
     "docs/FORMAT.md": "tests/store: the names of the files are examples",
 }

@@ -68,10 +68,10 @@ def main() -> None:
 
 
 def _photograph(browser: str) -> None:
-    for until in (400, 900, 1600):
+    for until in (150, 300, 500):
         training = subprocess.Popen(TRAIN, stdout=subprocess.DEVNULL)
         _wait_for(until)
-        if until == 1600:
+        if until == 500:
             terminal("live", ["status", "run", "--watch", "--every", "1"], seconds=6)
         training.kill()
         training.wait()
@@ -90,7 +90,7 @@ def _wait_for(step: int) -> None:
         )
         if done.returncode == 0 and (json.loads(done.stdout)["step"] or 0) >= step:
             return
-        time.sleep(0.2)
+        time.sleep(0.5)
     sys.exit(f"the run did not come to step {step}")
 
 

@@ -170,7 +170,7 @@ def health_of(view: Survey, runs: Iterable[RunStatus]) -> Health:
 
 
 def _saving(runs: Iterable[RunStatus]) -> tuple[Saving, ...]:
-    opened = [run for run in runs if run["open"]]
+    opened = [run for run in runs if "head_step" in run]
     found = [
         Saving(
             run.get("rank"),
