@@ -111,7 +111,7 @@ def test_commands_have_the_options_that_they_are_given() -> None:
     assert len(found) > 30
     for document, line in found:
         words = shlex.split(line.split(";")[0].split(" > ")[0], comments=True)[1:]
-        context = click.Context(cli, info_name="scarctl")
+        context = click.Context(cli, info_name="scarctl", **cli.context_settings)
         command: click.Command = cli
         while isinstance(command, click.Group):
             inner = command.get_command(context, words[0]) if words else None
