@@ -103,8 +103,10 @@ def _long(name: str) -> str:
 def _tail(context: click.Context) -> list[str]:
     """Return the examples, and the way to all of the help."""
     words = context.command_path.partition(" ")[2]
+    if context.parent is None:  # of scarctl itself: its settings and exit codes alone fill a screen
+        return ["All of it, with settings and exit codes: scarctl help"]
     epilog = (context.command.epilog or "").replace("\b\n", "").rstrip().splitlines()
-    return [*(["", *epilog] if epilog else []), f"All of it: scarctl help {words}".rstrip()]
+    return [*(["", *epilog] if epilog else []), f"All of it: scarctl help {words}"]
 
 
 def _wrap(text: str, after: str, before: str = "") -> list[str]:
