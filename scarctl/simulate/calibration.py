@@ -21,6 +21,7 @@ _COLUMNS = (
     "predicted from",
     "saves",
     "lost",
+    "unchanged",
     "estimates",
     "predicted",
     "simulated",
@@ -40,8 +41,10 @@ class Row:
     """None: all cells together."""
     basis: str
     failures: int
+    unchanged: int
+    """Failures that lost nothing which had changed. Their rework of 0 is no prediction, and is not counted as one."""
     estimates: int
-    """Failures with a prediction. The values below cover these alone."""
+    """Other failures with a prediction. The values below cover these alone."""
     predicted: float | None
     """Mean, in iterations."""
     simulated: float | None
@@ -57,6 +60,7 @@ class Row:
             "cell": None if self.cell is None else self.cell.to_json(),
             "basis": self.basis,
             "failures": self.failures,
+            "unchanged": self.unchanged,
             "told": self.estimates,
             "predicted": self.predicted,
             "simulated": self.simulated,
@@ -108,7 +112,8 @@ class Comparison:
                 (
                     row.basis,
                     *(("everything", "") if row.cell is None else _names(row.cell)),
-                    f"{row.estimates} of {row.failures}",
+                    str(row.unchanged),
+                    f"{row.estimates} of {row.failures - row.unchanged}",
                     _number(row.predicted, ".2f"),
                     _number(row.simulated, ".2f"),
                     _number(row.within_bound, ".0%"),
@@ -156,14 +161,17 @@ def compare(study: Study, results: Sequence[dict[str, Any]]) -> Comparison:
 
 
 def _row(cell: Cell | None, basis: str, pairs: Sequence[tuple[dict[str, Any], float]]) -> Row:
-    known = [(p["iterations"], p["low"], p["high"], cost) for p, cost in pairs if p["iterations"] is not None]
+    changed = [(p, cost) for p, cost in pairs if p["high"] != 0]
+    unchanged = len(pairs) - len(changed)
+    known = [(p["iterations"], p["low"], p["high"], cost) for p, cost in changed if p["iterations"] is not None]
     if not known:
-        return Row(cell, basis, len(pairs), 0, None, None, None, None, None)
+        return Row(cell, basis, len(pairs), unchanged, 0, None, None, None, None, None)
     predicted, low, high, cost = np.array(known, dtype=np.float64).T
     return Row(
         cell,
         basis,
         len(pairs),
+        unchanged,
         len(known),
         float(predicted.mean()),
         float(cost.mean()),
