@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -116,8 +116,14 @@ class Outlook:
             moved = math.sqrt(share) * distance * math.expm1(-since * math.log(c)) if since else 0.0
             return rework_bound_now(c, distance, norm + moved)
 
-        found = self._over_the_interval(bound, share, "distances")
-        return found if found.iterations is not None else self._of_staleness(norm, share, age, since, found)
+        by_rate = self._over_the_interval(bound, share, "distances")
+        by_staleness = self._of_staleness(norm, share, age, since)
+        if by_staleness is None:
+            return by_rate
+        if by_rate.high is None:
+            return replace(by_staleness, reason=by_rate.reason)
+        # Few runs converge as evenly as (6) assumes: it has been seen to be too low where rates adapt (Adagrad).
+        return replace(by_rate, high=max(by_rate.high, by_staleness.high or 0.0))
 
     def staleness(self, norm: float) -> float | None:
         """Return the iterations in which the parameters now move by `norm`; None if that is unknown.
@@ -126,20 +132,18 @@ class Outlook:
         """
         return None if self.speed is None else norm / self.speed
 
-    def _of_staleness(
-        self, norm: float, share: float, age: float | None, since: int, without: Rework
-    ) -> Rework:
-        """Predict without a convergence rate: no loss costs more than its staleness, which (6) approaches for c near 1.
+    def _of_staleness(self, norm: float, share: float, age: float | None, since: int) -> Rework | None:
+        """Predict without a convergence rate: by the staleness, which (6) approaches for c near 1.
 
         A run that slows down has moved faster since its copies than it does now. So the staleness is at least that of
         the copies' age, of a part that has moved straight.
         """
         stale = self.staleness(norm)
         if stale is None or age is None:
-            return without
+            return None
         side = math.sqrt(share)
         expected = side * (max(stale, side * age) + side * since)
-        return Rework(expected, 0.0, max(stale, age) + since, "staleness", without.reason)
+        return Rework(expected, 0.0, max(stale, age) + since, "staleness")
 
     def of_ages(self, ages: ArrayLike, share: float, counts: ArrayLike | None = None) -> Rework:
         """Predict the rework after a `share` of the state is restored from copies of these ages, in iterations.
@@ -288,11 +292,12 @@ def _within(cost: float | None, most: float) -> bool:
 def _cheaper(rework: Rework, rollback_steps: int | None) -> Choice:
     if rollback_steps is None:
         return Choice("partial", "there is no sealed state")
-    if rework.iterations is None:
+    if rework.iterations is None or rework.basis == "staleness":
+        # A staleness bounds the rework well, but is often several times what it turns out to be.
         return Choice(
             "partial",
-            f"no estimate of its rework ({rework.reason}); its perturbation is expected to be at most that of a "
-            "rollback (Theorem 4.1)",
+            f"no convergence rate ({rework.reason}); its perturbation is expected to be at most that of a rollback "
+            "(Theorem 4.1)",
         )
     mode = "rollback" if rollback_steps < rework.iterations else "partial"
     return Choice(mode, f"predicted: partial {rework} iterations, rollback {rollback_steps}")

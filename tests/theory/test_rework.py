@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -141,7 +142,7 @@ def test_the_way_back(
 def test_auto_says_why_where_it_cannot_tell() -> None:
     reason = choose("auto", NONE, 3).reason
     assert reason is not None
-    assert "no estimate" in reason
+    assert "no convergence rate" in reason
     assert "Theorem 4.1" in reason
 
 
@@ -183,6 +184,21 @@ def test_a_run_that_speeds_up_or_slows_down_does_not_lower_the_bound() -> None:
 def test_a_run_that_has_not_been_seen_to_move_has_no_estimate(outlook: Outlook) -> None:
     assert outlook.of_perturbation(1.0, 1.0, age=3.0).iterations is None
     assert moving([1.0]).of_perturbation(1.0, 1.0).iterations is None, "ages are unknown"
+
+
+def test_auto_does_not_go_back_for_a_staleness() -> None:
+    """Which is a bound, and often far from what it costs."""
+    assert choose("auto", Rework(9.0, 0.0, 20.0, "staleness", "5 points"), 3).mode == "partial"
+    assert choose("auto", Rework(9.0, 0.0, 20.0, "staleness", "5 points"), 3, 5.0).mode == "rollback"
+
+
+def test_a_bound_by_the_rate_is_no_lower_than_the_staleness() -> None:
+    outlook = straight(0.95, 60)
+    norm = 0.01
+    plain = outlook.of_perturbation(norm, 0.5)
+    both = replace(outlook, speed=0.001).of_perturbation(norm, 0.5, age=30.0)
+    assert (both.iterations, both.low, both.basis) == (plain.iterations, plain.low, "distances")
+    assert both.high == pytest.approx(30.0)
 
 
 def test_the_age_of_what_has_moved_counts() -> None:
