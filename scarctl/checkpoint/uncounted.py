@@ -63,11 +63,13 @@ def _are_parameters(live: LiveState, ids: Ids, but: Set[int]) -> NDArray[np.bool
 
 def _differing(live: LiveState, ids: Ids) -> Ids:
     # NaN is no difference: such values were left out of the copy, and counted.
-    return ids[live.distances_at(ids) > 0]
+    differing: Ids = ids[live.distances_at(ids) > 0]
+    return differing
 
 
 def _few(live: LiveState, ids: Ids) -> Ids:
     if ids.size > _PARTITIONS:
         ids = ids[np.linspace(0, ids.size - 1, _PARTITIONS).astype(np.int64)]
     total = np.cumsum(live.layout.partition_bytes[ids])
-    return ids[(total <= _BYTES) | (np.arange(ids.size) == 0)]
+    few: Ids = ids[(total <= _BYTES) | (np.arange(ids.size) == 0)]
+    return few

@@ -12,7 +12,7 @@ from scarctl.checkpoint.live_state import LiveState
 
 
 class Weights:
-    """One value each of a few parameters: the first, the last, the middle one and the largest."""
+    """One value each of a few parameters: the first, the last and the largest."""
 
     def __init__(self) -> None:
         self._of: LiveState | None = None
@@ -34,7 +34,7 @@ class Weights:
             self._places = []
             return
         largest = max(parameters, key=torch.Tensor.numel)
-        chosen = (parameters[0], parameters[-1], parameters[len(parameters) // 2], largest)
+        chosen = (parameters[0], parameters[-1], largest)
         unique = {id(tensor): tensor for tensor in chosen}.values()
         self._places = [(tensor, tuple(size // 2 for size in tensor.shape)) for tensor in unique]
 
@@ -48,7 +48,6 @@ class Weights:
             return False
         return not all(map(torch.equal, self._noted, self._read()))
 
-    @torch.no_grad()
     def _read(self) -> list[torch.Tensor]:
         return [tensor.detach()[place].clone() for tensor, place in self._places]
 
