@@ -19,6 +19,7 @@ from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.step_end import Moment
 from scarctl.checkpoint.streams import Streams
+from scarctl.checkpoint.uncounted import Uncounted
 from scarctl.errors import Corruption
 from scarctl.state.extras import Extras
 from scarctl.util.text import counted
@@ -119,6 +120,7 @@ class Checkpoints:
         self._worker = worker
         self._streams = streams
         self._stats = stats
+        self._uncounted = Uncounted()
         self._fault = fault
         self._extras = extras
         self._validate = validate
@@ -220,11 +222,14 @@ class Checkpoints:
     def _copy_again(self, under_way: _UnderWay, copied: Copied, engine: Engine) -> Copied:
         """Repeat the copy of groups that were written meanwhile.
 
-        Torch counts in-place writes to a tensor (`_version`), except writes through `.data`: `validate` finds those.
+        Torch counts in-place writes to a tensor (`_version`), except writes through `.data`: `Uncounted` finds most of
+        those, `validate` all.
         """
         live, arena = under_way.live, engine.arena
         everything = copied.ids
         written = live.written(under_way.counters)
+        if under_way.snapshot is None:
+            written = written | self._uncounted.written(live, everything, written)
         for g, part in live.parts(everything) if written or under_way.snapshot is not None else ():
             ids = everything[part]
             if g in written:
@@ -241,7 +246,7 @@ class Checkpoints:
                             hint="do not write through .data between optimizer steps; the copy was repeated",
                         )
                     )
-        if copied.sealed and _misses(copied, under_way):
+        if copied.sealed and (_misses(copied, under_way) or self._uncounted.misses(live)):
             copied = replace(copied, sealed=False)
         return copied
 

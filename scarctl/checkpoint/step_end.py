@@ -13,6 +13,7 @@ import torch
 
 from scarctl.adapter import Adapter
 from scarctl.checkpoint.streams import Marks, Streams
+from scarctl.checkpoint.weights import Weights
 from scarctl.errors import UsageError
 from scarctl.state.extras import Extras
 from scarctl.state.identity import Identities, Lockstep
@@ -37,6 +38,8 @@ class Moment:
     """Events that mark this moment on each GPU."""
     identities: Identities
     """Source of the state's name."""
+    weights: Weights
+    """Notices that parameters are not those of the step any more."""
     settled: bool = True
     """The loop had settled at this moment."""
     position: Mapping[str, Any] | None = None
@@ -58,6 +61,7 @@ class Moments:
     def __init__(self, adapter: Adapter, streams: Streams, lockstep: Lockstep) -> None:
         self.identities = Identities(lockstep)
         """Names for the states of these moments."""
+        self.weights = Weights()
         self._adapter = adapter
         self._streams = streams
         self._copies: dict[str, torch.Tensor] = {}
@@ -70,7 +74,8 @@ class Moments:
         if buffers or self._copies:
             self._copy(buffers)
         kept, marks = private(self._adapter.capture_early()) if early else None, self._streams.mark()
-        return Moment(step, kept, dict(self._copies), marks, self.identities)
+        self.weights.note()
+        return Moment(step, kept, dict(self._copies), marks, self.identities, self.weights)
 
     @torch.no_grad()
     def _copy(self, buffers: Mapping[str, torch.Tensor]) -> None:

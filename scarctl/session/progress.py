@@ -28,6 +28,7 @@ _ASKS = 8.0
 """Seconds after a step that a flush waits for a loop with `batches` to request the next one."""
 _COMES = 1.0
 """Seconds that it waits for the next forward pass."""
+_REPLACED = "weights-replaced"
 _CHECKED = 3
 """Number of steps after which extras are checked for later changes."""
 
@@ -104,6 +105,7 @@ class Progress:
                 self._ended = None
                 self._fault(error)
         self.caveats.withdraw("not-settled")
+        self.caveats.withdraw(_REPLACED)
         kept = moment.early if moment is not None else None
         rng = kept.get("rng") if isinstance(kept, dict) else None
         self.witness.begin(step, self._forward_begins, rng if isinstance(rng, Raw) else None)
@@ -152,6 +154,7 @@ class Progress:
         early, light = private(self._adapter.capture_early()), self._light()
         late = plain(self._adapter.capture_late()) if self.loop.between_passes else moment.late
         # The moment is changed completely, or not at all.
+        moment.weights.note()
         moment.early, moment.light, moment.late = early, light, late
         moment.position = self.loop.position(moment.step)
         moment.settled = True
@@ -169,6 +172,7 @@ class Progress:
             moment = self._newest
             if moment is not None and not self.loop.used and self._hooked:
                 try:
+                    moment.weights.note()
                     moment.light = self._light()
                     moment.settled = True
                     self._compare(moment)
@@ -206,6 +210,15 @@ class Progress:
         if newest is None or not self.loop.used or newest.step != self.head_step:
             return None
         return None if newest.position is None else newest
+
+    def flushed(self, moment: Moment) -> None:
+        """Find out whether the live parameters, which are about to be saved, are those of the step of `moment`."""
+        if moment is self._newest and moment.weights.replaced():
+            self.caveats.say(
+                _REPLACED,
+                f"step {moment.step} was saved while other values were in place of its parameters, as when an average "
+                "is evaluated. Those values are saved",
+            )
 
     def extras(self, moment: Moment) -> Extras:
         """Return the extras of the adapter and the loop for the step of `moment`."""

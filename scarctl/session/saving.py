@@ -112,7 +112,9 @@ class Saving:
         if moment is None or engine is None or self.doomed:
             return
         try:
-            self._checkpoints.begin(engine, self._binding.live(engine.arena), moment, extent)
+            live = self._binding.live(engine.arena)
+            self._moments.weights.follow(live)
+            self._checkpoints.begin(engine, live, moment, extent)
         except Exception as error:
             self.fault(error)
 
@@ -156,7 +158,13 @@ class Saving:
 
     def flush(self) -> bool:
         """Seal the state of the newest step's end. Return whether that succeeded."""
-        return self.seal(self.moment or self.take())
+        return self._flush(self.moment or self.take())
+
+    def _flush(self, moment: Moment | None) -> bool:
+        """Seal the state of `moment`, which may be in the middle of an evaluation."""
+        if moment is not None:
+            self._progress.flushed(moment)
+        return self.seal(moment)
 
     def look_ahead(self) -> None:
         """Have the worker compute distances for coming checkpoints, after a step."""
@@ -209,7 +217,7 @@ class Saving:
         assert engine is not None, "nothing is flushed before the first step"
         if not self._ready(engine):
             log.warning("a signal arrived, but the current copy does not end: the state is not flushed")
-        elif self.moment is not None and self.seal(self.moment):
+        elif self.moment is not None and self._flush(self.moment):
             log.info("a signal arrived: step %d is kept in shared memory", self._progress.head_step)
             if fatal:
                 self._rescue(engine, self.moment)
@@ -236,6 +244,8 @@ class Saving:
                 return
             moment = self.take_between() if ending is Ending.CLOSED else self.moment or self.take()
             errors = self.stats.errors
+            if moment is not None and ending is not Ending.CLOSED:
+                self._progress.flushed(moment)
             if not self.seal(moment) and self.stats.errors > errors:
                 # Another package's signal handler may have raised within the copy.
                 self.seal(moment)
