@@ -41,7 +41,7 @@ Examples:
 @click.option(
     "--peer",
     metavar="HOST:PORT",
-    help="A daemon that keeps copies of other hosts' memory; its log has the port.",
+    help="Where a daemon listens for peers; its log says so.",
 )
 @store_option()
 @output_options
@@ -49,10 +49,7 @@ def command(store: str | None, peer: str | None, rounds: int, as_json: bool, deb
     """Test a place for a store: its guarantees, their consequences, and its speed.
 
     This creates files in a folder of its own, and deletes them. An existing store is not touched. Exit code 14: a
-    guarantee is missing that commits rely on.
-
-    With --peer, test instead whether a daemon that keeps copies of memory can be reached from this host. It refuses a
-    stranger, which shows that it is one.
+    guarantee is missing that commits rely on. With --peer, test whether a daemon that keeps copies of memory answers.
     """
     if (store is None) == (peer is None):
         raise UsageError("give either --store or --peer")
