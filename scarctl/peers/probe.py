@@ -70,7 +70,7 @@ def _once(host: str, port: int) -> tuple[str, float, float]:
         connection.settimeout(SECONDS)
         channel = Channel(connection, seconds=SECONDS)
         try:
-            # A start that nobody has: the answer is a refusal.
+            # The daemon does not know this start: its answer is a refusal.
             hello = Hello.new(secrets.token_hex(16), "doctor", 1)
             channel.send(encode(Kind.HELLO, hello.to_json()))
             channel.expect(Kind.CHALLENGE)
