@@ -26,7 +26,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick servers servers-quick man quick test lint types layers unit long oldest optimizers frameworks docs package format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick servers servers-quick man pictures quick test lint types layers unit long oldest optimizers frameworks docs package format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
@@ -45,6 +45,7 @@ help:
 	@echo "make optimizers  train with every optimizer of other packages, stop, resume: some minutes, in $(OPTIMIZERS)"
 	@echo "make frameworks  tests with frameworks that have an environment of their own: TorchRec in $(TORCHREC), Ray in $(RAY): some minutes"
 	@echo "make man      the manual page, docs/scarctl.1, from what the commands say of their options"
+	@echo "make pictures  the pictures of report, status and live view, from a real run: a minute, needs Chromium"
 	@echo "make docs     the site, into build/site: broken links fail; in $(DOCS)"
 	@echo "make package  sdist and wheel, into dist, checked as the package index does; in $(DOCS)"
 	@echo "make format   rewrite the sources the way that lint wants them"
@@ -135,6 +136,9 @@ frameworks: $(TORCHREC)/.torchrec $(RAY)/.ray
 
 man: $(VENV)/.dev
 	$(BIN)/scarctl help --man > docs/scarctl.1
+
+pictures: $(VENV)/.dev
+	$(BIN)/python docs/site/pictures.py
 
 # Warnings fail. This one is about a program that this project does not use.
 docs: export NO_MKDOCS_2_WARNING = 1
