@@ -1,4 +1,4 @@
-"""`scarctl doctor`: test the guarantees of a place for a store, and its speed."""
+"""`scarctl doctor`: test the guarantees of a place for a store, and its speed; or whether a peer can be reached."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_NO_GUARANTEE,
     EXIT_OK,
-    common_options,
     emit,
     human_bytes,
     note,
     options_for,
+    output_options,
+    store_option,
 )
+from scarctl.errors import UsageError
 
 if TYPE_CHECKING:
+    from scarctl.peers.probe import PeerDiagnosis
     from scarctl.store.doctor import Diagnosis
 
 EXAMPLES = """\b
 Examples:
   scarctl doctor --store ckpt
   scarctl doctor --store s3://bucket/ckpt --json
+  scarctl doctor --peer 10.0.0.7:41873
 """
 
 
@@ -35,18 +39,48 @@ Examples:
     show_default=True,
     help="Number of races of 16 writers for one file.",
 )
-@common_options
-def command(store: str, rounds: int, as_json: bool, debug: bool) -> int:
+@click.option(
+    "--peer",
+    metavar="HOST:PORT",
+    help="Where a daemon listens for peers; its log says so.",
+)
+@store_option()
+@output_options
+def command(store: str | None, peer: str | None, rounds: int, as_json: bool, debug: bool) -> int:
     """Test a place for a store: its guarantees, their consequences, and its speed.
 
     This creates files in a folder of its own, and deletes them. An existing store is not touched. Exit code 14: a
-    guarantee is missing that commits rely on.
+    guarantee is missing that commits rely on. With --peer, test whether a daemon that keeps copies of memory answers.
     """
+    if (store is None) == (peer is None):
+        raise UsageError("give either --store or --peer")
+    if peer is not None:
+        return _peer(peer, as_json=as_json)
+    assert store is not None
     from scarctl.store.doctor import diagnose
 
     found = diagnose(store, storage_options=options_for(store), rounds=rounds, progress=note)
     emit(found.to_json(), as_json=as_json, text=_text(found))
     return EXIT_OK if found.sound else EXIT_NO_GUARANTEE
+
+
+def _peer(peer: str, *, as_json: bool) -> int:
+    from scarctl.peers.probe import parse_peer, probe
+
+    found = probe(*parse_peer(peer))
+    emit(found.to_json(), as_json=as_json, text=_peer_text(found))
+    return EXIT_OK
+
+
+def _peer_text(found: PeerDiagnosis) -> str:
+    return "\n".join(
+        [
+            f"{found.address} port {found.port}: a daemon that keeps copies of other hosts' memory",
+            f"  connection from {found.source}: {1000 * found.connect_seconds:.1f} ms",
+            f"  answer: {1000 * found.answer_seconds:.1f} ms",
+            "reachable; who does not have the job's secret is refused",
+        ]
+    )
 
 
 def _text(found: Diagnosis) -> str:

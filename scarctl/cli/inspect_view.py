@@ -143,13 +143,16 @@ def _processes(view: Survey) -> list[str]:
     noun, since = topology.noun, f", since epoch {topology.epoch}"
     lines = [f"{counted(topology.world, noun)}{'' if topology.independent else since}; one shard each"]
     if run is not None:
-        here = [rank for rank in view.ranks if rank.alive is not None]
+        here = [rank for rank in view.ranks if rank.alive is not None and rank.replica_of is None]
         dead = [str(rank.rank) for rank in here if not rank.alive]
         stopped = f"; stopped: {noun} {', '.join(dead)}" if dead and run.alive else ""
         lines.append(
             f"{noun}s on this host: {len(here) - len(dead)} of {len(here)} alive{stopped}, "
             f"{counted(run.pending_partitions, 'partition')} not durable yet, {counted(run.errors, 'error')}"
         )
+    kept = [str(rank.rank) for rank in view.ranks if rank.replica_of is not None]
+    if kept:
+        lines.append(f"{noun}s of other hosts of whose memory this host keeps a copy: {', '.join(kept)}")
     held = [other for other in view.others if not other.retired]
     if held:
         names = ", ".join(str(other.shard) for other in held)
@@ -193,9 +196,11 @@ def _shards(view: Survey) -> Table:
 
 
 def _ranks(view: Survey, noun: str) -> Table:
-    columns = (noun, *SHARD[:-2], "durable", "head", "process", *SHARD[-2:])
+    # Only a job with copies on other hosts has a column for them.
+    copied = any(rank.copies for rank in view.ranks)
+    columns = (noun, *SHARD[:-2], "durable", "head", "process", *(["copies"] * copied), *SHARD[-2:])
     rows = [
-        (str(rank.rank), *_saved(view, line), *_process(rank), *_cost(line))
+        (str(rank.rank), *_saved(view, line), *_process(rank), *(_copies(rank) * copied), *_cost(line))
         for rank, line in view.shards_of_ranks
     ]
     return Table(f"{noun}s", columns, rows)
@@ -211,8 +216,18 @@ def _saved(view: Survey, line: ShardLine) -> tuple[str, ...]:
 def _process(rank: RankLine) -> tuple[str, ...]:
     """Return the cells from "durable" to "process"."""
     steps = ["-" if step is None else str(step) for step in (rank.durable_step, rank.head_step)]
-    process = "not on this host" if rank.alive is None else f"{rank.pid} ({_alive(rank.alive)})"
+    if rank.replica_of is not None:
+        process = f"copy of {rank.replica_of}"
+    else:
+        process = "not on this host" if rank.alive is None else f"{rank.pid} ({_alive(rank.alive)})"
     return *steps, process
+
+
+def _copies(rank: RankLine) -> tuple[str, ...]:
+    """Return the cell "copies"."""
+    if rank.alive is None or rank.replica_of is not None:
+        return ("-",)
+    return ("; ".join(rank.copies) or "none",)
 
 
 def _cost(line: ShardLine) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ EXAMPLES = """\b
 Examples:
   scarctl plan --state-bytes 120GB --step-time 800ms --bandwidth 2GB --mtbf 6h
   scarctl plan --from ckpt --step-time 0.5 --bandwidth 500MB --mtbf 2d --json
+  scarctl plan --from ckpt --bandwidth 500MB --mtbf 2d --peers 1 --hosts 16
 """
 
 _TITLES = {
@@ -91,6 +92,15 @@ _TITLES = {
     show_default=True,
     help="Duration of training without failures.",
 )
+@click.option(
+    "--peers",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Other hosts that keep a copy of each host's memory.",
+)
+@click.option(
+    "--hosts", type=click.IntRange(min=1), metavar="N", help="Hosts of the job: odds that copies survive."
+)
 @output_options
 def command(
     state_bytes: float | None,
@@ -104,6 +114,8 @@ def command(
     convergence: float,
     memory_bandwidth: float,
     duration: float,
+    peers: int | None,
+    hosts: int | None,
     as_json: bool,
     debug: bool,
 ) -> int:
@@ -114,6 +126,8 @@ def command(
     """
     from scarctl.theory.job_cost import Job, advise
 
+    if (peers is None) != (hosts is None):
+        raise UsageError("give --peers and --hosts together", hint="see `scarctl plan --help`")
     known, stored, stored_shards = (None, None, None) if source is None else _look(source)
     if state_bytes is None and stored is not None:
         state_bytes = float(stored.nbytes)
@@ -138,7 +152,9 @@ def command(
         duration=duration,
     )
     advice = advise(job)
+    copies = None if peers is None or hosts is None else _copies(state_bytes, hosts, peers)
     fields = {
+        "copies": copies,
         "job": _job(job),
         "ways": {way.name: _way(way, job) for way in advice.ways},
         "pays": advice.pays,
@@ -146,8 +162,38 @@ def command(
         "saves": _finite(_saves(advice)),
         "history": None if known is None else _history(known, stored),
     }
-    emit(fields, as_json=as_json, text=_text(job, advice, known, stored))
+    text = _text(job, advice, known, stored)
+    emit(fields, as_json=as_json, text=text if copies is None else f"{text}\n\n{_copies_text(copies)}")
     return EXIT_OK
+
+
+def _copies(state_bytes: float, hosts: int, peers: int) -> dict[str, Any]:
+    """Return what copies on other hosts take, and the odds that all memory survives some hosts lost at once."""
+    from scarctl.peers.placement import survival
+
+    kept = min(peers, hosts - 1)
+    return {
+        "hosts": hosts,
+        "peers": kept,
+        "bytes_per_host": kept * state_bytes / hosts,
+        "survives": [
+            {"lost": lost, "odds": survival(hosts, kept, lost)} for lost in range(1, min(kept + 2, hosts) + 1)
+        ],
+    }
+
+
+def _copies_text(copies: dict[str, Any]) -> str:
+    odds = ", ".join(f"{one['lost']}: {_percent(one['odds'])}" for one in copies["survives"])
+    return (
+        f"{counted(copies['peers'], 'copy', 'copies')} of each of {counted(copies['hosts'], 'host')}: "
+        f"{_size(copies['bytes_per_host'])} of memory per host.\n"
+        f"Odds that all of it survives hosts lost at once: {odds}. Otherwise the store is older."
+    )
+
+
+def _percent(odds: float) -> str:
+    """Format odds; 100 % and 0 % are what they say."""
+    return f"{100 * odds:.0f} %" if odds in (0.0, 1.0) else f"{min(99.99, max(0.01, 100 * odds)):.4g} %"
 
 
 @dataclass(frozen=True, slots=True)

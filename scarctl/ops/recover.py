@@ -14,6 +14,7 @@ import numpy as np
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.arena.kinship import believed, open_stopped
+from scarctl.arena.owner import read_owner
 from scarctl.arena.queue import HandOverQueue
 from scarctl.daemon.client import wait_until_released
 from scarctl.errors import Corruption, UsageError
@@ -24,7 +25,7 @@ from scarctl.ops.assemble import content, onto, whole_groups
 from scarctl.ops.sinks import FileSink, PatchSink, check_fits, counting
 from scarctl.recovery.execute import ArenaSink, SealedStateDamaged, Sink
 from scarctl.recovery.forecast import Loss, weigh
-from scarctl.recovery.plan import Perturbation
+from scarctl.recovery.plan import MEMORY, PEER, Perturbation
 from scarctl.recovery.shared_plan import (
     Nowhere,
     SharedPlan,
@@ -310,7 +311,8 @@ class _Recovery:
             self.left_out = check_fits((group for name, group in wholes.items() if name in touched), file)
         if self.dry_run:
             known = estimated(plan, self.arenas)
-            return Recovery(plan, known, self.output, None, self.cost, problems, self.left_out)
+            shown = self._named(plan)
+            return Recovery(shown, known, self.output, None, self.cost, problems, self.left_out)
         with self._sinks(plan, file) as (sinks, out):
             report = execute_shared(plan, self.arenas, counting(sinks, plan.nbytes, self._progress))
             for arena in self._written():
@@ -319,7 +321,7 @@ class _Recovery:
                 out.commit()
         self._roll_back(report.plan)
         return Recovery(
-            report.plan,
+            self._named(report.plan),
             report.perturbation,
             self.output,
             report.seconds,
@@ -327,6 +329,14 @@ class _Recovery:
             problems + report.problems,
             self.left_out,
         )
+
+    def _named(self, plan: SharedPlan) -> SharedPlan:
+        """Return a plan for display: what replicas of other hosts' memory have is of tier "peer"."""
+        plans = list(plan.plans)
+        for k, (one, arena) in enumerate(zip(plans, self.arenas, strict=True)):
+            if one is not None and arena is not None and read_owner(arena.folder) is not None:
+                plans[k] = replace(one, tier=np.where(one.tier == MEMORY, np.int8(PEER), one.tier))
+        return replace(plan, plans=tuple(plans))
 
     def _written(self) -> list[Arena]:
         """Return the arenas that are the recovery's target."""

@@ -5,14 +5,19 @@ A process that saves alone is surveyed as the only rank: its share is the whole 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.arena.kinship import view_of
+from scarctl.arena.owner import read_owner
 from scarctl.arena.view import ArenaView
+from scarctl.daemon.client import ask_status
+from scarctl.errors import ScarError
 from scarctl.ops.ages import age_of, lag_of, since_of
 from scarctl.ops.surveyed import OtherShard, RankLine, RunStatus, Survey
 from scarctl.recovery.forecast import stored_outlook
@@ -34,6 +39,11 @@ from scarctl.theory.convergence import NoEstimate
 from scarctl.theory.rework import Outlook
 from scarctl.util.arrays import Ids
 
+log = logging.getLogger("scarctl")
+
+_PATIENCE = 1.0
+"""Seconds to wait for the daemon's answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Share:
@@ -45,6 +55,10 @@ class _Share:
     shard_of: NDArray[np.int32]
     arena: ArenaView | None
     """The rank's arena; None without one, or if its layout differs from the store's."""
+    id: str
+    """Name of the rank's arena."""
+    replica_of: str | None = None
+    """See `RankLine`."""
 
 
 def survey(store: Store, arena_dir: str | None) -> Survey:
@@ -79,7 +93,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         snapshots=tuple(snapshots(store)),
         run=_run(arenas),
         topology=topology,
-        ranks=() if topology is None else tuple(map(_rank, range(topology.world), topology.shards, shares)),
+        ranks=() if topology is None else _ranks(topology, shares, arena_dir),
         others=() if topology is None else tuple(_others(store, topology)),
         note=note,
         comparable=told.norm == "l2",
@@ -135,7 +149,9 @@ def _share(store: Store, states: Mapping[int, ShardState], arena_dir: str | None
     if (shard_of < 0).any():  # a shard has no record yet, or has given up its partitions
         shard_of = store.shard_of(layout)
     same = arena is not None and arena.layout == layout
-    return _Share(states, layout, version, shard_of, arena if same else None)
+    owner = read_owner(arena_folder(arena_dir, store.run_id)) if same else None
+    named = None if owner is None else owner.host
+    return _Share(states, layout, version, shard_of, arena if same else None, store.run_id, named)
 
 
 def _named(shares: Sequence[_Share]) -> list[Layout]:
@@ -178,13 +194,40 @@ def _run(arenas: Sequence[ArenaView]) -> RunStatus | None:
     )
 
 
-def _rank(rank: int, shard: int, share: _Share) -> RankLine:
+def _ranks(topology: Topology, shares: Sequence[_Share], arena_dir: str | None) -> tuple[RankLine, ...]:
+    copies = _copies(shares, arena_dir)
+    named = enumerate(zip(topology.shards, shares, strict=True))
+    return tuple(_rank(rank, shard, share, copies.get(share.id, ())) for rank, (shard, share) in named)
+
+
+def _copies(shares: Sequence[_Share], arena_dir: str | None) -> dict[str, tuple[str, ...]]:
+    """Return by arena the copies of live ranks' memory on other hosts: what this host's daemon says, if it answers."""
+    if not any(share.arena is not None and share.arena.alive for share in shares):
+        return {}
+    try:
+        answer = ask_status(host_folder(arena_dir), patience=_PATIENCE)
+    except ScarError as error:
+        log.warning("copies on other hosts are not shown: %s", error)
+        return {}
+    return {} if answer is None else {run["id"]: tuple(run.get("peers", ())) for run in answer["runs"]}
+
+
+def _rank(rank: int, shard: int, share: _Share, copies: tuple[str, ...]) -> RankLine:
     step, arena = share.states[shard].step, share.arena
     durable = step if step >= 0 else None
     if arena is None:
         return RankLine(rank, shard, durable, None, None, None, None, None)
     return RankLine(
-        rank, shard, durable, arena.head_step, arena.pid, arena.alive, arena.pending, arena.errors
+        rank,
+        shard,
+        durable,
+        arena.head_step,
+        arena.pid,
+        arena.alive,
+        arena.pending,
+        arena.errors,
+        share.replica_of,
+        copies,
     )
 
 

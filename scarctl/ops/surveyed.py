@@ -95,6 +95,10 @@ class RankLine:
     alive: bool | None
     pending_partitions: int | None
     errors: int | None
+    replica_of: str | None = None
+    """Name of the host of whose memory this host keeps a copy; None if the arena here is of a process of this host."""
+    copies: tuple[str, ...] = ()
+    """The copies of its memory on other hosts, in words: "b: following, 4 behind"."""
 
 
 @dataclass(frozen=True, slots=True)

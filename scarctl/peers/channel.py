@@ -40,10 +40,11 @@ class Gone(Exception):
 class Channel:
     """One connection. `trust` lifts the limits of strangers."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, *, seconds: float | None = None) -> None:
+        """Begin as strangers. seconds: to prove who each is; None: `STRANGER_SECONDS`."""
         self._connection = connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._deadline: float | None = time.monotonic() + STRANGER_SECONDS
+        self._deadline: float | None = time.monotonic() + (STRANGER_SECONDS if seconds is None else seconds)
         self._trusted = False
         self._staging: Bytes = np.empty(0, np.uint8)
 

@@ -10,15 +10,17 @@ import logging
 import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.header import FILE
 from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.rows import read_rows
-from scarctl.errors import Corruption
+from scarctl.errors import Corruption, Fenced
 from scarctl.peers.frames import MAX_BODY, Batch, Buffer, Kind, Mark, encode
 from scarctl.state.version import NEVER
 from scarctl.util.arrays import Ids, adjacent
@@ -33,6 +35,14 @@ _MOST_COPIES = 1 << 16
 _TORN_SECONDS = 2.0
 """Seconds to wait for copies that are under way, before a round ends without a mark."""
 _PAUSE = 0.005
+
+
+def _inode_in(folder: Path) -> int:
+    """Return what identifies the arena's file in a folder; 0 without one."""
+    try:
+        return os.stat(folder / FILE).st_ino
+    except FileNotFoundError:
+        return 0
 
 
 def most_body(arena: Arena) -> int:
@@ -51,6 +61,7 @@ class Follower:
         self._arena = arena
         self._clock = clock
         self._queue = HandOverQueue(arena.folder)
+        self._inode = _inode_in(arena.folder)
         n = arena.layout.partitions
         self._generation = np.zeros(n, np.uint64)
         self._version = np.full(n, NEVER, np.int64)
@@ -92,8 +103,11 @@ class Follower:
 
         Each has to be sent before the next is taken. Without a mark at the end some copies were under way for too
         long; what was sent is good.
+
+        Raises Fenced if another arena has the place: then the hand-overs there are of its copies.
         """
         arena = self._arena
+        self._require_place()
         self._seen = self.counters()
         # What is read now is true of the copies of this moment. It may be said once the peer has these, or later ones.
         epoch, base, head = arena.epoch, arena.base_epoch, arena.head_step
@@ -108,6 +122,7 @@ class Follower:
                     self._seen = ()
                     return
                 time.sleep(_PAUSE)
+        self._require_place()
         for number, data in handovers.items():
             if data is not None:
                 yield encode(Kind.HANDOVER, {"number": number}, data)
@@ -128,6 +143,14 @@ class Follower:
         except FileNotFoundError:
             queued = 0
         return (arena.epoch, arena.head_step, arena.sealed, arena.progress, arena.errors, arena.whole, queued)
+
+    def _require_place(self) -> None:
+        """Raise Fenced unless the arena is where it was: a replica of the job's next start may have taken its place."""
+        if _inode_in(self._arena.folder) != self._inode:
+            raise Fenced(
+                f"{self._arena.folder}: another arena has taken the place",
+                hint="the run has continued elsewhere",
+            )
 
     def _handovers(self) -> dict[int, bytes | None]:
         """Return the hand-overs that wait, by number: their files; None for those that the peer has."""

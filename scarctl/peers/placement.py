@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import comb
 
 
 def place(domains: Sequence[str], copies: int) -> list[list[int]]:
@@ -29,6 +30,49 @@ def place(domains: Sequence[str], copies: int) -> list[list[int]]:
     for at, host in enumerate(ring):
         first[host] = [ring[(at + n + 1) % len(ring)] for n in range(copies)]
     return [_then_others(host, chosen, named) for host, chosen in enumerate(first)]
+
+
+def survival(hosts: int, copies: int, lost: int) -> float:
+    """Return the share of all sets of `lost` hosts, lost at once, of which no host's memory has lost all its copies.
+
+    All hosts are domains of their own. Hosts that are lost one after the other, with time to copy in between, are
+    safer.
+    """
+    if copies < 1 or hosts < 2:
+        return float(lost == 0)
+    copies = min(copies, hosts - 1)
+    groups, ring = _divided([f"\0{host}" for host in range(hosts)], copies)
+    # A group survives what leaves one of its hosts, a ring what leaves one of each `copies + 1` neighbours.
+    ways = [1]
+    for group in groups:
+        ways = _product(ways, [comb(len(group), n) for n in range(len(group))])
+    if ring:
+        ways = _product(ways, _of_ring(len(ring), copies))
+    return (ways[lost] if lost < len(ways) else 0) / comb(hosts, lost)
+
+
+def _product(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    found = [0] * (len(first) + len(second) - 1)
+    for i, a in enumerate(first):
+        for j, b in enumerate(second):
+            found[i + j] += a * b
+    return found
+
+
+def _of_ring(size: int, copies: int) -> list[int]:
+    """Return how many sets of n hosts of a ring may be lost, by n: no `copies + 1` of them follow each other.
+
+    Each survivor is followed by 0 to `copies` lost hosts.
+    """
+    found = []
+    for lost in range(size):
+        left = size - lost
+        ways = [1]
+        for _ in range(left):
+            ways = _product(ways, [1] * (copies + 1))
+        # Each circular set is counted once for every survivor with which it may begin.
+        found.append((ways[lost] if lost < len(ways) else 0) * size // left)
+    return found
 
 
 def _divided(named: Sequence[str], copies: int) -> tuple[list[list[int]], list[int]]:

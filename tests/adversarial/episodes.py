@@ -67,6 +67,8 @@ class Life:
     arena: Arena
     queue: HandOverQueue
     step: int
+    follower: Follower
+    """Of its daemon, as long as that lives."""
     alive: bool = True
     """Its process trains. The daemon outlives it."""
 
@@ -78,8 +80,7 @@ class Link:
         owner = Owner(life.host, life.start, life.arena.base_epoch)
         replicas.require_newest(place / RUN, RUN, owner, life.arena.epoch)
         self.replica = Replica.begin(place, RUN, life.arena.layout_json(), owner, life.arena.epoch, "")
-        # The clock is fast: copies that a dead process has left under way are waited for once.
-        self.follower = Follower(life.arena, clock=itertools.count(0.0, 10.0).__next__)
+        self.follower = life.follower
         self.follower.has(self.replica.have())
 
 
@@ -98,10 +99,12 @@ class Episode:
         """Version that a flush has left on two hosts, and the hosts."""
         self.away: set[str] = set()
         self.cut = False
-        self.lives: list[Life] = []
         self.link: Link | None = None
+        self.lives: list[Life] = []
         self.abandoned: dict[int, int] = {}
         """For each epoch, the newest step of its predecessors that it has."""
+        self.known: set[int] = set()
+        """Epochs of the arenas that the newest start has found."""
         self.begin("east", None)
 
     # -- lives -------------------------------------------------------------------------------------------------
@@ -125,9 +128,13 @@ class Episode:
         disown(place)
         arena.take_over()
         arena.begin_epoch(self.epoch, again=False)
-        self.abandoned[self.epoch] = step
+        # A round that has not come to its mark leaves newer copies.
+        newest = step_of(arena.version[arena.intact()]).max(initial=0)
+        self.abandoned[self.epoch] = max(step, int(newest))
         self.link = None
-        life = Life(host, self.epoch, f"{self.epoch:032x}", arena, HandOverQueue(place), step)
+        # The clock is fast: copies that a dead process has left under way are waited for once.
+        follower = Follower(arena, clock=itertools.count(0.0, 10.0).__next__)
+        life = Life(host, self.epoch, f"{self.epoch:032x}", arena, HandOverQueue(place), step, follower)
         self.lives.append(life)
         if source is not None:
             self._check_found(arena)
@@ -312,8 +319,7 @@ class Episode:
         """The process dies, perhaps with its host and all memory there; the job starts again where there is room."""
         life = self.life
         life.alive = False
-        lost = self.rng.random() < 0.5
-        if lost:
+        if self.rng.random() < 0.5:
             shutil.rmtree(self.folder / life.host)
             (self.folder / life.host).mkdir(mode=0o700)
             self.counts["hosts lost"] += 1
@@ -336,6 +342,7 @@ class Episode:
                 raise Violation(f"{version} was acknowledged, and {best.version} is found")
         self.acknowledged = None
         self.counts["starts elsewhere" if target != life.host else "starts"] += 1
+        self.known = {arena.epoch for arena in found.values()}
         self.begin(target, source)
 
     def _usable(self, host: str) -> Arena | None:
@@ -366,10 +373,11 @@ class Episode:
                 raise Violation(f"{host}: a replica has copies of a later epoch than its own")
 
     def _check_found(self, arena: Arena) -> None:
-        """No copy is of a future that was abandoned."""
+        """No copy is of a future that was abandoned by an epoch of which anything is left."""
         for version in arena.version[arena.intact() & (arena.version != NEVER)].tolist():
             for epoch, step in self.abandoned.items():
-                if epoch_of(version) < epoch < self.epoch and step_of(version) > step:
+                later = epoch in self.known and epoch_of(version) < epoch < self.epoch
+                if later and step_of(version) > step:
                     raise Violation(
                         f"a copy of epoch {epoch_of(version)}, step {step_of(version)} comes back"
                     )
@@ -425,8 +433,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--episodes", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    started, total, failures = time.monotonic(), Counter[str](), 0
-    memory = Path("/dev/shm")
+    started, total, failures, memory = time.monotonic(), Counter[str](), 0, Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         for seed in range(args.seed, args.seed + args.episodes):
             try:

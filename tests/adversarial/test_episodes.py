@@ -9,6 +9,7 @@ import pytest
 
 from scarctl.arena.arena import Arena
 from scarctl.peers import replica as replicas
+from scarctl.peers.frames import Kind
 from tests.adversarial import episodes
 from tests.adversarial.episodes import Violation
 
@@ -54,11 +55,13 @@ def without_fences(monkeypatch: pytest.MonkeyPatch) -> None:
 def early_handovers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The follower sends its hand-overs and its mark, and then the rows."""
     original = episodes.Follower.round
+    late = (Kind.BATCH, Kind.FIELDS)
 
-    def reversed_round(self: Any) -> Any:
-        yield from reversed(list(original(self)))
+    def rows_last(self: Any) -> Any:
+        frames = [[bytes(memoryview(part)) for part in frame] for frame in original(self)]
+        yield from sorted(frames, key=lambda frame: frame[0][0] in late)
 
-    monkeypatch.setattr(episodes.Follower, "round", reversed_round)
+    monkeypatch.setattr(episodes.Follower, "round", rows_last)
 
 
 @pytest.mark.parametrize("defect", [without_generations, without_fences, early_handovers])

@@ -47,7 +47,9 @@ def zeros(layout: Layout) -> Source:
 
 def test_the_document_is_what_the_model_says(run: Run) -> None:
     document = run("plan", *LARGE, "--json").document
-    assert set(document) == {"schema_version", "command", "job", "ways", "pays", "rival", "saves", "history"}
+    wanted = {"schema_version", "command", "copies", "job", "ways", "pays", "rival", "saves", "history"}
+    assert set(document) == wanted
+    assert document["copies"] is None
     assert document["command"] == "plan"
     job = Job(state_bytes=100e9, step_seconds=1.0, bandwidth=1e9, mtbf=3 * HOUR, shards=16)
     advice = advise(job)
@@ -211,3 +213,18 @@ def test_sizes_are_read(run: Run, text: str, value: float) -> None:
 )
 def test_times_are_read(run: Run, text: str, value: float) -> None:
     assert run("plan", *LARGE, "--mtbf", text, "--json").document["job"]["mtbf_seconds"] == value
+
+
+def test_odds_that_copies_on_other_hosts_survive(run: Run) -> None:
+    found = run("plan", *LARGE, "--peers", 1, "--hosts", 16, "--json").document["copies"]
+    assert (found["hosts"], found["peers"], found["bytes_per_host"]) == (16, 1, 100e9 / 16)
+    assert [(one["lost"], round(one["odds"], 4)) for one in found["survives"]] == [
+        (1, 1.0),
+        (2, 0.9333),
+        (3, 0.8),
+    ]
+    text = run("plan", *LARGE, "--peers", 1, "--hosts", 16).stdout
+    assert "1: 100 %, 2: 93.33 %" in text
+    few = run("plan", *LARGE, "--peers", 5, "--hosts", 2, "--json").document["copies"]
+    assert (few["peers"], [one["odds"] for one in few["survives"]]) == (1, [1.0, 0.0])
+    assert "--hosts together" in run("plan", *LARGE, "--peers", 1, "--json", code=2).error["message"]

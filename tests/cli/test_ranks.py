@@ -32,6 +32,8 @@ RANK_KEYS = {
     "alive",
     "pending_partitions",
     "errors",
+    "replica_of",
+    "copies",
 }
 
 

@@ -83,7 +83,15 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "ckpt page.html": (2, "a web page"),
         "ckpt state.safetensors --rtol -1": (2, "-1"),
     },
-    "doctor": {"": MISSING, "--store ckpt --rounds 0": (2, "--rounds"), "--store page.html": (10, "file")},
+    "doctor": {
+        "": (2, "either --store or --peer"),
+        "--store ckpt --peer west:4": (2, "either --store or --peer"),
+        "--peer west": (2, "HOST:PORT"),
+        "--peer west:0": (2, "HOST:PORT"),
+        "--peer 127.0.0.1:1": (17, "cannot be reached"),
+        "--store ckpt --rounds 0": (2, "--rounds"),
+        "--store page.html": (10, "file"),
+    },
     "evacuate": {
         "": (2, "Missing option '--deadline'"),
         "--deadline soon": (2, "'soon'"),

@@ -17,6 +17,8 @@ import scarctl
 from scarctl.arena.folder import host_folder
 from scarctl.config import grouped
 from scarctl.daemon.client import ask_status
+from scarctl.ops.survey import survey
+from scarctl.store import Store
 from tests.distributed.jobs import build, step, values
 from tests.support.training import drained
 
@@ -39,6 +41,7 @@ def train(
     home.mkdir(exist_ok=True)
     model, optimizer = build(kind)
     peers: list[str] = []
+    inspected: list[list[str]] = []
     common = {"interval": 5, "partition_bytes": 2048, "daemon": True, "arena_dir": str(home), "peers": 1}
     session = scarctl.attach(
         model,
@@ -60,6 +63,9 @@ def train(
                 os.kill(status_of(str(home))["pid"], signal.SIGKILL)
             if options.get("copied_at") == number:
                 peers = wait_for_peers(str(home), session.head_step)
+                inspected = [
+                    list(line.copies) for line in survey(Store.open(f"{folder}/store"), str(home)).ranks
+                ]
                 dist.barrier()  # a host that dies keeps the copies of another one
             if options.get("peers_stop_at") == number:
                 # An empty list of peers: the copies stay as they are now.
@@ -81,6 +87,7 @@ def train(
         "errors": session.stats.errors,
         "peers": peers,
         "warned": warned,
+        "inspected": inspected,
     }
 
 

@@ -124,6 +124,9 @@ def test_a_daemon_that_dies_is_replaced_and_keeps_what_it_kept(hosts: Path) -> N
 def test_a_run_that_ends_well_leaves_no_copies(hosts: Path) -> None:
     found = launch(TRAIN, 2, "fsdp", str(hosts), 12, {"homes": HOMES, "copied_at": 12})
     assert ["up to date" in peer for report in found for peer in report["peers"]] == [True, True]
+    for rank, report in enumerate(found):  # `inspect` on a host shows the copies of its own ranks
+        assert "following" in report["inspected"][rank][0]
+        assert report["inspected"][1 - rank] == []
     left = [path.name for path in hosts.rglob("*") if path.is_file() and "scarctl-" in str(path)]
     assert [name for name in left if name not in ("daemon.lock", "daemon.log")] == []
 

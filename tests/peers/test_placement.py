@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scarctl.peers.placement import place
+from scarctl.peers.placement import place, survival
 
 WORLDS = [(hosts, copies) for hosts in range(17) for copies in range(4)]
 
@@ -64,3 +64,20 @@ def test_two_of_sixteen_hosts_die() -> None:
     assert round(100 * good / len(pairs), 1) == 93.3
     ring = sum((b - a) % 16 not in (1, 15) for a, b in pairs)
     assert round(100 * ring / len(pairs), 1) == 86.7
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+@pytest.mark.parametrize("hosts", range(2, 11))
+def test_odds_are_those_of_counting(hosts: int, copies: int) -> None:
+    found = chosen([""] * hosts, copies)
+    for lost in range(hosts + 1):
+        sets = [set(some) for some in combinations(range(hosts), lost)]
+        good = sum(all(not {host, *found[host]} <= some for host in some) for some in sets)
+        assert survival(hosts, copies, lost) == good / len(sets), (lost, good)
+
+
+def test_odds_without_copies_and_of_many_hosts() -> None:
+    assert survival(8, 0, 1) == 0.0
+    assert survival(1, 1, 1) == 0.0
+    assert survival(16, 1, 2) == pytest.approx(0.9333, abs=1e-4)
+    assert 0.99 < survival(1001, 1, 2) < 1.0

@@ -315,6 +315,21 @@ def test_a_replica_that_a_command_reads_is_continued_afterwards(tmp_path: Path) 
     assert equal(run)
 
 
+def test_a_sender_whose_place_was_taken_sends_no_more(tmp_path: Path) -> None:
+    """The next start's replica is where its arena was: hand-overs there are not of its copies."""
+    run = Run(tmp_path)
+    run.copy(EVERYTHING)
+    assert run.send()
+    place = run.arena.folder
+    place.rename(place.with_name("aside"))
+    Arena.create(place, LAYOUT, run_id=RUN, epoch=2).close()
+    HandOverQueue(place).put(version=pack(2, 9), ids=EVERYTHING, whole="", extras={"step": 9})
+    with pytest.raises(Fenced, match="taken the place"):
+        run.send()
+    run.check()
+    assert HandOverQueue(run.host / RUN).numbers() == []
+
+
 def test_a_replica_whose_folder_was_removed_is_not_made_again(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.copy(EVERYTHING)

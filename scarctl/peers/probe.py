@@ -1,0 +1,91 @@
+"""Test whether a daemon keeps replicas at an address, as any stranger can: it refuses, and says so in its protocol."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from scarctl.errors import Corruption, ScarError, Unavailable, UsageError
+from scarctl.peers.channel import Channel, Gone
+from scarctl.peers.frames import Kind, encode
+from scarctl.peers.handshake import Hello
+
+ROUNDS = 5
+SECONDS = 5.0
+"""Longest time of one connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDiagnosis:
+    """A daemon that listens for peers, as a stranger sees it."""
+
+    address: str
+    port: int
+    source: str
+    """Address of this host from which it was reached."""
+    connect_seconds: float
+    """Shortest time of a connection."""
+    answer_seconds: float
+    """Shortest time from a greeting to its refusal."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields."""
+        return asdict(self)
+
+
+def parse_peer(text: str) -> tuple[str, int]:
+    """Return host and port of "HOST:PORT"; an IPv6 address may be in brackets. Raises UsageError."""
+    host, _, port = text.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+        raise UsageError(f"{text!r:.80} is not HOST:PORT", hint='the daemon\'s log has both: "listens at"')
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def probe(host: str, port: int, *, rounds: int = ROUNDS) -> PeerDiagnosis:
+    """Connect to a daemon and be refused by it, some times. No secret is needed, and nothing is kept.
+
+    Raises Unavailable if nothing answers there in time, Corruption if it is no daemon that keeps replicas.
+    """
+    found = [_once(host, port) for _ in range(rounds)]
+    source, _, _ = found[0]
+    return PeerDiagnosis(host, port, source, min(one[1] for one in found), min(one[2] for one in found))
+
+
+def _once(host: str, port: int) -> tuple[str, float, float]:
+    began = time.monotonic()
+    try:
+        connection = socket.create_connection((host, port), SECONDS)
+    except OSError as error:
+        raise Unavailable(
+            f"{host} port {port} cannot be reached: {error.strerror or error}",
+            hint="a firewall, another network, or the daemon has ended; its log says where it listens",
+            kind="peer-unreachable",
+        ) from error
+    connected = time.monotonic()
+    with connection:
+        source = str(connection.getsockname()[0])
+        connection.settimeout(SECONDS)
+        channel = Channel(connection, seconds=SECONDS)
+        try:
+            # The daemon does not know this start: its answer is a refusal.
+            hello = Hello.new(secrets.token_hex(16), "doctor", 1)
+            channel.send(encode(Kind.HELLO, hello.to_json()))
+            channel.expect(Kind.CHALLENGE)
+        except (Gone, Corruption) as error:
+            raise _stranger(host, port) from error
+        except ScarError as error:
+            if error.kind != "unknown-start":
+                raise
+            return source, connected - began, time.monotonic() - connected
+    raise _stranger(host, port)
+
+
+def _stranger(host: str, port: int) -> Corruption:
+    return Corruption(
+        f"{host} port {port} is open, but no daemon of this version keeps replicas there",
+        hint="the daemon's log says where it listens",
+        kind="no-peer",
+    )

@@ -1,0 +1,100 @@
+"""What commands say of copies of memory on other hosts."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from scarctl.arena.folder import arena_folder
+from scarctl.arena.owner import Owner, write_owner
+from scarctl.peers.host import Host
+from tests.cli.conftest import Run
+from tests.support.ranks import RankStore
+
+pytestmark = pytest.mark.leaves_arena
+
+
+@pytest.fixture
+def replica(tmp_path: Path) -> RankStore:
+    """Two ranks, sealed at step 3. This host keeps a copy of the memory of rank 1, of step 9, for a host "east"."""
+    made = RankStore(tmp_path / "ckpt", 2)
+    made.save(3)
+    arena = made.arena(tmp_path, 1, 9)
+    arena.take_over(0)
+    write_owner(arena_folder(str(tmp_path), made.view(1).run_id), Owner("east", "11" * 16, 1))
+    arena.close()
+    return made.close()
+
+
+def test_inspect_says_whose_memory_it_is(run: Run, replica: RankStore, tmp_path: Path) -> None:
+    arguments = ("inspect", "--store", "ckpt", "--arena-dir", tmp_path)
+    lines = run(*arguments, "--json").document["ranks"]
+    assert [(line["replica_of"], line["head_step"], line["copies"]) for line in lines] == [
+        (None, None, []),
+        ("east", 9, []),
+    ]
+    text = run(*arguments).stdout
+    assert "copy of east" in text
+    assert "ranks of other hosts of whose memory this host keeps a copy: 1" in text
+    assert "0 of 0 alive" in text
+
+
+def test_recover_says_that_copies_are_from_a_peer(run: Run, replica: RankStore, tmp_path: Path) -> None:
+    arguments = (
+        "recover",
+        "--store",
+        "ckpt",
+        "--lost",
+        "rank:1",
+        "--arena-dir",
+        tmp_path,
+        "--output",
+        "out.pt",
+    )
+    planned = run(*arguments, "--dry-run", "--json").document
+    assert set(planned["tiers"]) == {"peer"}
+    done = run(*arguments, "--json").document
+    assert done["tiers"] == planned["tiers"]
+    assert {shard["newest_step"] for shard in done["shards"]} == {9}
+    assert torch.load(tmp_path / "out.pt", weights_only=True)
+    text = run(
+        "recover", "--store", "ckpt", "--lost", "rank:1", "--arena-dir", tmp_path, "--output", "2.pt"
+    ).stdout
+    assert f"({done['tiers']['peer']} from peer)" in text
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[int]:
+    """The port at which a daemon keeps replicas."""
+    (tmp_path / "west").mkdir(mode=0o700)
+    host = Host(tmp_path / "west")
+    yield host.admit("11" * 16, secrets.token_bytes(32), "ab" * 16, "127.0.0.1", 0)
+    host.close()
+
+
+def test_doctor_finds_a_daemon_that_keeps_copies(run: Run, daemon: int) -> None:
+    found = run("doctor", "--peer", f"127.0.0.1:{daemon}", "--json").document
+    assert (found["address"], found["port"], found["source"]) == ("127.0.0.1", daemon, "127.0.0.1")
+    assert 0 < found["connect_seconds"] < 10
+    assert "reachable" in run("doctor", "--peer", f"127.0.0.1:{daemon}").stdout
+
+
+def test_doctor_finds_that_something_else_listens(run: Run) -> None:
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        done = run("doctor", "--peer", f"127.0.0.1:{listener.getsockname()[1]}", "--json", code=13)
+        thread.join()
+    assert done.error["kind"] == "no-peer"
