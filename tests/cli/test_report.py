@@ -22,11 +22,6 @@ from tests.cli.test_inspect import KEYS
 
 BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-    filter(
-        None, map(shutil.which, ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome"))
-    ),
-    None,
-)
 HOSTILE = "</script><img src=x onerror=alert(1)>'\"&amp;" + "w" * 200
 
 
