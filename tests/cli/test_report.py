@@ -20,7 +20,8 @@ from scarctl.cli.report_charts import text
 from tests.cli.conftest import Model, Run, unprivileged
 from tests.cli.test_inspect import KEYS
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 HOSTILE = "</script><img src=x onerror=alert(1)>'\"&amp;" + "w" * 200
 
 
