@@ -4,6 +4,7 @@ PYTHON ?= python3
 # More than cores: tests wait for processes and deadlines about half of the time.
 WORKERS ?= 4
 ROUNDS ?= 500
+RUNS ?= 150
 TRIALS ?= 10
 DATA ?= ../shared/data
 SEED ?= 0
@@ -25,7 +26,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick man quick test lint types layers unit long oldest optimizers frameworks docs package format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick servers servers-quick man pictures quick test lint types layers unit long oldest optimizers frameworks docs package format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
@@ -35,6 +36,8 @@ help:
 	@echo "make paper-quick  the same with a few iterations, into build: shows that it runs"
 	@echo "make beyond   models that the paper does not have, into docs: some minutes, goes on where it was stopped: TRIALS=$(TRIALS)"
 	@echo "make beyond-quick  the same with a few iterations, into build"
+	@echo "make servers  parameter servers that are killed, in six ways, into docs/servers: long, goes on where it was stopped: TRIALS=$(TRIALS)"
+	@echo "make servers-quick  the same with a few iterations, into build"
 	@echo "make quick    tests of everything that needs neither torch nor another process: under a minute"
 	@echo "make test     lint, types, layers and unit, in this order"
 	@echo "make long     tests that unit leaves out: some minutes"
@@ -42,6 +45,7 @@ help:
 	@echo "make optimizers  train with every optimizer of other packages, stop, resume: some minutes, in $(OPTIMIZERS)"
 	@echo "make frameworks  tests with frameworks that have an environment of their own: TorchRec in $(TORCHREC), Ray in $(RAY): some minutes"
 	@echo "make man      the manual page, docs/scarctl.1, from what the commands say of their options"
+	@echo "make pictures  the pictures of report, status and live view, from a real run: a minute, needs Chromium"
 	@echo "make docs     the site, into build/site: broken links fail; in $(DOCS)"
 	@echo "make package  sdist and wheel, into dist, checked as the package index does; in $(DOCS)"
 	@echo "make format   rewrite the sources the way that lint wants them"
@@ -78,6 +82,13 @@ beyond: $(VENV)/.examples
 
 beyond-quick: $(VENV)/.examples
 	$(BIN)/python -m examples.beyond.beyond --quick --out build/beyond-quick
+
+servers: $(VENV)/.examples
+	$(BIN)/python -m examples.parameter_server.experiment --data $(DATA) --seeds $(TRIALS)
+	$(BIN)/python -m tests.examples.chaos --runs $(RUNS)
+
+servers-quick: $(VENV)/.examples
+	$(BIN)/python -m examples.parameter_server.experiment --data $(DATA) --quick
 
 test: lint types layers unit
 
@@ -125,6 +136,9 @@ frameworks: $(TORCHREC)/.torchrec $(RAY)/.ray
 
 man: $(VENV)/.dev
 	$(BIN)/scarctl help --man > docs/scarctl.1
+
+pictures: $(VENV)/.dev
+	$(BIN)/python docs/site/pictures.py
 
 # Warnings fail. This one is about a program that this project does not use.
 docs: export NO_MKDOCS_2_WARNING = 1

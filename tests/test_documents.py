@@ -97,6 +97,14 @@ def test_links_lead_somewhere(document: str) -> None:
         assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
 
 
+def test_the_site_has_every_page() -> None:
+    """In the order of `nav`, each once. The README is its first page."""
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    pages = re.findall(r"(\S+\.md)$", nav, re.MULTILINE)
+    tree = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert sorted(pages) == sorted(tree | {"index.md", "CONTRIBUTING.md", "CHANGELOG.md"})
+
+
 @pytest.mark.parametrize("document", ALL)
 def test_paths_are_in_the_tree(document: str) -> None:
     assert [path for path in in_backticks(document, PATH) if not is_there(path)] == []

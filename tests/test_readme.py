@@ -15,6 +15,7 @@ import pytest
 import scarctl
 from scarctl import errors
 from scarctl.cli.main import COMMANDS
+from tests.support import forkserver
 
 pytestmark = pytest.mark.usefixtures("usual_saver")
 
@@ -26,7 +27,7 @@ PROGRAMS = (
     "docs/api.md",
     "docs/members.md",
     "docs/metrics.md",
-    *(f"docs/howto/{name}.md" for name in ("containers", "notebooks", "stages")),
+    *(f"docs/howto/{name}.md" for name in ("containers", "embeddings", "notebooks", "stages")),
 )
 """Their Python is one program each."""
 LOOP = """
@@ -72,8 +73,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, f"{command[-1]}\n{done.stdout}{done.stderr}"
+
+
+def run_python(program: str, folder: Path) -> None:
+    """Run a program with warnings as errors, in a process that has imported torch already."""
+    source = f"import warnings; warnings.simplefilter('error')\n{program}"
+    done = forkserver.run(["-c", source], timeout=100, cwd=folder)
+    assert done.returncode == 0, f"{program}\n{done.stdout}{done.stderr}"
 
 
 @pytest.mark.slow
@@ -89,9 +97,7 @@ def test_commands_run(folder: Path) -> None:
 @pytest.mark.parametrize("document", PROGRAMS)
 def test_python_runs(folder: Path, document: str) -> None:
     """The blocks are one program."""
-    program = folder / "program.py"
-    program.write_text("\n".join(blocks(document, "python")))
-    run(sys.executable, "-W", "error", str(program))
+    run_python("\n".join(blocks(document, "python")), folder)
 
 
 @pytest.mark.slow
@@ -99,17 +105,15 @@ def test_python_runs(folder: Path, document: str) -> None:
 def test_the_workbench_prints_what_the_page_shows(folder: Path) -> None:
     """The first block of Python makes the files, the last one loads what the commands have written."""
     first, last = blocks("docs/workbench.md", "python")
-    (folder / "first.py").write_text(first)
-    run(sys.executable, "-W", "error", "first.py")
+    run_python(first, folder)
     for block in blocks("docs/workbench.md", "console"):
         for entry in block.removeprefix("$ ").split("\n$ "):
             command, _, shown = entry.partition("\n")
             done = subprocess.run(
-                ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False
+                ["bash", "-c", command], capture_output=True, text=True, timeout=100, check=False
             )
             assert (done.stdout.strip(), done.stderr) == (shown.strip(), ""), command
-    (folder / "last.py").write_text(first.replace("ckpt", "again") + last)
-    run(sys.executable, "-W", "error", "last.py")
+    run_python(first.replace("ckpt", "again") + last, folder)
 
 
 @pytest.mark.slow
@@ -118,15 +122,10 @@ def test_the_lines_to_add_to_a_loop_are_all(folder: Path) -> None:
     (change,) = blocks("README.md", "diff")
     lines = change.splitlines()
     before, after = ("\n".join(x[1:] for x in lines if x[0] in wanted) for wanted in (" -", " +"))
-    program = folder / "program.py"
-    program.write_text(LOOP + before)
-    run(sys.executable, "-W", "error", str(program))
-    program.write_text(f"{LOOP}{after}\nassert session.head_step == 30, session.head_step")
-    run(sys.executable, "-W", "error", str(program))
-    program.write_text(
-        f"{LOOP}trained = 0\n{after.replace('loss.backward()', 'loss.backward(); trained += 1')}\nassert not trained"
-    )
-    run(sys.executable, "-W", "error", str(program))
+    run_python(LOOP + before, folder)
+    run_python(f"{LOOP}{after}\nassert session.head_step == 30, session.head_step", folder)
+    counting = after.replace("loss.backward()", "loss.backward(); trained += 1")
+    run_python(f"{LOOP}trained = 0\n{counting}\nassert not trained", folder)
 
 
 def test_the_commands_are_those_that_there_are() -> None:

@@ -8,12 +8,13 @@ import sys
 import click
 
 from scarctl import __version__
-from scarctl.cli.groups import unknown
+from scarctl.cli.groups import Command, Group, unknown
 from scarctl.cli.output import EXIT_OK, emit, output_options
 
 
 @click.command(
     "version",
+    cls=Command,
     epilog="""\b
 Examples:
   scarctl version
@@ -31,6 +32,7 @@ def version(as_json: bool, debug: bool) -> int:
 
 @click.command(
     "help",
+    cls=Command,
     epilog="""\b
 Examples:
   scarctl help
@@ -42,7 +44,7 @@ Examples:
 @click.option("--man", "manual", is_flag=True, help="Print the manual page of all commands, for `man -l -`.")
 @click.pass_context
 def help_(context: click.Context, words: tuple[str, ...], manual: bool) -> int:
-    """Show the help of scarctl, or of a command: the same as COMMAND --help."""
+    """Show all of the help of scarctl, or of a command; --help shows one screen of it."""
     assert context.parent is not None, "it is a command of scarctl's"
     here = context.parent
     if manual:
@@ -60,5 +62,6 @@ def help_(context: click.Context, words: tuple[str, ...], manual: bool) -> int:
         if found is None:
             raise click.UsageError(unknown(word, command.list_commands(here)), here)
         here = click.Context(found, info_name=word, parent=here)
-    click.echo(here.get_help())
+    assert isinstance(here.command, Command | Group)
+    click.echo(here.command.whole_help(here))
     return EXIT_OK

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import click
 
 from scarctl.cli.given import refuse
+from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
-    Command,
+    Decorated,
     arena_option,
     common_options,
     emit,
@@ -36,7 +37,7 @@ Examples:
 """
 
 
-def state_options(command: Command) -> Command:
+def state_options(command: Decorated) -> Decorated:
     """Add the options that a new store takes, `--dry-run` and `--arena-dir`."""
     options = (
         click.option("--shards", type=int, metavar="N", help=brief("shards")),
@@ -50,7 +51,7 @@ def state_options(command: Command) -> Command:
     return command
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(cls=Command, epilog=EXAMPLES)
 @click.argument("state", type=click.Path(path_type=Path))
 @click.option("--step", type=int, required=True, metavar="N", help="Iterations done when STATE was written.")
 @click.option("--fraction", metavar="SHARE", default=str(DEFAULT_FRACTION), help=brief("fraction"))

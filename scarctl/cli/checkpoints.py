@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scarctl.cli.output import Command, human_bytes, options_for, output_options, store_option, warn
+from scarctl.cli.output import Decorated, human_bytes, options_for, output_options, store_option, warn
 from scarctl.errors import UsageError
 from scarctl.util.text import printable
 
@@ -21,7 +21,7 @@ _NAME = 100
 """Characters of a name that are shown."""
 
 
-def store_or_checkpoint(command: Command) -> Command:
+def store_or_checkpoint(command: Decorated) -> Decorated:
     """Add the argument CHECKPOINT, and `--store`, `--json`, `--debug`."""
     argument = click.argument("checkpoint", required=False, metavar="[CHECKPOINT]")
     return argument(store_option()(output_options(command)))

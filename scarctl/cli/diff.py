@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from scarctl.cli.checkpoints import difference_lines
+from scarctl.cli.groups import Command
 from scarctl.cli.inspect import Limit
 from scarctl.cli.output import (
     EXIT_DIFFERENT,
@@ -31,7 +32,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(cls=Command, epilog=EXAMPLES)
 @click.argument("a")
 @click.argument("b")
 @click.option(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_NO_GUARANTEE,
     EXIT_OK,
@@ -26,7 +27,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(cls=Command, epilog=EXAMPLES)
 @click.option(
     "--rounds",
     type=click.IntRange(min=1),

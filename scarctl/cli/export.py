@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from scarctl.cli.given import refuse
+from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
@@ -31,7 +32,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(cls=Command, epilog=EXAMPLES)
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option(
     "--snapshot",

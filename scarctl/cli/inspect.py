@@ -10,6 +10,7 @@ import click
 
 from scarctl.cli.checkpoints import chosen, inspected, inspected_lines, store_or_checkpoint
 from scarctl.cli.given import refuse
+from scarctl.cli.groups import Command
 from scarctl.cli.output import EXIT_OK, Seconds, arena_option, emit, open_store
 from scarctl.errors import UsageError
 
@@ -39,7 +40,7 @@ class Limit(click.ParamType[Any]):
         return number
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(cls=Command, epilog=EXAMPLES)
 @click.option(
     "--limit",
     type=Limit(),

@@ -118,6 +118,8 @@ def summary(view: Survey) -> list[str]:
         lines.append(view.note)
     lines += [f"caution: {caveat.message}" for caveat in view.caveats]
     lines.append(_convergence(view))
+    if (stale := view.effective_staleness) is not None:
+        lines.append(f"losing all live values is like {stale:.3g} iterations of staleness")
     expected = [line.expected_perturbation for line in view.shards]
     known = [change for change in expected if change is not None]
     if 1 < len(expected) == len(known):
@@ -163,7 +165,7 @@ def _convergence(view: Survey) -> str:
     """Return how fast the run converges, and from how many points that is estimated."""
     fit = view.outlook.to_json()
     if fit["c"] is None:
-        return f"no rework estimate yet: {fit['reason']}"
+        return f"no convergence rate yet: {fit['reason']}"
     low, high = fit["c_interval"]
     points = counted(fit["points"], "point")
     return f"convergence: c = {fit['c']:.4g} ({low:.4g} to {high:.4g}) per iteration, from {points}"

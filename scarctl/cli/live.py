@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from scarctl.cli.groups import Group
+from scarctl.cli.groups import Command, Group
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
@@ -44,11 +44,12 @@ def command() -> None:
 
 
 @command.command(
+    cls=Command,
     epilog="""\b
 Examples:
   scarctl live checkpoint --store ckpt
   scarctl live checkpoint --store ckpt --full --json
-"""
+""",
 )
 @click.option("--full", is_flag=True, help="Save the whole state, not only the part that changed most.")
 @timeout_option("Seconds to wait until the checkpoint is durable.")
@@ -99,12 +100,13 @@ def report_saved(
 
 
 @command.command(
+    cls=Command,
     epilog="""\b
 Examples:
   scarctl live recover --store ckpt --lost 'layers.3.*'
   scarctl live recover --store ckpt --lost rank:2 --max-rework 50
   scarctl live recover --store ckpt --lost member:2
-"""
+""",
 )
 @recovery_options
 @timeout_option("Seconds to wait for the session's answer.")

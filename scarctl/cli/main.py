@@ -28,19 +28,19 @@ from scarctl.errors import UsageError
 # Listed here so that `scarctl --help` imports no command.
 COMMANDS = {
     "checkpoint": "Save the part of a state file that changed most.",
-    "daemon": "Start, inspect or stop the process that makes checkpoints durable.",
+    "daemon": "Start, show or stop the process that saves for all runs of a host.",
     "diff": "Compare two checkpoints of any kind, tensor by tensor.",
     "doctor": "Test a place for a store: its guarantees, and its speed.",
     "evacuate": "Save what this host has in memory, before the host goes.",
     "export": "Write a state as safetensors, .pt or DCP, for other tools.",
     "inspect": "Show the content of a store, and the change if a shard is lost.",
     "live": "Have the session that runs on this host save or recover.",
-    "plan": "Recommend how often to save how much, and report whether that pays.",
+    "plan": "Recommend how often to save how much, and whether that pays.",
     "prune": "Delete old copies and sealed states that need not be kept.",
     "recover": "Restore only the lost parts of a state.",
-    "report": "Write a page on a store: is it safe, ages over time, what was restored.",
+    "report": "Write a page on a store: is it safe, ages, what was restored.",
     "run": "Run a command whose sessions save through the host's daemon.",
-    "simulate": "Fail runs of a workload, and show how many iterations that costs.",
+    "simulate": "Fail runs of a workload, and count the iterations that costs.",
     "snapshot": "Create, list and delete whole states that are kept under a name.",
     "status": "Show what is not well, worst first, and what to do next.",
     "verify": "Check every record, segment and checksum of a store.",
@@ -137,6 +137,9 @@ class LazyGroup(Group):
         }
         ctx.default_map = {**(ctx.default_map or {}), cmd_name: defaults.get("", defaults)}
         return command
+
+    def summaries(self, ctx: click.Context) -> dict[str, str]:
+        return dict(COMMANDS)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

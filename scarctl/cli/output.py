@@ -42,7 +42,7 @@ EXIT_RUN_FAILED = 125
 EXIT_SIGNAL = 128
 """Base of exit codes for signals: add the signal's number."""
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 class Terminated(BaseException):
@@ -68,14 +68,14 @@ class Seconds(click.FloatRange):
         return number
 
 
-def common_options(command: Command) -> Command:
+def common_options(command: Decorated) -> Decorated:
     """Add the options of every command on a store: `--store`, `--json`, `--debug`."""
     return store_option(required=True)(output_options(command))
 
 
 def store_option(
     name: str = "--store", *, required: bool = False, about: str = ""
-) -> Callable[[Command], Command]:
+) -> Callable[[Decorated], Decorated]:
     """Add `--store`, or an option like it. A shell completes it with folders that hold a store."""
     return click.option(
         *name.split(),
@@ -86,19 +86,19 @@ def store_option(
     )
 
 
-def output_options(command: Command) -> Command:
+def output_options(command: Decorated) -> Decorated:
     """Add `--json` and `--debug`."""
     debug = click.option("--debug", is_flag=True, help="Show a traceback when something fails.")
     as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
     return as_json(debug(command))
 
 
-def arena_option(command: Command) -> Command:
+def arena_option(command: Decorated) -> Decorated:
     """Add `--arena-dir`."""
     return click.option("--arena-dir", metavar="DIR", help=brief("arena_dir"))(command)
 
 
-def recovery_options(command: Command) -> Command:
+def recovery_options(command: Decorated) -> Decorated:
     """Add `--lost` and `--max-rework`."""
     max_rework = click.option(
         "--max-rework",
@@ -140,7 +140,7 @@ def shown_url(url: str) -> str:
     return Address.parse(url).shown if "://" in url else url
 
 
-def timeout_option(about: str, *, default: float = 60.0) -> Callable[[Command], Command]:
+def timeout_option(about: str, *, default: float = 60.0) -> Callable[[Decorated], Decorated]:
     """Add `--timeout`."""
     return click.option(
         "--timeout", type=Seconds(), default=default, show_default=True, metavar="SEC", help=about

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scarctl.cli.groups import Command
 from scarctl.cli.output import EXIT_OK, emit, open_store, output_options, store_option
 from scarctl.cli.units import Given, Size, Time
 from scarctl.errors import NoIntactCopy, UsageError
@@ -31,7 +32,7 @@ _TITLES = {
 }
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(cls=Command, epilog=EXAMPLES)
 @click.option("--state-bytes", type=Size(), help="Size of parameters and moments.")
 @click.option("--step-time", type=Time(), help="Duration of an iteration.")
 @click.option(

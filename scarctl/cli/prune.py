@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from scarctl.cli.given import refuse
+from scarctl.cli.groups import Command
 from scarctl.cli.output import EXIT_OK, common_options, emit, human_bytes, note, open_store, say
 from scarctl.errors import UsageError
 from scarctl.util.text import counted
@@ -48,7 +49,7 @@ def deleting_options(command: F) -> F:
     return command
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(cls=Command, epilog=EXAMPLES)
 @deleting_options
 @click.option(
     "--keep",

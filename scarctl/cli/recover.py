@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
@@ -38,7 +39,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(cls=Command, epilog=EXAMPLES)
 @recovery_options
 @click.option(
     "--into",

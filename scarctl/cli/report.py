@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from scarctl.cli.groups import Command
 from scarctl.cli.output import EXIT_OK, EXIT_PARTLY, arena_option, common_options, emit, open_store, warn
 from scarctl.errors import AccessDenied, UsageError
 
@@ -18,7 +19,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(cls=Command, epilog=EXAMPLES)
 @click.option(
     "--output", "-o", required=True, metavar="FILE", help="HTML file to write; an existing one is replaced."
 )

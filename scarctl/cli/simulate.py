@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
+from scarctl.cli.groups import Command
 from scarctl.cli.output import EXIT_OK, emit, note, output_options, warn
 from scarctl.errors import AccessDenied, UsageError
 from scarctl.util.text import counted
@@ -28,7 +29,7 @@ Examples:
 _PAUSE = 30.0
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(cls=Command, epilog=EXAMPLES)
 @click.argument("workload")
 @click.option("--data", metavar="DIR", help="Folder for the workload's factory.")
 @click.option(

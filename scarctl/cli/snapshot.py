@@ -8,7 +8,7 @@ import click
 
 from scarctl.cli.checkpoint import save_state, state_options
 from scarctl.cli.given import refuse
-from scarctl.cli.groups import Group
+from scarctl.cli.groups import Command, Group
 from scarctl.cli.live import report_saved
 from scarctl.cli.output import EXIT_OK, common_options, emit, open_store, timeout_option
 from scarctl.cli.prune import delete_old, deleting_options
@@ -34,6 +34,7 @@ def command() -> None:
 
 @command.command(
     "list",
+    cls=Command,
     epilog="""\b
 Examples:
   scarctl snapshot list --store ckpt
@@ -55,11 +56,12 @@ def list_(store: str, as_json: bool, debug: bool) -> int:
 
 
 @command.command(
+    cls=Command,
     epilog="""\b
 Examples:
   scarctl snapshot create best --store ckpt
   scarctl snapshot create best model.safetensors --store ckpt --step 300
-"""
+""",
 )
 @click.argument("name")
 @click.argument("state", type=click.Path(path_type=Path), required=False)
@@ -117,11 +119,12 @@ def _of_session(name: str, store: str, timeout: float, arena_dir: str | None, as
 
 
 @command.command(
+    cls=Command,
     epilog="""\b
 Examples:
   scarctl snapshot delete best --store ckpt --dry-run
   scarctl snapshot delete epoch-1 epoch-2 --store ckpt --yes --json
-"""
+""",
 )
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @deleting_options

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from scarctl.cli.given import refuse
+from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
@@ -34,7 +35,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(cls=Command, epilog=EXAMPLES)
 @click.argument("place", metavar="[STORE]", required=False)
 @store_option(about="The same as STORE.")
 @click.option("--watch", "follow", is_flag=True, help="Repeat until Ctrl-C.")

@@ -17,7 +17,9 @@ _IF_LOST = {"process": "process", "host": "this host", "store": "store"}
 LOSS_COLUMNS = ("if it is lost now", "goes back by up to", "change", "predicted rework")
 _MOST = 230
 """Characters of a finding, three lines: `scarctl inspect` and --json show all of it."""
-_UNSEEN = "unknown: this host does not see how far the run is"
+_UNSEEN = "nothing, if the run has ended; one on another host is not seen here"
+_RANKS = 4
+"""Ranks whose saving is listed for a store."""
 _SHARDS = 3
 """Shards that are listed for a store."""
 
@@ -44,6 +46,7 @@ def _store(one: Health) -> Iterator[str]:
             f"{human_bytes(view.layout.nbytes)}; {who}; {describe(view.age.saved_at)}"
         )
     yield from _losses(one)
+    yield from _progress(one)
     for finding in one.findings:
         yield from _finding(finding)
     for line in one.unwell[:_SHARDS]:
@@ -66,8 +69,34 @@ def _losses(one: Health) -> Iterator[str]:
     """Yield a table: what is lost if the process, the host or the store is lost now."""
     if not one.losses:
         return
-    rows = [LOSS_COLUMNS, *(loss_cells(loss) for loss in one.losses)]
-    widths = [max(len(row[k]) for row in rows if len(row) > 2) for k in range(len(LOSS_COLUMNS))]
+    yield from _aligned([LOSS_COLUMNS, *(loss_cells(loss) for loss in one.losses)])
+
+
+def _progress(one: Health) -> Iterator[str]:
+    """Yield a table: what this host's daemon saves now, those that are the farthest behind first."""
+    if not one.saving:
+        return
+    shown = sorted(one.saving, key=lambda saving: (-saving.errors, -saving.lag))[:_RANKS]
+    rows = [("saving", "step", "behind", "waiting", "store's speed", "errors")]
+    rows += [
+        (
+            "process" if saving.rank is None else f"rank {saving.rank}",
+            str(saving.step),
+            counted(saving.lag, "step"),
+            human_bytes(saving.pending_bytes),
+            f"{human_bytes(saving.bandwidth)}/s",
+            str(saving.errors),
+        )
+        for saving in shown
+    ]
+    yield from _aligned(rows)
+    if len(one.saving) > len(shown):
+        yield f"  and {counted(len(one.saving) - len(shown), 'more rank')}: `scarctl daemon status` lists all"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Yield rows of cells as columns. The last cell of a shorter row may be longer than its column."""
+    widths = [max(len(row[k]) for row in rows if len(row) > 2) for k in range(len(rows[0]))]
     for row in rows:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
 

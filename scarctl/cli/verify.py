@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from scarctl.cli.checkpoints import chosen, store_or_checkpoint, verified_lines
+from scarctl.cli.groups import Command
 from scarctl.cli.output import EXIT_CORRUPT, EXIT_OK, emit, human_bytes, note, open_store
 from scarctl.cli.progress import Progress
 from scarctl.errors import NoIntactCopy, UsageError
@@ -22,7 +23,7 @@ Examples:
 _SHOWN = 100
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(cls=Command, epilog=EXAMPLES)
 @click.option(
     "--read-data/--no-read-data",
     default=True,

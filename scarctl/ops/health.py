@@ -74,6 +74,33 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
+class Saving:
+    """The progress of the daemon with one rank, or with a process that trains alone."""
+
+    rank: int | None
+    step: int
+    """Newest step that training has handed over."""
+    lag: int
+    """Iterations from the newest step in the store to `step`."""
+    pending_bytes: int
+    """Bytes that wait for the store."""
+    bandwidth: int
+    """Bytes per second while the store is written."""
+    errors: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of a document."""
+        return {
+            "rank": self.rank,
+            "step": self.step,
+            "lag": self.lag,
+            "pending_bytes": self.pending_bytes,
+            "bandwidth": self.bandwidth,
+            "errors": self.errors,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
     """A store's findings, worst first, and what a loss costs."""
 
@@ -84,6 +111,8 @@ class Health:
     """Shards with partitions that were never saved, those with most of them first."""
     survey: Survey | None = field(default=None, repr=False)
     """None: the store cannot be read."""
+    saving: tuple[Saving, ...] = ()
+    """What the daemon of this host saves to the store, by rank."""
     exit_code: int = 0
     """Of the error for which the store cannot be read; 0 if it can."""
 
@@ -110,6 +139,7 @@ class Health:
             "findings": [finding.to_json() for finding in self.findings],
             "if_lost": {loss.what: loss.to_json() for loss in self.losses},
             "shards": [line.to_json() for line in self.unwell],
+            "saving": [one.to_json() for one in self.saving],
         }
         if view is not None:
             whole = view.to_json(0)
@@ -126,6 +156,7 @@ def unreadable(url: str, error: ScarError) -> Health:
 
 def health_of(view: Survey, runs: Iterable[RunStatus]) -> Health:
     """Judge a store. runs: what the daemon reports of those that save to it."""
+    runs = tuple(runs)
     found = [*_of_saving(view, runs), *_of_processes(view), *_of_copies(view)]
     found += [
         Finding(AT_RISK if caveat.kind == "behind" else NOTE, caveat.kind, caveat.message)
@@ -135,7 +166,23 @@ def health_of(view: Survey, runs: Iterable[RunStatus]) -> Health:
         found.append(Finding(AT_RISK, "incomplete", view.note, f"scarctl inspect --store {_name(view)}"))
     unwell = sorted((line for line in view.shards if line.never_saved), key=lambda line: -line.never_saved)
     found.sort(key=lambda finding: -finding.severity)
-    return Health(view.url, tuple(found), tuple(_losses(view)), tuple(unwell), view)
+    return Health(view.url, tuple(found), tuple(_losses(view)), tuple(unwell), view, _saving(runs))
+
+
+def _saving(runs: Iterable[RunStatus]) -> tuple[Saving, ...]:
+    opened = [run for run in runs if "head_step" in run]
+    found = [
+        Saving(
+            run.get("rank"),
+            run["head_step"],
+            max(run["head_step"] - run["durable_step"], 0),
+            run["queued_bytes"],
+            run["bytes_per_second"],
+            run["errors"],
+        )
+        for run in opened
+    ]
+    return tuple(sorted(found, key=lambda one: one.rank or 0))
 
 
 def _of_saving(view: Survey, runs: Iterable[RunStatus]) -> Iterable[Finding]:

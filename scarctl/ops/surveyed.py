@@ -213,6 +213,14 @@ class Survey:
         return lines
 
     @property
+    def effective_staleness(self) -> float | None:
+        """Iterations in which the parameters now move as far as they are from all copies; None: unknown."""
+        if self.layout is None or not self.comparable:
+            return None
+        norm = _norm(self.distance[parameters_of(self.layout)])
+        return self.outlook.staleness(norm) if math.isfinite(norm) else None
+
+    @property
     def shards_of_ranks(self) -> list[tuple[RankLine, ShardLine]]:
         """Return every rank with the line of its shard."""
         by_shard = {line.shard: line for line in self.shards}
@@ -276,6 +284,7 @@ class Survey:
             "caveats": [caveat.to_json() for caveat in self.caveats],
             "events": [event.to_json() for event in self.events],
             "convergence": None if self.layout is None else self.outlook.to_json(),
+            "effective_staleness": self.effective_staleness,
             **self._ranks_json(),
         }
 

@@ -23,7 +23,16 @@ from scarctl.state.version import NEVER, step_of
 from scarctl.store import ShardState, Store
 from scarctl.theory.convergence import NoEstimate
 from scarctl.theory.history import History
-from scarctl.theory.rework import Choice, Cost, Outlook, Rework, choose, grouped, rework_of_loss
+from scarctl.theory.rework import (
+    Choice,
+    Cost,
+    Outlook,
+    Rework,
+    choose,
+    grouped,
+    mean_age,
+    rework_of_loss,
+)
 
 
 class Told(NamedTuple):
@@ -88,11 +97,11 @@ def rework_of(
     """
     if not ages.size:
         return Rework(0.0, 0.0, 0.0, "distances")
-    norm = None
+    norm = age = None
     if distance is not None and np.isfinite(distance).all():
-        norm = float(np.linalg.norm(distance))
+        norm, age = float(np.linalg.norm(distance)), mean_age(distance, ages)
     old, counts = grouped(ages)
-    return rework_of_loss(outlook, norm, old, share, counts=counts, since=since)
+    return rework_of_loss(outlook, norm, old, share, counts=counts, age=age, since=since)
 
 
 @dataclass(frozen=True, slots=True)

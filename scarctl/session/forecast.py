@@ -17,7 +17,7 @@ from scarctl.state.extras import Extras
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import ShardState, complete_sets
 from scarctl.theory.history import History
-from scarctl.theory.rework import Cost, Outlook, choose, grouped, rework_of_loss
+from scarctl.theory.rework import Cost, Outlook, choose, grouped, mean_age, rework_of_loss
 from scarctl.util.arrays import Ids
 
 log = logging.getLogger("scarctl")
@@ -81,10 +81,12 @@ def _seen(
     """Return one process's numbers about the loss: plain values, as small as possible."""
     parameters = parameters_of(engine.layout)
     mine = ids[parameters[ids]]
-    old, counts = grouped(np.maximum(step - newest[mine], 0))
+    all_ages = np.maximum(step - newest[mine], 0)
+    old, counts = grouped(all_ages)
     norm = float(np.linalg.norm(distance[mine]))
     return {
         "norm": norm if np.isfinite(norm) else None,
+        "age": mean_age(distance[mine], all_ages),
         "ages": old.tolist(),
         "counts": counts.tolist(),
         "parameters": int(parameters.sum()),
@@ -106,7 +108,10 @@ def _decide(
     ages, counts = ([number for one in everyone for number in one[name]] for name in ("ages", "counts"))
     known = [one["norm"] for one in everyone if one["ages"]]
     norm = None if None in known else float(np.linalg.norm(known)) if known else 0.0
-    rework = rework_of_loss(Outlook.of(step, parts), norm, ages, sum(counts) / max(1, whole), counts=counts)
+    moved = [(one["norm"], one["age"]) for one in everyone if one["age"] is not None]
+    age = mean_age(*np.array(moved).T) if norm and moved else None
+    outlook, share = Outlook.of(step, parts), sum(counts) / max(1, whole)
+    rework = rework_of_loss(outlook, norm, ages, share, counts=counts, age=age)
     sealed = {one["sealed"] for one in everyone}
     back: int | None
     if mode == "partial":

@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 
 from scarctl.errors import UsageError
 from scarctl.simulate.study import Cell, Study
+from scarctl.theory.rework import Rework, choose
 
 BASES = ("distances", "ages")
 _COLUMNS = (
     "predicted from",
     "saves",
     "lost",
+    "unchanged",
     "estimates",
     "predicted",
     "simulated",
@@ -40,8 +42,10 @@ class Row:
     """None: all cells together."""
     basis: str
     failures: int
+    unchanged: int
+    """Failures that lost nothing which had changed. Their rework of 0 is no prediction, and is not counted as one."""
     estimates: int
-    """Failures with a prediction. The values below cover these alone."""
+    """Other failures with a prediction. The values below cover these alone."""
     predicted: float | None
     """Mean, in iterations."""
     simulated: float | None
@@ -57,6 +61,7 @@ class Row:
             "cell": None if self.cell is None else self.cell.to_json(),
             "basis": self.basis,
             "failures": self.failures,
+            "unchanged": self.unchanged,
             "told": self.estimates,
             "predicted": self.predicted,
             "simulated": self.simulated,
@@ -108,7 +113,8 @@ class Comparison:
                 (
                     row.basis,
                     *(("everything", "") if row.cell is None else _names(row.cell)),
-                    f"{row.estimates} of {row.failures}",
+                    str(row.unchanged),
+                    f"{row.estimates} of {row.failures - row.unchanged}",
                     _number(row.predicted, ".2f"),
                     _number(row.simulated, ".2f"),
                     _number(row.within_bound, ".0%"),
@@ -156,14 +162,19 @@ def compare(study: Study, results: Sequence[dict[str, Any]]) -> Comparison:
 
 
 def _row(cell: Cell | None, basis: str, pairs: Sequence[tuple[dict[str, Any], float]]) -> Row:
-    known = [(p["iterations"], p["low"], p["high"], cost) for p, cost in pairs if p["iterations"] is not None]
+    changed = [(p, cost) for p, cost in pairs if p["high"] != 0]
+    unchanged = len(pairs) - len(changed)
+    known = [
+        (p["iterations"], p["low"], p["high"], cost) for p, cost in changed if p["iterations"] is not None
+    ]
     if not known:
-        return Row(cell, basis, len(pairs), 0, None, None, None, None, None)
+        return Row(cell, basis, len(pairs), unchanged, 0, None, None, None, None, None)
     predicted, low, high, cost = np.array(known, dtype=np.float64).T
     return Row(
         cell,
         basis,
         len(pairs),
+        unchanged,
         len(known),
         float(predicted.mean()),
         float(cost.mean()),
@@ -178,12 +189,15 @@ def _ways(cell: Cell, k: int, back: int, results: Sequence[dict[str, Any]]) -> W
     """Compute the rework of "auto": a rollback if that repeats fewer iterations than predicted from distances."""
     partial = np.array([result["rework"][k] for result in results], dtype=np.float64)
     rollback = np.array([result["rework"][back] for result in results], dtype=np.float64)
-    predicted = [result["predicted"][k]["distances"]["iterations"] for result in results]
     goes = np.array(
-        [p is not None and result["rollback_steps"] < p for p, result in zip(predicted, results, strict=True)]
+        [_goes_back(result["predicted"][k]["distances"], result["rollback_steps"]) for result in results]
     )
     auto = np.where(goes, rollback, partial)
     return Ways(cell, float(partial.mean()), float(rollback.mean()), float(auto.mean()), int(goes.sum()))
+
+
+def _goes_back(predicted: dict[str, Any], rollback_steps: int) -> bool:
+    return choose("auto", Rework(**predicted), rollback_steps).mode == "rollback"
 
 
 def rank_correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float | None:

@@ -299,7 +299,7 @@ class _Run:
         _restore(self._aside, self._adapter)
         keeper, step = self._keepers[cell.policy, cell.fraction], self._failed_after
         layout = keeper.arena.layout
-        outlook = Outlook(step, self._motions[keeper.every].history.convergence(step))
+        outlook = Outlook.after(step, self._motions[keeper.every].history)
         lost, parameters = _lost(layout, cell.lost, shard_seed), parameters_of(layout)
         lost = lost[parameters[lost]]
         share = lost.size / max(1, int(np.count_nonzero(parameters)))

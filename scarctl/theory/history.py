@@ -18,6 +18,8 @@ from scarctl.theory.convergence import LEAST_POINTS, Convergence, NoEstimate, fi
 
 MOST = 64
 """Points kept."""
+_RECENT = 4
+"""Newest points of which `History.speed` is the mean."""
 
 Point = tuple[int, int, float]
 """Iteration k, gap in iterations, ‖x(k + gap) - x(k)‖ of the parameters."""
@@ -60,6 +62,15 @@ class History:
             return NoEstimate(f"{len(late)} of {LEAST_POINTS} checkpoints in the run's later half")
         steps, gaps, norms = np.array(late, dtype=np.float64).T
         return fit_increments(steps - step, norms, gaps)
+
+    def speed(self) -> float | None:
+        """Return the distance that the parameters move per iteration, of late; None if it is unknown or 0.
+
+        Where a run follows the noise of its batches, steps cancel: this is less than the length of one step.
+        """
+        recent = self._points[-_RECENT:]
+        moved = sum(norm for _, _, norm in recent)
+        return moved / sum(gap for _, gap, _ in recent) if moved > 0 else None
 
     def to_array(self) -> NDArray[np.float64]:
         """Return the points for a checkpoint's extras: float64 of shape (points, 3), columns iteration, gap, norm."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -36,7 +36,8 @@ class Rework:
     high: float | None = None
     """Largest bound over the same interval."""
     basis: str | None = None
-    """"distances": from the distances of live values from their copies. "ages": from the ages of the copies, as if
+    """"distances": from the distances of live values from their copies. "staleness": from the same distances in
+    iterations of the run's present movement, where no convergence rate fits. "ages": from the ages of the copies, as if
     every part moved straight. "steps": the repeated iterations, exactly."""
     reason: str | None = None
     """Why there is no estimate."""
@@ -66,45 +67,83 @@ def repeated(steps: int) -> Rework:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """A run's estimated convergence at one iteration, and the rework predicted from it."""
+    """A run's estimated convergence and movement at one iteration, and the rework predicted from them."""
 
     step: int
     convergence: Convergence | NoEstimate
     """`x0_distance` is ‖x(step) - x*‖."""
+    speed: float | None = None
+    """Distance that the parameters move per iteration; None: unknown."""
 
     @staticmethod
     def of(step: int, parts: Sequence[History]) -> Outlook:
         """Estimate from the histories of all parts of a state."""
         if not parts or not all(part.points for part in parts):
             return Outlook(step, NoEstimate("no session has saved the run's movements"))
-        return Outlook(step, History.joined(parts).convergence(step))
+        return Outlook.after(step, History.joined(parts))
+
+    @staticmethod
+    def after(step: int, history: History) -> Outlook:
+        """Estimate from the history of a whole state."""
+        return Outlook(step, history.convergence(step), history.speed())
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values. Without an estimate the numbers are None, and `reason` says why."""
         fit = self.convergence
         if isinstance(fit, NoEstimate):
             names = ("c", "c_interval", "distance", "distance_interval", "points")
-            return {**dict.fromkeys(names), "reason": fit.reason}
+            return {**dict.fromkeys(names), "speed": self.speed, "reason": fit.reason}
         return {
             "c": fit.c,
             "c_interval": list(fit.c_interval),
             "distance": fit.x0_distance,
             "distance_interval": None if fit.x0_interval is None else list(fit.x0_interval),
             "points": fit.points,
+            "speed": self.speed,
             "reason": None,
         }
 
-    def of_perturbation(self, norm: float, share: float, *, since: int = 0) -> Rework:
+    def of_perturbation(
+        self, norm: float, share: float, *, age: float | None = None, since: int = 0
+    ) -> Rework:
         """Predict the rework of a perturbation of this norm to a `share` of the state.
 
-        since: iterations since `norm` was measured. The lost part's movement since then is added.
+        age: see `mean_age`; None: unknown. since: iterations since `norm` was measured. The lost part's movement since
+        then is added.
         """
 
         def bound(c: float, distance: float) -> float:
             moved = math.sqrt(share) * distance * math.expm1(-since * math.log(c)) if since else 0.0
             return rework_bound_now(c, distance, norm + moved)
 
-        return self._over_the_interval(bound, share, "distances")
+        by_rate = self._over_the_interval(bound, share, "distances")
+        by_staleness = self._of_staleness(norm, share, age, since)
+        if by_staleness is None:
+            return by_rate
+        if by_rate.high is None:
+            return replace(by_staleness, reason=by_rate.reason)
+        # Few runs converge as evenly as (6) assumes: it has been seen to be too low where rates adapt (Adagrad).
+        return replace(by_rate, high=max(by_rate.high, by_staleness.high or 0.0))
+
+    def staleness(self, norm: float) -> float | None:
+        """Return the iterations in which the parameters now move by `norm`; None if that is unknown.
+
+        This is B/M of elastic consistency (Nadiradze et al., 2.1): the delay of a worker that sees so old a state.
+        """
+        return None if self.speed is None else norm / self.speed
+
+    def _of_staleness(self, norm: float, share: float, age: float | None, since: int) -> Rework | None:
+        """Predict without a convergence rate: by the staleness, which (6) approaches for c near 1.
+
+        A run that slows down has moved faster since its copies than it does now. So the staleness is at least that of
+        the copies' age, of a part that has moved straight.
+        """
+        stale = self.staleness(norm)
+        if stale is None or age is None:
+            return None
+        side = math.sqrt(share)
+        expected = side * (max(stale, side * age) + side * since)
+        return Rework(expected, 0.0, max(stale, age) + since, "staleness")
 
     def of_ages(self, ages: ArrayLike, share: float, counts: ArrayLike | None = None) -> Rework:
         """Predict the rework after a `share` of the state is restored from copies of these ages, in iterations.
@@ -142,12 +181,14 @@ def rework_of_loss(
     share: float,
     *,
     counts: ArrayLike | None = None,
+    age: float | None = None,
     since: int = 0,
 ) -> Rework:
     """Predict the rework after a `share` of the state is restored from its copies.
 
     norm: l2 norm of the perturbation, measured `since` iterations ago; None: unknown, and the ages are used.
     ages: of the copies, in iterations. counts: copies of each age, of the same shape; default 1.
+    age: see `mean_age`; None: unknown.
     """
     old = np.asarray(ages, dtype=np.float64)
     if not old.size or (norm is None and not old.any()):
@@ -156,7 +197,16 @@ def rework_of_loss(
         return Rework(0.0, 0.0, 0.0, "distances")
     if norm is None:
         return outlook.of_ages(old, share, counts)
-    return outlook.of_perturbation(norm, share, since=since)
+    return outlook.of_perturbation(norm, share, age=age, since=since)
+
+
+def mean_age(distance: NDArray[np.float64], ages: NDArray[Any]) -> float | None:
+    """Return the root mean square age of copies by squared distance: what has moved counts. None: no distances.
+
+    distance: of the live values from their copies. ages: of the copies, in iterations. Both have the shape (copies,).
+    """
+    norm = float(np.linalg.norm(distance))
+    return float(np.linalg.norm(distance * ages)) / norm if 0 < norm < math.inf else None
 
 
 def grouped(ages: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -242,11 +292,12 @@ def _within(cost: float | None, most: float) -> bool:
 def _cheaper(rework: Rework, rollback_steps: int | None) -> Choice:
     if rollback_steps is None:
         return Choice("partial", "there is no sealed state")
-    if rework.iterations is None:
+    if rework.iterations is None or rework.basis == "staleness":
+        # A staleness bounds the rework well, but is often several times what it turns out to be.
         return Choice(
             "partial",
-            f"no estimate of its rework ({rework.reason}); its perturbation is expected to be at most that of a "
-            "rollback (Theorem 4.1)",
+            f"no convergence rate ({rework.reason}); its perturbation is expected to be at most that of a rollback "
+            "(Theorem 4.1)",
         )
     mode = "rollback" if rollback_steps < rework.iterations else "partial"
     return Choice(mode, f"predicted: partial {rework} iterations, rollback {rollback_steps}")

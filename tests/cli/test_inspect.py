@@ -27,6 +27,7 @@ KEYS = {
     "run",
     "snapshots",
     "caveats",
+    "effective_staleness",
     "events",
     "convergence",
 }

@@ -150,7 +150,7 @@ def test_predictions_beside_what_failures_cost(run: Run) -> None:
     assert all(min(w["partial"], w["rollback"]) <= w["auto"] for w in found["ways"])
     assert all(w["auto"] <= max(w["partial"], w["rollback"]) for w in found["ways"])
     text = simulate(run, "quadratic", *given).stdout
-    assert re.search(r"^distances +priority 1/8 +1/2 +6 of 6 ", text, re.MULTILINE)
+    assert re.search(r"^distances +priority 1/8 +1/2 +0 +6 of 6 ", text, re.MULTILINE)
     refused = simulate(run, "quadratic", *given, "--mode", "rollback", "--json", code=2)
     assert "predictions are of partial" in refused.error["message"]
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,6 +132,29 @@ def test_what_the_daemon_cannot_save_is_the_worst(saved: Model) -> None:
     assert health_of(view, []).well
 
 
+def test_what_the_daemon_saves_is_listed_by_rank(saved: Model) -> None:
+    """Those with errors come first, then those that are the farthest behind."""
+    runs: list[Any] = [
+        {
+            "store": "ckpt", "id": "x", "pid": 1, "phase": "attached", "open": True, "peers": [], "errors": int(k == 2),
+            "last_error": None, "stopped": False, "rank": k, "head_step": 100, "durable_step": 100 - 10 * k,
+            "queued_bytes": 2048 * k, "bytes_per_second": 1 << 20,
+        }
+        for k in range(6)
+    ]  # fmt: skip
+    health = health_of(survey(Store.open("ckpt"), None), runs)
+    fields = health.to_json()["saving"]
+    assert [(one["rank"], one["lag"], one["pending_bytes"]) for one in fields] == [
+        (k, 10 * k, 2048 * k) for k in range(6)
+    ]
+    lines = page([health], 80)
+    start = next(k for k, line in enumerate(lines) if line.split()[:2] == ["saving", "step"])
+    assert [line.split()[1] for line in lines[start + 1 : start + 5]] == ["2", "5", "4", "3"]
+    assert lines[start + 1].split() == ["rank", "2", "100", "20", "steps", "4.0", "KiB", "1.0", "MiB/s", "1"]
+    assert lines[start + 5].strip().startswith("and 2 more ranks")
+    assert len(lines) <= 24
+
+
 def test_stores_come_worst_first(saved: Model) -> None:
     well = health_of(survey(Store.open("ckpt"), None), [])
     Store.create("empty")
@@ -167,7 +191,7 @@ def test_ranks_are_one_run(run: Run, tmp_path: Path, arena_dir: Path) -> None:
     made.close()
     well = run("status", "ckpt").stdout
     assert well.startswith("well: ckpt\n")
-    assert "this host does not see how far the run is" in well
+    assert "nothing, if the run has ended" in well
     alive, dead = (made.arena(arena_dir, rank, 9) for rank in (0, 2))
     dead.take_over(0x7FFFFFF0)  # a number that no process has
     done = run("status", "ckpt", code=3).stdout

@@ -111,7 +111,8 @@ def test_what_may_cost_too_much_is_refused(tmp_path: Path) -> None:
 
 def test_what_nobody_can_tell_is_refused_too(tmp_path: Path) -> None:
     job = Descent(tmp_path / "store")
-    job.train(5)
+    job.train(1)
+    job.state["x"] *= RATE
     with pytest.raises(ScarError, match="no predicted cost"):
         job.session.recover("all", max_rework=1e9)
     report = job.session.recover("all", mode="auto")
@@ -119,6 +120,18 @@ def test_what_nobody_can_tell_is_refused_too(tmp_path: Path) -> None:
     assert report.cost is not None
     assert report.cost.reason is not None
     assert "Theorem 4.1" in report.cost.reason
+    job.session.close()
+
+
+def test_before_a_rate_is_known_staleness_is_predicted(tmp_path: Path) -> None:
+    job = Descent(tmp_path / "store")
+    job.train(5)
+    report = job.session.recover("all", mode="auto", max_rework=20)
+    assert report.cost is not None
+    rework = report.cost.rework
+    assert (report.mode, rework.basis) == ("partial", "staleness")
+    assert rework.high is not None
+    assert 0 < rework.high < 20
     job.session.close()
 
 
@@ -234,6 +247,7 @@ def killed(tmp_path: Path) -> Path:
 def test_commands_tell_what_a_killed_run_would_cost(killed: Path, tmp_path: Path) -> None:
     seen = invoke("inspect", "--store", killed, "--limit", 0)
     assert seen["convergence"]["c"] == pytest.approx(RATE, abs=2e-3)
+    assert 0 < seen["effective_staleness"] < 8
     for line in seen["shards"]:
         rework = line["rework"]
         assert rework["basis"] == "distances"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from scarctl.errors import ScarError
 from scarctl.theory.bounds import rework_at_angle, rework_bound_of_ages
 from scarctl.theory.convergence import NoEstimate
 from scarctl.theory.history import History
-from scarctl.theory.rework import Outlook, Rework, choose, grouped, rework_of_loss
+from scarctl.theory.rework import Outlook, Rework, choose, grouped, mean_age, rework_of_loss
 
 
 def straight(c: float, steps: int, noise: float = 0.0, seed: int = 0) -> Outlook:
@@ -141,5 +142,67 @@ def test_the_way_back(
 def test_auto_says_why_where_it_cannot_tell() -> None:
     reason = choose("auto", NONE, 3).reason
     assert reason is not None
-    assert "no estimate" in reason
+    assert "no convergence rate" in reason
     assert "Theorem 4.1" in reason
+
+
+def moving(speeds: list[float]) -> Outlook:
+    """Of a run that moves by these distances, one iteration each, and of which no rate is known."""
+    history = History((k, 1, speed) for k, speed in enumerate(speeds))
+    return Outlook(len(speeds), NoEstimate("5 points"), history.speed())
+
+
+@pytest.mark.parametrize("delay", [1, 4, 16])
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_staleness_is_the_delay_of_who_sees_the_copies(delay: int, noise: float) -> None:
+    rng = np.random.default_rng(delay)
+    steps = 1.0 + noise * rng.normal(size=(200, 64))
+    lengths = np.linalg.norm(steps, axis=1)
+    away = float(np.linalg.norm(steps[-delay:].sum(0)))
+    assert moving(lengths.tolist()).staleness(away) == pytest.approx(delay, rel=0.2)
+
+
+@pytest.mark.parametrize("share", [1 / 8, 1 / 2, 1.0])
+def test_without_a_rate_the_staleness_is_the_rework(share: float) -> None:
+    """A part of a run at constant speed goes back by 10 iterations: it costs that part of 10."""
+    outlook = moving([2.0] * 9)
+    found = outlook.of_perturbation(10 * 2.0 * math.sqrt(share), share, age=10.0)
+    assert found.basis == "staleness"
+    assert found.iterations == pytest.approx(10 * share)
+    assert (found.low, found.high) == (0.0, pytest.approx(10.0))
+    assert found.reason == "5 points"
+
+
+def test_a_run_that_speeds_up_or_slows_down_does_not_lower_the_bound() -> None:
+    norm, age = 6.0, 3.0
+    assert moving([1.0] * 9).of_perturbation(norm, 1.0, age=age).high == pytest.approx(6.0)
+    assert moving([9.0] * 9).of_perturbation(norm, 1.0, age=age).high == pytest.approx(3.0)
+    assert moving([1.0] * 9).of_perturbation(norm, 1.0, age=age, since=2).high == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize("outlook", [UNTOLD, moving([]), moving([0.0] * 9)])
+def test_a_run_that_has_not_been_seen_to_move_has_no_estimate(outlook: Outlook) -> None:
+    assert outlook.of_perturbation(1.0, 1.0, age=3.0).iterations is None
+    assert moving([1.0]).of_perturbation(1.0, 1.0).iterations is None, "ages are unknown"
+
+
+def test_auto_does_not_go_back_for_a_staleness() -> None:
+    """Which is a bound, and often far from what it costs."""
+    assert choose("auto", Rework(9.0, 0.0, 20.0, "staleness", "5 points"), 3).mode == "partial"
+    assert choose("auto", Rework(9.0, 0.0, 20.0, "staleness", "5 points"), 3, 5.0).mode == "rollback"
+
+
+def test_a_bound_by_the_rate_is_no_lower_than_the_staleness() -> None:
+    outlook = straight(0.95, 60)
+    norm = 0.01
+    plain = outlook.of_perturbation(norm, 0.5)
+    both = replace(outlook, speed=0.001).of_perturbation(norm, 0.5, age=30.0)
+    assert (both.iterations, both.low, both.basis) == (plain.iterations, plain.low, "distances")
+    assert both.high == pytest.approx(30.0)
+
+
+def test_the_age_of_what_has_moved_counts() -> None:
+    assert mean_age(np.array([0.0, 3.0, 4.0]), np.array([100, 5, 5])) == pytest.approx(5.0)
+    assert mean_age(np.array([3.0, 4.0]), np.array([0, 10])) == pytest.approx(8.0)
+    assert mean_age(np.zeros(2), np.array([1, 2])) is None
+    assert mean_age(np.array([np.nan]), np.array([1])) is None
