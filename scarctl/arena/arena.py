@@ -55,11 +55,11 @@ from scarctl.arena.header import (
 )
 from scarctl.arena.lines import FILE as LINES
 from scarctl.arena.lines import Lines, Noted, noted
-from scarctl.arena.mapping import create_file, map_file, open_file
+from scarctl.arena.mapping import COHERENT, create_file, map_file, open_file, write_at
 from scarctl.errors import UsageError
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, epoch_of, pack, step_of
-from scarctl.util.arrays import Ids, adjacent
+from scarctl.util.arrays import Bytes, Ids, adjacent
 
 __all__ = ["Arena", "arena_folder"]
 
@@ -84,6 +84,8 @@ class Arena(Fields):
         self._lock = lock
         self._memory = memory
         self._geometry = geometry
+        self._file = -1
+        """The file of a new arena whose pages are not mapped yet; see `put_rows`."""
         self._lines: Lines | None = None
         """Set if this process has the store's writer."""
         n, at = layout.partitions, geometry.arrays_at
@@ -121,7 +123,7 @@ class Arena(Fields):
         layout_json = json.dumps(layout.to_json(), separators=(",", ":")).encode()
         geometry = Geometry(layout, layout_json)
         temporary = folder / _TEMPORARY
-        lock = lock_folder(folder)
+        lock, arena = lock_folder(folder), None
         try:
             if os.path.lexists(folder / FILE):
                 raise UsageError(f"an arena exists already in {folder}", hint="open it, or remove it")
@@ -132,15 +134,17 @@ class Arena(Fields):
             try:
                 reserve(fd, geometry.size, folder)
                 memory = map_file(fd, geometry.size, populate=populate)
+                write_header(memory, layout, layout_json, geometry, run_id, place)
+                arena = cls(memory, layout, geometry, folder, lock)
+                if not populate and COHERENT:
+                    arena._file = os.dup(fd)
             finally:
                 os.close(fd)
-            write_header(memory, layout, layout_json, geometry, run_id, place)
-            arena = cls(memory, layout, geometry, folder, lock)
             arena.reset()
             arena.begin_epoch(epoch, again=True)
             os.rename(temporary, folder / FILE)
         except BaseException as error:
-            os.close(lock)
+            os.close(lock) if arena is None else arena.close()
             temporary.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise folder_error(error, temporary) from error
@@ -265,6 +269,32 @@ class Arena(Fields):
         flat = np.frombuffer(self._memory, np.uint8, spec.nbytes, self._geometry.tensor_at[g][t])
         return flat.reshape(spec.rows, spec.row_bytes)
 
+    @property
+    def is_filling(self) -> bool:
+        """Whether the arena is new: no page is mapped yet, and `put_rows` is faster than writing to `rows`."""
+        return self._file >= 0
+
+    def put_rows(self, g: int, t: int, rows: slice | Ids, data: Bytes) -> None:
+        """Assign `data`, uint8 of shape (rows, bytes per row), to some rows of tensor `t` of group `g`.
+
+        In a new arena adjacent rows are written to the file. The system then neither clears pages that are overwritten
+        at once, nor takes a fault for each.
+        """
+        target = self.rows(g, t)
+        if self._file < 0 or not isinstance(rows, slice) or not data.flags.c_contiguous:
+            # What was read into `rows` is there.
+            if not np.may_share_memory(target, data):
+                target[rows] = data
+            return
+        at = self._geometry.tensor_at[g][t] + rows.start * target.shape[1]
+        write_at(self._file, at, memoryview(data.reshape(-1)), self.folder / FILE)
+
+    def end_filling(self) -> None:
+        """Write to the mapped pages from now on."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
     def source(self, g: int, t: int, start: int, stop: int) -> memoryview:
         """Return the bytes of rows [start, stop) of a tensor, without a copy, for writing a segment."""
         spec = self.layout.groups[g].tensors[t]
@@ -382,6 +412,7 @@ class Arena(Fields):
 
     def close(self) -> None:
         """Release the lock. The file stays; views stay valid."""
+        self.end_filling()
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import sys
 from pathlib import Path
 
 from scarctl.arena.folder import folder_error
 from scarctl.arena.header import not_an_arena
+
+COHERENT = sys.platform == "linux"
+"""Whether what is written to a file is seen in its maps at once, and the other way round."""
 
 
 def open_file(path: Path) -> int:
@@ -40,3 +44,13 @@ def map_file(fd: int, size: int, *, populate: bool = True) -> mmap.mmap:
     """
     flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
     return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def write_at(fd: int, at: int, data: memoryview, path: Path) -> None:
+    """Write all of `data`, bytes, to the file from offset `at`. Raise Unavailable, AccessDenied."""
+    try:
+        while data:
+            done = os.pwrite(fd, data, at)
+            data, at = data[done:], at + done
+    except OSError as error:
+        raise folder_error(error, path) from error

@@ -103,6 +103,16 @@ class Binding:
                 hint="build the model and optimizer as in the run to resume, or use a new store; nothing was changed",
             )
 
+    def missing_slots(self, layout: Layout) -> set[tuple[int, int]]:
+        """Return the slots of the layout, by group and tensor, that the optimizer has not created yet."""
+        there = {state.name: state.tensors for state in self._adapter.groups()}
+        return {
+            (g, t)
+            for g, group in enumerate(layout.groups)
+            for t, spec in enumerate(group.tensors)
+            if t and _is_missing(there.get(group.name, {}).get(spec.slot))
+        }
+
     def live(self, arena: Arena) -> LiveState:
         """Return the model's current tensors. Raises LayoutMismatch if they do not fit the arena's layout."""
         views = self._views if self._views is not None and self._views.arena is arena else None
@@ -129,6 +139,10 @@ class Binding:
                 f"{', '.join(map(repr, new[:3]))}{more} was added to the model after the first step, and is not saved. "
                 "Register it before the first step, or start a new store",
             )
+
+
+def _is_missing(tensor: torch.Tensor | None) -> bool:
+    return tensor is None or is_placeholder(tensor)
 
 
 def _same(groups: Sequence[StateGroup], others: Sequence[StateGroup]) -> bool:

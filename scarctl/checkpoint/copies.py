@@ -15,6 +15,7 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.kinship import require_same_line
 from scarctl.arena.queue import HandOverQueue
 from scarctl.checkpoint.found_extras import Saved, all_extras, newest_extras, sealed_extras
+from scarctl.checkpoint.loading import NewSlots
 from scarctl.recovery.execute import ArenaSink, Report, execute
 from scarctl.recovery.plan import MEMORY, Plan, plan_partial, plan_rollback
 from scarctl.state.extras import Extras
@@ -65,10 +66,13 @@ class Copies:
             if handover.whole == arena.whole and (arena.version <= handover.version).all():
                 arena.seal(max(arena.sealed, handover.version))
 
-    def fetch_all(self, states: States) -> Report:
-        """Bring the newest copy of every partition into the arena. Raises NoIntactCopy."""
+    def fetch_all(self, states: States, new: NewSlots | None = None) -> Report:
+        """Bring the newest copy of every partition into the arena. Raises NoIntactCopy.
+
+        new: slots that get the same values, as far as they come from the store.
+        """
         everything = np.arange(self._layout.partitions)
-        report = self._fetch(plan_partial(everything, self._layout, self._shard_of, states, self._arena))
+        report = self._fetch(plan_partial(everything, self._layout, self._shard_of, states, self._arena), new)
         if everything.size and report.exact:
             self._arena.name_whole(report.plan.whole)
         return report
@@ -112,8 +116,13 @@ class Copies:
         report = self._fetch(plan)
         return report, sealed_extras(self._store, report.plan)
 
-    def _fetch(self, plan: Plan) -> Report:
+    def _fetch(self, plan: Plan, new: NewSlots | None = None) -> Report:
         # A waiting seal is of the arena's present copies, which are about to be replaced.
         if (plan.tier != MEMORY).any():
             self._queue.unseal()
-        return execute(plan, self._store, self._arena, ArenaSink(self._arena))
+        sink = ArenaSink(self._arena, None if new is None else new.rows)
+        report = execute(plan, self._store, self._arena, sink)
+        self._arena.end_filling()
+        if new is not None:
+            new.written = sink.written
+        return report

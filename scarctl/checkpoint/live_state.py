@@ -20,7 +20,7 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.movements import Movements
 from scarctl.checkpoint.batched import distances_of_groups
 from scarctl.checkpoint.distance import Norm, Scratch, changed, distances_of, finite
-from scarctl.checkpoint.loading import Piece, copy_all, pieces_of
+from scarctl.checkpoint.loading import NewSlots, Piece, copy_all, pieces_of
 from scarctl.checkpoint.sampled import sampled_squares
 from scarctl.state.layout import Layout
 from scarctl.state.rows import take_rows
@@ -68,6 +68,8 @@ class LiveState:
         self.frozen = frozen
         self.tensors = [list(group) for group in tensors]
         self.arena = arena
+        self.new_slots: NewSlots | None = None
+        """During a resume, the slots that it has made."""
         self._saved = [
             [
                 torch.from_numpy(arena.rows(g, t)).view(-1).view(torch_of(spec.dtype)).view(spec.shape)
@@ -81,6 +83,7 @@ class LiveState:
     ) -> LiveState:
         """Return this state with other tensors for some groups, by number: newer ones, or private copies."""
         twin = object.__new__(LiveState)
+        twin.new_slots = None
         twin.frozen = self.frozen if frozen is None else frozen
         twin.layout, twin.arena, twin._saved = self.layout, self.arena, self._saved
         twin.tensors = [list(tensors.get(g, group)) for g, group in enumerate(self.tensors)]
@@ -264,10 +267,12 @@ class LiveState:
         large: list[Piece] = []
         with torch.no_grad():
             # Loading uses no generations, so it needs no small pieces.
-            for g, _, starts, stops in self._batches(ids, limit=1 << 62):
+            for g, batch, starts, stops in self._batches(ids, limit=1 << 62):
                 rows = take_rows(starts, stops)
-                for saved, live in zip(self._saved[g], self.tensors[g], strict=True):
+                for t, (saved, live) in enumerate(zip(self._saved[g], self.tensors[g], strict=True)):
                     if is_placeholder(live):
+                        continue
+                    if self.new_slots is not None and self.new_slots.have(g, t, batch, self.arena):
                         continue
                     pieces = (
                         pieces_of(live[rows], saved[rows]) if isinstance(rows, slice) and live.dim() else []

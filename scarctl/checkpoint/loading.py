@@ -6,12 +6,15 @@ long.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from scarctl.util.arrays import Bytes
+from scarctl.arena.arena import Arena
+from scarctl.util.arrays import Bytes, Ids
 from scarctl.util.worker import run_all
 
 Piece: TypeAlias = tuple[Bytes, Bytes]
@@ -42,6 +45,30 @@ def pieces_of(target: torch.Tensor, source: torch.Tensor) -> list[Piece]:
 def copy_all(pieces: list[Piece]) -> None:
     """Copy the pieces, in as many threads as torch may use, up to four. Returns when all is done."""
     run_all(lambda piece: np.copyto(*piece), pieces, min(_THREADS, torch.get_num_threads()))
+
+
+class NewSlots:
+    """Slots that a resume has made. They hold no values yet, and are removed if it fails.
+
+    So copies from the store may be read straight into them, before those of all partitions are verified.
+    """
+
+    def __init__(self, tensors: Sequence[Sequence[torch.Tensor]], made: Collection[tuple[int, int]]) -> None:
+        """Take those of the live tensors that were made, by group and tensor, and are plain memory of the host."""
+        self.rows: dict[tuple[int, int], Bytes] = {
+            (g, t): _bytes_of(tensor).reshape(tensor.shape[0], -1)
+            for g, t in made
+            if (tensor := tensors[g][t]).dim() and tensor.nbytes and _is_plain(tensor)
+        }
+        self.written: NDArray[np.uint64] | None = None
+        """By partition, the generation of the copy in the arena that the slots have; odd without one."""
+
+    def have(self, g: int, t: int, ids: Ids, arena: Arena) -> bool:
+        """Return whether tensor `t` of group `g` has the arena's copies of the partitions `ids`."""
+        if self.written is None or (g, t) not in self.rows:
+            return False
+        even = (self.written[ids] & np.uint64(1)) == 0
+        return bool((even & (self.written[ids] == arena.generation[ids])).all())
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -51,7 +51,7 @@ class Sink(Protocol):
     def overwrites(self, ids: Ids, versions: Ids) -> bool:
         """Return whether writing these would destroy newer copies: then all are verified before any is written."""
 
-    def room(self, group: int, ids: Ids) -> Sequence[Bytes] | None:
+    def room(self, group: int, ids: Ids) -> Sequence[Bytes | None] | None:
         """Return where copies of partitions `ids` may be read to before they are verified: `scarctl.store.read.Room`.
 
         Nothing that is there may be worth keeping, and nothing may take it for a copy before `put`.
@@ -361,11 +361,18 @@ def _perturbation(
 
 
 class ArenaSink:
-    """Writes into an arena under the generation protocol, and marks the copies as durable, as the store has them."""
+    """Writes into an arena under the generation protocol, and marks the copies as durable, as the store has them.
 
-    def __init__(self, arena: Arena) -> None:
+    It writes the same rows into `slots`: uint8 of shape (rows, bytes per row), by group and tensor. They are memory
+    that means nothing yet, so copies are read into it before they are verified.
+    """
+
+    def __init__(self, arena: Arena, slots: Mapping[tuple[int, int], Bytes] | None = None) -> None:
         self.arena: Arena | None = arena
         self._arena = arena
+        self._slots = {} if slots is None else slots
+        self.written = np.ones(arena.layout.partitions, np.uint64)
+        """Generation of each partition after `put`. It is even; 1 before."""
         self._free = ~arena.intact()
         """Partitions without an intact copy: what is written over them destroys nothing."""
 
@@ -373,12 +380,19 @@ class ArenaSink:
         """Return whether the arena has a newer intact copy of any of them."""
         return bool((self._arena.intact()[ids] & (self._arena.newest()[ids] > versions)).any())
 
-    def room(self, group: int, ids: Ids) -> Sequence[Bytes] | None:
-        """Return the rows themselves of partitions that have no intact copy, and have none until `put`."""
-        if not self._free[ids].all():
-            return None
+    def room(self, group: int, ids: Ids) -> Sequence[Bytes | None] | None:
+        """Return rows of slots, and of partitions that have no intact copy, and have none until `put`."""
         rows, tensors = rows_of(self._arena.layout, ids), self._arena.layout.groups[group].tensors
-        return [self._arena.rows(group, t)[rows].reshape(-1) for t in range(len(tensors))]
+        inside = not self._arena.is_filling and bool(self._free[ids].all())
+        places: list[Bytes | None] = []
+        for t in range(len(tensors)):
+            slot = self._slots.get((group, t))
+            if slot is not None:
+                self.written[ids] = 1
+                places.append(slot[rows].reshape(-1))
+            else:
+                places.append(self._arena.rows(group, t)[rows].reshape(-1) if inside else None)
+        return places if any(place is not None for place in places) else None
 
     def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Bytes]) -> None:
         """Write partitions and their versions. Their distances from the live values become unknown (NaN)."""
@@ -388,14 +402,16 @@ class ArenaSink:
             arena.unseal()
         arena.begin(ids)
         for t, data in enumerate(tensors):
-            target = arena.rows(group, t)
+            slot = self._slots.get((group, t))
             # What was read into `room` is there.
-            if not np.may_share_memory(target, data):
-                target[rows] = data
+            if slot is not None and not np.may_share_memory(slot, data):
+                slot[rows] = data
+            arena.put_rows(group, t, rows, data)
         self._free[ids] = False
         found = distinct(versions).tolist()
         for version in found:
             of_version = ids[versions == version] if len(found) > 1 else ids
             arena.end(of_version, version)
             arena.acknowledge(of_version, version)
+        self.written[ids] = arena.generation[ids]
         arena.note_distances(np.nan, ids)

@@ -126,7 +126,7 @@ def _weigh(engine: Engine, together: Together) -> tuple[str, Cost | None]:
 
 
 def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resumed, Extras | None]:
-    found, report = together.agree(lambda: _fetch(engine))
+    found, report = together.agree(lambda: _fetch(engine, live))
     agreed = together.agree_on_state(found, engine.store)
     if agreed is None:
         log.warning("%s holds no complete state yet: a new run begins", engine.store.url)
@@ -147,7 +147,7 @@ def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resume
     return Resumed(step, agreed.exact, report, agreed.summary), agreed.extras
 
 
-def _fetch(engine: Engine) -> tuple[Found | None, Report | None]:
+def _fetch(engine: Engine, live: LiveState) -> tuple[Found | None, Report | None]:
     """Bring the newest copies of all partitions into the arena. Return None if a partition has no copy."""
     arena, there = engine.arena, engine.copies.newest()
     engine.copies.require_same_line()
@@ -160,7 +160,7 @@ def _fetch(engine: Engine) -> tuple[Found | None, Report | None]:
         return None, None
     engine.copies.believe_newest_seal()
     known = estimate(arena.distance).value  # before the arena is filled up
-    report = engine.copies.fetch_all(states)
+    report = engine.copies.fetch_all(states, live.new_slots)
     version, whole = (NEVER, "") if newest is None else (newest.version, newest.whole)
     of_one = report.exact and report.step == step_of(version) and report.plan.whole == whole
     exact = of_one if owns else newest is not None

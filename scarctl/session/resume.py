@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scarctl.checkpoint.engine import Engine
+from scarctl.checkpoint.loading import NewSlots
 from scarctl.session.parts import Parts
 from scarctl.session.peers import Elsewhere
 from scarctl.session.recover import Resumed, facts, resume_live
@@ -73,11 +74,13 @@ class Resumption:
             return found
 
         snapshot, saved_at = self._together.agree(look)
+        missing = self._binding.missing_slots(layout)
         remove_slots = self._adapter.create_slots(layout)
         # Hand-overs of a dead process are saved only once the step is known from which this one continues.
         engine = self._opening.open(layout, resuming=True)
         reached = engine.arena.head_step
         live = self._binding.live(engine.arena)
+        live.new_slots = NewSlots(live.tensors, missing)
         try:
             resumed, extras = resume_live(
                 engine, live, mode if snapshot is None else "rollback", self._together, snapshot
@@ -85,6 +88,8 @@ class Resumption:
         except BaseException:
             remove_slots()
             raise
+        finally:
+            live.new_slots = None
         if extras is None:
             remove_slots()
         resumed = replace(resumed, saved_at=saved_at)

@@ -44,6 +44,10 @@ _log = logging.getLogger(__name__)
 
 RATIO = 2.0
 """Largest size of a shard's files, as a multiple of the bytes of its newest copies. Kept sealed states come on top."""
+TIGHT = 1.5
+"""The ratio that is kept instead where copies die in such an order that few have to be moved for it."""
+EXTRA = 0.2
+"""Bytes moved per byte committed, from which on the ratio is `RATIO` again."""
 _STEP = 1 / 64  # fraction of the newest copies' bytes that a turn frees at least
 TURN_BYTES = 64 << 20
 """Most bytes that a turn moves, which is also its use of memory."""
@@ -65,6 +69,8 @@ class _Shard:
     """Total bytes at which the shard is examined again."""
     garbage: list[tuple[str, int]] = field(default_factory=list)
     """Unreachable files to delete, in this order, and their bytes."""
+    moved: int = 0
+    """Bytes of copies moved in this shard."""
     stuck: set[str] = field(default_factory=set)
     """Segments with damaged copies: they stay."""
 
@@ -191,7 +197,8 @@ class Collector:
             known.look_at = known.files.total + self._floor
             return False
         space = self.space(shard, keep)
-        start = int(self._ratio * space.live) + space.pinned + max(self._floor - space.live // 32, 0)
+        start = int(self._ratio_now(known, space) * space.live) + space.pinned
+        start += max(self._floor - space.live // 32, 0)
         if space.total <= start:
             known.look_at = min(start, space.total + space.live // 16 + self._floor // 4)
             return False
@@ -203,10 +210,17 @@ class Collector:
         # Indexes and records do not count, because a turn creates about as many as it deletes.
         freed = sum(size for path, size in known.garbage if "/seg/" in path)
         if moved or freed >= gap // 2:
+            known.look_at = min(known.look_at, start)
             return True
         # The rest has to be kept, so the next attempt waits until the shard has grown.
         known.look_at = known.files.total - freed + max(space.live // 8, self._floor, gap)
         return False
+
+    def _ratio_now(self, known: _Shard, space: Space) -> float:
+        """Return the ratio to keep: the smaller, the fewer copies were moved so far."""
+        spare = EXTRA * known.files.handed - known.moved
+        share = min(max(spare / max(space.live, 1), 0.0), 1.0)
+        return self._ratio - max(self._ratio - TIGHT, 0.0) * share
 
     def _compact(self, shard: int, free: int, keep: tuple[SealedSet, ...]) -> int:
         """Move copies until segments with `free` dead bytes are empty, up to a turn's limit. Return the bytes moved."""
@@ -225,6 +239,7 @@ class Collector:
             if len(whole):
                 moved += writer.compact(shard, whole, pieces).nbytes
         self.done.moved_bytes += moved
+        known.moved += moved
         return moved
 
     def _give_up(self, shard: int, keep: tuple[SealedSet, ...]) -> None:

@@ -17,6 +17,8 @@ class ShardFiles:
 
     total: int
     """Bytes of all files."""
+    handed: int = 0
+    """Bytes of commits."""
     lives: Lives = field(default_factory=Lives)
 
 
@@ -32,10 +34,12 @@ class Ledger:
         """Files of the shards that a collector asked for."""
         self._counting = threading.Lock()
 
-    def handed(self, nbytes: int) -> None:
-        """Count partitions that were committed."""
+    def handed(self, shard: int, nbytes: int) -> None:
+        """Count partitions that were committed to a shard."""
         with self._counting:
             self.handed_bytes += nbytes
+        if shard in self.shards:
+            self.shards[shard].handed += nbytes
 
     def wrote(self, shard: int, nbytes: int) -> None:
         """Count a file that was created in a shard."""

@@ -20,9 +20,9 @@ from scarctl.store.segment_reader import open_segment
 from scarctl.store.shard_state import ShardState
 from scarctl.util.arrays import Bytes, Ids, adjacent
 
-Room: TypeAlias = Callable[[int, Ids], Sequence[Bytes] | None]
+Room: TypeAlias = Callable[[int, Ids], Sequence[Bytes | None] | None]
 """Returns where copies of adjacent partitions of a group may be read to before they are verified: of every tensor
-uint8[bytes], their rows one after another. None: nowhere. Called in several threads."""
+uint8[bytes], their rows one after another. None: into memory of their own. Called in several threads."""
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ class StoreWriter:
                 f"shard {shard}: partitions changed before the commit of step {step}", hint="commit again"
             )
         self._publish_next(record, tail)
-        self.ledger.handed(record.nbytes)
+        self.ledger.handed(shard, record.nbytes)
         self._floor[shard] = step
         if state.unindexed_records >= INDEX_RECORDS or 0 < len(state.ids) <= 2 * state.unindexed:
             self._write_index(shard)

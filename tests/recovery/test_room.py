@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -31,6 +33,7 @@ LAYOUT = build_layout(
     rows={"wide": 8, "small": 2},
 )
 EVERYTHING = np.arange(LAYOUT.partitions)
+RUN = "ab" * 16
 SHARD_OF = np.zeros(LAYOUT.partitions, dtype=np.int32)
 
 
@@ -176,3 +179,75 @@ def test_nobody_reads_into_the_arena_after_a_failure(tmp_path: Path) -> None:
     assert len(began) == count
     assert (arena.memory() == before).all()
     assert not arena.intact().any()
+
+
+def new_arena(tmp_path: Path) -> Arena:
+    """A new arena that is about to be filled, on the host's shared memory as far as there is one."""
+    return Arena.create(tmp_path / "arena", LAYOUT, run_id=RUN, epoch=1, populate=False)
+
+
+def slots_of_wide() -> dict[tuple[int, int], NDArray[np.uint8]]:
+    return {(0, 1): np.zeros((70, 1030 * 2), np.uint8)}
+
+
+def test_a_new_arena_is_filled_through_its_file(tmp_path: Path) -> None:
+    saved, arena = Saved(tmp_path), new_arena(tmp_path)
+    assert arena.is_filling == (sys.platform == "linux")
+    execute(saved.plan(arena), saved.store, arena, Watched(arena))
+    assert bytes_of(arena) == saved.values[0]
+    assert arena.intact().all()
+    arena.end_filling()
+    assert not arena.is_filling
+    arena.put_rows(1, 0, slice(2, 4), np.full((2, 12), 7, np.uint8))
+    arena.close()
+    again = Arena.open_existing(tmp_path / "arena", run_id=RUN)
+    assert again is not None
+    assert (again.rows(1, 0)[2:4] == 7).all()
+    assert bytes_of(again)[:9] == saved.values[0][:9]
+    again.remove()
+
+
+def test_a_closed_arena_keeps_no_file_open(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
+    arena = new_arena(tmp_path)
+    arena.remove()
+    # The map keeps a descriptor of its own until it is collected.
+    assert len(os.listdir("/proc/self/fd") if before else []) <= len(before) + 1
+    assert not arena.is_filling
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_new_slots_are_read_straight_into_and_the_arena_has_them_too(tmp_path: Path, new: bool) -> None:
+    saved = Saved(tmp_path)
+    arena = new_arena(tmp_path) if new else Arena.anonymous(LAYOUT)
+    slots = slots_of_wide()
+    sink = ArenaSink(arena, slots)
+    (_, straight) = sink.room(0, EVERYTHING[2:4]) or (None, None)
+    assert straight is not None
+    assert np.may_share_memory(straight, slots[0, 1][16:32])
+    execute(saved.plan(arena), saved.store, arena, sink)
+    assert bytes_of(arena) == saved.values[0]
+    assert (slots[0, 1] == arena.rows(0, 1)).all()
+    assert (sink.written == arena.generation).all()
+    arena.remove()
+
+
+def test_a_damaged_copy_in_a_slot_is_replaced_by_the_older_one(tmp_path: Path) -> None:
+    saved, arena, slots = Saved(tmp_path, commits=2), new_arena(tmp_path), slots_of_wide()
+    damage(saved.segments()[1], 3)
+    report = execute(saved.plan(arena), saved.store, arena, ArenaSink(arena, slots))
+    assert report.degraded
+    assert bytes_of(arena) == [saved.values[0 if i == 3 else 1][i] for i in EVERYTHING.tolist()]
+    assert (slots[0, 1] == arena.rows(0, 1)).all()
+    arena.remove()
+
+
+def test_what_was_never_put_is_not_called_written(tmp_path: Path) -> None:
+    saved, arena = Saved(tmp_path), new_arena(tmp_path)
+    damage(saved.segments()[0], 3)
+    sink = ArenaSink(arena, slots_of_wide())
+    with pytest.raises(NoIntactCopy):
+        execute(saved.plan(arena), saved.store, arena, sink)
+    assert sink.written[3] % 2 == 1
+    assert not arena.intact()[3]
+    arena.remove()
