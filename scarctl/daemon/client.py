@@ -30,6 +30,8 @@ _LAST_MOMENTS = 0.005
 """Seconds between attempts to start a daemon: one that is ending keeps another one from starting."""
 _PASSING = ("daemon-gone", "daemon-ending", "run-busy")
 """Kinds of errors after which the next attempt may succeed."""
+UNKNOWN = ("no-daemon", "not-claimed")
+"""Kinds of errors that say that no daemon has the run."""
 _PACKAGES = Path(__file__).parents[2]
 
 
@@ -117,11 +119,13 @@ def ask(folder: Path, op: str, **fields: Any) -> dict[str, Any]:
         return request(connection, op, **fields)
 
 
-def evacuate(folder: Path, run_id: str, seconds: float) -> Evacuated:
+def evacuate(
+    folder: Path, run_id: str, seconds: float, *, ended: Callable[[], bool] = lambda: False
+) -> Evacuated:
     """Have the daemon evacuate a run within that time: see `scarctl.persist.evacuation`. Return the report.
 
     While the daemon is being replaced, or saving has not started, the request is repeated. Raises its last error when
-    the time is over.
+    the time is over, or when no daemon knows the run and `ended` returns True.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -137,8 +141,10 @@ def evacuate(folder: Path, run_id: str, seconds: float) -> Evacuated:
                 )
             return Evacuated.from_json(reply.get("report"))
         except ScarError as error:
-            again = error.kind in (*_PASSING, "no-daemon", "not-claimed", "not-saving")
+            again = error.kind in (*_PASSING, *UNKNOWN, "not-saving")
             if not again or time.monotonic() + _PAUSE > deadline:
+                raise
+            if error.kind in UNKNOWN and ended():
                 raise
         time.sleep(_PAUSE)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from scarctl.arena.folder import host_folder
 from scarctl.arena.stale import survey
+from scarctl.arena.view import peek
 from scarctl.daemon import client
 from scarctl.daemon.request import Wish
 from scarctl.daemon.status import RunStatus
@@ -133,8 +134,12 @@ def _runs(folder: Path, run_id: str | None, patience: float) -> list[RunStatus]:
 
 
 def _flush(folder: Path, runs: Sequence[RunStatus], deadline: float, seconds: float) -> dict[str, bool]:
-    """Have the sessions bring their newest step into memory, all at once. Return by run whether they have."""
+    """Have the sessions bring their newest step into memory, all at once. Return by run whether they have.
+
+    One that has ended meanwhile has: its memory is evacuated as that of a dead process.
+    """
     asked: dict[str, int] = {}
+    flushed = {run["id"]: False for run in runs}
     until = deadline - (1 - _FLUSH_SHARE) * seconds
     wish = Wish("flush", seconds=seconds)
     for run in runs:
@@ -145,8 +150,7 @@ def _flush(folder: Path, runs: Sequence[RunStatus], deadline: float, seconds: fl
             ]
             asked[run["id"]] = int(number)
         except ScarError:
-            continue  # it has just ended: its memory is evacuated as that of a dead process
-    flushed = {run["id"]: False for run in runs}
+            flushed[run["id"]] = _has_ended(folder, run["id"])
     while asked and time.monotonic() < until:
         for name, number in list(asked.items()):
             try:
@@ -155,6 +159,7 @@ def _flush(folder: Path, runs: Sequence[RunStatus], deadline: float, seconds: fl
                 ]
             except ScarError:
                 del asked[name]
+                flushed[name] = _has_ended(folder, name)
                 continue
             if answer is not None:
                 flushed[name] = answer.get("flushed") is True
@@ -166,16 +171,23 @@ def _flush(folder: Path, runs: Sequence[RunStatus], deadline: float, seconds: fl
 def _evacuate(
     folder: Path, runs: Sequence[RunStatus], flushed: dict[str, bool], deadline: float
 ) -> list[Process]:
-    """Have the daemon evacuate the runs, all at once."""
+    """Have the daemon evacuate the runs, all at once. Return those that have not ended meanwhile, all durable."""
     made: dict[str, Process] = {}
 
     def one(run: RunStatus) -> None:
         who = {"store": run["store"], "rank": run.get("rank"), "pid": run["pid"]}
         try:
-            found = client.evacuate(folder, run["id"], max(0.0, deadline - time.monotonic()))
+            seconds = max(0.0, deadline - time.monotonic())
+            found = client.evacuate(folder, run["id"], seconds, ended=lambda: _has_ended(folder, run["id"]))
             found = replace(found, flushed=flushed.get(run["id"], True))
             made[run["id"]] = Process(**who, found=found)  # type: ignore[arg-type]
         except ScarError as error:
+            if (
+                error.kind in client.UNKNOWN
+                and _has_ended(folder, run["id"])
+                and not _waits(folder, run["id"])
+            ):
+                return  # the daemon has saved all of it meanwhile
             made[run["id"]] = Process(**who, found=None, error=error.message)  # type: ignore[arg-type]
 
     threads = [
@@ -185,7 +197,21 @@ def _evacuate(
         thread.start()
     for thread in threads:
         thread.join()
-    return [made[run["id"]] for run in runs]
+    return [made[run["id"]] for run in runs if run["id"] in made]
+
+
+def _has_ended(folder: Path, run_id: str) -> bool:
+    """Return whether the training process of a run on this host has ended: its arena is gone, or its owner is."""
+    try:
+        view = peek(str(folder.parent), run_id)
+    except ScarError:
+        return False
+    return view is None or not view.alive
+
+
+def _waits(folder: Path, run_id: str) -> bool:
+    """Return whether the memory of a process that has ended may have copies that are not durable."""
+    return any(arena.folder.name == run_id and not arena.durable for arena in survey(folder))
 
 
 def _only_in_memory(folder: Path, live: frozenset[str]) -> tuple[str, ...]:

@@ -58,7 +58,8 @@ def _create(store: Store, count: int) -> None:
     local = store.address.root is not None
     lock = StoreLock(store.root / LOCK, shared=True) if local else NoLock()
     try:
-        if store.shards():
+        # Another member may have begun since this one looked for a topology. Then that is there: logs come after it.
+        if store.shards() and newest_topology(store) is None:
             raise UsageError(
                 f"{store.where}: this store has a state that one process saved, or has lost its topology",
                 hint="members need a store of their own; `scarctl export` gives the saved state to it",

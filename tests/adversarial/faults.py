@@ -380,11 +380,14 @@ class Attack:
         session = scarctl.attach(
             run.state,
             store=url,
-            storage_options=options,
             partitioning=scarctl.Partitioning(shards=2, rows={"rows": 4, "dense": 4}),
             interval=2,
             fraction=0.25,
-            settings=scarctl.Settings(daemon=case.daemon, timeout=PATIENT if case.mended else DRAIN),
+            settings=scarctl.Settings(
+                daemon=case.daemon,
+                timeout=PATIENT if case.mended else DRAIN,
+                storage_options=options,
+            ),
         )
         # What came after the step that it goes on from never happened.
         del run.history[session.resume().step + 1 :]

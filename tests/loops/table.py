@@ -22,7 +22,6 @@ from tests.support import forkserver
 STOPS = ("close", "SIGTERM", "SIGKILL")
 AT = (5, 7)
 """After the last step of an epoch, and in the middle of one."""
-IMPORTS = (*forkserver.TORCH, "tests.loops.programs")
 REPORTED = {
     "mnist, persistent workers",
     "mnist, stream that draws",
@@ -57,7 +56,7 @@ def program(folder: Path, name: str, store: str, stop: str = "none", at: int = 0
         ["-m", "tests.loops.programs", name, str(folder / store), stop, str(at)],
         timeout=100,
         env={**os.environ, **arena, **env},
-        imports=(*IMPORTS, *_own()),
+        imports=(*forkserver.TORCH, *_own()),
     )
     if stop == "none":
         assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import scarctl
-import scarctl.session.session
+import scarctl.session.departure
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.errors import UsageError
 from scarctl.session.signals import TOGETHER
@@ -218,7 +218,7 @@ class Slow(stepper.Stepper):
 def test_sigterm_in_the_middle_of_a_step(
     tmp_path: Path, both_savers: str, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    monkeypatch.setattr(scarctl.session.session, "FLUSH_SECONDS", 5.0 if seconds < 1 else 0.5)
+    monkeypatch.setattr(scarctl.session.departure, "FLUSH_SECONDS", 5.0 if seconds < 1 else 0.5)
 
     def body(tell: Tell) -> None:
         model, _ = stepper.build()

@@ -20,7 +20,7 @@ OTHERS = [number for number in range(WORLD) if number != VICTIM]
 
 
 @pytest.mark.parametrize(
-    "kills", [10, *(pytest.param(25, marks=pytest.mark.long, id=f"25-{part}") for part in range(4))]
+    "kills", [5, *(pytest.param(25, marks=pytest.mark.long, id=f"25-{part}") for part in range(4))]
 )
 def test_a_member_that_is_killed_again_and_again_is_its_own_affair(
     kills: int, tmp_path: Path, arena_dir: Path
@@ -55,8 +55,9 @@ def test_a_member_that_is_killed_again_and_again_is_its_own_affair(
     assert verify(store, read_data=True).problems == []
 
 
-def test_eight_first_starts_at_one_moment(tmp_path: Path) -> None:
-    for attempt in range(3):
+@pytest.mark.parametrize("attempts", [1, pytest.param(5, marks=pytest.mark.long)])
+def test_eight_first_starts_at_one_moment(attempts: int, tmp_path: Path) -> None:
+    for attempt in range(attempts):
         with Members(tmp_path / f"s{attempt}", tmp_path / f"told{attempt}", WORLD) as members:
             members.start(range(WORLD))
             members.until(lambda m=members: min(m.steps()) >= 2, "all train")

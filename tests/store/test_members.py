@@ -78,6 +78,24 @@ def test_many_first_ones_at_one_moment(remote: bool, tmp_path: Path, request: An
         )
 
 
+def test_another_one_begins_to_save_while_this_one_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It creates the topology and its log just before this one lists the logs."""
+    store = Store.create(tmp_path / "s")
+
+    def lock(path: Path, *, shared: bool) -> StoreLock:
+        monkeypatch.setattr("scarctl.store.members.StoreLock", StoreLock)
+        other = store.again()
+        join_members(other, 3)
+        open_writer(other.of_shard(1), layout=layout(), shard_of=np.ones(4, np.int32)).close()
+        return StoreLock(path, shared=shared)
+
+    monkeypatch.setattr("scarctl.store.members.StoreLock", lock)
+    join_members(store, 3)
+    assert store.shards() == [1]
+
+
 def test_a_store_of_one_process_is_not_taken(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "s")
     writer = open_writer(store, layout=layout(), shard_of=store.shard_of(layout()))

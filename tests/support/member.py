@@ -113,18 +113,30 @@ class Members:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for the condition. Fails at once if a member has ended that was not killed."""
         deadline = time.monotonic() + PATIENCE
         while not condition():
-            assert time.monotonic() < deadline, f"not after {PATIENCE:g} s: {what}\n{self._seen()}"
+            ended = [
+                n for n, program in self.programs.items() if program.poll() not in (None, -signal.SIGKILL)
+            ]
+            assert not ended, f"members {ended} have ended before: {what}\n{self._seen(ended)}"
+            assert time.monotonic() < deadline, (
+                f"not after {PATIENCE:g} s: {what}\n{self._seen(self._last())}"
+            )
             time.sleep(0.01)
 
-    def _seen(self) -> str:
-        """What each has told, and where those that run are: for the message of a test that fails."""
-        for program in self.programs.values():
-            program.send_signal(signal.SIGUSR1)
+    def _last(self) -> list[int]:
+        """The two members that have taken the fewest steps."""
+        return sorted(self.programs, key=lambda number: self.steps()[number])[:2]
+
+    def _seen(self, numbers: Sequence[int]) -> str:
+        """What these have told, and where those of them that run are: for the message of a test that fails."""
+        for number in numbers:
+            self.programs[number].send_signal(signal.SIGUSR1)
         time.sleep(1)
         lines = [f"steps {self.steps()}"]
-        for number, program in sorted(self.programs.items()):
+        for number in numbers:
+            program = self.programs[number]
             errors = (self.folder / f"{number}.err").read_text()[-3000:]
             lines.append(f"member {number}: exit code {program.poll()}, {self.told(number)[-1:]}\n{errors}")
         return "\n".join(lines)

@@ -41,8 +41,9 @@ def scarctl(folder: Path, *arguments: str, **environ: str) -> subprocess.Complet
 
 
 def test_the_users_own_file_counts(folder: Path) -> None:
-    done = scarctl(folder, "verify")
+    done = scarctl(folder, "inspect")
     assert (done.returncode, done.stderr) == (0, "")
+    assert str(folder.parent / "planted") in done.stdout
 
 
 def _chmod(name: str, mode: int) -> Callable[[Path], None]:
@@ -64,7 +65,7 @@ def _chown(name: str) -> Callable[[Path], None]:
 )
 def test_one_that_others_may_write_is_ignored(folder: Path, change: Callable[[Path], None], why: str) -> None:
     change(folder)
-    done = scarctl(folder, "verify")
+    done = scarctl(folder, "inspect")
     assert done.returncode == 2, "no store is given"
     assert done.stderr.count(f"{folder / 'scarctl.toml'} is ignored: {why}") == 1
     assert "chmod go-w" in done.stderr
@@ -74,16 +75,16 @@ def test_one_that_others_may_write_is_ignored(folder: Path, change: Callable[[Pa
 def test_a_group_of_others(folder: Path) -> None:
     os.chown(folder / "scarctl.toml", -1, NOBODY)
     (folder / "scarctl.toml").chmod(0o664)
-    assert f"group {NOBODY} may write it" in scarctl(folder, "verify").stderr
+    assert f"group {NOBODY} may write it" in scarctl(folder, "inspect").stderr
 
 
 @only_root
 def test_a_link_of_somebody_else(folder: Path) -> None:
     (folder / "scarctl.toml").rename(folder / "mine")
     (folder / "scarctl.toml").symlink_to("mine")
-    assert scarctl(folder, "verify").returncode == 0
+    assert scarctl(folder, "inspect").returncode == 0
     os.chown(folder / "scarctl.toml", NOBODY, NOBODY, follow_symlinks=False)
-    assert f"it belongs to user {NOBODY}" in scarctl(folder, "verify").stderr
+    assert f"it belongs to user {NOBODY}" in scarctl(folder, "inspect").stderr
 
 
 def test_where_others_may_make_files_and_replace_none(folder: Path) -> None:
