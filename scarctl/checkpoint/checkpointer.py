@@ -40,7 +40,7 @@ class Stats:
     last_stall_seconds: float = 0.0
     """The part of it for the newest checkpoint."""
     slowed_seconds: float = 0.0
-    """Estimated time by which iterations beside a copy and its saving took longer than others. Noise may make it
+    """Estimated time by which iterations alongside a copy and its saving took longer than others. Noise may make it
     negative."""
     interval: int = 0
     """Iterations between two regular checkpoints, as they are chosen now; 0 before the first step."""

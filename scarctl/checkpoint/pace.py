@@ -60,7 +60,7 @@ class Pace:
         self._queue = queue
         self._caveats = caveats
         self._looked = False
-        """Distances were computed beside the newest iteration."""
+        """Distances were computed alongside the newest iteration."""
         self._checkpoints = 0
         self._said: int | None = None
         """The interval that was logged last."""
@@ -71,7 +71,7 @@ class Pace:
         return self.cadence.left(self._arena.head_step) <= LOOKS
 
     def look(self) -> float:
-        """Note that distances are computed beside the next iteration; return the share of them that is due there."""
+        """Note that distances are computed alongside the next iteration; return the share of them that is due there."""
         self._looked = True
         return 1 / min(self.cadence.interval, LOOKS)
 
@@ -124,7 +124,7 @@ class Pace:
         text = (
             f"interval={cadence.interval} is chosen, {self._every(seconds)}: as often as {limit}. A checkpoint costs "
             f"{1e3 * cost.seconds:.3g} ms of training: {1e3 * cost.stalled:.3g} ms in hooks and waiting, "
-            f"{1e3 * max(0.0, cost.slowed):.3g} ms by slower iterations beside it"
+            f"{1e3 * max(0.0, cost.slowed):.3g} ms by slower iterations alongside it"
         )
         hooks = overhead.hook_seconds
         if hooks > overhead.budget * seconds:

@@ -66,7 +66,7 @@ class SessionSettings:
         store allow. If the store is slow, "auto" also makes checkpoints smaller, down to an eighth of the fraction. If
         several ranks train together, the slowest sets the interval. Default: "auto".
     overhead: Largest share of training time that checkpoints may take with interval="auto", above 0 and up to 1. It is
-        measured: hooks, waiting, and iterations that are slower beside a copy. Default: 0.01.
+        measured: hooks, waiting, and iterations that are slower alongside a copy. Default: 0.01.
     """
 
     store: str = dataclasses.field(repr=False)

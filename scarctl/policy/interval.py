@@ -78,7 +78,7 @@ class Cadence:
         self._paced = self.interval
         """Shortest interval that the store allows."""
         self._copying = False
-        """A regular checkpoint was due after the newest iteration, so it is copied beside the next."""
+        """A regular checkpoint was due after the newest iteration, so it is copied alongside the next."""
         self._foreign = False
         """Something else than a regular checkpoint is being saved."""
         self._divisible = divisible
@@ -132,7 +132,7 @@ class Cadence:
         """Return whether a checkpoint is due. Call this after every iteration.
 
         step: iterations finished. waiting: numbers of the hand-overs that are not durable. stalled: seconds of the
-        iteration in hooks and waiting. busy: other work of checkpoints was done beside the iteration.
+        iteration in hooks and waiting. busy: other work of checkpoints was done alongside the iteration.
         """
         self._account(now, stalled, busy)
         if self._fixed:

@@ -44,7 +44,7 @@ class Cost(NamedTuple):
     stalled: float
     """Of the training thread, in hooks and waiting."""
     slowed: float
-    """By which iterations beside its copying and saving took longer; negative if noise is larger than that."""
+    """By which iterations alongside its copying and saving took longer; negative if noise is larger than that."""
 
     @property
     def seconds(self) -> float:
@@ -80,7 +80,7 @@ class Overhead:
         self.interval = 1
         """Shortest interval that the budget allows, in iterations."""
         self.slowed_seconds = 0.0
-        """Estimate of all time by which iterations beside checkpoints took longer."""
+        """Estimate of all time by which iterations alongside checkpoints took longer."""
         self.bounded = False
         """Whether the longest time sets the interval, and the budget is exceeded."""
         self._quiet: deque[tuple[float, float]] = deque(maxlen=_QUIET)
@@ -92,9 +92,9 @@ class Overhead:
         self._beside: list[tuple[float, float]] = []
         self._iterations = 0
         self._over = True
-        """Whether a quiet iteration has come after those beside the newest checkpoint."""
+        """Whether a quiet iteration has come after those alongside the newest checkpoint."""
         self._void = False
-        """Something else was made beside the newest checkpoint: its cost is unknown."""
+        """Something else was made alongside the newest checkpoint: its cost is unknown."""
         self._costs: deque[Cost] = deque(maxlen=_CHECKPOINTS)
         self._debt = 0.0
         """Seconds by which checkpoints have exceeded the budget; negative: by which they have not used it."""

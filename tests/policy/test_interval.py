@@ -305,9 +305,7 @@ def test_settings_from_text(tmp_path: Path) -> None:
     environ = {"SCARCTL_INTERVAL": "7", "SCARCTL_OVERHEAD": "2%"}
     found = SessionSettings.resolve({"store": "s"}, environ=environ, folder=tmp_path)
     assert (found.interval, found.overhead) == (7, 0.02)
-    found = SessionSettings.resolve(
-        {"store": "s"}, environ={"SCARCTL_MAX_BANDWIDTH": "1e8"}, folder=tmp_path
-    )
+    found = SessionSettings.resolve({"store": "s"}, environ={"SCARCTL_MAX_BANDWIDTH": "1e8"}, folder=tmp_path)
     assert (found.interval, found.max_bandwidth) == ("auto", 1e8)
     (tmp_path / "scarctl.toml").write_text('store = "s"\ninterval = 5\noverhead = "1/200"\n')
     found = SessionSettings.resolve({}, environ={}, folder=tmp_path)
@@ -387,7 +385,9 @@ def test_a_session_makes_smaller_checkpoints(tmp_path: Path, monkeypatch: pytest
     engine = loop.session._engine
     assert engine is not None
     sizes: list[int] = []
-    monkeypatch.setattr(engine.cadence, "handed_over", lambda now, number, nbytes, regular: sizes.append(nbytes))
+    monkeypatch.setattr(
+        engine.cadence, "handed_over", lambda now, number, nbytes, regular: sizes.append(nbytes)
+    )
     for share in (1.0, 0.5, 1 / 8):
         engine.cadence.share = share
         loop.train(4, settle=True)  # what smaller ones left over is used up

@@ -1,4 +1,4 @@
-"""A budget of training time is kept, and used, whatever checkpoints cost; the interval is never long without a bound."""
+"""A budget of training time is kept, and used, whatever checkpoints cost; only a bound on the interval exceeds it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Draw = Callable[[random.Random], float]
 class Training:
     """A simulated training: iterations vary, and what a checkpoint costs is known here, and only here.
 
-    stall, slow: seconds of a checkpoint in waiting, and by which `span` iterations beside it take longer.
+    stall, slow: seconds of a checkpoint in waiting, and by which `span` iterations alongside it take longer.
     """
 
     def __init__(
@@ -232,9 +232,13 @@ class Store:
 
 
 def test_the_longer_of_what_store_and_budget_require_is_the_interval() -> None:
-    cheap = Store(Cadence(None, checkpoint_bytes=1000, overhead=0.01, max_bandwidth=200.0, divisible=False), 0.001).run(500)
+    cheap = Store(
+        Cadence(None, checkpoint_bytes=1000, overhead=0.01, max_bandwidth=200.0, divisible=False), 0.001
+    ).run(500)
     assert cheap.cadence.interval in range(50, 65)  # 1000 bytes at 200 a second, in iterations of 0.1 s
-    dear = Store(Cadence(None, checkpoint_bytes=1000, overhead=0.01, max_bandwidth=200.0, divisible=False), 0.2).run(3000)
+    dear = Store(
+        Cadence(None, checkpoint_bytes=1000, overhead=0.01, max_bandwidth=200.0, divisible=False), 0.2
+    ).run(3000)
     assert dear.cadence.interval in range(195, 206)
 
 
