@@ -1,20 +1,22 @@
 # `make demo` and `make test` do all their own set-up: they need python3 (3.10 or newer) and make, nothing else.
 
 PYTHON ?= python3
-WORKERS ?= 2
+# More than cores: tests wait for processes and deadlines about half of the time.
+WORKERS ?= 4
 ROUNDS ?= 500
 TRIALS ?= 10
 DATA ?= ../shared/data
 SEED ?= 0
 MINUTES ?= 30
-QUICK ?= $(addprefix tests/,formats ops policy recovery state store theory util) tests/test_documents.py tests/test_prose.py
-ATTACKS ?= model same_step hosts crash power races creations clocks faults corruption fuzz hostile claims secrets
+QUICK ?= $(addprefix tests/,config formats ops policy recovery state store theory util) tests/test_documents.py tests/test_prose.py
+ATTACKS ?= model episodes same_step hosts crash power races creations clocks faults corruption fuzz hostile claims secrets
 
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 OPTIMIZERS := .venv-optimizers
 TORCHREC := .venv-torchrec
+RAY := .venv-ray
 DOCS := .venv-docs
 # Those of the files that are programs.
 BENCHMARKS = $(filter-out benchmarks/soak.py,$(shell grep -l __main__ benchmarks/*.py))
@@ -38,7 +40,7 @@ help:
 	@echo "make long     tests that unit leaves out: some minutes"
 	@echo "make oldest   the adapters' tests with the oldest versions of their frameworks, in $(OLDEST): some minutes, most of it set-up"
 	@echo "make optimizers  train with every optimizer of other packages, stop, resume: some minutes, in $(OPTIMIZERS)"
-	@echo "make frameworks  tests with frameworks that have an environment of their own: TorchRec in $(TORCHREC): some minutes"
+	@echo "make frameworks  tests with frameworks that have an environment of their own: TorchRec in $(TORCHREC), Ray in $(RAY): some minutes"
 	@echo "make man      the manual page, docs/scarctl.1, from what the commands say of their options"
 	@echo "make docs     the site, into build/site: broken links fail; in $(DOCS)"
 	@echo "make package  sdist and wheel, into dist, checked as the package index does; in $(DOCS)"
@@ -92,6 +94,8 @@ layers: $(VENV)/.dev
 
 # Hundreds of the tests' processes import scarctl: it is compiled once, whatever the environment says.
 quick unit long oldest optimizers frameworks: export PYTHONDONTWRITEBYTECODE =
+# A worker runs thousands of tests with threads: glibc would give most of them 64 MB of their own, which each fork copies.
+quick unit long oldest optimizers frameworks: export MALLOC_ARENA_MAX = 2
 
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -p tests.support.quick -m "not slow and not long" -r fE $(QUICK)
@@ -113,10 +117,11 @@ optimizers: $(OPTIMIZERS)/.optimizers
 	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party
 	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party --killed
 
-frameworks: $(TORCHREC)/.torchrec
+frameworks: $(TORCHREC)/.torchrec $(RAY)/.ray
 	@# Of TorchRec's own, when it is imported and used.
 	$(TORCHREC)/bin/python -m pytest -n $(WORKERS) -W ignore::DeprecationWarning -W ignore::FutureWarning \
 	    tests/adapters/torchrec
+	$(RAY)/bin/python -m pytest -rs -o faulthandler_timeout=900 tests/adapters/on_ray tests/adapters/test_actor.py
 
 man: $(VENV)/.dev
 	$(BIN)/scarctl help --man > docs/scarctl.1
@@ -154,7 +159,7 @@ ceph: $(VENV)/.dev
 	$(BIN)/python -m tests.store.conformance.real_server
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) $(TORCHREC) $(DOCS) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) $(TORCHREC) $(RAY) $(DOCS) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp per set of extras; the development set contains the one for the examples.
@@ -188,6 +193,12 @@ $(TORCHREC)/.torchrec: $(SETUP) constraints-torchrec.txt | $(BIN)/python
 	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . hypothesis pytest \
 	    pytest-timeout pytest-xdist
 	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-torchrec.txt
+	@touch $@
+
+$(RAY)/.ray: $(SETUP) constraints-ray.txt | $(BIN)/python
+	$(BIN)/python -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-ray.txt \
+	    -e . 'ray[train]' hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 
 $(DOCS)/.docs: constraints-docs.txt | $(BIN)/python

@@ -1,10 +1,13 @@
-"""What import-linter cannot see: what importing a module really loads, through whatever it imports."""
+"""What import-linter cannot see: what importing a module really loads, circles of files, and the shape of the tree."""
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -143,6 +146,45 @@ def test_the_list_of_modules_with_torch_is_no_longer_than_it_must_be() -> None:
         timeout=100,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+MOST_LINES = 450
+MOST_AT_THE_ROOT = 12
+"""Modules at the root of scarctl/, besides packages."""
+
+
+def files() -> dict[str, Path]:
+    """The product's files by module."""
+    roots = (PACKAGE, PACKAGE.parent / "adapters" / "scarctl_adapters")
+    found = {path.relative_to(root.parent): path for root in roots for path in root.rglob("*.py")}
+    return {
+        ".".join(name.with_suffix("").parts).removesuffix(".__init__"): path for name, path in found.items()
+    }
+
+
+def imports(path: Path, known: set[str]) -> Iterator[str]:
+    """Modules that a file imports anywhere, also in a function. A package that lists its modules' names is none."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in known else node.module for name in inner)
+
+
+def test_no_circle_of_imports() -> None:
+    found = files()
+    graph = {
+        name: {other for other in imports(path, set(found)) if other in found} for name, path in found.items()
+    }
+    # Every module needs the packages above it; only their own imports count.
+    TopologicalSorter(graph).prepare()
+
+
+def test_the_tree_is_one_that_a_stranger_can_read() -> None:
+    lines = {name: path.read_text(encoding="utf-8").count("\n") for name, path in files().items()}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+    assert len([path for path in PACKAGE.glob("*.py") if not path.name.startswith("__")]) <= MOST_AT_THE_ROOT
 
 
 LOCAL = """

@@ -1,4 +1,4 @@
-"""The product's prose keeps the rules that a program can check: docstrings, comments and messages."""
+"""The prose keeps the rules that a program can check: docstrings, comments, messages and documents."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ NO_VERB = re.compile(
 PROPERTIES = frozenset({"property", "cached_property"})
 SHORTENED = re.compile(r"\b(?:al|e\.g|i\.e|vs|cf|Nr|resp)\.|\.\.\.")
 CITATION = re.compile(r"\([^()]*\b(?:1[89]|20)\d\d\b[^()]*\)")
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix() for pattern in ("*.md", "docs/**/*.md") for path in ROOT.glob(pattern)
+)
+LONG = frozenset({"CHANGELOG.md", "docs/FORMAT.md", "docs/benchmarks.md", "docs/paper.md", "docs/theory.md"})
+"""Documents whose sentences may be long: a specification, measurements, mathematics."""
 CODE = re.compile(r"`[^`]*`|\"[^\"\n]*\"")
 
 
@@ -135,4 +140,26 @@ def faults(source: str) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize("path", product())
 def test_prose_keeps_the_rules(path: str) -> None:
     found = [f"{path}:{line}: {reason}" for line, reason in faults((ROOT / path).read_text(encoding="utf-8"))]
+    assert not found, "\n".join(found)
+
+
+def running_text(document: str) -> str:
+    """Return a document without blocks of code, tables, headings, emphasis and the targets of links."""
+    text = re.sub(r"^```.*?^ *```$", "", document, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^(?:    |\||#|<).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"\*{1,2}([^*\n]+?[.:?])\*{1,2}", r"\1", text)
+    return re.sub(r"\n\s*(?:[-*]|\d+\.) ", "\n\n", text)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_documents_keep_the_rules(path: str) -> None:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    without_code = re.sub(r"^```.*?^ *```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    found = [
+        f"{path}: {reason}: {line.strip()}" for line in without_code.splitlines() for reason in banned(line)
+    ]
+    if path not in LONG:
+        long = (sentence for sentence in sentences(running_text(text)) if words(sentence) > MOST_WORDS)
+        found += [f"{path}: {words(sentence)} words, at most {MOST_WORDS}: {sentence}" for sentence in long]
     assert not found, "\n".join(found)

@@ -325,8 +325,8 @@ class Arena(Fields):
         self.begin(ids)
         self.version[ids] = self.durable[ids]
 
-    def acknowledge(self, ids: Ids, version: int, generation: NDArray[np.uint64] | None = None) -> None:
-        """Note that `version` of these partitions is durable.
+    def acknowledge(self, ids: Ids, version: int | Ids, generation: NDArray[np.uint64] | None = None) -> None:
+        """Note that `version`, one for all or one for each, of these partitions is durable.
 
         generation: generations of `ids` when they were read. A partition that was copied again since then stays
             pending, even if its version is the same.
@@ -334,8 +334,8 @@ class Arena(Fields):
         self.durable[adjacent(ids)] = version
         if generation is not None:
             # Read after `durable` was written: a copy that begins later finds `version` there, and `end` resets it.
-            newer = ids[self.generation[ids] != generation]
-            self.durable[newer[self.version[newer] == version]] = NEVER
+            newer = (self.generation[ids] != generation) & (self.version[ids] == version)
+            self.durable[ids[newer]] = NEVER
 
     def confirm(self, ids: Ids, versions: Ids) -> None:
         """Note that the copies of these partitions are durable, as of `versions` (int64, one for each)."""

@@ -46,11 +46,11 @@ def help_(context: click.Context, words: tuple[str, ...], manual: bool) -> int:
     assert context.parent is not None, "it is a command of scarctl's"
     here = context.parent
     if manual:
-        from scarctl.cli import main, man
+        from scarctl.cli import man
 
         if words:
             raise click.UsageError("--man is a page of all commands", context)
-        click.echo(man.manual(here, main.EPILOG), nl=False)
+        click.echo(man.manual(here), nl=False)
         return EXIT_OK
     for word in words:
         command = here.command

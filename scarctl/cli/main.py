@@ -144,7 +144,7 @@ class LazyGroup(Group):
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write_paragraph()
-        formatter.write(EPILOG.replace("\b\n", ""))
+        formatter.write((self.epilog or "").replace("\b\n", ""))
 
     def main(
         self,
@@ -185,7 +185,9 @@ class LazyGroup(Group):
 
 
 @click.group(
-    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+    cls=LazyGroup,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.version_option(__version__, prog_name="scarctl")
 def cli() -> None:

@@ -10,8 +10,8 @@ import click
 from scarctl import __version__
 
 
-def manual(root: click.Context, epilog: str) -> str:
-    """Return the page in roff. epilog: examples, settings and exit codes, in paragraphs that keep their lines."""
+def manual(root: click.Context) -> str:
+    """Return the page in roff. The root's epilog has examples, settings and exit codes, in lines that are kept."""
     lines = [
         f'.TH SCARCTL 1 "" "scarctl {__version__}" "User Commands"',
         ".SH NAME",
@@ -24,7 +24,8 @@ def manual(root: click.Context, epilog: str) -> str:
     for context in _leaves(root):
         lines += _command(context, root)
     lines += [".SH EXAMPLES, SETTINGS AND EXIT CODES", ".nf"]
-    lines += [_escaped(line) for line in epilog.replace("\b\n", "").strip().splitlines()]
+    epilog = (root.command.epilog or "").replace("\b\n", "")
+    lines += [_escaped(line) for line in epilog.strip().splitlines()]
     return "\n".join([*lines, ".fi", ""])
 
 

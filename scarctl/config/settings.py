@@ -210,7 +210,7 @@ class SessionSettings:
         if "grace" in values:
             values["grace"] = seconds_of("grace", values["grace"])
         # A file may spell these as the command line does: "1/8", "4KiB".
-        for name in ("fraction", "overhead", "max_bandwidth", "partition_bytes"):
+        for name in ("fraction", "overhead", "max_bandwidth", "partition_bytes", "peer_bandwidth"):
             if isinstance(values.get(name), str):
                 values[name] = _FROM_TEXT[name](values[name])
         if "store" not in values:
@@ -332,5 +332,5 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "timeout": float,
     "peers": int,
     "peer_domain": str,
-    "peer_bandwidth": float,
+    "peer_bandwidth": parse_bytes,
 }

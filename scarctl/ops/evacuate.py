@@ -22,7 +22,8 @@ from scarctl.theory.rework import Rework
 _FLUSH_SHARE = 0.4
 """Largest part of the time that the sessions' flushes are waited for: they wait for a running step for a third."""
 _POLL = 0.05
-_PATIENCE = 1.0
+_PATIENCE = 5.0
+"""Seconds to wait for one answer of the daemon: hosts that are about to go may be busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def evacuate_host(seconds: float, *, arena_dir: str | None = None, run_id: str |
     """
     deadline = time.monotonic() + seconds
     folder = host_folder(arena_dir)
-    runs = _runs(folder, run_id, min(seconds, _PATIENCE))
+    runs = _runs(folder, run_id, min(0.2 * seconds, _PATIENCE))
     if run_id is not None and not runs:
         raise UsageError(
             "no running session saves to this store through this host's daemon",
@@ -138,32 +139,31 @@ def _flush(folder: Path, runs: Sequence[RunStatus], deadline: float, seconds: fl
 
     One that has ended meanwhile has: its memory is evacuated as that of a dead process.
     """
-    asked: dict[str, int] = {}
-    flushed = {run["id"]: False for run in runs}
+    waiting = {run["id"]: 0 for run in runs}
+    """Numbers of the wishes, by run; 0: not asked yet."""
+    flushed = dict.fromkeys(waiting, False)
     until = deadline - (1 - _FLUSH_SHARE) * seconds
-    wish = Wish("flush", seconds=seconds)
-    for run in runs:
-        try:
-            patience = max(_POLL, min(_PATIENCE, deadline - time.monotonic()))
-            number = client.ask(folder, "ask", patience=patience, store=run["id"], wish=wish.to_json())[
-                "number"
-            ]
-            asked[run["id"]] = int(number)
-        except ScarError:
-            flushed[run["id"]] = _has_ended(folder, run["id"])
-    while asked and time.monotonic() < until:
-        for name, number in list(asked.items()):
+    while waiting and time.monotonic() < until:
+        for name, number in list(waiting.items()):
+            patience = max(_POLL, min(_PATIENCE, until - time.monotonic()))
             try:
-                answer = client.ask(folder, "answered", patience=_PATIENCE, store=name, number=number)[
-                    "answer"
-                ]
-            except ScarError:
-                del asked[name]
-                flushed[name] = _has_ended(folder, name)
+                if not number:
+                    wish = Wish("flush", seconds=max(_POLL, deadline - time.monotonic())).to_json()
+                    asked = client.ask(folder, "ask", patience=patience, store=name, wish=wish)
+                    waiting[name] = int(asked["number"])
+                    continue
+                replied = client.ask(folder, "answered", patience=patience, store=name, number=number)
+            except ScarError as error:
+                # A busy daemon may be late, and another one may be taking its place: it is asked again.
+                if error.kind == "no-session":
+                    waiting[name] = 0
+                    if _has_ended(folder, name):
+                        flushed[name] = True
+                        del waiting[name]
                 continue
-            if answer is not None:
-                flushed[name] = answer.get("flushed") is True
-                del asked[name]
+            if replied["answer"] is not None:
+                flushed[name] = replied["answer"].get("flushed") is True
+                del waiting[name]
         time.sleep(_POLL)
     return flushed
 

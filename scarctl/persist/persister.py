@@ -64,6 +64,7 @@ class Persister:
     def persist(self, handover: HandOver) -> int:
         """Commit a hand-over and acknowledge it in the arena. Return the bytes of state written.
 
+        Pending copies that are older than the hand-over are committed with it: it replaced theirs, or theirs was lost.
         After a failure call it again: durable copies are not written twice. Partitions that have a newer copy are left
         to the hand-over of that copy. Raises as `StoreWriter.commit` does, and Interrupted.
         """
@@ -72,9 +73,10 @@ class Persister:
             self._sealed = handover.number, set()
         already = self._sealed[1]
         with self._reading(handover):
-            self._persist_older(handover)
-            ids = handover.ids[arena.version[handover.ids] == version]
-            ids = ids[arena.durable[ids] != version]
+            waiting = arena.pending() & arena.intact() & (arena.version < version)
+            own = handover.ids[arena.version[handover.ids] == version]
+            waiting[own[arena.durable[own] != version]] = True
+            ids = np.flatnonzero(waiting)
             shard_of = self._shard_of[ids]
             parts = [(shard, ids[shard_of == shard]) for shard in self._members if shard not in already]
             parts = [(shard, own) for shard, own in parts if own.size or handover.sealed]
@@ -217,19 +219,23 @@ class Persister:
         for _ in range(_ATTEMPTS):
             # Read first: if a copy changes after this, the comparison at the end discards the commit.
             before = arena.generation[ids].copy()
+            versions = arena.version[ids]
             # A copy that is newer, or in progress, has its own hand-over.
-            good = (arena.version[ids] == handover.version) & ((before & np.uint64(1)) == 0)
-            ids, before = ids[good], before[good]
+            good = (versions >= 0) & (versions <= handover.version) & ((before & np.uint64(1)) == 0)
+            ids, before, versions = ids[good], before[good], versions[good]
             sealed = handover.sealed and self._is_of(handover, shard, ids)
             if not ids.size and not sealed:
                 read()
                 return ids, False
+            # Extras and seals are of the hand-over's step. Other commits are as old as their newest copy.
+            newest = handover.version if sealed or extras is not None else int(versions.max())
             try:
                 self._writer.commit(
                     shard,
                     ids,
                     partial(self._source_of, ids, before),
-                    step=step_of(handover.version),
+                    step=step_of(newest),
+                    steps=step_of(versions),
                     sealed=sealed,
                     whole=handover.whole if sealed else "",
                     extras=extras,
@@ -237,26 +243,11 @@ class Persister:
                 )
             except Overwritten:
                 continue
-            arena.acknowledge(ids, handover.version, before)
+            arena.acknowledge(ids, versions, before)
             return ids, sealed
         raise Overwritten(
             f"shard {shard}: copies keep changing while they are written", hint="saving retries"
         )
-
-    def _persist_older(self, handover: HandOver) -> None:
-        """Commit pending copies that are older than the hand-over: it replaced theirs, or theirs was lost.
-
-        They are committed first, because steps in the store never decrease.
-        """
-        arena = self._arena
-        ids = np.flatnonzero(arena.pending() & arena.intact() & (arena.version < handover.version))
-        versions = arena.version[ids]
-        for version in np.unique(versions).tolist():
-            of_version = ids[versions == version]
-            shard_of = self._shard_of[of_version]
-            older = HandOver(handover.number, version, of_version, whole="", extras=None)
-            parts = [(shard, of_version[shard_of == shard]) for shard in np.unique(shard_of).tolist()]
-            self._commit_each(parts, older, {})
 
     def _source(self, g: int, t: int, start: int, stop: int) -> memoryview:
         if self.interrupt.is_set():

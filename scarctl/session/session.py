@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import TypeVar
 
 from scarctl.adapter import Adapter, watch_of
@@ -148,6 +147,11 @@ class Session:
     def stepping(self) -> bool:
         """Whether an iteration has begun to change parameters and has not ended. Always true with `hooks="off"`."""
         return self._gate.stepping
+
+    @property
+    def fencing_token(self) -> int:
+        """First epoch of this process in the store's log. A newer writer's is larger. 0 before the first step."""
+        return 0 if self._engine is None else self._engine.arena.base_epoch
 
     @property
     def lag(self) -> int:
@@ -363,9 +367,7 @@ class Session:
         self._lasts = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._close(Ending.CLOSED if error is None else Ending.FAILED)
 
     def _before_step(self) -> None:

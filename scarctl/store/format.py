@@ -18,6 +18,9 @@ from scarctl.state.layout import DTYPES
 from scarctl.util.json_size import MAX_CONTAINERS, MAX_VALUES, too_much
 
 FORMAT = 1
+MIXED_FORMAT = 2
+"""Format number of commits with copies of several steps, and of their segments."""
+NEWEST_FORMAT = MIXED_FORMAT
 
 MAX_RECORD = 64 << 10
 MAX_SETTINGS = 1 << 20
@@ -250,9 +253,9 @@ def check_format(value: object, what: object) -> None:
     """Raise Corruption unless this code can read format number `value`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise corrupt(what, "it has no format number")
-    if value > FORMAT:
+    if value > NEWEST_FORMAT:
         raise Corruption(
-            f"{what}: format {value} is newer than this scarctl reads ({FORMAT})",
+            f"{what}: format {value} is newer than this scarctl reads ({NEWEST_FORMAT})",
             hint="update scarctl",
             kind="newer-format",
         )

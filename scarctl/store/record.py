@@ -13,8 +13,10 @@ from typing import Any
 from scarctl.errors import UsageError
 from scarctl.state.version import MAX_EPOCH, MAX_STEP, pack
 from scarctl.store.format import (
+    FORMAT,
     MAX_SEQ,
     MAX_SHARD,
+    MIXED_FORMAT,
     Fields,
     checksum,
     corrupt,
@@ -58,6 +60,8 @@ class Record:
     """Name of the commit of the whole state that a sealed record belongs to: 32 hex digits, which only the records of
     that commit have, in all shards. "": no commit of several shards."""
     segment: SegmentRef | None = None
+    mixed: bool = False
+    """Whether the commit has copies of several steps. Then its segment says of which."""
     partitions: int = 0
     extras: bool = False
     base: int | None = None
@@ -91,7 +95,7 @@ class Record:
     @property
     def segment_kind(self) -> str:
         """Kind of the segment that a record of this kind names."""
-        return "members" if self.kind == "epoch" else self.kind
+        return "members" if self.kind == "epoch" else "mixed" if self.mixed else self.kind
 
     @cached_property
     def data(self) -> bytes:
@@ -105,7 +109,8 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "format": 1,
+            "format": MIXED_FORMAT if self.mixed else FORMAT,
+            **({"mixed": True} if self.mixed else {}),
             "kind": self.kind,
             "seq": self.seq,
             "shard": self.shard,
@@ -149,10 +154,14 @@ class Record:
         sealed, whole = f.flag("sealed"), "" if f.raw("whole") is None else f.hex("whole", 32, empty=True)
         if whole and not sealed:
             raise corrupt(what, "it is not sealed, but names a whole state")
+        mixed = "mixed" in obj and f.flag("mixed")
+        if mixed and (kind != "commit" or segment is None or f.raw("format") != MIXED_FORMAT):
+            raise corrupt(what, f"only a commit of format {MIXED_FORMAT} may have copies of several steps")
         record = Record(
             seq=seq,
             shard=shard,
             kind=kind,
+            mixed=mixed,
             epoch=f.integer("epoch", 1, MAX_EPOCH),
             step=f.integer("step", -1 if epoch_record else 0, MAX_STEP),
             parent=f.hex("parent", 64, empty=seq == 0),

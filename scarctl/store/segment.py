@@ -22,6 +22,7 @@ from scarctl.util.arrays import Bytes, Ids
 
 COLUMNS = {
     "commit": ("partitions", "checksums"),
+    "mixed": ("versions", "partitions", "checksums"),
     "members": ("partitions",),
     "compact": ("versions", "partitions", "checksums"),
 }

@@ -14,7 +14,15 @@ from scarctl.state.codec import RawTensor
 from scarctl.state.layout import DTYPES, Group, Layout
 from scarctl.store import checksum
 from scarctl.store.backends.base import BlobWriter
-from scarctl.store.format import MAX_HEADER, RESERVED, Header, dump_header, encode_header
+from scarctl.store.format import (
+    FORMAT,
+    MAX_HEADER,
+    MIXED_FORMAT,
+    RESERVED,
+    Header,
+    dump_header,
+    encode_header,
+)
 from scarctl.store.segment import (
     COLUMNS,
     EXTRAS,
@@ -148,7 +156,8 @@ def _place(
     pad("tail")
     dtypes = {"partitions": "I64", "checksums": "U64", "versions": "I64"}
     tensors.extend((RESERVED + column, dtypes[column], (len(ids),)) for column in COLUMNS[kind])
-    header = dump_header(tensors, {"format": "1", "kind": kind, **metadata})
+    number = MIXED_FORMAT if kind == "mixed" else FORMAT
+    header = dump_header(tensors, {"format": str(number), "kind": kind, **metadata})
     return header, header.length + end
 
 

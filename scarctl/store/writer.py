@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 from scarctl.errors import Contention, Corruption, Fenced, Overwritten, ScarError, Unavailable, UsageError
 from scarctl.state import codec
 from scarctl.state.layout import Layout, members_by_shard
-from scarctl.state.version import MAX_EPOCH, MAX_STEP
+from scarctl.state.version import MAX_EPOCH
 from scarctl.store.commit import Publisher
+from scarctl.store.commit_check import checked_ids, checked_versions
 from scarctl.store.format import record_path, segment_name, segment_path, shard_folder
 from scarctl.store.index import INDEX_BYTES, INDEX_RECORDS
 from scarctl.store.ledger import Ledger
 from scarctl.store.line import Companion
 from scarctl.store.record import Record
-from scarctl.store.segment import Pieces, SegmentRef, Source, Tail, ascending
+from scarctl.store.segment import Pieces, SegmentRef, Source, Tail
 from scarctl.store.segment_writer import write_segment
 from scarctl.store.shard_state import ShardState
 from scarctl.store.snapshot import is_kept
@@ -120,6 +121,7 @@ class StoreWriter:
         source: Source,
         *,
         step: int,
+        steps: Ids | None = None,
         sealed: bool = False,
         whole: str = "",
         extras: object | None = None,
@@ -127,6 +129,7 @@ class StoreWriter:
     ) -> Record:
         """Save the partitions `ids` (int64, members of `shard`, any order) as of `step`; durable on return.
 
+        steps: the step of each copy, for ids in ascending order; at most `step`. None: all are of `step`.
         sealed: with this record every member's newest copy is of this step: members not in `ids` have not changed since
             they were saved. `ids` may then be empty.
         whole: name of the commit of the whole state that a sealed record belongs to; see `Record.whole`.
@@ -140,7 +143,8 @@ class StoreWriter:
         self._usable()
         state = self._state(shard)
         self._publisher.settle(shard)
-        ids = self._checked(state, ids, step, sealed, extras)
+        ids = checked_ids(state, ids, step, self._floor.get(shard, 0), sealed=sealed, extras=extras)
+        versions = None if steps is None else checked_versions(state, ids, self.epoch, step, steps)
         record = Record(
             seq=state.seq + 1,
             shard=shard,
@@ -151,15 +155,16 @@ class StoreWriter:
             layout=self.layout.digest,
             sealed=sealed,
             whole=whole,
+            mixed=versions is not None,
             boundary=state.boundary,
         )
         tail = None
         if len(ids) or extras is not None:
             ref, checksums = self._segment(
-                record, ids, source, "commit", extras=extras, verify_source=verify_source
+                record, ids, source, extras=extras, verify_source=verify_source, versions=versions
             )
             record = replace(record, segment=ref, partitions=len(ids), extras=extras is not None)
-            tail = Tail(ids, checksums, None)
+            tail = Tail(ids, checksums, versions)
         elif verify_source is not None and not verify_source():
             raise Overwritten(
                 f"shard {shard}: partitions changed before the commit of step {step}", hint="commit again"
@@ -170,24 +175,6 @@ class StoreWriter:
         if state.unindexed_records >= INDEX_RECORDS or 0 < len(state.ids) <= 2 * state.unindexed:
             self._write_index(shard)
         return record
-
-    def _checked(self, state: ShardState, ids: Ids, step: int, sealed: bool, extras: object | None) -> Ids:
-        if not 0 <= step <= MAX_STEP:
-            raise UsageError(f"step {step} is not in 0..{MAX_STEP}")
-        if step < self._floor.get(state.shard, 0):
-            raise UsageError(
-                f"step {step} goes backwards: step {self._floor[state.shard]} is saved already",
-                hint="steps must not decrease; after a rollback open the store again",
-            )
-        unique = ascending(ids)
-        if len(unique) != np.size(ids):
-            raise UsageError("a partition is listed twice")
-        at = state.require_members(unique)
-        if not len(unique) and not sealed and extras is None:
-            raise UsageError("nothing to commit: no partitions, no extras and not sealed")
-        if sealed:
-            state.require_sealable(at, self.layout)
-        return unique
 
     def roll_back(self, seqs: Mapping[int, int]) -> None:
         """Start a new epoch in which shard s has its state after record `seqs[s]`. Other shards stay unchanged.
@@ -231,7 +218,7 @@ class StoreWriter:
         at = state.find(ids)
         record = self._moving(state)
         versions = state.version[at]
-        ref, sums = self._segment(record, ids, pieces, "compact", versions=versions)
+        ref, sums = self._segment(record, ids, pieces, versions=versions)
         record = replace(record, segment=ref, partitions=len(ids))
         if not np.array_equal(sums, state.checksum[at]):
             self._publisher.discard(record)
@@ -354,7 +341,7 @@ class StoreWriter:
         members = self._members.get(shard, state.ids)
         tail = None
         if state.layout != self.layout or not np.array_equal(members, state.ids):
-            ref, _ = self._segment(record, members, None, "members")
+            ref, _ = self._segment(record, members, None)
             record = replace(record, segment=ref, partitions=len(members))
             tail = Tail(members, None, None)
         state.records, state.boundary = tip.records, tip.boundary
@@ -369,7 +356,6 @@ class StoreWriter:
         record: Record,
         ids: Ids,
         source: Source | Pieces | None,
-        kind: str,
         *,
         extras: object | None = None,
         verify_source: Callable[[], bool] | None = None,
@@ -388,7 +374,15 @@ class StoreWriter:
         name = segment_name(self.epoch, uuid.uuid4().hex)
         with self._blobs.writer(segment_path(record.shard, name)) as out:
             ref, checksums = write_segment(
-                out, name, self.layout, ids, source, metadata, kind=kind, extras=tensors, versions=versions
+                out,
+                name,
+                self.layout,
+                ids,
+                source,
+                metadata,
+                kind=record.segment_kind,
+                extras=tensors,
+                versions=versions,
             )
             if verify_source is not None and not verify_source():
                 raise Overwritten(

@@ -194,6 +194,8 @@ class _Maker:
             collector.settle()
             self.change(1)
             self.seal()
+            self.change_at_once(2)
+            self.seal()
             newest, before = dict(self.image.newest), [[t.copy() for t in g] for g in self.data.tensors]
             sealed = dict(self.seqs)
             self.change(1)
@@ -212,8 +214,22 @@ class _Maker:
             chosen = [self.rng.permutation(m)[: max(1, len(m) // 3)] for m in self.members]
             self._save(chosen, sealed=False)
 
+    def change_at_once(self, rounds: int) -> None:
+        """The same, in one commit per shard that has copies of every round's step."""
+        steps: dict[int, int] = {}
+        for _ in range(rounds):
+            self.step += 1
+            ids = self.rng.permutation(LAYOUT.partitions)[: LAYOUT.partitions // 3].tolist()
+            self._change(ids)
+            steps |= dict.fromkeys(ids, self.step)
+        for shard, members in enumerate(self.members):
+            mine = np.array([i for i in members.tolist() if i in steps])
+            own = np.array([steps[i] for i in mine.tolist()])
+            self.seqs[shard] = self.writer.commit(shard, mine, self.data, step=self.step, steps=own).seq
+        self.image.newest.update({i: pack(self.writer.epoch, step) for i, step in steps.items()})
+
     def seal(self, name: str | None = None) -> None:
-        """The same, sealed in every shard."""
+        """The same as `change`, sealed in every shard."""
         self.step += 1
         chosen = [self.rng.permutation(m)[: max(1, len(m) // 3)] for m in self.members]
         version = self._save(chosen if self.image.newest else self.members, sealed=True)
@@ -225,9 +241,7 @@ class _Maker:
 
     def _save(self, chosen: list[Ids], *, sealed: bool) -> int:
         ids = np.concatenate(chosen).tolist()
-        self.data.change(ids, self.step)
-        version = pack(self.writer.epoch, self.step)
-        self.image.copies[version] = self.data.all(range(LAYOUT.partitions))
+        version = self._change(ids)
         self.image.extras[version] = extras = {"step": self.step, "noise": self.rng.bytes(21)}
         for shard, mine in enumerate(chosen):
             record = self.writer.commit(
@@ -235,4 +249,11 @@ class _Maker:
             )
             self.seqs[shard] = record.seq
         self.image.newest.update(dict.fromkeys(ids, version))
+        return version
+
+    def _change(self, ids: list[int]) -> int:
+        """Return the version of these partitions' new content."""
+        self.data.change(ids, self.step)
+        version = pack(self.writer.epoch, self.step)
+        self.image.copies[version] = self.data.all(range(LAYOUT.partitions))
         return version

@@ -14,8 +14,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
-from tests.adversarial import arenas
+from tests.adversarial import arenas, replicas
 from tests.adversarial.protocol import ENDED, MUTANTS, Broken, Files, Model, Process, check
 
 World = tuple[Files, tuple[Process, ...]]
@@ -155,6 +156,26 @@ def _trace(seen: dict[int, tuple[int, str]], key: int) -> tuple[str, ...]:
     return tuple(reversed(steps[:-1]))
 
 
+def _explore_all(place: ModuleType, *, short: bool, only: str | None) -> tuple[int, int]:
+    """Explore the scenarios of a model of memory, then its mutants. Return the numbers of states and of failures."""
+    states = failed = 0
+    for scenario in place.SHORT if short else place.SHORT + place.LONG:
+        if only and only not in scenario.name:
+            continue
+        found = place.explore(scenario)
+        states += found.states
+        failed += bool(found.broken)
+        line = f"{scenario.name:35}{found.states:>10,} states {found.steps:>11,} steps"
+        print("\n    ".join([f"{line}  {found.broken or 'holds'}", *found.trace * bool(found.broken)]))  # noqa: T201
+    for mutant in () if only else place.MUTANTS:
+        wanted = place.MUTANTS[mutant]
+        found = place.explore(next(one for one in place.SHORT if one.name == wanted), mutant)
+        failed += not found.broken
+        line = f"caught after {len(found.trace):2} steps" if found.broken else "NOT CAUGHT"
+        print(f"{line}: {mutant}: {found.broken}", flush=True)  # noqa: T201
+    return states, failed
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Explores and prints; 1 if the protocol is broken or a mutant is not caught."""
     parser = argparse.ArgumentParser(prog="python -m tests.adversarial.model", description=__doc__)
@@ -178,20 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if result.broken:
             failed += 1
             print("\n".join(f"    {step}" for step in result.trace))  # noqa: T201
-    for hosts in arenas.SHORT if args.short else arenas.SHORT + arenas.LONG:
-        if args.only and args.only not in hosts.name:
-            continue
-        found = arenas.explore(hosts)
-        states += found.states
-        failed += bool(found.broken)
-        line = f"{hosts.name:35}{found.states:>10,} states {found.steps:>11,} steps"
-        print("\n    ".join([f"{line}  {found.broken or 'holds'}", *found.trace * bool(found.broken)]))  # noqa: T201
-    for mutant in () if args.only else arenas.MUTANTS:
-        wanted = arenas.MUTANTS[mutant]
-        found = arenas.explore(next(one for one in arenas.SHORT if one.name == wanted), mutant)
-        failed += not found.broken
-        line = f"caught after {len(found.trace):2} steps" if found.broken else "NOT CAUGHT"
-        print(f"{line}: {mutant}: {found.broken}", flush=True)  # noqa: T201
+    for place in (arenas, replicas):
+        found = _explore_all(place, short=args.short, only=args.only)
+        states, failed = states + found[0], failed + found[1]
     by_name = {scenario.name: scenario for scenario in SHORT}
     for mutant in () if args.only else MUTANTS:
         result = explore(by_name[MUTANTS[mutant]], mutant)

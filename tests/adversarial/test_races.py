@@ -44,7 +44,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_races(capsys: pytest.CaptureFixture[str]) -> None:
-    assert races.main(["--cases", "4000", "--step", "101", "--seconds", "8"]) == 0
+    assert races.main(["--cases", "4000", "--step", "101", "--seconds", "4"]) == 0
     assert "0 violations" in capsys.readouterr().out
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 8
+SECONDS = 4
 
 
 @pytest.mark.slow

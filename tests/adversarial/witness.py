@@ -65,8 +65,9 @@ class Contents:
         """After a commit."""
         version = pack(message["epoch"], message["step"])
         ids, old = message["ids"], self.copies
+        own = [pack(message["epoch"], step) for step in message["steps"]]
         copies = Copies(
-            {**old.version, **dict.fromkeys(ids, version)},
+            {**old.version, **dict(zip(ids, own, strict=True))},
             {**old.stamp, **dict.fromkeys(ids, message["stamp"])},
             message["stamp"] if message["extras"] else old.extras,
         )

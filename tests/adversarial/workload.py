@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.errors import Unavailable
+from scarctl.state.version import epoch_of, step_of
 from scarctl.store import (
     Collector,
     Store,
@@ -53,6 +54,7 @@ class Begun:
 
     shard: int
     ids: NDArray[np.int64]
+    steps: NDArray[np.int64]
     sealed: bool
     extras: Any
 
@@ -136,17 +138,27 @@ class Player:
             ids = members[:1]
         self.stamp += 1
         self._fill(ids.tolist())
+        steps = np.full(len(ids), self.step)
+        if not sealed and self.rng.random() < 0.3:  # some copies had to wait, as they do when a store is slow
+            saved = state.version[state.find(ids)]
+            least = np.where(epoch_of(saved) == self.writer.epoch, step_of(saved), 0)
+            steps = self.rng.integers(least, self.step, endpoint=True)
         message = {"begin": "commit", "shard": shard, "ids": ids.tolist(), "stamp": self.stamp}
-        self.tell(
-            message | {"epoch": self.writer.epoch, "step": self.step, "sealed": sealed, "extras": extras}
-        )
-        return Begun(shard, ids, sealed, {"stamp": self.stamp} if extras else None)
+        message |= {"epoch": self.writer.epoch, "step": self.step, "steps": steps.tolist()}
+        self.tell(message | {"sealed": sealed, "extras": extras})
+        return Begun(shard, ids, steps, sealed, {"stamp": self.stamp} if extras else None)
 
     def _commit(self, begun: list[Begun]) -> None:
         def commit(one: Begun) -> BaseException | None:
             try:
                 self.writer.commit(
-                    one.shard, one.ids, self._source, step=self.step, sealed=one.sealed, extras=one.extras
+                    one.shard,
+                    one.ids,
+                    self._source,
+                    step=self.step,
+                    steps=one.steps,
+                    sealed=one.sealed,
+                    extras=one.extras,
                 )
             except BaseException as error:
                 return error

@@ -49,13 +49,13 @@ def test_all_sessions_of_a_host(tmp_path: Path) -> None:
         one.expect("ready")
         two.expect("ready")
         code, found = evacuate("--deadline", "60s")
-        assert code == 0
+        assert code == 0, found
         assert found["safe"]
         assert sorted(store["store"] for store in found["stores"]) == [str(store) for store in stores]
         assert [store["exact"] for store in found["stores"]] == [True, True]
         assert {process["step"] for store in found["stores"] for process in store["processes"]} == {7}
         code, found = evacuate("--deadline", "60s", "--store", str(stores[1]))
-        assert code == 0
+        assert code == 0, found
         assert [store["store"] for store in found["stores"]] == [str(stores[1])]
 
 

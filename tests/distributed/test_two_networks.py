@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,19 @@ from scarctl.arena.folder import host_folder
 from tests.daemon.trainer import status, stop
 from tests.distributed.launch import environment
 from tests.distributed.test_replicas import ELSEWHERE, HOMES, STOPPED, TRAIN
-from tests.support.forkserver import ROOT
+from tests.support.forkserver import Program
 
 EAST, WEST = "10.213.77.1", "10.213.77.2"
 LISTENS = "0A"
 """State of a socket in /proc/net/tcp."""
+ENTER = """
+import ctypes, os, runpy, sys
+network, sys.argv[:] = sys.argv[1], sys.argv[2:]
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.setns(os.open(network, os.O_RDONLY | os.O_CLOEXEC), 0x40000000):  # CLONE_NEWNET
+    raise OSError(ctypes.get_errno(), "setns")
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.fixture
@@ -78,10 +85,9 @@ def train(networks: list[str], folder: Path, steps: int, options: dict[str, Any]
         env = environment(rank, 2, 29511) | {"MASTER_ADDR": EAST}
         env["GLOO_SOCKET_IFNAME"] = f"sc{os.getpid()}{'ew'[rank]}"
         arguments = [TRAIN, str(folder), "100", json.dumps(["fsdp", str(folder), steps, options])]
-        program = [sys.executable, "-m", "tests.distributed.launch", *arguments]
         with (folder / f"{rank}.err").open("wb") as errors:
-            command = ["ip", "netns", "exec", network, *program]
-            running.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=errors, stderr=errors))
+            command = ["-c", ENTER, f"/run/netns/{network}", "tests.distributed.launch", *arguments]
+            running.append(Program(command, env=env, stdout=errors, stderr=errors))
     codes = [process.wait(timeout=110) for process in running]
     found = [folder / f"{rank}.json" for rank in range(2)]
     return [

@@ -12,13 +12,14 @@ from scarctl.recovery.execute import execute
 from scarctl.recovery.plan import Plan, plan_partial, plan_rollback
 from scarctl.recovery.shared_plan import Nowhere, execute_shared, plan_lost, plans_back
 from scarctl.recovery.shares import open_shares
+from scarctl.state.version import step_of
 from scarctl.store import Collector, Store, complete_sets, open_writer, read_snapshot, verify
 from tests.golden.write import NEWEST, PART, WHOLE, Source, byte_of, layout
 
 HERE = Path(__file__).parent
 STORES = sorted(path for version in HERE.iterdir() if version.is_dir() for path in version.glob("*/"))
 OF_ONE = [path for path in STORES if path.name != "ranks"]
-PROVEN = {"one", "kept"}
+PROVEN = {"one", "kept", "mixed"}
 """One record holds all of a state there. Of several shards such a store says only that they are of one step."""
 
 
@@ -114,3 +115,10 @@ def test_what_a_part_has_saved_is_as_it_was(tmp_path: Path) -> None:
             state = Store.open(path).state(0, at=2)
             assert sorted({int(v) & 0xFF for v in state.version}) == [WHOLE, PART]
             assert state.whole == ""
+        if path.name == "mixed":
+            store = Store.open(path)
+            assert [record.mixed for record in store.records(0)] == [False, False, True, False]
+            state = store.state(0, at=2)
+            steps = dict(enumerate(step_of(state.version).tolist()))
+            assert steps == {0: PART - 1, 1: PART, 2: PART - 1, **dict.fromkeys(range(3, 6), WHOLE)}
+            assert content(store, 0, at=2) == {i: byte_of(i, step) for i, step in steps.items()}

@@ -1,8 +1,9 @@
 """Writes small stores of the format of now: `python -m tests.golden.write FOLDER`.
 
 `one` and `shards` are of one process, with one shard and with two; `ranks` of two ranks; `kept` has been collected, and
-has a snapshot. In each the newest state is of step 6, sealed; before, there were a sealed state of step 3 and a part of
-step 5. Every byte of a partition's copy is 16 * its step + its id, modulo 256; a rank's ids are its own.
+has a snapshot; in `mixed` the part has copies of two steps. In each the newest state is of step 6, sealed; before,
+there were a sealed state of step 3 and a part of step 5. Every byte of a partition's copy is 16 * its step + its id,
+modulo 256; a rank's ids are its own.
 """
 
 from __future__ import annotations
@@ -67,13 +68,41 @@ def _save(writers: list[StoreWriter], step: int, ids: Ids | None = None) -> None
             writer.commit(shard, mine, Source(step), step=step, sealed=ids is None, extras=extras)
 
 
-def _one_process(folder: Path, shards: int, *, collect: bool = False) -> None:
+class Steps:
+    """A state of which every partition is of its own step."""
+
+    def __init__(self, steps: dict[int, int]) -> None:
+        self._layout, self._steps = layout(), steps
+
+    def __call__(self, group: int, tensor: int, start: int, stop: int) -> memoryview:
+        of_group = self._layout.groups[group]
+        first = int(self._layout.base[group]) + start // of_group.rows_per_partition
+        parts = []
+        for i in range(first, first + -(-(stop - start) // of_group.rows_per_partition)):
+            at = (i - int(self._layout.base[group])) * of_group.rows_per_partition
+            until = min(at + of_group.rows_per_partition, stop)
+            parts.append(bytes(Source(self._steps[i])(group, tensor, at, until)))
+        return memoryview(b"".join(parts))
+
+
+def _one_process(folder: Path, shards: int, *, collect: bool = False, mixed: bool = False) -> None:
     store = Store.create(folder, shards=shards)
     with open_writer(store, layout=layout(), shard_of=store.shard_of(layout())) as writer:
         _save([writer], WHOLE)
         if collect:
             create_snapshot(store, "first", sealed_sets(writer.states.values())[0])
-        _save([writer], PART, np.arange(3))
+        if mixed:
+            steps = {0: PART - 1, 1: PART, 2: PART - 1}
+            writer.commit(
+                0,
+                np.arange(3),
+                Steps(steps),
+                step=PART,
+                steps=np.array(list(steps.values())),
+                extras={"step": PART},
+            )
+        else:
+            _save([writer], PART, np.arange(3))
         _save([writer], NEWEST)
         if collect:
             Collector(writer, floor=0).collect()
@@ -97,6 +126,7 @@ def main(folder: Path) -> None:
     _one_process(folder / "one", 1)
     _one_process(folder / "shards", 2)
     _one_process(folder / "kept", 1, collect=True)
+    _one_process(folder / "mixed", 1, mixed=True)
     _ranks(folder / "ranks")
 
 

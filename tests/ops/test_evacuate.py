@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,3 +113,20 @@ def test_a_process_that_lives_is_waited_for(
     after("_flush", daemon_dies, monkeypatch)
     host = evacuate.evacuate_host(60.0, arena_dir=str(daemon_folder.parent))
     assert [process.safe for store in host.stores for process in store.processes] == [True], host
+
+
+def test_a_daemon_that_is_late_is_asked_again(
+    child: Forked, daemon_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped for longer than one answer is waited for, as on a host without time for it."""
+
+    def is_late() -> None:
+        monkeypatch.setattr(evacuate, "_PATIENCE", 0.3)
+        answer = ask_status(daemon_folder, patience=30.0)
+        assert answer is not None
+        os.kill(answer["pid"], signal.SIGSTOP)
+        threading.Timer(1.5, os.kill, (answer["pid"], signal.SIGCONT)).start()
+
+    after("_runs", is_late, monkeypatch)
+    host = evacuate.evacuate_host(60.0, arena_dir=str(daemon_folder.parent))
+    assert host.safe, host

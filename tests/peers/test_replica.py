@@ -24,11 +24,12 @@ from scarctl.errors import Contention, Corruption, Fenced, ScarError, Unavailabl
 from scarctl.peers import follower as followers
 from scarctl.peers import replica as replicas
 from scarctl.peers.follower import Follower
-from scarctl.peers.frames import PREFIX, Kind, decode_batch, decode_head, decode_mark, decode_prefix
+from scarctl.peers.frames import Kind
 from scarctl.peers.replica import SUCCESSOR, Replica, sweep
 from scarctl.state.layout import TensorSpec, build_layout
 from scarctl.state.version import pack, step_of
 from tests.daemon.rig import fill, small_layout, values
+from tests.support.frames import deliver
 
 pytestmark = pytest.mark.leaves_arena
 RUN = "ab" * 16 + "-3"
@@ -123,21 +124,6 @@ class Run:
             assert intact.all()
             assert found.memory().tobytes() == self.wholes[found.whole], "a state is called whole, and is not"
         assert (found.version >= found.sealed).all(), "a copy from before a seal counts as one of the seal"
-
-
-def deliver(replica: Replica, frame: list[Any]) -> Kind:
-    """As a host does with what a channel brings."""
-    data = b"".join(memoryview(part).tobytes() for part in frame)
-    prefix = decode_prefix(data[: PREFIX.size])
-    body = np.frombuffer(data, np.uint8)[PREFIX.size + prefix.head :]
-    head = decode_head(prefix, data[PREFIX.size :][: prefix.head], body)
-    if prefix.kind is Kind.MARK:
-        replica.mark(decode_mark(head, body))
-    elif prefix.kind is Kind.HANDOVER:
-        replica.keep(head["number"], body.tobytes())
-    else:
-        replica.apply(decode_batch(head, body, LAYOUT.partitions), rows=prefix.kind is Kind.BATCH)
-    return prefix.kind
 
 
 def equal(run: Run) -> bool:

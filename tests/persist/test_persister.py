@@ -213,6 +213,42 @@ def test_copies_without_a_hand_over_go_before_newer_ones(rig: Rig) -> None:
     assert rig.stored()[0][SOME].tolist() == [5, 5, -1, 7, 7]
 
 
+def test_copies_that_waited_are_saved_in_one_commit_per_shard_whatever_their_steps(rig: Rig) -> None:
+    """A commit per step and shard is what a store with many shards cannot keep up with."""
+    rig.persist(rig.save(rig.everything, 1, sealed=True))
+    before = rig.records()
+    for step in range(2, 9):
+        rig.copy(rig.everything[step::9], step)  # their hand-overs were replaced
+    rig.persist(rig.save(rig.everything[::9], 9))
+    assert rig.records() == before + 3
+    steps, content = rig.stored()
+    assert steps.tolist() == content.tolist() == [{0: 9}.get(i % 9, i % 9) for i in rig.everything.tolist()]
+    assert not rig.arena.pending().any()
+    assert rig.extras() == {"step": 9}
+
+
+def test_copies_that_waited_are_part_of_the_state_that_is_sealed(rig: Rig) -> None:
+    rig.persist(rig.save(rig.everything, 1, sealed=True))
+    rig.copy(SOME[:3], 2)
+    rig.persist(rig.save(SOME[3:], 5, sealed=True))
+    steps, content = rig.stored()
+    assert (steps == 5).all()  # they have not changed since
+    assert content[SOME].tolist() == [2, 2, 2, 5, 5]
+    assert rig.sealed() == [{1, 5}] * 3
+
+
+def test_a_copy_that_is_renewed_while_older_ones_are_written_stays_pending(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.persist(rig.save(rig.everything, 1, sealed=True))
+    rig.copy(SOME[:1], 2)
+    number = rig.save(SOME[3:], 5)
+    overwrite_while_written(rig, monkeypatch, SOME[:1], steps=[6])
+    rig.persist(number)
+    assert rig.arena.pending().nonzero()[0].tolist() == [SOME[0]]
+    assert rig.stored()[1][SOME].tolist() == [1, 1, 1, 5, 5]
+
+
 def test_a_seal_without_changes_outlives_its_process(tmp_path: Path, arena_dir: Path) -> None:
     """It names no partition, but it has extras: of the step that the next process goes on from."""
     rig = Rig(tmp_path / "store", arena_dir)

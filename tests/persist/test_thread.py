@@ -111,6 +111,7 @@ def test_a_refusal_is_not_for_ever(rig: Rig, thread: PersisterThread) -> None:
 
 
 def test_a_writer_that_is_fenced_halts_and_a_later_thread_goes_on(rig: Rig, thread: PersisterThread) -> None:
+    assert thread.drain(30)  # its first look, which may be late, finds nothing
     numbers = [rig.save(SOME, 1), rig.save(np.array([1, 2]), 2)]
     other = rig.writer.store.again()
     Path(other.blobs.where("lock")).unlink()  # as if on another host

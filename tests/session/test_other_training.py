@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import scarctl
+import scarctl.session.departure
 from scarctl.config import grouped
 from scarctl.errors import UsageError
 from tests.support.process import Forked, Tell
@@ -91,7 +92,11 @@ def test_another_model_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.leaves_arena
 @pytest.mark.parametrize("hooks", ["auto", "begin"])
-def test_sigterm_ends_the_process_whatever_trains(tmp_path: Path, hooks: str) -> None:
+def test_sigterm_ends_the_process_whatever_trains(
+    tmp_path: Path, hooks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scarctl.session.departure, "FLUSH_SECONDS", 0.5)
+
     def trains(tell: Tell) -> None:
         loop = Loop(tmp_path / "s", hooks=hooks)
         loop.train(2)

@@ -16,7 +16,7 @@ from scarctl.errors import Corruption, LayoutMismatch, UsageError
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import epoch_of, pack, step_of
 from scarctl.store import Store, StoreWriter, open_writer, verify
-from scarctl.store.format import index_path, record_path, segment_name, segment_path
+from scarctl.store.format import dump_json, index_path, record_path, segment_name, segment_path
 from scarctl.store.index import dump_index
 from scarctl.store.record import Record
 from scarctl.store.segment_writer import write_segment
@@ -270,6 +270,70 @@ def test_older_copies_step_by_step(store: Store, writer: StoreWriter, data: Data
     mixed = store.older(0, np.array([3, 9]), writer.states[0])
     assert mixed is not None
     assert mixed.version.tolist() == [pack(1, 2), -1]
+
+
+def test_a_commit_of_copies_of_several_steps(store: Store, writer: StoreWriter, data: Data) -> None:
+    data.change(range(10), 1)
+    writer.commit(0, np.arange(10), data, step=1)
+    first = data.all([3, 4, 5])
+    data.change([3, 4, 5], 2)
+    ids, steps = np.array([3, 4, 5]), np.array([2, 4, 1])
+    record = writer.commit(0, ids, data, step=5, steps=steps, extras={"step": 5})
+    assert (record.mixed, record.version) == (True, pack(1, 5))
+    for state in (writer.states[0], Store.open(store.root).state(0)):
+        assert state.step == 5
+        assert step_of(state.version[ids]).tolist() == steps.tolist()
+        assert read_all(store, state)[0].items() >= data.all([3, 4, 5]).items()
+        extras = store.read_extras(state)
+        assert extras is not None
+        assert (extras[0], extras[1]) == (pack(1, 5), {"step": 5})
+    writer.commit(0, np.array([4]), data, step=6)
+    older = store.older(0, np.array([4]), writer.states[0])
+    assert older is not None
+    assert step_of(older.version).tolist() == [4]
+    oldest = store.older(0, np.array([4]), older)
+    assert oldest is not None
+    assert read_all(store, oldest) == ({4: first[4]}, {})
+    assert verify(store, read_data=True).intact
+
+
+def test_a_sealed_commit_of_copies_of_several_steps_is_of_its_step(
+    store: Store, writer: StoreWriter, layout: Layout, data: Data
+) -> None:
+    everything = np.arange(layout.partitions)
+    steps = everything % 4
+    writer.commit(0, everything, data, step=3, steps=steps, sealed=True)
+    for state in (writer.states[0], Store.open(store.root).state(0)):
+        assert set(step_of(state.version).tolist()) == {3}
+        assert state.whole
+
+
+@pytest.mark.parametrize(
+    ("steps", "what"),
+    [
+        ([2, 2], "2 steps are given for 3 partitions"),
+        ([2, 2, 6], "steps 0 to 5 only"),
+        ([2, -1, 2], "steps 0 to 5 only"),
+        ([0, 2, 2], "its saved copy is newer than step 0"),
+    ],
+)
+def test_steps_that_a_commit_cannot_have(
+    store: Store, writer: StoreWriter, data: Data, steps: list[int], what: str
+) -> None:
+    writer.commit(0, np.arange(10), data, step=1)
+    with pytest.raises(UsageError, match=what):
+        writer.commit(0, np.array([3, 4, 5]), data, step=5, steps=np.array(steps))
+    assert writer.states[0].seq == Store.open(store.root).state(0).seq == 1
+
+
+@pytest.mark.parametrize("change", [{"kind": "compact"}, {"format": 1}, {"segment": None, "partitions": 0}])
+def test_a_record_that_cannot_have_copies_of_several_steps(
+    writer: StoreWriter, data: Data, change: dict[str, object]
+) -> None:
+    record = writer.commit(0, np.array([3, 4]), data, step=5, steps=np.array([3, 5]))
+    obj = {**record.to_json(), **change}
+    with pytest.raises(Corruption, match="only a commit of format 2"):
+        Record.parse(dump_json(obj), "record", shard=0, seq=record.seq)
 
 
 def test_an_older_copy_has_the_version_of_the_seal_above_it(

@@ -1,0 +1,138 @@
+"""What there is in the model of replicas: arenas, lives, the link, and what must hold of them at every moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Version = tuple[int, int]
+NONE: Version = (0, 0)
+MIXED: Version = (-1, -1)
+ALL = (0, 1)
+
+
+class Arena(NamedTuple):
+    """`odd`: partitions that are being written. `seen`: the highest epoch. `owned`: a replica's epoch, or 0."""
+
+    seen: int = 0
+    copies: tuple[Version, Version] = (NONE, NONE)
+    odd: frozenset[int] = frozenset()
+    handovers: frozenset[Version] = frozenset()
+    head: Version = NONE
+    owned: int = 0
+    complete: bool = True
+
+
+class Frame(NamedTuple):
+    kind: str
+    epoch: int
+    ids: tuple[int, ...] = ()
+    version: Version = NONE
+    handovers: frozenset[Version] = frozenset()
+
+
+class Life(NamedTuple):
+    """A training process with its daemon. `after`: the life that is over before."""
+
+    host: str
+    todo: tuple[str, ...]
+    after: int = -1
+    at: str = ""
+    epoch: int = 0
+    step: int = 0
+    found: tuple[Version, Version] = (NONE, NONE)
+    source: str = ""
+
+
+class Link(NamedTuple):
+    """The sender of life 0, and what is under way to host b."""
+
+    up: bool = True
+    open: bool = False
+    has: tuple[Version, Version] = (NONE, NONE)
+    round: Frame | None = None
+    """The mark that the present round will end with: read when it begins."""
+    marked: Version = NONE
+    wire: tuple[Frame, ...] = ()
+    staged: Frame | None = None
+    """A batch that the peer copies now."""
+
+
+class World(NamedTuple):
+    epoch: int = 0
+    records: int = 0
+    """Records in the shard's log: epochs and commits. Each is created exclusively."""
+    committed: int = 0
+    """The epoch of the newest commit."""
+    durable: tuple[Version, Version] = (NONE, NONE)
+    bases: tuple[tuple[int, Version], ...] = ()
+    """For each epoch the newest of what it has continued from: what its predecessors had later is abandoned."""
+    hosts: tuple[tuple[str, Arena], ...] = ()
+    lost: frozenset[str] = frozenset()
+    lives: tuple[Life, ...] = ()
+    link: Link = Link()
+    promised: Version = NONE
+    """What a flush has said to be on the other host."""
+    fate: tuple[str, ...] = ()
+    """What else happens, in this order, at any time."""
+
+
+Step = tuple[str, World]
+
+
+@dataclass
+class Result:
+    states: int
+    steps: int
+    broken: str = ""
+    trace: tuple[str, ...] = ()
+
+
+class Broken(Exception):
+    """An invariant does not hold."""
+
+
+def comes(world: World, host: str) -> bool:
+    return any(life.host == host and not life.epoch and life.at != "over" for life in world.lives)
+
+
+def arena_of(world: World, host: str) -> Arena:
+    return dict(world.hosts).get(host, Arena())
+
+
+def with_arena(world: World, host: str, arena: Arena) -> World:
+    return world._replace(hosts=tuple(sorted({**dict(world.hosts), host: arena}.items())))
+
+
+def with_life(world: World, i: int, life: Life) -> World:
+    return world._replace(lives=(*world.lives[:i], life, *world.lives[i + 1 :]))
+
+
+def put(copies: tuple[Version, Version], ids: tuple[int, ...], version: Version) -> tuple[Version, Version]:
+    return (version if 0 in ids else copies[0], version if 1 in ids else copies[1])
+
+
+def check(world: World, following: list[Step]) -> None:
+    """Raise Broken unless everything holds that must hold at every moment."""
+    for name, arena in world.hosts:
+        if any(arena.copies[p] == MIXED and p not in arena.odd for p in ALL) and world.link.staged is None:
+            raise Broken(f"host {name} has a torn copy that counts")
+        if arena.complete and any(
+            p not in arena.odd and arena.copies[p] < version for version in arena.handovers for p in ALL
+        ):
+            raise Broken(f"host {name} has a hand-over before its rows: {arena.copies}")
+        if arena.owned and any(p not in arena.odd and arena.copies[p][0] > arena.owned for p in ALL):
+            raise Broken(f"epoch {arena.owned} has written over a later one")
+    for i, life in enumerate(world.lives):
+        if (
+            life.host in world.lost
+            or not life.epoch
+            or life.at not in ("", "parted")
+            or life.todo[:1] != ("train",)
+        ):
+            continue
+        if not any(what == f"{i} copies" for what, _ in following):
+            raise Broken(f"{i} waits for its peer before it trains")
+        own = dict(world.hosts).get(life.host, Arena())
+        if life.epoch == world.epoch and own.seen < life.epoch:
+            raise Broken(f"the arena of {i} was overwritten")

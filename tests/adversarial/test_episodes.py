@@ -1,0 +1,68 @@
+"""Random episodes of replicas: a few hold, and defects that were put in show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scarctl.arena.arena import Arena
+from scarctl.peers import replica as replicas
+from tests.adversarial import episodes
+from tests.adversarial.episodes import Violation
+
+pytestmark = pytest.mark.leaves_arena
+FEW, MANY = 60, 400
+
+
+def play(folder: Path, count: int) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for seed in range(count):
+        for name, times in episodes.run(folder / str(seed), seed).items():
+            total[name] = total.get(name, 0) + times
+    return total
+
+
+def test_nothing_is_torn_abandoned_or_lost(tmp_path: Path) -> None:
+    total = play(tmp_path, FEW)
+    wanted = {
+        "cut in a round",
+        "peer killed in a batch",
+        "hosts lost",
+        "starts elsewhere",
+        "flushed to a peer",
+    }
+    assert wanted <= total.keys()
+
+
+def without_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = Arena.begin
+
+    def even(self: Arena, ids: Any) -> None:
+        begin(self, ids)
+        if self.folder.name.endswith(replicas.SUCCESSOR) or replicas.read_owner(self.folder) is not None:
+            self.generation[ids] += 1
+
+    monkeypatch.setattr(Arena, "begin", even)
+
+
+def without_fences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "require_newest", lambda *_: None)
+
+
+def early_handovers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The follower sends its hand-overs and its mark, and then the rows."""
+    original = episodes.Follower.round
+
+    def reversed_round(self: Any) -> Any:
+        yield from reversed(list(original(self)))
+
+    monkeypatch.setattr(episodes.Follower, "round", reversed_round)
+
+
+@pytest.mark.parametrize("defect", [without_generations, without_fences, early_handovers])
+def test_a_defect_shows(defect: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    defect(monkeypatch)
+    with pytest.raises(Violation):
+        play(tmp_path, MANY)

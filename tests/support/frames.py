@@ -1,0 +1,30 @@
+"""Frames of a link as a replica gets them, without a network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from scarctl.peers.frames import PREFIX, Kind, decode_batch, decode_head, decode_mark, decode_prefix
+from scarctl.peers.replica import Replica
+
+
+def parse(data: bytes) -> tuple[Kind, dict[str, Any], Any]:
+    """Kind, head and body of a frame that has arrived. Raises Corruption."""
+    prefix = decode_prefix(data[: PREFIX.size])
+    body = np.frombuffer(data, np.uint8)[PREFIX.size + prefix.head :]
+    return prefix.kind, decode_head(prefix, data[PREFIX.size :][: prefix.head], body), body
+
+
+def deliver(replica: Replica, frame: list[Any]) -> Kind:
+    """As a host does with what a channel brings."""
+    kind, head, body = parse(b"".join(memoryview(part).tobytes() for part in frame))
+    if kind is Kind.MARK:
+        replica.mark(decode_mark(head, body))
+    elif kind is Kind.HANDOVER:
+        replica.keep(head["number"], body.tobytes())
+    else:
+        partitions = replica.arena.layout.partitions
+        replica.apply(decode_batch(head, body, partitions), rows=kind is Kind.BATCH)
+    return kind
