@@ -4,6 +4,7 @@ PYTHON ?= python3
 # More than cores: tests wait for processes and deadlines about half of the time.
 WORKERS ?= 4
 ROUNDS ?= 500
+RUNS ?= 150
 TRIALS ?= 10
 DATA ?= ../shared/data
 SEED ?= 0
@@ -25,7 +26,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick man quick test lint types layers unit long oldest optimizers frameworks docs package format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick servers servers-quick man quick test lint types layers unit long oldest optimizers frameworks docs package format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
@@ -35,6 +36,8 @@ help:
 	@echo "make paper-quick  the same with a few iterations, into build: shows that it runs"
 	@echo "make beyond   models that the paper does not have, into docs: some minutes, goes on where it was stopped: TRIALS=$(TRIALS)"
 	@echo "make beyond-quick  the same with a few iterations, into build"
+	@echo "make servers  parameter servers that are killed, in six ways, into docs/servers: long, goes on where it was stopped: TRIALS=$(TRIALS)"
+	@echo "make servers-quick  the same with a few iterations, into build"
 	@echo "make quick    tests of everything that needs neither torch nor another process: under a minute"
 	@echo "make test     lint, types, layers and unit, in this order"
 	@echo "make long     tests that unit leaves out: some minutes"
@@ -78,6 +81,13 @@ beyond: $(VENV)/.examples
 
 beyond-quick: $(VENV)/.examples
 	$(BIN)/python -m examples.beyond.beyond --quick --out build/beyond-quick
+
+servers: $(VENV)/.examples
+	$(BIN)/python -m examples.parameter_server.experiment --data $(DATA) --seeds $(TRIALS)
+	$(BIN)/python -m tests.examples.chaos --runs $(RUNS)
+
+servers-quick: $(VENV)/.examples
+	$(BIN)/python -m examples.parameter_server.experiment --data $(DATA) --quick
 
 test: lint types layers unit
 

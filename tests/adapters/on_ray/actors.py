@@ -45,7 +45,7 @@ class Table:
 
 def main(folder: str) -> None:
     ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, logging_level="error",
-             _temp_dir=f"{folder}/ray", log_to_driver=False)  # fmt: skip
+             log_to_driver=False)  # fmt: skip
     found: dict[str, Any] = {"answers": [], "looks": [], "away": []}
     table = Table.options(name="table").remote(f"{folder}/actors")
     for _ in range(KILLS):

@@ -36,11 +36,12 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made, ignore_errors=True)
 
 
-def run(*words: str, cwd: Path = ROOT) -> str:
+def run(folder: Path, *words: str, cwd: Path = ROOT) -> str:
     env = {
         **os.environ,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
+        "RAY_TMPDIR": str(folder),  # where Ray looks for a cluster, too
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters")]),
         "SCARCTL_DAEMON": "1",
     }
@@ -57,7 +58,7 @@ def found(output: str) -> Any:
 
 def test_an_actor_that_is_killed_executes_each_call_once(folder: Path) -> None:
     """Also those that were under way, which Ray sends again, and those that waited."""
-    told = found(run("-m", "tests.adapters.on_ray.actors", str(folder)))
+    told = found(run(folder, "-m", "tests.adapters.on_ray.actors", str(folder)))
     calls = len(told["answers"])
     assert sorted(told["answers"]) == [float(n) for n in range(1, calls + 1)]
     first, *others = told["looks"]
@@ -75,7 +76,7 @@ def test_an_actor_that_is_killed_executes_each_call_once(folder: Path) -> None:
 
 
 def test_a_run_of_ray_train_whose_rank_is_killed_and_whose_node_is_taken(folder: Path) -> None:
-    told = found(run("-m", "tests.adapters.on_ray.trains", str(folder)))
+    told = found(run(folder, "-m", "tests.adapters.on_ray.trains", str(folder)))
     for lines in told.values():
         begun, resumed, evacuated, ended = lines
         assert (begun["resumed"], begun["exact"]) == (0, True)
@@ -92,4 +93,4 @@ def test_the_program_of_the_document(folder: Path) -> None:
     assert len([line for line in actor.splitlines() if line.strip()]) <= 14
     (folder / "table.py").write_text(actor.replace("/shared/actors", str(folder / "actors")))
     (folder / "use.py").write_text(program)
-    assert run("use.py", cwd=folder).splitlines()[-1] == "[1.0, 2.0, 3.0, 4.0]"
+    assert run(folder, "use.py", cwd=folder).splitlines()[-1] == "[1.0, 2.0, 3.0, 4.0]"
