@@ -22,7 +22,7 @@ from tests.daemon.trainer import status, stop
 from tests.support import stepper
 
 ARGUMENTS = [
-    "model", "optimizer", "store", "fraction", "interval", "partitioning", "selection",
+    "model", "optimizer", "store", "fraction", "interval", "overhead", "partitioning", "selection",
     "schedulers", "scaler", "extras", "ranks", "member", "hooks", "settings",
 ]  # fmt: skip
 
@@ -31,7 +31,7 @@ def test_attach_has_few_arguments() -> None:
     assert list(inspect.signature(scarctl.attach).parameters) == ARGUMENTS
     text = " ".join((scarctl.attach.__doc__ or "").split())
     assert all(f" {name}: " in text for name in ARGUMENTS)
-    for name in ("store", "fraction", "interval"):
+    for name in ("store", "fraction", "interval", "overhead"):
         assert describe(name) in text, "the command line describes it with other words"
 
 

@@ -25,7 +25,7 @@ def main() -> None:
     batches = Batches(images, arguments.seed, BATCH)
 
     with scarctl.attach(
-        model, optimizer, store=arguments.store, partitioning=scarctl.Partitioning(shards=8)
+        model, optimizer, store=arguments.store, interval=10, partitioning=scarctl.Partitioning(shards=8)
     ) as session:
         resumed = session.resume()
         if resumed.report is None:

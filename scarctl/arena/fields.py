@@ -12,7 +12,7 @@ from scarctl.state.version import NEVER
 
 _EPOCH, _HEAD_STEP, _PID, _SEALED, _ERRORS, _BASE_EPOCH = range(6)
 _WHOLE = slice(6, 8)
-_READING, _TAKEN, _PROGRESS = range(8, 11)
+_READING, _TAKEN, _PROGRESS, _INTERVAL, _OVERHEAD = range(8, 13)
 
 
 class Fields:
@@ -70,6 +70,11 @@ class Fields:
     def note_errors(self, count: int) -> None:
         """Note the number of failures of saving that the run has counted."""
         self._words[_ERRORS] = count
+
+    def note_pace(self, interval: int, overhead: float | None) -> None:
+        """Note the iterations between two checkpoints, and the measured share of time that they take; None: unknown."""
+        self._words[_INTERVAL] = interval
+        self._words[_OVERHEAD] = 0 if overhead is None else 1 + round(1e6 * overhead)
 
     @property
     def sealed(self) -> int:

@@ -29,6 +29,10 @@ class ArenaView:
     pid: int
     errors: int
     """Failures of saving that the run has counted."""
+    interval: int | None
+    """Iterations between two checkpoints; None if unknown."""
+    overhead: float | None
+    """Measured share of training time that checkpoints take; None if unknown."""
     sealed: int
     """Version of the newest sealed commit."""
     lines: Noted
@@ -95,6 +99,8 @@ def peek(base: str | None, run_id: str) -> ArenaView | None:
         named["head_step"],
         named["pid"],
         named["errors"],
+        named["interval"] if named["interval"] > 0 else None,
+        (named["overhead"] - 1) / 1e6 if named["overhead"] > 0 else None,
         named["sealed"],
         noted(folder),
         place,

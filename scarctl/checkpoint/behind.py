@@ -121,7 +121,8 @@ class Behind:
             f"{speed.bytes_per_second / 1e6:.3g} MB/s and {speed.commits_per_second:.3g} commits/s."
         )
         needed = math.ceil(interval * 1.25 * speed.handover_seconds / period)
-        pace = f'Set interval={max(needed, interval + 1)} or more, or interval="auto"'
+        longer = f"interval={max(needed, interval + 1)} or more"
+        pace = f'Set {longer}, or interval="auto"' if self._cadence.fixed else f"Set {longer}"
         if speed.processor_share > _HALF:
             share = round(100 * speed.processor_share)
             reason = f"The saving threads wait for a processor {share} % of their time. Leave them one, or: {pace}."

@@ -40,6 +40,11 @@ class Stats:
     """Total time of the training thread in hooks and waits."""
     last_stall_seconds: float = 0.0
     """The part of it for the newest checkpoint."""
+    slowed_seconds: float = 0.0
+    """Estimated time by which iterations alongside a copy and its saving took longer than others. Noise may make it
+    negative."""
+    interval: int = 0
+    """Iterations between two regular checkpoints, as they are chosen now; 0 before the first step."""
     saved_bytes: int = 0
     """Bytes copied into the arena."""
     nonfinite_partitions: int = 0
@@ -55,9 +60,10 @@ class Stats:
 
     @property
     def overhead(self) -> float:
-        """Share of the session's time that training stalled, between 0 and 1."""
+        """Share of the session's time that training lost in hooks, waiting and slower iterations, between 0 and 1."""
         seconds = time.perf_counter() - self.since
-        return min(1.0, self.stall_seconds / seconds) if seconds > 0 else 0.0
+        lost = self.stall_seconds + max(0.0, self.slowed_seconds)
+        return min(1.0, lost / seconds) if seconds > 0 else 0.0
 
     def stalled(self, since: float, *, first: bool = False, part: bool = False) -> None:
         """Count the time since then (`time.perf_counter`) as training time lost.
@@ -162,7 +168,7 @@ class Checkpoints:
 
         Returns at once. The worker reads the tensors of the newest checkpoint.
         """
-        if self._live is None or not engine.tracker.overlaps:
+        if self._live is None or not (engine.tracker.overlaps and engine.pace.looks):
             return
         if self._look is not None:
             if not self._look.settle(0):

@@ -8,7 +8,6 @@ file. The persister saves it in the background.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +26,7 @@ from scarctl.checkpoint.copies import Copies
 from scarctl.checkpoint.leaving import Leaving
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.motion import Motion
+from scarctl.checkpoint.pace import Pace
 from scarctl.checkpoint.pinning import Pinning
 from scarctl.checkpoint.protection import Protection
 from scarctl.checkpoint.selector import Selector
@@ -37,7 +37,6 @@ from scarctl.errors import ScarError
 from scarctl.persist.persister import adopt_orphans
 from scarctl.persist.saver import Saver
 from scarctl.persist.thread import Current
-from scarctl.policy.interval import Cadence
 from scarctl.policy.select import squared
 from scarctl.recovery.plan import Plan
 from scarctl.state.caveats import Caveats
@@ -88,19 +87,14 @@ class Engine:
         self.policy_memory = PolicyMemory()
         self.motion = Motion(layout)
         self.trend = Trend(layout) if settings.extrapolate else None
-        self.cadence = Cadence(
-            None if settings.interval == "auto" else settings.interval,
-            checkpoint_bytes=layout.nbytes if settings.policy == "full" else self.budget,
-            max_bandwidth=settings.max_bandwidth,
-            divisible=settings.policy != "full" and not selector.shared,
-            shared=selector.shared,
-        )
         self.arena = arena_for(folder, layout, store, populate=not resuming)
         self.pinning = Pinning(self.arena.memory())
         self.queue = HandOverQueue(self.arena.folder)
         self.copies = Copies(self.arena, self.queue, store, self.shard_of)
         self._protection = Protection(self.arena, self.queue)
-        self._due_at = -1  # the step of the newest regular checkpoint
+        most = layout.nbytes if settings.policy == "full" else self.budget
+        self.pace = Pace(settings, most, selector, self.arena, self.queue, caveats)
+        self.cadence = self.pace.cadence
         self._orphaned = False
         """Copies could not be queued, and have to be queued later."""
         self._behind = Behind(
@@ -108,7 +102,7 @@ class Engine:
             self.cadence,
             settings,
             int(np.unique(self.shard_of).size),
-            layout.nbytes if settings.policy == "full" else self.budget,
+            most,
             caveats,
         )
         self.movements: Movements | None = None
@@ -221,7 +215,7 @@ class Engine:
 
     def _look(self, live: LiveState, step: int) -> None:
         # Only at regular checkpoints, because all ranks have to sample after the same iterations.
-        if step == self._due_at:
+        if step == self.pace.due_at:
             self.motion.look(live.tensors, step)
         if self.trend is not None:
             self.trend.look(live.tensors, step)
@@ -295,22 +289,8 @@ class Engine:
         if dropped:
             self.cadence.superseded(dropped)
         nbytes = int(self.layout.partition_bytes[self.arena.pending() if dropped else ids].sum())
-        self.cadence.handed_over(time.monotonic(), number, nbytes)
+        self.pace.handed_over(number, version, nbytes)
         self.saver.notify()
-
-    def due(self, step: int) -> bool:
-        """Return whether a regular checkpoint is due after `step`. Call it once after every iteration."""
-        try:
-            waiting: Collection[int] = self.queue.numbers() if self.settings.interval == "auto" else []
-        except ScarError:
-            if not self.cadence.shared:
-                return True  # the checkpoint will meet the same fault, and report it
-            waiting = self.cadence.waiting
-        due = self.cadence.due(time.monotonic(), step, waiting)
-        self.selector.proposed = self.cadence.proposed
-        if due:
-            self._due_at = step
-        return due
 
     def expect(self, step: int) -> None:
         """Announce the regular checkpoint of `step`, which is due, to all ranks."""
@@ -336,7 +316,7 @@ class Engine:
 
     def look_ahead(self, live: LiveState) -> None:
         """Compute a part of the distances for coming checkpoints. Called in the worker thread."""
-        self.tracker.look(live, 1 / self.cadence.interval)
+        self.tracker.look(live, self.pace.look())
 
     def learn(self, history: History, extras: Extras | None) -> None:
         """Continue with the measurements in these extras. history: the common history of all ranks."""

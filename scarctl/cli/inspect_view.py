@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.cli.output import human_bytes, stdout_takes
-from scarctl.ops.surveyed import RankLine, ShardLine, Survey
+from scarctl.ops.surveyed import RankLine, RunStatus, ShardLine, Survey
 from scarctl.store.saved import describe
 from scarctl.util.text import counted
 
@@ -130,6 +130,15 @@ def summary(view: Survey) -> list[str]:
     return lines
 
 
+def pace_of(run: RunStatus) -> list[str]:
+    """Return how often a run saves, and what that costs it, as far as is known: no line or one."""
+    if run.interval is None:
+        return []
+    every = "iteration" if run.interval == 1 else f"{run.interval:,} iterations"
+    cost = "" if run.overhead is None else f"; measured overhead: {100 * run.overhead:.2g} % of training time"
+    return [f"a checkpoint every {every}{cost}"]
+
+
 def _processes(view: Survey) -> list[str]:
     """Return the writers of the store: ranks and their shards, or one process."""
     run, topology = view.run, view.topology
@@ -138,7 +147,8 @@ def _processes(view: Survey) -> list[str]:
             return []
         return [
             f"run on this host: process {run.pid} ({_alive(run.alive)}), step {run.head_step}, "
-            f"{counted(run.pending_partitions, 'partition')} not durable yet, {counted(run.errors, 'error')}"
+            f"{counted(run.pending_partitions, 'partition')} not durable yet, {counted(run.errors, 'error')}",
+            *pace_of(run),
         ]
     noun, since = topology.noun, f", since epoch {topology.epoch}"
     lines = [f"{counted(topology.world, noun)}{'' if topology.independent else since}; one shard each"]
@@ -150,6 +160,7 @@ def _processes(view: Survey) -> list[str]:
             f"{noun}s on this host: {len(here) - len(dead)} of {len(here)} alive{stopped}, "
             f"{counted(run.pending_partitions, 'partition')} not durable yet, {counted(run.errors, 'error')}"
         )
+        lines += pace_of(run)
     kept = [str(rank.rank) for rank in view.ranks if rank.replica_of is not None]
     if kept:
         lines.append(f"{noun}s of other hosts of whose memory this host keeps a copy: {', '.join(kept)}")

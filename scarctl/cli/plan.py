@@ -11,6 +11,7 @@ import click
 from scarctl.cli.groups import Command
 from scarctl.cli.output import EXIT_OK, emit, open_store, output_options, store_option
 from scarctl.cli.units import Given, Size, Time
+from scarctl.config.options import DEFAULT_OVERHEAD
 from scarctl.errors import NoIntactCopy, UsageError
 from scarctl.util.text import counted
 
@@ -272,6 +273,10 @@ def _saves(advice: Advice) -> float:
     return advice.rival.cost.total - advice.scar.cost.total
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
+
+
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
@@ -336,6 +341,8 @@ def _verdict(job: Job, advice: Advice) -> list[str]:
     lines = [
         f"SCAR pays: fraction={_share(scar.fraction)}, interval={_iterations(scar, job)} ({gain}).",
         "Rework is estimated from the theory; `scarctl simulate` measures it on your model.",
+        f"Its checkpoints take {_percent(scar.cost.dump / 3600)} of the time. Without an interval, a session measures "
+        f"what they take, and makes them as often as overhead={DEFAULT_OVERHEAD} allows.",
     ]
     if job.gain == 1:
         lines.append(

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from scarctl.config.options import POLICIES
 from scarctl.errors import UsageError
 
+_FRACTION = "it is the share of the state that one checkpoint writes, such as 1/8, 0.125 or 12.5%"
+_OVERHEAD = "it is the share of training time that checkpoints may take, such as 0.01 or 1%"
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -33,11 +35,17 @@ def check_storage_options(options: object) -> None:
 
 def check_fraction(fraction: object) -> None:
     """Raise UsageError unless `fraction` is a number in (0, 1]."""
-    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
-        raise UsageError(
-            f"the fraction is {fraction!r}, not a number above 0 and up to 1",
-            hint="it is the share of the state that one checkpoint writes, such as 1/8, 0.125 or 12.5%",
-        )
+    _check_share("fraction", fraction, _FRACTION)
+
+
+def check_overhead(overhead: object) -> None:
+    """Raise UsageError unless `overhead` is a number in (0, 1]."""
+    _check_share("overhead", overhead, _OVERHEAD)
+
+
+def _check_share(name: str, value: object, hint: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise UsageError(f"the {name} is {value!r}, not a number above 0 and up to 1", hint=hint)
 
 
 def check_policy(policy: object) -> None:
@@ -54,16 +62,22 @@ def check_fixed(shards: int | None, partition_bytes: int | None) -> None:
 
 def parse_fraction(text: str) -> float:
     """Return the fraction written as `0.125`, `1/8` or `12.5%`. Raises UsageError otherwise, or if not in (0, 1]."""
+    return _parse_share("fraction", text, _FRACTION)
+
+
+def parse_overhead(text: str) -> float:
+    """Return the overhead written as `0.01`, `1/100` or `1%`. Raises UsageError otherwise, or if not in (0, 1]."""
+    return _parse_share("overhead", text, _OVERHEAD)
+
+
+def _parse_share(name: str, text: str, hint: str) -> float:
     above, slash, below = without_percent(text).partition("/")
     try:
         value = float(above) / float(below if slash else 1)
     except (ValueError, ZeroDivisionError):
         value = math.nan
     if not 0 < value <= 1:
-        raise UsageError(
-            f"the fraction is {text!r}, not a number above 0 and up to 1",
-            hint="it is the share of the state that one checkpoint writes, such as 1/8, 0.125 or 12.5%",
-        )
+        raise UsageError(f"the {name} is {text!r}, not a number above 0 and up to 1", hint=hint)
     return value
 
 

@@ -23,6 +23,7 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 NORMS: tuple[NormName, ...] = get_args(NormName)
 TRACKERS: tuple[Tracker, ...] = get_args(Tracker)
 DEFAULT_FRACTION = 1 / 8
+DEFAULT_OVERHEAD = 0.01
 DEFAULT_POLICY: Policy = "priority"
 
 

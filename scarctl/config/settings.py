@@ -17,16 +17,19 @@ from scarctl.config.checks import (
     at_least,
     check_fixed,
     check_fraction,
+    check_overhead,
     check_policy,
     check_storage_options,
     check_store,
     parse_bytes,
     parse_fraction,
+    parse_overhead,
     seconds_of,
 )
 from scarctl.config.file import read_file
 from scarctl.config.options import (
     DEFAULT_FRACTION,
+    DEFAULT_OVERHEAD,
     DEFAULT_POLICY,
     NORMS,
     TRACKERS,
@@ -59,16 +62,19 @@ class SessionSettings:
     store: Folder of the store, or an address such as s3://bucket/folder.
     fraction: Largest share of the state's bytes that one partial checkpoint writes, above 0 and up to 1 (the paper's
         r). Default: 1/8.
-    interval: Iterations between two partial checkpoints (the paper's rC), or "auto": as often as the store keeps up.
-        If that is rare, "auto" also makes checkpoints smaller, down to an eighth of the fraction. If several ranks
-        train together, the slowest sets the interval. Default: 10.
+    interval: Iterations between two partial checkpoints (the paper's rC), or "auto": as often as `overhead` and the
+        store allow. If the store is slow, "auto" also makes checkpoints smaller, down to an eighth of the fraction. If
+        several ranks train together, the slowest sets the interval. Default: "auto".
+    overhead: Largest share of training time that checkpoints may take with interval="auto", above 0 and up to 1. It is
+        measured: hooks, waiting, and iterations that are slower alongside a copy. Default: 0.01.
     """
 
     store: str = dataclasses.field(repr=False)
     storage_options: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False)
     assume_single_writer: bool = False
     fraction: float = DEFAULT_FRACTION
-    interval: int | Literal["auto"] = 10
+    interval: int | Literal["auto"] = "auto"
+    overhead: float = DEFAULT_OVERHEAD
     max_bandwidth: float | None = None
     policy: Policy = DEFAULT_POLICY
     norm: Norm = "l2"
@@ -96,6 +102,7 @@ class SessionSettings:
         check_store(self.store)
         check_storage_options(self.storage_options)
         check_fraction(self.fraction)
+        check_overhead(self.overhead)
         check_policy(self.policy)
         if self.interval != "auto":
             at_least("interval", self.interval, 1)
@@ -203,7 +210,7 @@ class SessionSettings:
         if "grace" in values:
             values["grace"] = seconds_of("grace", values["grace"])
         # A file may spell these as the command line does: "1/8", "4KiB".
-        for name in ("fraction", "max_bandwidth", "partition_bytes", "peer_bandwidth"):
+        for name in ("fraction", "overhead", "max_bandwidth", "partition_bytes", "peer_bandwidth"):
             if isinstance(values.get(name), str):
                 values[name] = _FROM_TEXT[name](values[name])
         if "store" not in values:
@@ -304,6 +311,7 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "assume_single_writer": _flag,
     "fraction": parse_fraction,
     "interval": _interval,
+    "overhead": parse_overhead,
     "max_bandwidth": parse_bytes,
     "policy": str,
     "norm": str,

@@ -191,6 +191,8 @@ def _run(arenas: Sequence[ArenaView]) -> RunStatus | None:
         pending_partitions=sum(arena.pending for arena in arenas),
         lag_steps=max(lag_of(arena) for arena in arenas),
         errors=sum(arena.errors for arena in arenas),
+        interval=max((one.interval for one in arenas if one.interval is not None), default=None),
+        overhead=max((one.overhead for one in arenas if one.overhead is not None), default=None),
     )
 
 

@@ -38,6 +38,10 @@ class RunStatus:
     """Iterations since the oldest pending copy was made."""
     errors: int
     """Failed attempts to save."""
+    interval: int | None = None
+    """Iterations between two checkpoints; None if unknown."""
+    overhead: float | None = None
+    """Measured share of training time that checkpoints take, of the process with the largest; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

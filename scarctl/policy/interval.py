@@ -1,10 +1,10 @@
 """Decide when the next partial checkpoint is due and how large it may be, from events and times that callers pass in.
 
 If the interval is a number, a checkpoint is due every so many iterations and may use its whole budget. If it is "auto",
-the store sets the pace. Then saving uses at most `SHARE` of the store's measured bandwidth and of `max_bandwidth`, and
-the interval is the shortest that allows it. If that interval is long, checkpoints become smaller and more frequent. At
-the same bandwidth, saving an eighth of the state eight times as often loses less than saving all of it rarely (Qiao
-et al., ICML 2019). All times are seconds on one monotonic clock.
+it is the shortest one that both the store and a budget of training time allow (`policy/overhead`). The store allows
+`SHARE` of its measured bandwidth, and `max_bandwidth`. If it requires a long interval, checkpoints become smaller and
+more frequent. At the same bandwidth, saving an eighth of the state eight times as often loses less than saving all of
+it rarely (Qiao et al., ICML 2019). All times are seconds on one monotonic clock.
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
+from scarctl.policy.overhead import LONGEST_SECONDS, Overhead
+
 FIRST_INTERVAL = 10
 """Iterations, until the first measurement."""
 LONGEST_INTERVAL = 10_000
+"""Iterations: the longest interval that the store's pace causes."""
+LONGEST_SHARED = 60.0
+"""Seconds: the longest time that a budget causes among ranks, because they exchange requests at checkpoints."""
 LONG_INTERVAL = 40
 """Iterations. If the pace requires a longer interval, checkpoints become smaller."""
 LEAST_SHARE = 1 / 8
@@ -47,13 +52,15 @@ class Cadence:
         *,
         checkpoint_bytes: int,
         max_bandwidth: float | None = None,
+        overhead: float = math.inf,
         divisible: bool = True,
         shared: bool = False,
     ) -> None:
         """interval: iterations, None for "auto". checkpoint_bytes: bytes of the largest checkpoint.
 
-        max_bandwidth: bytes per second that saving may use on average. divisible: whether checkpoints may be smaller.
-        shared: other ranks use the same interval, so only `agree` changes it.
+        max_bandwidth: bytes per second that saving may use on average. overhead: share of training time that
+        checkpoints may take. divisible: whether checkpoints may be smaller. shared: other ranks use the same interval,
+        so only `agree` changes it.
         """
         self.interval = interval if interval is not None else FIRST_INTERVAL
         """Current number of iterations between two checkpoints."""
@@ -65,7 +72,15 @@ class Cadence:
         """Bytes per second that the store accepts; None before the first measurement."""
         self.step_seconds: float | None = None
         """Seconds per iteration; None before the first."""
+        self.overhead = Overhead(overhead, LONGEST_SHARED if shared else LONGEST_SECONDS)
+        """What checkpoints cost: measured for a fixed interval, too."""
         self._fixed = interval is not None
+        self._paced = self.interval
+        """Shortest interval that the store allows."""
+        self._copying = False
+        """A regular checkpoint was due after the newest iteration, so it is copied alongside the next."""
+        self._foreign = False
+        """Something else than a regular checkpoint is being saved."""
         self._divisible = divisible
         self.shared = shared
         self._bytes = checkpoint_bytes
@@ -85,10 +100,23 @@ class Cadence:
         """Numbers of the hand-overs that were not durable at the last poll."""
         return self._waiting.keys()
 
-    def handed_over(self, now: float, number: int, nbytes: int) -> None:
-        """Note that hand-over `number`, of `nbytes` bytes of state, waits for the store since `now`."""
+    @property
+    def fixed(self) -> bool:
+        """Whether the interval is a setting."""
+        return self._fixed
+
+    def left(self, step: int) -> int:
+        """Return the iterations from `step` to the next regular checkpoint."""
         if self._fixed:
-            return  # a fixed interval needs no measurements
+            return self.interval - step % self.interval
+        return self.interval - (step - (self._saved_at if self._saved_at is not None else step))
+
+    def handed_over(self, now: float, number: int, nbytes: int, *, regular: bool = True) -> None:
+        """Note that hand-over `number`, of `nbytes` bytes of state, waits for the store since `now`.
+
+        regular: it is of a checkpoint that was due here.
+        """
+        self._foreign = self._foreign or not regular
         if self._busy_since is None:
             self._busy_since = now
         self._waiting[number] = nbytes
@@ -98,13 +126,20 @@ class Cadence:
         for number in numbers:
             self._waiting.pop(number, None)
 
-    def due(self, now: float, step: int, waiting: Collection[int]) -> bool:
+    def due(
+        self, now: float, step: int, waiting: Collection[int], *, stalled: float = 0.0, busy: bool = False
+    ) -> bool:
         """Return whether a checkpoint is due. Call this after every iteration.
 
-        step: iterations finished. waiting: numbers of the hand-overs that are not durable.
+        step: iterations finished. waiting: numbers of the hand-overs that are not durable. stalled: seconds of the
+        iteration in hooks and waiting. busy: other work of checkpoints was done alongside the iteration.
         """
+        self._account(now, stalled, busy)
         if self._fixed:
-            return step % self.interval == 0
+            if self._waiting:
+                self._forget(waiting)
+            self._looked_at = now
+            return self._begin(step % self.interval == 0)
         paused = self._time_step(now)
         self._measure(now, waiting, paused)
         self._looked_at = now
@@ -112,16 +147,37 @@ class Cadence:
         if self._saved_at is None or step < self._saved_at:
             self._saved_at = step  # the run has just started or rolled back
         if step - self._saved_at < self.interval:
-            return False
+            return self._begin(False)
         self._saved_at = step
         if self.bandwidth is None and self._waiting:
-            self._propose(_whole(2 * self.proposed))  # the store is slow, and not measured yet
-        return True
+            self._paced = _whole(2 * self._paced)  # the store is slow, and not measured yet
+        return self._begin(True)
+
+    def _account(self, now: float, stalled: float, busy: bool) -> None:
+        """Add the iteration that ends `now` to the account of what checkpoints cost."""
+        if self._looked_at is None:
+            return
+        if self._foreign:
+            self.overhead.skip()
+            self._foreign = bool(self._waiting)
+        else:
+            self.overhead.step(
+                now - self._looked_at, stalled, busy=busy or self._copying or bool(self._waiting)
+            )
+
+    def _begin(self, due: bool) -> bool:
+        """Note whether a checkpoint begins, and return it."""
+        self._copying = due
+        if due:
+            self.overhead.begin()
+        if not self._fixed:
+            self._propose(max(self._paced, self.overhead.interval))
+        return due
 
     def agree(self, interval: int) -> None:
         """Adopt the interval, in iterations, that all ranks agreed on; 0 keeps the current one."""
         if interval and not self._fixed:
-            self.interval = _whole(interval)
+            self.interval = interval
 
     def _propose(self, interval: int) -> None:
         self.proposed = interval
@@ -181,10 +237,10 @@ class Cadence:
             self._resize()
         least = self._least()
         shorter = _whole(least * HYSTERESIS)
-        if least > self.proposed or self.share != before:
-            self._propose(_whole(least))
-        elif shorter < self.proposed:
-            self._propose(shorter)
+        if least > self._paced or self.share != before:
+            self._paced = _whole(least)
+        elif shorter < self._paced:
+            self._paced = shorter
 
     def _resize(self) -> None:
         """Halve or double the share if necessary.

@@ -39,6 +39,8 @@ class Steps:
         self._flush_on_signal = parts.settings.flush_on_signal
         self._regular = False
         """A regular checkpoint is due after the newest step."""
+        self._stalls = 0.0
+        """Seconds in hooks and waiting when the newest step had ended."""
 
     def begin(self) -> None:
         """Finish the current copy, right before an optimizer changes parameters."""
@@ -82,7 +84,11 @@ class Steps:
         if engine is None:
             return None
         engine.arena.reach(progress.head_step)
-        self._regular = engine.due(progress.head_step)
+        stalls = saving.stats.stall_seconds
+        self._regular = engine.pace.due(progress.head_step, stalls - self._stalls)
+        self._stalls = stalls
+        saving.stats.interval = engine.cadence.interval
+        saving.stats.slowed_seconds = engine.cadence.overhead.slowed_seconds
         if self._regular and engine.owes_seal():
             self._requests.add(Wish("full"))
         try:

@@ -45,7 +45,7 @@ SHARD_KEYS = {
 }
 PARTITION_KEYS = {"name", "group", "start", "stop", "shard", "bytes", "saved_step", "staleness", "distance"}
 STORE_KEYS = {"bytes", "live_bytes", "segments", "records"}
-RUN_KEYS = {"pid", "alive", "head_step", "pending_partitions", "lag_steps", "errors"}
+RUN_KEYS = {"pid", "alive", "head_step", "pending_partitions", "lag_steps", "errors", "interval", "overhead"}
 
 
 def test_the_document(run: Run, saved: Model) -> None:

@@ -71,6 +71,8 @@ def test_it_says_when_it_pays_and_when_not(run: Run) -> None:
     said = run("plan", *LARGE).stdout
     assert "SCAR pays: fraction=" in said
     assert "measure --gain" in said
+    assert "of the time. Without an interval, a session measures" in said
+    assert "overhead=0.01 allows" in said
     said = run("plan", *SLOW).stdout
     assert "SCAR does not pay here" in said
     assert "so partial recovery is impossible" in said

@@ -336,8 +336,8 @@ def note_checkpoints(steps: list[int]) -> None:
     """Add to `steps` each one after which a regular checkpoint is due."""
     due = Cadence.due
 
-    def noting(self: Cadence, now: float, step: int, waiting: Any) -> bool:
-        found = due(self, now, step, waiting)
+    def noting(self: Cadence, now: float, step: int, waiting: Any, **measured: Any) -> bool:
+        found = due(self, now, step, waiting, **measured)
         if found:
             steps.append(step)
         return found

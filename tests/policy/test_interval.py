@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import scarctl.checkpoint.engine
+import scarctl.checkpoint.pace
 from scarctl.config import SessionSettings
 from scarctl.errors import UsageError
 from scarctl.policy.interval import FIRST_INTERVAL, LONG_INTERVAL, LONGEST_INTERVAL, Cadence
@@ -241,11 +241,14 @@ def test_a_checkpoint_without_bytes_says_nothing() -> None:
     assert abs(cadence.interval - before[1]) <= 2
 
 
-def test_a_fixed_interval_keeps_no_account() -> None:
+def test_a_fixed_interval_forgets_what_the_store_has() -> None:
     cadence = Cadence(2, checkpoint_bytes=MB)
     for number in range(100):
         cadence.handed_over(float(number), number, MB)
-    assert cadence._waiting == {}
+        cadence.due(float(number), number + 1, [number])
+    assert list(cadence.waiting) == [99]
+    cadence.due(100.0, 101, [])
+    assert not cadence.waiting
 
 
 @pytest.mark.parametrize("longer", [1.02, 1.1, 0.98, 0.9])
@@ -297,11 +300,18 @@ def test_going_back_does_not_stop_it() -> None:
 
 
 def test_settings_from_text(tmp_path: Path) -> None:
-    environ = {"SCARCTL_INTERVAL": "auto", "SCARCTL_MAX_BANDWIDTH": "1e8"}
+    assert SessionSettings(store="s").interval == "auto"
+    assert SessionSettings(store="s").overhead == 0.01
+    environ = {"SCARCTL_INTERVAL": "7", "SCARCTL_OVERHEAD": "2%"}
     found = SessionSettings.resolve({"store": "s"}, environ=environ, folder=tmp_path)
+    assert (found.interval, found.overhead) == (7, 0.02)
+    found = SessionSettings.resolve({"store": "s"}, environ={"SCARCTL_MAX_BANDWIDTH": "1e8"}, folder=tmp_path)
     assert (found.interval, found.max_bandwidth) == ("auto", 1e8)
-    (tmp_path / "scarctl.toml").write_text('store = "s"\ninterval = "auto"\n')
-    assert SessionSettings.resolve({}, environ={}, folder=tmp_path).interval == "auto"
+    (tmp_path / "scarctl.toml").write_text('store = "s"\ninterval = 5\noverhead = "1/200"\n')
+    found = SessionSettings.resolve({}, environ={}, folder=tmp_path)
+    assert (found.interval, found.overhead) == (5, 0.005)
+    with pytest.raises(UsageError, match="the overhead is 'much'"):
+        SessionSettings.resolve({"store": "s"}, environ={"SCARCTL_OVERHEAD": "much"}, folder=tmp_path)
     with pytest.raises(UsageError, match="SCARCTL_INTERVAL"):
         SessionSettings.resolve({"store": "s"}, environ={"SCARCTL_INTERVAL": "often"}, folder=tmp_path)
 
@@ -311,7 +321,11 @@ def test_settings_from_text(tmp_path: Path) -> None:
     [
         {"interval": "often"},
         {"interval": True},
-        {"max_bandwidth": 1e6},
+        {"interval": 10, "max_bandwidth": 1e6},
+        {"overhead": 0},
+        {"overhead": 1.5},
+        {"overhead": True},
+        {"overhead": "1%"},
         {"interval": "auto", "max_bandwidth": 0},
         {"interval": "auto", "max_bandwidth": float("nan")},
         {"interval": "auto", "max_bandwidth": "fast"},
@@ -335,8 +349,8 @@ class Clock:
 
 def test_a_session_finds_its_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(scarctl.checkpoint.engine, "time", clock)
-    loop = Loop(tmp_path / "store", interval="auto", fraction=0.25, on_error="raise")
+    monkeypatch.setattr(scarctl.checkpoint.pace, "time", clock)
+    loop = Loop(tmp_path / "store", interval="auto", overhead=1.0, fraction=0.25, on_error="raise")
 
     def train(steps: int) -> None:
         for _ in range(steps):
@@ -371,7 +385,9 @@ def test_a_session_makes_smaller_checkpoints(tmp_path: Path, monkeypatch: pytest
     engine = loop.session._engine
     assert engine is not None
     sizes: list[int] = []
-    monkeypatch.setattr(engine.cadence, "handed_over", lambda now, number, nbytes: sizes.append(nbytes))
+    monkeypatch.setattr(
+        engine.cadence, "handed_over", lambda now, number, nbytes, regular: sizes.append(nbytes)
+    )
     for share in (1.0, 0.5, 1 / 8):
         engine.cadence.share = share
         loop.train(4, settle=True)  # what smaller ones left over is used up

@@ -1,0 +1,227 @@
+"""Measure what checkpoints cost a training, and find the shortest interval that a budget for it allows.
+
+A checkpoint costs the time that the training thread spends in hooks and waiting, which is measured exactly. It also
+slows down the iterations during which it is copied and saved. That is the difference between those iterations and quiet
+ones of the same time, in which nothing of a checkpoint runs. One iteration is noise, so means over many checkpoints
+decide, and an account of what was spent corrects them: what one checkpoint took too much, the next eight pay back.
+
+All times are seconds. Callers pass them in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import NamedTuple
+
+LONGEST_SECONDS = 300.0
+"""Longest time between two checkpoints that the budget may cause: then it is exceeded."""
+LEAST_SHARE = 1 / 4
+"""Share of the budget that checkpoints may use even if the hooks of every iteration use it up."""
+
+_QUIET = 64
+"""Quiet iterations that are kept for comparison: the newest."""
+_ENOUGH = 5
+"""Quiet iterations without which no iteration is compared."""
+_CHECKPOINTS = 16
+"""Checkpoints of which the mean cost is taken."""
+_PAID_BACK = 8
+"""Checkpoints over which a deviation from the budget is made up for."""
+_OUTLIER, _OUTLIER_SECONDS = 4.0, 0.05
+"""Most that one iteration counts, in usual ones, and beyond a usual one: it may contain an evaluation."""
+_STALE = 256
+"""Iterations without a quiet one after which an interval is made longer to get some."""
+_PROBE, _MOST_PROBE = 8, 64
+"""Iterations of such an interval; doubled if it did not suffice."""
+
+
+class Cost(NamedTuple):
+    """Mean seconds that one checkpoint takes from training."""
+
+    stalled: float
+    """Of the training thread, in hooks and waiting."""
+    slowed: float
+    """By which iterations alongside its copying and saving took longer; negative if noise is larger than that."""
+
+    @property
+    def seconds(self) -> float:
+        """Return both, at least 0."""
+        return max(0.0, self.stalled + self.slowed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Usual:
+    """A usual iteration."""
+
+    own: float
+    """Its time without hooks."""
+    hooks: float
+    most: float
+    """Time at which longer ones are cut off."""
+
+    @property
+    def seconds(self) -> float:
+        return self.own + self.hooks
+
+
+class Overhead:
+    """The account of one training. Not thread-safe."""
+
+    def __init__(self, budget: float, longest: float = LONGEST_SECONDS) -> None:
+        """budget: share of training time that checkpoints may take, above 0.
+
+        longest: most seconds between two checkpoints that the budget may cause.
+        """
+        self.budget = budget
+        self._longest = longest
+        self.interval = 1
+        """Shortest interval that the budget allows, in iterations."""
+        self.slowed_seconds = 0.0
+        """Estimate of all time by which iterations alongside checkpoints took longer."""
+        self.bounded = False
+        """Whether the longest time sets the interval, and the budget is exceeded."""
+        self._quiet: deque[tuple[float, float]] = deque(maxlen=_QUIET)
+        self._any: deque[tuple[float, float]] = deque(maxlen=_QUIET)
+        self._without_quiet = 0
+        self._probe = _PROBE
+        self._open = False
+        """Whether a regular checkpoint was begun: then the lines below are its own."""
+        self._beside: list[tuple[float, float]] = []
+        self._iterations = 0
+        self._over = True
+        """Whether a quiet iteration has come after those alongside the newest checkpoint."""
+        self._void = False
+        """Something else was made alongside the newest checkpoint: its cost is unknown."""
+        self._costs: deque[Cost] = deque(maxlen=_CHECKPOINTS)
+        self._debt = 0.0
+        """Seconds by which checkpoints have exceeded the budget; negative: by which they have not used it."""
+        self._spent = self._trained = 0.0
+        """Seconds that the newest checkpoints took, and seconds of training in that time; older ones count less."""
+
+    @property
+    def cost(self) -> Cost | None:
+        """Mean cost of the newest checkpoints; None before the first is over."""
+        costs = [*self._costs]
+        if self._known and self._beside:
+            costs.append(self._cost(self._usual()))
+        return _mean(costs) if costs else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a usual iteration, hooks included; None before the first."""
+        return self._usual().seconds if self._any else None
+
+    @property
+    def hook_seconds(self) -> float:
+        """Seconds that hooks take in an iteration in which nothing is due."""
+        return self._usual().hooks if self._quiet else 0.0
+
+    @property
+    def share(self) -> float | None:
+        """Measured overhead of the newest checkpoints and all hooks, as a share; None before a checkpoint is over."""
+        usual = self._usual() if self._any else None
+        if usual is None or not self._trained or not usual.own:
+            return None
+        return max(0.0, self._spent / self._trained + usual.hooks / usual.own)
+
+    def step(self, seconds: float, stalled: float, *, busy: bool) -> None:
+        """Note an iteration. stalled: seconds of it in hooks and waiting. busy: a checkpoint was copied or saved."""
+        one = max(0.0, seconds - stalled), stalled
+        self._iterations += 1
+        self._any.append(one)
+        if busy:
+            self._without_quiet += 1
+            self._beside.append(one)
+            self._over = False
+            return
+        self._quiet.append(one)
+        self._without_quiet, self._probe = 0, _PROBE
+        if not self._over or len(self._quiet) == _ENOUGH:
+            self._over = True
+            self._choose()
+
+    def skip(self) -> None:
+        """Note an iteration that says nothing, because something else than a regular checkpoint was made."""
+        self._iterations += 1
+        self._void = self._void or not self._over
+
+    def begin(self) -> None:
+        """Note that a regular checkpoint begins: the one before has cost what it has cost."""
+        if self._open and self._any and not self._void:
+            usual = self._usual()
+            cost = self._cost(usual)
+            self._costs.append(cost)
+            taken, trained = cost.stalled + cost.slowed, self._iterations * usual.own
+            self.slowed_seconds += cost.slowed
+            if not math.isinf(self.budget):
+                most = _mean(self._costs).seconds
+                debt = self._debt + taken - self._allowed(usual) * trained
+                # What was not used cannot be used later; nor is paid back what the longest interval has caused.
+                self._debt = max(-most, min(debt, most) if self.bounded else debt)
+            kept = 1 - 1 / _CHECKPOINTS
+            self._spent, self._trained = kept * self._spent + taken, kept * self._trained + trained
+        self._open = True
+        self._beside, self._iterations, self._over, self._void = [], 0, False, False
+        self._choose()
+
+    def _choose(self) -> None:
+        """Set the interval."""
+        if not self._any or math.isinf(self.budget):
+            return
+        usual, debt = self._usual(), self._debt
+        allowed = self._allowed(usual) * usual.own
+        costs = [*self._costs]
+        if self._known:
+            costs.append(self._cost(usual))
+        found = 1.0
+        if costs and allowed:
+            expected = _mean(costs).seconds
+            if len(costs) > len(self._costs):
+                debt += costs[-1].stalled + costs[-1].slowed - expected
+            found = (expected + debt / _PAID_BACK) / allowed
+        longest = max(1.0, self._longest / usual.seconds) if usual.seconds else math.inf
+        self.bounded = found > longest
+        self.interval = max(1, math.ceil(min(found, longest, 1e9)))
+        if len(self._quiet) < _ENOUGH or self._without_quiet > max(_STALE, _CHECKPOINTS * self.interval):
+            self.interval = max(self.interval, self._probe)
+            self._probe = min(2 * self._probe, _MOST_PROBE) if not self._over else self._probe
+
+    @property
+    def _known(self) -> bool:
+        """Whether the newest checkpoint is over, and its cost is known."""
+        return self._open and self._over and not self._void
+
+    def _allowed(self, usual: _Usual) -> float:
+        """Return the share of training time that checkpoints may take, next to the hooks of every iteration."""
+        hooks = usual.hooks / usual.own if usual.own else 0.0
+        return max(self.budget - hooks, LEAST_SHARE * self.budget)
+
+    def _usual(self) -> _Usual:
+        known = self._quiet if len(self._quiet) >= _ENOUGH else self._any
+        middle = median(own for own, _ in known)
+        most = max(_OUTLIER * middle, middle + _OUTLIER_SECONDS)
+        hooks = median(stalled for _, stalled in known)
+        return _Usual(fmean(min(own, most) for own, _ in known), hooks, most)
+
+    def _cost(self, usual: _Usual) -> Cost:
+        """Return what the newest checkpoint has cost so far."""
+        stalled = sum(stall for _, stall in self._beside) - len(self._beside) * usual.hooks
+        if len(self._quiet) < _ENOUGH:
+            return Cost(stalled, 0.0)
+        return Cost(stalled, sum(min(own, usual.most) - usual.own for own, _ in self._beside))
+
+
+def _mean(costs: Collection[Cost]) -> Cost:
+    """Return the mean cost. A single very expensive checkpoint counts less: the account has all of it."""
+    return Cost(
+        _without_outliers(one.stalled for one in costs), _without_outliers(one.slowed for one in costs)
+    )
+
+
+def _without_outliers(values: Iterable[float]) -> float:
+    found = list(values)
+    most = _OUTLIER * median(map(abs, found))
+    return fmean(max(-most, min(value, most)) for value in found)
