@@ -17,6 +17,7 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 OPTIMIZERS := .venv-optimizers
 TORCHREC := .venv-torchrec
+JAX := .venv-jax
 RAY := .venv-ray
 DOCS := .venv-docs
 # Those of the files that are programs.
@@ -43,7 +44,7 @@ help:
 	@echo "make long     tests that unit leaves out: some minutes"
 	@echo "make oldest   the adapters' tests with the oldest versions of their frameworks, in $(OLDEST): some minutes, most of it set-up"
 	@echo "make optimizers  train with every optimizer of other packages, stop, resume: some minutes, in $(OPTIMIZERS)"
-	@echo "make frameworks  tests with frameworks that have an environment of their own: TorchRec in $(TORCHREC), Ray in $(RAY): some minutes"
+	@echo "make frameworks  tests with frameworks that have an environment of their own: $(TORCHREC), $(RAY), $(JAX): some minutes"
 	@echo "make man      the manual page, docs/scarctl.1, from what the commands say of their options"
 	@echo "make pictures  the pictures of report, status and live view, from a real run: a minute, needs Chromium"
 	@echo "make docs     the site, into build/site: broken links fail; in $(DOCS)"
@@ -128,11 +129,12 @@ optimizers: $(OPTIMIZERS)/.optimizers
 	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party
 	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party --killed
 
-frameworks: $(TORCHREC)/.torchrec $(RAY)/.ray
+frameworks: $(TORCHREC)/.torchrec $(RAY)/.ray $(JAX)/.jax
 	@# Of TorchRec's own, when it is imported and used.
 	$(TORCHREC)/bin/python -m pytest -n $(WORKERS) -W ignore::DeprecationWarning -W ignore::FutureWarning \
 	    tests/adapters/torchrec
 	$(RAY)/bin/python -m pytest -rs -o faulthandler_timeout=900 tests/adapters/on_ray tests/adapters/test_actor.py
+	$(JAX)/bin/python -m pytest -n $(WORKERS) tests/adapters/jax
 
 man: $(VENV)/.dev
 	$(BIN)/scarctl help --man > docs/scarctl.1
@@ -173,7 +175,7 @@ ceph: $(VENV)/.dev
 	$(BIN)/python -m tests.store.conformance.real_server
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) $(TORCHREC) $(RAY) $(DOCS) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) $(TORCHREC) $(RAY) $(JAX) $(DOCS) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp per set of extras; the development set contains the one for the examples.
@@ -207,6 +209,12 @@ $(TORCHREC)/.torchrec: $(SETUP) constraints-torchrec.txt | $(BIN)/python
 	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . hypothesis pytest \
 	    pytest-timeout pytest-xdist
 	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-torchrec.txt
+	@touch $@
+
+$(JAX)/.jax: $(SETUP) constraints-jax.txt | $(BIN)/python
+	$(BIN)/python -m venv $(JAX)
+	$(JAX)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-jax.txt -e '.[jax]' \
+	    flax hypothesis optax orbax-checkpoint pytest pytest-timeout pytest-xdist
 	@touch $@
 
 $(RAY)/.ray: $(SETUP) constraints-ray.txt | $(BIN)/python

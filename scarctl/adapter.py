@@ -163,6 +163,22 @@ def restore_lost_of(adapter: Adapter) -> Callable[..., None] | None:
     return getattr(adapter, "restore_lost", None)
 
 
+class ReplacesArrays(Protocol):
+    """Optional part of an adapter whose arrays are immutable: training and recoveries replace them."""
+
+    def writable(self, name: str) -> Mapping[str, torch.Tensor]:
+        """Return private copies of a group's tensors by slot, which take the place of the live ones.
+
+        A recovery writes into them. From this call on, `groups` returns them, until the loop has got arrays of them.
+        The same copies are returned again until then.
+        """
+
+
+def writable_of(adapter: Adapter) -> Callable[[str], Mapping[str, torch.Tensor]] | None:
+    """Return the adapter's `ReplacesArrays.writable`, or None."""
+    return getattr(adapter, "writable", None)
+
+
 class Watching(Protocol):
     """The result of `KnowsCaveats.watch`."""
 

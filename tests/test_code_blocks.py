@@ -51,6 +51,7 @@ FRAGMENTS = {
 ELSEWHERE = {
     "docs/adapters.md": "tests/adapters/test_adapters_document.py, and the parts of a suite",
     "docs/frameworks.md": "tests/adapters, which train with each framework",
+    "docs/jax.md": "tests/adapters/jax, where JAX is installed",
     "docs/object-stores.md": "tests/store/conformance, against a server",
     "docs/peers.md": "tests/peers: a process alone has none",
     "docs/ray.md": "tests/adapters, where Ray is installed",

@@ -18,6 +18,7 @@ ENTRY_POINTS = {
     "console_scripts": {"scarctl": "scarctl.cli.main:main"},
     "scarctl.adapters": {
         "numpy": "scarctl_adapters.numpy:NumpyAdapter",
+        **dict.fromkeys(("flax", "jax", "jaxlib", "scarctl_adapters"), "scarctl_adapters.jax:JaxAdapter"),
         "torch": "scarctl_adapters.torch:TorchAdapter",
         "torchrec": "scarctl_adapters.torchrec:TorchRecAdapter",
     },
@@ -95,8 +96,9 @@ def test_entry_points_load() -> None:
     found = entry_points(group="scarctl.adapters")
     assert {point.name for point in found} == set(ENTRY_POINTS["scarctl.adapters"])
     for point in found:
-        if point.name == "torchrec" and find_spec("torchrec") is None:
-            continue  # loaded only with a model of TorchRec's
+        framework = point.value.partition(":")[0].rpartition(".")[2]
+        if framework in ("jax", "torchrec") and find_spec(framework) is None:
+            continue  # loaded only with a state of that framework
         assert point.load().__module__.partition(".")[0] == "scarctl_adapters"
     (script,) = entry_points(group="console_scripts", name="scarctl")
     assert callable(script.load())

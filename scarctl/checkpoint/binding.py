@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from scarctl.adapter import Adapter, StateGroup
+from scarctl.adapter import Adapter, StateGroup, writable_of
 from scarctl.arena.arena import Arena
 from scarctl.arena.movements import MOVEMENT_BYTES
 from scarctl.checkpoint.live_state import LiveState, is_placeholder
@@ -124,7 +124,7 @@ class Binding:
         tensors = [_tensors(state, group) for state, group in zip(states, arena.layout.groups, strict=True)]
         frozen = frozenset(g for g, state in enumerate(states) if state.frozen)
         if views is None:
-            views = LiveState(arena.layout, tensors, arena, frozen)
+            views = LiveState(arena.layout, tensors, arena, frozen, writable_of(self._adapter))
         else:
             views = views.with_tensors(dict(enumerate(tensors)), frozen)
         self._views, self._seen = views, list(there)

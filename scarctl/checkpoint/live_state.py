@@ -62,14 +62,20 @@ class LiveState:
         tensors: Sequence[Sequence[torch.Tensor]],
         arena: Arena,
         frozen: Set[int] = frozenset(),
+        writable: Callable[[str], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        """Take tensors and arena. frozen: numbers of groups that training does not change; see `StateGroup`."""
+        """Take tensors and arena.
+
+        frozen: numbers of groups that training does not change; see `StateGroup`.
+        writable: returns what to write into instead of a group's tensors, by slot; see `ReplacesArrays`.
+        """
         self.layout = layout
         self.frozen = frozen
         self.tensors = [list(group) for group in tensors]
         self.arena = arena
         self.new_slots: NewSlots | None = None
         """During a resume, the slots that it has made."""
+        self._writable = writable
         self._saved = [
             [
                 torch.from_numpy(arena.rows(g, t)).view(-1).view(torch_of(spec.dtype)).view(spec.shape)
@@ -86,6 +92,7 @@ class LiveState:
         twin.new_slots = None
         twin.frozen = self.frozen if frozen is None else frozen
         twin.layout, twin.arena, twin._saved = self.layout, self.arena, self._saved
+        twin._writable = self._writable
         twin.tensors = [list(tensors.get(g, group)) for g, group in enumerate(self.tensors)]
         return twin
 
@@ -265,6 +272,7 @@ class LiveState:
     def load(self, ids: Ids) -> None:
         """Copy the partitions `ids` (ascending) from the arena into the live tensors."""
         large: list[Piece] = []
+        self._make_writable(ids)
         with torch.no_grad():
             # Loading uses no generations, so it needs no small pieces.
             for g, batch, starts, stops in self._batches(ids, limit=1 << 62):
@@ -282,6 +290,15 @@ class LiveState:
                     large += pieces
             copy_all(large)
 
+    def _make_writable(self, ids: Ids) -> None:
+        """Replace the tensors of the groups of `ids` by private copies, if the live ones are immutable."""
+        if self._writable is None:
+            return
+        for g, _ in self.parts(ids):
+            copies = self._writable(self.layout.groups[g].name)
+            self.tensors[g] = [copies[spec.slot] for spec in self.layout.groups[g].tensors]
+        self.__dict__.pop("_flat", None)
+
     def load_extrapolated(
         self, g: int, ids: Ids, movements: Movements, weights: NDArray[np.float64]
     ) -> Moved:
@@ -290,6 +307,7 @@ class LiveState:
         These are s + weight · movement instead of the saved values s. weights: one per partition. A partition is not
         loaded if the result is not finite.
         """
+        self._make_writable(ids)
         live = self.tensors[g][0].detach()
         starts, stops = self.layout.row_ranges(ids)
         lengths = stops - starts

@@ -1,0 +1,295 @@
+"""Adapt one tree of immutable arrays, which the loop replaces in every iteration.
+
+What is live is the tree that the loop passed last. Its arrays are read where they are. A recovery cannot write into
+them. It writes into private copies of the groups that it restores (`writable`), and `tree` makes arrays of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import torch
+
+from scarctl.adapter import StateGroup, Watching
+from scarctl.errors import UsageError
+from scarctl.state.caveats import Caveats
+from scarctl.state.layout import Layout
+from scarctl.stateful import (
+    capture_host_rng,
+    check_names,
+    check_stateful,
+    restore_host_rng,
+    restore_state,
+    state_of,
+)
+from scarctl_adapters.jax.arrays import Kept, check, in_host, is_deleted, leaf_of, restored, view
+from scarctl_adapters.jax.tree import Plan, divide
+
+HINT = "use `session = scarctl_adapters.jax.attach(state, store=...)`: see docs/jax.md"
+
+
+class Tree:
+    """The state of a training: the tree that the loop has passed last."""
+
+    def __init__(self, tree: Any, parameters: str | None, *, donated: bool) -> None:
+        """Take the first tree, and the arguments of `attach`. Raises UsageError for one that cannot be saved."""
+        self.donated = donated
+        self.plan: Plan = divide(tree, parameters)
+        self.leaves, self.structure = jax.tree_util.tree_flatten(tree)
+        self.tree = tree
+        self.optimizer = "+".join(dict.fromkeys(_classes(tree)))
+        for name, leaf in zip(self.plan.names, self.leaves, strict=True):
+            check(name, leaf)
+
+
+def _classes(tree: Any) -> list[str]:
+    """Return the names of the classes of an optax state: tuples with named fields, in order."""
+    found: list[str] = []
+
+    def look(node: Any) -> bool:
+        if isinstance(node, tuple) and hasattr(node, "_fields"):
+            found.append(type(node).__name__)
+        return False
+
+    jax.tree_util.tree_flatten(tree, is_leaf=look)
+    return found
+
+
+class JaxAdapter:
+    """See `Adapter`. `TreeSession` passes new trees, and takes the current one."""
+
+    late_per_rank: ClassVar[bool] = False
+
+    def __init__(self, tree: Tree, extras: Mapping[str, Any]) -> None:
+        self._tree = tree
+        self._extras = dict(extras)
+        self._groups: list[StateGroup] | None = None
+        self._written: dict[str, dict[str, torch.Tensor]] = {}
+        """Private copies by group and slot, which have taken the place of leaves."""
+        self._dirty = False
+        """Leaves were replaced since the tree was built."""
+        self._hooks: list[tuple[Callable[[], None], Callable[[], None] | None]] = []
+        self._caveats: Caveats | None = None
+
+    @classmethod
+    def build(
+        cls,
+        model: Any,
+        optimizers: Sequence[Any],
+        *,
+        schedulers: Sequence[Any] = (),
+        scaler: Any = None,
+        extras: Mapping[str, Any] | None = None,
+        replicated: Sequence[str] = (),
+        after_step: Mapping[str, Any] | None = None,
+    ) -> JaxAdapter:
+        """Make an adapter. Raises UsageError for a bare tree, whose recovered values could not be given back."""
+        if not isinstance(model, Tree):
+            raise UsageError("arrays of JAX cannot be restored in place", hint=HINT)
+        if optimizers or schedulers or scaler is not None:
+            raise UsageError("the tree has the optimizer's state", hint="put opt_state into the tree")
+        if after_step:
+            raise UsageError(
+                "an iteration ends with session.step(state), after which nothing of it changes",
+                hint="pass these extras without after_step",
+            )
+        for name, item in (extras or {}).items():
+            check_stateful(name, item)
+        return cls(model, extras or {})
+
+    # -- trees ----------------------------------------------------------------------------------------------------
+
+    def leaves_of(self, tree: Any) -> list[Any]:
+        """Return the leaves of a new tree. Raises UsageError if it is not built like the first, or was donated."""
+        leaves: list[Any]
+        leaves, structure = jax.tree_util.tree_flatten(tree)
+        if structure != self._tree.structure:
+            paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+            first = jax.tree_util.tree_flatten_with_path(self._tree.tree)[0]
+            if [path for path, _ in paths] != [path for path, _ in first]:
+                raise UsageError(
+                    "the state is not built like the one that was attached",
+                    hint="pass the same tree to every step; to train another one, use a new store",
+                )
+        if any(map(is_deleted, leaves)):
+            name = next(n for n, leaf in zip(self._tree.plan.names, leaves, strict=True) if is_deleted(leaf))
+            raise UsageError(
+                f"leaf {name!r} of the state was donated to a function",
+                hint="pass what that function returned to session.step",
+            )
+        return leaves
+
+    def adopt(self, tree: Any, leaves: list[Any]) -> None:
+        """Make these leaves the live ones. Nothing may read the former ones any more."""
+        if self.automatic and self._caveats is not None and any(map(is_deleted, self._tree.leaves)):
+            self._caveats.say(
+                "donated",
+                "the state is donated in the step (donate_argnums), but the session does not know it: a signal that "
+                "ends the process in a step loses that step and those since the last checkpoint. Attach with "
+                "donated=True",
+                inexact=False,
+            )
+        self.release()
+        self._written.clear()
+        self._dirty = False
+        self._tree.leaves, self._tree.structure = leaves, jax.tree_util.tree_structure(tree)
+        self._tree.tree = tree
+
+    def release(self) -> None:
+        """Stop referring to the memory of the live leaves, so that JAX may use it again."""
+        for group in self._groups or ():
+            if group.name not in self._written:
+                for tensor in group.tensors.values():
+                    tensor.data = tensor.new_empty(
+                        0
+                    )  # the core may still have the tensor, though it reads it no more
+        self._groups = None
+
+    def tree(self) -> Any:
+        """Return the live tree: the one that was passed last, or another one if a recovery has replaced leaves."""
+        state = self._tree
+        for name, tensors in self._written.items():
+            for slot, tensor in tensors.items():
+                n = state.plan.groups[name][slot]
+                state.leaves[n] = leaf_of(tensor, state.leaves[n])
+            self._groups = None
+        if self._written or self._dirty:
+            state.tree = jax.tree_util.tree_unflatten(state.structure, state.leaves)
+        self._written.clear()
+        self._dirty = False
+        return state.tree
+
+    def before(self) -> None:
+        """Report that an iteration is about to end: what is being copied of the former tree is finished first."""
+        for before, _ in list(self._hooks):
+            before()
+
+    def after(self) -> None:
+        """Report the end of an iteration."""
+        for _, after in list(self._hooks):
+            if after is not None:
+                after()
+
+    # -- the protocol -----------------------------------------------------------------------------------------------
+
+    def mix_late(self, theirs: Any, own: Any) -> Any:
+        """See `Adapter`."""
+        return theirs
+
+    @property
+    def automatic(self) -> bool:
+        """Whether `TreeSession.step` calls hooks: not between two steps, if the state is donated then."""
+        return not self._tree.donated
+
+    @property
+    def optimizer(self) -> str:
+        """Names of the classes in the optimizer's state, such as "ScaleByAdamState+EmptyState"."""
+        return self._tree.optimizer
+
+    def groups(self) -> list[StateGroup]:
+        """Return the live arrays. Waits until they are computed. Raises UsageError if they were donated."""
+        if self._groups is None:
+            plan, leaves = self._tree.plan, self._tree.leaves
+            for n, leaf in enumerate(leaves):
+                if is_deleted(leaf):
+                    raise UsageError(
+                        f"leaf {plan.names[n]!r} of the newest state was donated, and the next state is not there yet",
+                        hint="attach with donated=True",
+                    )
+            self._groups = [
+                StateGroup(
+                    name,
+                    "parameter",
+                    self._written.get(name)
+                    or {slot: view(plan.names[n], leaves[n]) for slot, n in slots.items()},
+                )
+                for name, slots in plan.groups.items()
+            ]
+        return list(self._groups)
+
+    def writable(self, name: str) -> Mapping[str, torch.Tensor]:
+        """See `scarctl.adapter.ReplacesArrays`."""
+        if name not in self._written:
+            group = next(group for group in self.groups() if group.name == name)
+            self._written[name] = {slot: tensor.clone() for slot, tensor in group.tensors.items()}
+            self._groups = [
+                StateGroup(name, "parameter", self._written[name]) if each is group else each
+                for each in self._groups or ()
+            ]
+        return self._written[name]
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return {}: only the loop replaces arrays, at the end of an iteration."""
+        return {}
+
+    def capture_early(self) -> dict[str, Any]:
+        """Return what is saved whole: leaves, global random generators of Python and numpy, the user's extras."""
+        state = self._tree
+        return {
+            "leaves": Kept({state.plan.names[n]: state.leaves[n] for n in state.plan.whole}),
+            "rng": capture_host_rng(),
+            "extras": {name: state_of(item) for name, item in self._extras.items()},
+        }
+
+    def capture_late(self) -> None:
+        """Return None: nothing of an iteration changes after its end."""
+        return
+
+    def restore(self, early: Any, late: Any) -> None:
+        """Restore `capture_early`."""
+        state = self._tree
+        check_names("extras", early["extras"], self._extras)
+        check_names("leaves", early["leaves"], {state.plan.names[n]: n for n in state.plan.whole})
+        for n in state.plan.whole:
+            state.leaves[n] = restored(early["leaves"][state.plan.names[n]], state.leaves[n])
+        self._dirty = True
+        for name, item in self._extras.items():
+            restore_state(item, early["extras"][name])
+        restore_host_rng(early["rng"])
+
+    def create_slots(self, layout: Layout) -> Callable[[], None]:
+        """Make nothing: the optimizer's state is in the tree from the start."""
+        return lambda: None
+
+    def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:
+        """See `Adapter`. `TreeSession.step` calls the hooks."""
+        hooks = (before, after)
+        self._hooks.append(hooks)
+        return lambda: self._hooks.remove(hooks) if hooks in self._hooks else None
+
+    def watch(self, caveats: Caveats) -> Watching:
+        """See `scarctl.adapter.KnowsCaveats`."""
+        self._caveats = caveats
+        self._warn_of_devices()
+        return _Watching(self)
+
+    def _warn_of_devices(self) -> None:
+        away = [
+            name
+            for name, leaf in zip(self._tree.plan.names, self._tree.leaves, strict=True)
+            if isinstance(leaf, jax.Array) and not in_host(leaf)
+        ]
+        if away and self._caveats is not None:
+            self._caveats.say(
+                "copied-whole",
+                f"{len(away)} leaves of the state, such as {away[0]!r}, are on an accelerator or on several devices: "
+                "every checkpoint copies all of the state to the host first, while the loop waits. This is tested "
+                "with several devices of a CPU only",
+                inexact=False,
+            )
+
+
+class _Watching:
+    def __init__(self, adapter: JaxAdapter) -> None:
+        self._adapter = adapter
+
+    def stepped(self) -> None:
+        pass
+
+    def look(self) -> None:
+        pass
+
+    def end(self) -> None:
+        self._adapter._caveats = None
