@@ -184,7 +184,7 @@ def _copies(state_bytes: float, hosts: int, peers: int) -> dict[str, Any]:
 
 
 def _copies_text(copies: dict[str, Any]) -> str:
-    odds = ", ".join(f"{one['lost']}: {_percent(one['odds'])}" for one in copies["survives"])
+    odds = ", ".join(f"{one['lost']}: {_odds(one['odds'])}" for one in copies["survives"])
     return (
         f"{counted(copies['peers'], 'copy', 'copies')} of each of {counted(copies['hosts'], 'host')}: "
         f"{_size(copies['bytes_per_host'])} of memory per host.\n"
@@ -192,7 +192,7 @@ def _copies_text(copies: dict[str, Any]) -> str:
     )
 
 
-def _percent(odds: float) -> str:
+def _odds(odds: float) -> str:
     """Format odds; 100 % and 0 % are what they say."""
     return f"{100 * odds:.0f} %" if odds in (0.0, 1.0) else f"{min(99.99, max(0.01, 100 * odds)):.4g} %"
 
