@@ -18,6 +18,7 @@ from scarctl.theory.job_cost import (
     Cost,
     Job,
     Way,
+    about_equal,
     advise,
     cost_of_background,
     cost_of_full,
@@ -187,7 +188,9 @@ class TestLimits:
     def test_a_more_reliable_job_costs_less(self, mtbf: float, factor: float) -> None:
         job = Job(state_bytes=1e9, step_seconds=0.5, bandwidth=1e9, mtbf=mtbf, shards=8)
         for one, other in zip(advise(job).ways, advise(replace(job, mtbf=mtbf * factor)).ways, strict=True):
-            assert other.cost.total <= one.cost.total * (1 + 1e-6)
+            # The usual fraction is kept where another one is cheaper by a difference that counts as none.
+            cheaper = other.cost.total <= one.cost.total * (1 + 1e-6)
+            assert cheaper or about_equal(other.cost.total, one.cost.total)
 
     def test_more_shards_and_a_better_policy_cost_less(self) -> None:
         job = JOBS["large"]
