@@ -51,22 +51,24 @@ def figures(results: Sequence[dict[str, Any]], plan: Plan, folder: Path) -> None
 
 
 def table(results: Sequence[dict[str, Any]], plan: Plan) -> str:
-    """Accuracy before the first kill, least after it, and at the end; what was handled; how busy workers were."""
-    lines = [
-        "| way | kills | before | least while away or after | end | gradients | workers busy while it is away |"
-    ]
-    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    """Accuracy around the kills, gradients handled, and how busy workers were while the server was away first.
+
+    Before and end are means of four looks: a look differs from the next by several hundredths.
+    """
+    heads = ("way", "kills", "before", "least after it", "mean after it", "end", "gradients", "workers busy")
+    lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
+    first = plan.kills[0] // plan.look
+    gone = range(first, (plan.kills[0] + plan.away) // plan.look)
     for killed in (1, 2):
         for way in WAYS:
             chosen = [r for r in results if r["way"] == way and r["killed"] == killed]
             if not chosen:
                 continue
-            first = plan.kills[0] // plan.look
-            gone = range(first + 1, (plan.kills[0] + plan.away) // plan.look)
             cells = [
-                interval([r["accuracy"][first - 1] for r in chosen]),
+                interval([_mean(r["accuracy"][max(0, first - 4) : first]) for r in chosen]),
                 interval([min(r["accuracy"][first:]) for r in chosen]),
-                interval([r["accuracy"][-1] for r in chosen]),
+                interval([_mean(r["accuracy"][first:]) for r in chosen]),
+                interval([_mean(r["accuracy"][-4:]) for r in chosen]),
                 f"{_mean([r['gradients'][-1] for r in chosen]):.0f}",
                 f"{100 * _mean([r['busy'][n] for r in chosen for n in gone]):.0f} %",
             ]
