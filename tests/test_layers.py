@@ -76,6 +76,8 @@ WITH_TORCH = {
     "scarctl.checkpoint.touched",
     "scarctl.checkpoint.tracker",
     "scarctl.checkpoint.trend",
+    "scarctl.checkpoint.uncounted",
+    "scarctl.checkpoint.weights",
     "scarctl.session.forecast",
     "scarctl.session.witness",
 }

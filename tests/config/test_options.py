@@ -19,13 +19,14 @@ from scarctl.config.environment import OF_EACH_COMMAND, unread
 from scarctl.config.settings import brief
 
 GROUPS = (Partitioning, Selection, Settings)
-OF_ATTACH = {"store", "fraction", "interval"}
+OF_ATTACH = {"store", "fraction", "interval", "overhead"}
 """Arguments of `attach` itself: tests/test_api.py."""
 
 VALUES: dict[str, tuple[Any, str]] = {
     "store": ("runs/a", "runs/a"),
     "fraction": (0.25, "1/4"),
     "interval": (7, "7"),
+    "overhead": (0.05, "5%"),
     "shards": (3, "3"),
     "seed": (5, "5"),
     "partition_bytes": (4096, "4KiB"),
