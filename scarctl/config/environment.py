@@ -29,6 +29,7 @@ OF_COMMANDS = frozenset(
             "format",
             "from",
             "gain",
+            "hosts",
             "json",
         ),
         *(
@@ -42,6 +43,7 @@ OF_COMMANDS = frozenset(
             "metrics_listen",
             "mode",
             "mtbf",
+            "peer",
         ),
         *(
             "read_data",

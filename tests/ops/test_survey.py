@@ -20,7 +20,7 @@ from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.layouts import Layouts
 from scarctl.store import Store
 from scarctl.theory.history import History
-from scarctl.theory.rework import Outlook, rework_of_loss
+from scarctl.theory.rework import Outlook, mean_age, rework_of_loss
 from tests import golden
 from tests.support.ranks import RankStore, layout_of
 
@@ -66,7 +66,8 @@ def test_every_line_is_what_counting_gives(known: bool) -> None:
         assert (line.oldest_step, line.newest_step) == (saved[mine & (saved >= 0)].min(), saved[mine].max())
         assert line.share == lost.sum() / parameter.sum()
         norm = float(np.linalg.norm(distance[lost])) if known else None
-        wanted = rework_of_loss(outlook, norm, ages, line.share, since=since)
+        age = mean_age(distance[lost], ages) if known else None
+        wanted = rework_of_loss(outlook, norm, ages, line.share, age=age, since=since)
         assert wanted.iterations is not None
         assert line.rework.basis == wanted.basis
         assert line.rework.iterations == pytest.approx(wanted.iterations)
