@@ -29,6 +29,9 @@ _SETTLED = 4
 _OTHER = 2.0
 """Factor by which the interval changes until the choice is logged again."""
 
+_AGAIN = 16
+"""Fewest checkpoints between two such lines."""
+
 
 class Pace:
     """The pace of one session's regular checkpoints. Used by the training thread."""
@@ -64,6 +67,7 @@ class Pace:
         self._checkpoints = 0
         self._said: int | None = None
         """The interval that was logged last."""
+        self._said_at = 0
 
     @property
     def looks(self) -> bool:
@@ -110,8 +114,10 @@ class Pace:
             return
         interval = cadence.interval
         said = self._said or 0
-        if not cadence.fixed and not said / _OTHER < interval < said * _OTHER:
-            self._said = interval
+        again = not self._said or self._checkpoints - self._said_at >= _AGAIN
+        steady = cadence.fixed or cadence.overhead.probing or said / _OTHER < interval < said * _OTHER
+        if again and not steady:
+            self._said, self._said_at = interval, self._checkpoints
             log.info("step %d: %s", step, self._chosen(seconds))
         self._warn(step, seconds)
 

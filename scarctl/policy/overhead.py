@@ -48,8 +48,8 @@ class Cost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Return both, at least 0."""
-        return max(0.0, self.stalled + self.slowed)
+        """Return both. Noise in the second, an estimate, never makes up for the first, which is exact."""
+        return max(0.0, self.stalled) + max(0.0, self.slowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,8 @@ class Overhead:
         """Shortest interval that the budget allows, in iterations."""
         self.slowed_seconds = 0.0
         """Estimate of all time by which iterations alongside checkpoints took longer."""
+        self.probing = False
+        """Whether the interval is longer than the budget requires, to see an iteration that nothing disturbs."""
         self.bounded = False
         """Whether the longest time sets the interval, and the budget is exceeded."""
         self._quiet: deque[tuple[float, float]] = deque(maxlen=_QUIET)
@@ -154,7 +156,9 @@ class Overhead:
             usual = self._usual()
             cost = self._cost(usual)
             self._costs.append(cost)
-            taken, trained = cost.stalled + cost.slowed, self._iterations * usual.own
+            # One checkpoint's slowdown is mostly noise: the mean is accounted for, and what is exact.
+            taken = max(0.0, cost.stalled) + max(0.0, _mean(self._costs).slowed)
+            trained = self._iterations * usual.own
             self.slowed_seconds += cost.slowed
             if not math.isinf(self.budget):
                 most = _mean(self._costs).seconds
@@ -180,12 +184,14 @@ class Overhead:
         if costs and allowed:
             expected = _mean(costs).seconds
             if len(costs) > len(self._costs):
-                debt += costs[-1].stalled + costs[-1].slowed - expected
+                debt += max(0.0, costs[-1].stalled) + max(0.0, _mean(costs).slowed) - expected
             found = (expected + debt / _PAID_BACK) / allowed
         longest = max(1.0, self._longest / usual.seconds) if usual.seconds else math.inf
         self.bounded = found > longest
         self.interval = max(1, math.ceil(min(found, longest, 1e9)))
-        if len(self._quiet) < _ENOUGH or self._without_quiet > max(_STALE, _CHECKPOINTS * self.interval):
+        stale = self._without_quiet > max(_STALE, _CHECKPOINTS * self.interval)
+        self.probing = len(self._quiet) < _ENOUGH or stale
+        if self.probing:
             self.interval = max(self.interval, self._probe)
             self._probe = min(2 * self._probe, _MOST_PROBE) if not self._over else self._probe
 

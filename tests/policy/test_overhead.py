@@ -152,6 +152,14 @@ def test_iterations_that_are_slower_beside_a_copy_count() -> None:
     assert run.overhead.slowed_seconds == pytest.approx(0.04 * run.checkpoints, rel=0.2)
 
 
+def test_noise_in_the_slowdown_never_makes_up_for_stalls() -> None:
+    """Iterations alongside copies happen to be shorter here than the others; the stall is exact, and counts."""
+    run = Training(Overhead(0.01), seconds=0.1, stall=constant(0.01), slow=constant(-0.05), span=1, seed=0)
+    run.run(3000)
+    assert run.overhead.interval == pytest.approx(10, abs=1)
+    assert run.overhead.share == pytest.approx(0.01, rel=0.1)
+
+
 def test_evaluations_between_iterations_do_not_count_as_overhead() -> None:
     run = Training(Overhead(0.01), seconds=0.1, stall=constant(0.02), slow=constant(0.0), span=1, seed=3)
     overhead = run.overhead
