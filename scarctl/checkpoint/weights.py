@@ -49,7 +49,7 @@ class Weights:
         return not all(map(torch.equal, self._noted, self._read()))
 
     def _read(self) -> list[torch.Tensor]:
-        return [tensor.detach()[place].clone() for tensor, place in self._places]
+        return [tensor.data[place].clone() for tensor, place in self._places]
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
