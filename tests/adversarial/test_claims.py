@@ -13,6 +13,7 @@ def claims() -> Claims:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # making the largest files takes most of it
 @pytest.mark.parametrize("name", [name for name, claim in CLAIMS.items() if claim.short])
 def test_a_small_file_takes_little(claims: Claims, name: str) -> None:
     claims.play(name)
