@@ -22,6 +22,7 @@ from scarctl.peers.link import (
     Begin,
     Close,
     Event,
+    Hurry,
     Link,
     Lost,
     Marked,
@@ -30,6 +31,7 @@ from scarctl.peers.link import (
     State,
     Tick,
 )
+from scarctl.state.version import NEVER
 from scarctl.util.arrays import Bytes, Ids
 
 log = logging.getLogger("scarctl")
@@ -96,11 +98,17 @@ class Sender:
         self._warn = warn
         self._follower = Follower(arena, most=_batch_bytes(source.rate))
         self.link = Link(len(self._candidates))
-        self._marked = -1
-        """Step of the newest mark that the peer has acknowledged."""
+        self._marked = NEVER
+        """Step of the newest mark that `_marker` has acknowledged."""
+        self._marker: Candidate | None = None
         self._current: Counters = ()
         """Counters of that mark."""
+        self._whole = ""
+        """Name of the whole state of that mark."""
+        self.avoided: set[Candidate] = set()
+        """Those that another copy of this run has taken."""
         self._channel: Channel | None = None
+        self._soon = threading.Event()
         self._closing = threading.Event()
         self._done = False
         self._said = ""
@@ -117,6 +125,7 @@ class Sender:
         """
         self._done = done
         self._closing.set()
+        self._soon.set()
         if self._thread.ident is not None:
             self._thread.join(patience)
         channel = self._channel
@@ -138,8 +147,40 @@ class Sender:
         host, behind = self._candidates[self.link.at].host, self.behind
         if behind is None:
             return f"{host}: {self.state.value}"
-        current = not behind and self._follower.counters() == self._current
-        return f"{host}: {self.state.value}, {'up to date' if current else f'{behind} behind'}"
+        return f"{host}: {self.state.value}, {'up to date' if self.current else f'{behind} behind'}"
+
+    @property
+    def current(self) -> bool:
+        """Whether the peer has all of this host's memory, as it is now."""
+        return self.behind == 0 and self._follower.counters() == self._current
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The hosts that may keep this copy, the best first."""
+        return self._candidates
+
+    @property
+    def host(self) -> Candidate:
+        """The candidate that is connected, or tried."""
+        return self._candidates[self.link.at]
+
+    def versions(self) -> Ids:
+        """Return the version of every copy that the peer has for certain: int64 (partitions,), -1 for none.
+
+        A replica that is not complete has none: recovery does not find it.
+        """
+        known = self._follower.acknowledged
+        return known.copy() if self.link.complete else np.full_like(known, NEVER)
+
+    @property
+    def whole(self) -> str:
+        """Name of the whole state whose copies the peer has, as it is in this host's memory; "" if it has not all."""
+        return self._whole if self.current and self._whole == self._arena.whole else ""
+
+    def hurry(self, rank: Ids | None) -> None:
+        """Send in another order from now on, at once. rank: place of each partition in it; None: the usual order."""
+        self._follower.rank = rank
+        self._soon.set()
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
@@ -149,9 +190,12 @@ class Sender:
         while not self._closing.is_set() and not self.link.ended:
             if connect:
                 self._connect()
+            if self._soon.is_set():
+                self._soon.clear()
+                self._handle(Hurry())
             connect = self._handle(Tick(now()))
-            if not connect:
-                self._closing.wait(_PAUSE)
+            if not connect and not self._closing.is_set():
+                self._soon.wait(_PAUSE)
         self._handle(Close())
 
     def _handle(self, event: Event) -> bool:
@@ -164,7 +208,10 @@ class Sender:
 
     def _connect(self) -> None:
         """Send to the present candidate until the connection ends, and report to the link why."""
-        peer = self._candidates[self.link.at]
+        peer = self.host
+        if peer in self.avoided:
+            self._handle(Refused(time.monotonic()))
+            return
         try:
             self._converse(peer)
         except _RolledBack:
@@ -209,7 +256,10 @@ class Sender:
             channel.send(encode(Kind.LAYOUT, about, layout))
             head, body = channel.expect(Kind.ACK)
             follower.has(_have(body, arena.layout.partitions))
-            self._handle(Accepted(time.monotonic()))
+            if peer != self._marker:
+                self._marker, self._marked = peer, NEVER
+            self._current, self._whole = (), ""  # which hand-overs it has is not known before the next mark
+            self._handle(Accepted(time.monotonic(), head.get("complete") is True))
             self._channel = channel
             try:
                 self._follow(channel)
@@ -241,7 +291,8 @@ class Sender:
             if closing:
                 return
             self._handle(Tick(time.monotonic(), waiting=self._follower.lags()))
-            self._closing.wait(max(_PAUSE, (time.monotonic() - began) / 8))
+            if self._soon.wait(max(_PAUSE, (time.monotonic() - began) / 8)):
+                self._soon.clear()
             if readable(channel):
                 channel.expect(Kind.ACK)  # nothing is due: this raises why the peer ends
 
@@ -252,14 +303,19 @@ class Sender:
             channel.send(frame)
             waiting += 1
             if waiting >= _WINDOW:
-                channel.expect(Kind.ACK)
+                self._confirm(channel)
                 waiting -= 1
         for _ in range(waiting):
-            channel.expect(Kind.ACK)
+            self._confirm(channel)
         if marked:
             self._marked, self._current = self._follower.marked_step, self._follower.marked
+            self._whole = self._follower.marked_whole
             self._said = ""
             self._handle(Marked(time.monotonic()))
+
+    def _confirm(self, channel: Channel) -> None:
+        channel.expect(Kind.ACK)
+        self._follower.confirm()
 
 
 def _batch_bytes(rate: float | None) -> int:
