@@ -102,7 +102,7 @@ class Sender:
         """Counters of that mark."""
         self._channel: Channel | None = None
         self._begun = self._acknowledged = self._wanted = 0
-        """Numbers of rounds: the newest that has begun, that the peer has acknowledged, that somebody waits for."""
+        """Numbers of rounds: the newest that has begun, acknowledged by the peer, and wanted by a waiting caller."""
         self._asking = threading.Lock()
         self._closing = threading.Event()
         self._wake = threading.Event()
@@ -266,7 +266,7 @@ class Sender:
 
     def _round(self, channel: Channel) -> None:
         waiting, marked = 0, False
-        # Before the arena is read: who asks from now on gets the next round.
+        # Before the arena is read: a question from now on is answered by the next round.
         self._begun += 1
         number = self._begun
         for frame in self._follower.round():

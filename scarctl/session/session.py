@@ -215,8 +215,7 @@ class Session:
         """Save now: one partial checkpoint, or with `full` the whole state, sealed.
 
         wait: True until it is durable; "peers" until other hosts have it in memory, as many as `peer_ack` says.
-        Raises UsageError before the first step, because the optimizer has no state yet. With `wait`, raises the
-        store's fault, or Unavailable (kind "peers-late"), if that takes longer than `timeout`.
+        Raises UsageError before the first step. With `wait`, raises the store's fault or, with "peers", Unavailable.
         """
         check_wait(wait, self.settings)
         engine = self._started()
