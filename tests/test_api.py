@@ -22,16 +22,17 @@ from tests.daemon.trainer import status, stop
 from tests.support import stepper
 
 ARGUMENTS = [
-    "model", "optimizer", "store", "fraction", "interval", "overhead", "partitioning", "selection",
+    "model", "optimizer", "store", "fraction", "interval", "partitioning", "selection",
     "schedulers", "scaler", "extras", "ranks", "member", "hooks", "settings",
 ]  # fmt: skip
 
 
 def test_attach_has_few_arguments() -> None:
+    assert len(ARGUMENTS) <= 14
     assert list(inspect.signature(scarctl.attach).parameters) == ARGUMENTS
     text = " ".join((scarctl.attach.__doc__ or "").split())
     assert all(f" {name}: " in text for name in ARGUMENTS)
-    for name in ("store", "fraction", "interval", "overhead"):
+    for name in ("store", "fraction", "interval"):
         assert describe(name) in text, "the command line describes it with other words"
 
 

@@ -80,6 +80,8 @@ class Settings:
 
     storage_options: Options for a remote store's file system: endpoint_url, key, secret, and others that fsspec takes.
         They stay in memory, and are never logged, shown or saved. Default: none.
+    overhead: Largest share of training time that checkpoints may take with interval="auto", above 0 and up to 1. It is
+        measured: hooks, waiting, and iterations that are slower alongside a copy. Default: 0.01.
     max_bandwidth: Bytes per second that checkpoints may write on average. Requires interval="auto". If several ranks
         train together, it holds for each of them. Default: no limit.
     flush_on_signal: On SIGTERM and SIGINT, copy the newest step to shared memory before the signal takes effect (see
@@ -105,6 +107,7 @@ class Settings:
     """
 
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    overhead: float | None = None
     max_bandwidth: float | None = None
     flush_on_signal: bool | None = None
     grace: float | str | None = None

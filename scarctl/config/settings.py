@@ -62,11 +62,9 @@ class SessionSettings:
     store: Folder of the store, or an address such as s3://bucket/folder.
     fraction: Largest share of the state's bytes that one partial checkpoint writes, above 0 and up to 1 (the paper's
         r). Default: 1/8.
-    interval: Iterations between two partial checkpoints (the paper's rC), or "auto": as often as `overhead` and the
-        store allow. If the store is slow, "auto" also makes checkpoints smaller, down to an eighth of the fraction. If
-        several ranks train together, the slowest sets the interval. Default: "auto".
-    overhead: Largest share of training time that checkpoints may take with interval="auto", above 0 and up to 1. It is
-        measured: hooks, waiting, and iterations that are slower alongside a copy. Default: 0.01.
+    interval: Iterations between two partial checkpoints (the paper's rC), or "auto": as often as the store and the
+        `overhead` of `Settings` allow. If the store is slow, "auto" also makes checkpoints smaller, down to an eighth
+        of the fraction. If several ranks train together, the slowest sets the interval. Default: "auto".
     """
 
     store: str = dataclasses.field(repr=False)

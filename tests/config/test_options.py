@@ -19,7 +19,7 @@ from scarctl.config.environment import OF_EACH_COMMAND, unread
 from scarctl.config.settings import brief
 
 GROUPS = (Partitioning, Selection, Settings)
-OF_ATTACH = {"store", "fraction", "interval", "overhead"}
+OF_ATTACH = {"store", "fraction", "interval"}
 """Arguments of `attach` itself: tests/test_api.py."""
 
 VALUES: dict[str, tuple[Any, str]] = {
