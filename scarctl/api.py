@@ -34,7 +34,6 @@ def attach(
     store: str | os.PathLike[str] | None = None,
     fraction: float | None = None,
     interval: int | Literal["auto"] | None = None,
-    overhead: float | None = None,
     partitioning: Partitioning | None = None,
     selection: Selection | None = None,
     schedulers: Any = (),
@@ -55,11 +54,9 @@ def attach(
     store: Folder of the store, or an address such as s3://bucket/folder. It is created if it does not exist.
     fraction: Largest share of the state's bytes that one partial checkpoint writes, above 0 and up to 1 (the paper's
         r). Default: 1/8.
-    interval: Iterations between two partial checkpoints (the paper's rC), or "auto": as often as `overhead` and the
-        store allow. If the store is slow, "auto" also makes checkpoints smaller, down to an eighth of the fraction. If
-        several ranks train together, the slowest sets the interval. Default: "auto".
-    overhead: Largest share of training time that checkpoints may take with interval="auto", above 0 and up to 1. It is
-        measured: hooks, waiting, and iterations that are slower alongside a copy. Default: 0.01.
+    interval: Iterations between two partial checkpoints (the paper's rC), or "auto": as often as the store and the
+        `overhead` of `Settings` allow. If the store is slow, "auto" also makes checkpoints smaller, down to an eighth
+        of the fraction. If several ranks train together, the slowest sets the interval. Default: "auto".
     partitioning: How the state is divided; fixed when the store is created. See `scarctl.Partitioning`.
     selection: Which partitions a checkpoint saves. See `scarctl.Selection`.
     schedulers: Learning-rate schedulers, one or a list. They are read when the loop is done with a step.
@@ -85,7 +82,6 @@ def attach(
         "store": _path("store", store),
         "fraction": fraction,
         "interval": interval,
-        "overhead": overhead,
         **flatten(partitioning=partitioning, selection=selection, settings=settings),
     }
     given["arena_dir"] = _path("arena_dir", given.get("arena_dir"))

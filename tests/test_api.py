@@ -22,16 +22,17 @@ from tests.daemon.trainer import status, stop
 from tests.support import stepper
 
 ARGUMENTS = [
-    "model", "optimizer", "store", "fraction", "interval", "overhead", "partitioning", "selection",
+    "model", "optimizer", "store", "fraction", "interval", "partitioning", "selection",
     "schedulers", "scaler", "extras", "ranks", "member", "hooks", "settings",
 ]  # fmt: skip
 
 
 def test_attach_has_few_arguments() -> None:
+    assert len(ARGUMENTS) <= 14
     assert list(inspect.signature(scarctl.attach).parameters) == ARGUMENTS
     text = " ".join((scarctl.attach.__doc__ or "").split())
     assert all(f" {name}: " in text for name in ARGUMENTS)
-    for name in ("store", "fraction", "interval", "overhead"):
+    for name in ("store", "fraction", "interval"):
         assert describe(name) in text, "the command line describes it with other words"
 
 
@@ -241,6 +242,7 @@ def test_a_variable_that_nothing_reads_is_named(
         {"peers": 1, "daemon": False},
         {"peer_domain": 7},
         {"peer_bandwidth": 0},
+        {"peer_ack": "some"},
         {"peer_bandwidth": float("nan")},
     ],
 )

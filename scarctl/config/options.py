@@ -17,6 +17,7 @@ NormName: TypeAlias = Literal["l2", "rms", "relative"]
 Norm: TypeAlias = NormName | Callable[..., Any]
 Tracker: TypeAlias = Literal["exact", "overlapped", "sampled", "touched", "auto"]
 OnError: TypeAlias = Literal["warn", "raise"]
+PeerAck: TypeAlias = Literal["next", "all"]
 Hooks: TypeAlias = Literal["auto", "begin", "off"]
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -80,6 +81,8 @@ class Settings:
 
     storage_options: Options for a remote store's file system: endpoint_url, key, secret, and others that fsspec takes.
         They stay in memory, and are never logged, shown or saved. Default: none.
+    overhead: Largest share of training time that checkpoints may take with interval="auto", above 0 and up to 1. It is
+        measured: hooks, waiting, and iterations that are slower alongside a copy. Default: 0.01.
     max_bandwidth: Bytes per second that checkpoints may write on average. Requires interval="auto". If several ranks
         train together, it holds for each of them. Default: no limit.
     flush_on_signal: On SIGTERM and SIGINT, copy the newest step to shared memory before the signal takes effect (see
@@ -102,9 +105,12 @@ class Settings:
     peer_domain: Name of what fails together with this host, such as its rack or zone. Copies go to other domains.
         Default: each host is its own.
     peer_bandwidth: Bytes per second that each copy may send, at most. Default: no limit.
+    peer_ack: Which hosts `Session.checkpoint(wait="peers")` waits for: "next", one that has acknowledged, or "all" that
+        keep a copy. Default: "next".
     """
 
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    overhead: float | None = None
     max_bandwidth: float | None = None
     flush_on_signal: bool | None = None
     grace: float | str | None = None
@@ -118,6 +124,7 @@ class Settings:
     peers: int | None = None
     peer_domain: str | None = None
     peer_bandwidth: float | None = None
+    peer_ack: PeerAck | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from scarctl.config.checks import (
     at_least,
@@ -36,6 +36,7 @@ from scarctl.config.options import (
     Norm,
     OnError,
     Partitioning,
+    PeerAck,
     Policy,
     Selection,
     Settings,
@@ -62,11 +63,9 @@ class SessionSettings:
     store: Folder of the store, or an address such as s3://bucket/folder.
     fraction: Largest share of the state's bytes that one partial checkpoint writes, above 0 and up to 1 (the paper's
         r). Default: 1/8.
-    interval: Iterations between two partial checkpoints (the paper's rC), or "auto": as often as `overhead` and the
-        store allow. If the store is slow, "auto" also makes checkpoints smaller, down to an eighth of the fraction. If
-        several ranks train together, the slowest sets the interval. Default: "auto".
-    overhead: Largest share of training time that checkpoints may take with interval="auto", above 0 and up to 1. It is
-        measured: hooks, waiting, and iterations that are slower alongside a copy. Default: 0.01.
+    interval: Iterations between two partial checkpoints (the paper's rC), or "auto": as often as the store and the
+        `overhead` of `Settings` allow. If the store is slow, "auto" also makes checkpoints smaller, down to an eighth
+        of the fraction. If several ranks train together, the slowest sets the interval. Default: "auto".
     """
 
     store: str = dataclasses.field(repr=False)
@@ -97,6 +96,7 @@ class SessionSettings:
     peers: int = 0
     peer_domain: str | None = None
     peer_bandwidth: float | None = None
+    peer_ack: PeerAck = "next"
 
     def __post_init__(self) -> None:
         check_store(self.store)
@@ -160,6 +160,8 @@ class SessionSettings:
             isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf
         ):
             raise UsageError(f"peer_bandwidth is {rate!r}", hint="give bytes per second, more than 0")
+        if self.peer_ack not in get_args(PeerAck):
+            raise UsageError(f"peer_ack is {self.peer_ack!r:.80}", hint='use "next" or "all"')
         if self.peers and self.daemon is False:
             raise UsageError(
                 f"peers={self.peers} needs the daemon, which sends and keeps the copies",
@@ -333,4 +335,5 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "peers": int,
     "peer_domain": str,
     "peer_bandwidth": parse_bytes,
+    "peer_ack": str,
 }
