@@ -204,7 +204,7 @@ class Daemon:
             part = protocol.part(message)
             if peer.run is not None:
                 raise UsageError("this connection has claimed a store already")
-            peer.run = self.runs.claim(store if part is None else store.of_shard(*part), peer.pid, peer).id
+            peer.run = self.runs.claim(store if part is None else store.of_part(part), peer.pid, peer).id
 
     def open(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Open the run. Its arena has to exist. Nothing is saved before `resume`."""
@@ -269,6 +269,12 @@ class Daemon:
             raise UsageError("a rate is a number above 0")
         source = Source(run.id, run.store.where, protocol.text(message, "host"), start, secret, rate)
         run.send_to(source, protocol.candidates(message), protocol.number(message, "copies"))
+
+    def await_peers(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
+        """Wait until so many peers have the run's memory of this moment."""
+        seconds = min(protocol.number(message, "milliseconds") / 1000, _MAX_HOLD)
+        have, links = self._run(peer).await_peers(protocol.number(message, "count"), seconds)
+        return {"have": have, "links": links}
 
     def watch(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Use this connection for the events of a run from now on."""
@@ -365,6 +371,7 @@ _OPERATIONS: dict[str, _Operation] = {
     "leave": Daemon.leave,
     "admit": Daemon.admit,
     "follow": Daemon.follow,
+    "await_peers": Daemon.await_peers,
     "watch": Daemon.watch,
     "brace": Daemon.brace,
     "evacuate": Daemon.evacuate,

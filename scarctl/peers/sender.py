@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ from scarctl.peers.follower import BATCH_BYTES, Counters, Follower
 from scarctl.peers.frames import Kind, encode
 from scarctl.peers.handshake import Hello, answer
 from scarctl.peers.link import (
+    CONNECTED,
     Accepted,
     Begin,
     Close,
@@ -108,8 +110,13 @@ class Sender:
         self.avoided: set[Candidate] = set()
         """Those that another copy of this run has taken."""
         self._channel: Channel | None = None
-        self._soon = threading.Event()
+        self._begun = self._acknowledged = self._wanted = 0
+        """Numbers of rounds: the newest that has begun, acknowledged by the peer, and wanted by a waiting caller."""
+        self._asking = threading.Lock()
+        self._hurrying = False
+        self._vouched_at = -math.inf
         self._closing = threading.Event()
+        self._wake = threading.Event()
         self._done = False
         self._said = ""
         self._thread = threading.Thread(target=self._run, name="scarctl-sender", daemon=True)
@@ -125,12 +132,24 @@ class Sender:
         """
         self._done = done
         self._closing.set()
-        self._soon.set()
+        self._wake.set()
         if self._thread.ident is not None:
             self._thread.join(patience)
         channel = self._channel
         if self._thread.is_alive() and channel is not None:
             channel.shut()
+
+    def ask(self) -> int:
+        """Have a round begin soon, and return its number: it brings to the peer what the arena has now."""
+        with self._asking:
+            wanted = self._begun + 1
+            self._wanted = max(self._wanted, wanted)
+        self._wake.set()
+        return wanted
+
+    def has_acknowledged(self, number: int) -> bool:
+        """Return whether the peer has acknowledged round `number`, or a later one."""
+        return self._acknowledged >= number
 
     @property
     def state(self) -> State:
@@ -155,32 +174,32 @@ class Sender:
         return self.behind == 0 and self._follower.counters() == self._current
 
     @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        """The hosts that may keep this copy, the best first."""
-        return self._candidates
-
-    @property
     def host(self) -> Candidate:
         """The candidate that is connected, or tried."""
         return self._candidates[self.link.at]
 
-    def versions(self) -> Ids:
-        """Return the version of every copy that the peer has for certain: int64 (partitions,), -1 for none.
+    @property
+    def vouched_at(self) -> float:
+        """When the peer last said that it keeps a complete replica, on the monotonic clock; -inf if it may be gone."""
+        return self._vouched_at if self.link.complete and self.state in CONNECTED else -math.inf
 
-        A replica that is not complete has none: recovery does not find it.
-        """
-        known = self._follower.acknowledged
-        return known.copy() if self.link.complete else np.full_like(known, NEVER)
+    def versions(self) -> Ids:
+        """Return the version of every copy that the peer has acknowledged: int64 (partitions,), -1 for none."""
+        return self._follower.acknowledged.copy()
 
     @property
     def whole(self) -> str:
         """Name of the whole state whose copies the peer has, as it is in this host's memory; "" if it has not all."""
         return self._whole if self.current and self._whole == self._arena.whole else ""
 
-    def hurry(self, rank: Ids | None) -> None:
-        """Send in another order from now on, at once. rank: place of each partition in it; None: the usual order."""
+    def hurry(self, rank: Ids | None) -> int:
+        """Send in another order from now on, at once, and return the number of the round that brings all there is now.
+
+        rank: place of each partition in the order; None: the usual one.
+        """
         self._follower.rank = rank
-        self._soon.set()
+        self._hurrying = True
+        return self.ask()
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
@@ -190,12 +209,13 @@ class Sender:
         while not self._closing.is_set() and not self.link.ended:
             if connect:
                 self._connect()
-            if self._soon.is_set():
-                self._soon.clear()
+            if self._hurrying:
+                self._hurrying = False
                 self._handle(Hurry())
             connect = self._handle(Tick(now()))
-            if not connect and not self._closing.is_set():
-                self._soon.wait(_PAUSE)
+            if not connect:
+                self._wake.wait(_PAUSE)
+                self._wake.clear()
         self._handle(Close())
 
     def _handle(self, event: Event) -> bool:
@@ -280,6 +300,7 @@ class Sender:
             began = time.monotonic()
             if (
                 closing
+                or self._wanted > self._acknowledged
                 or self._follower.lags()
                 or (began > looked + _LOOK_SECONDS and self._follower.changed().any())
                 or began > rounded + _SIGN_SECONDS
@@ -291,13 +312,16 @@ class Sender:
             if closing:
                 return
             self._handle(Tick(time.monotonic(), waiting=self._follower.lags()))
-            if self._soon.wait(max(_PAUSE, (time.monotonic() - began) / 8)):
-                self._soon.clear()
+            self._wake.wait(max(_PAUSE, (time.monotonic() - began) / 8))
+            self._wake.clear()
             if readable(channel):
                 channel.expect(Kind.ACK)  # nothing is due: this raises why the peer ends
 
     def _round(self, channel: Channel) -> None:
         waiting, marked = 0, False
+        # Before the arena is read: a question from now on is answered by the next round.
+        self._begun += 1
+        number = self._begun
         for frame in self._follower.round():
             marked = bytes(memoryview(frame[0])[:1]) == bytes([Kind.MARK])
             channel.send(frame)
@@ -308,6 +332,7 @@ class Sender:
         for _ in range(waiting):
             self._confirm(channel)
         if marked:
+            self._acknowledged = number
             self._marked, self._current = self._follower.marked_step, self._follower.marked
             self._whole = self._follower.marked_whole
             self._said = ""
@@ -316,6 +341,7 @@ class Sender:
     def _confirm(self, channel: Channel) -> None:
         channel.expect(Kind.ACK)
         self._follower.confirm()
+        self._vouched_at = time.monotonic()
 
 
 def _batch_bytes(rate: float | None) -> int:

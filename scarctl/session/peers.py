@@ -1,7 +1,7 @@
 """Define a session's questions to the other ranks that train with it, and implement them for a single process.
 
-`scarctl.distributed.coordinator.Crew` implements them for several ranks, `scarctl.session.members.Member` for a process
-that shares only the store. All ranks make these calls in the same order.
+`scarctl.distributed.coordinator.Crew` implements them for several ranks, and `scarctl.distributed.members.Membership`
+for a process that shares only the store. All ranks make these calls in the same order.
 """
 
 from __future__ import annotations
@@ -163,6 +163,17 @@ def refuse_peers(settings: SessionSettings) -> None:
             f"peers={settings.peers}: a process that trains alone has no peers",
             hint="leave it out, or train with several ranks of torch.distributed",
         )
+
+
+def check_wait(wait: object, settings: SessionSettings) -> None:
+    """Raise UsageError unless `Session.checkpoint` can wait so."""
+    if wait == "peers" and not settings.peers:
+        raise UsageError(
+            "wait='peers', but no other host keeps copies of this one's memory",
+            hint="attach with Settings(peers=1), or use wait=True to wait for the store",
+        )
+    if wait not in (True, False, "peers"):
+        raise UsageError(f"wait is {wait!r:.80}", hint='give True, False or "peers"')
 
 
 class WrittenByRanks(UsageError):

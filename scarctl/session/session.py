@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from scarctl.adapter import Adapter, watch_of
 from scarctl.checkpoint.binding import Binding
@@ -30,7 +30,7 @@ from scarctl.session.metrics import measure
 from scarctl.session.opening import Opening, claim
 from scarctl.session.origin import Origin
 from scarctl.session.parts import Parts
-from scarctl.session.peers import Alone, Together
+from scarctl.session.peers import Alone, Together, check_wait
 from scarctl.session.progress import Progress
 from scarctl.session.recover import Resumed, check_mode, facts, recover_live, said
 from scarctl.session.requests import Requests, answer
@@ -211,24 +211,24 @@ class Session:
             self._finish()
         self._gate.enter()
 
-    def checkpoint(self, *, full: bool = False, wait: bool = False) -> None:
-        """Save now: one partial checkpoint, or with `full` the whole state, sealed. `wait`: until it is durable.
+    def checkpoint(self, *, full: bool = False, wait: bool | Literal["peers"] = False) -> None:
+        """Save now: one partial checkpoint, or with `full` the whole state, sealed.
 
-        Raises UsageError before the first step, because the optimizer has no state yet. With `wait`, raises the fault
-        if the checkpoint does not become durable.
+        wait: True until it is durable; "peers" until other hosts have it in memory, as many as `peer_ack` says.
+        Raises UsageError before the first step. With `wait`, raises the store's fault or, with "peers", Unavailable.
         """
+        check_wait(wait, self.settings)
         engine = self._started()
         with self._gate.held():
             saved = self._saving.now(Extent.WHOLE if full else Extent.PART)
         if wait:
-            self._saving.require_durable(engine, saved=saved)
+            self._saving.require(engine, wait, saved=saved)
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
         """Copy the newest step into shared memory, and queue it as one sealed checkpoint: at memory speed.
 
         A process that restarts on this host resumes from it exactly. The checkpoint becomes durable as usual. Its
         extras are those of the step's end, if these are kept (`flush_on_signal`). Callable from any thread.
-
         timeout: seconds to wait for a running step to end.
         Returns whether the state was sealed. It is not sealed while a step runs, or if values are not finite.
         Raises UsageError before the first step.

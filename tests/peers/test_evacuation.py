@@ -193,6 +193,30 @@ def test_a_host_that_never_answered_has_nothing(slow: Slow) -> None:
     sender.close(done=False, patience=30.0)
 
 
+def test_a_host_that_has_died_since_has_nothing(slow: Slow, relay: Relay, sender: Sender) -> None:
+    """It had all, and its end of the link is gone."""
+    slow.flush(7, RISING)
+    copies = PeerCopies(slow.arena, [sender])
+    copies.hurry()
+    copies.wait(60.0)
+    assert slow.evacuation(0.0, copies=copies).report().safe
+    relay.refuse()
+    wait_until(lambda: sender.state is State.LOST)
+    found = slow.evacuation(0.0, copies=copies).report()
+    assert (found.peers, found.peer_partitions, found.lost_partitions) == ((), 0, ROWS)
+
+
+def test_a_host_that_has_not_answered_since_has_nothing(slow: Slow, relay: Relay, sender: Sender) -> None:
+    """A host without power ends no connection."""
+    relay.allow(0)
+    copies = PeerCopies(slow.arena, [sender])
+    copies.hurry()
+    copies.wait(0.3)
+    assert sender.state is State.FOLLOWING
+    assert copies.hosts() == ()
+    assert (copies.versions() == -1).all()
+
+
 def test_a_lost_link_is_tried_at_once_when_the_host_goes(
     slow: Slow, relay: Relay, sender: Sender, tmp_path: Path
 ) -> None:
