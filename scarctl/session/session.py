@@ -163,8 +163,6 @@ class Session:
         alone = not self._together.several
         return measure(prefix, self._saving.stats, self.head_step, self.caveats, self._engine, alone=alone)
 
-    # -- the loop -----------------------------------------------------------------------------------------------
-
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of epochs that are not trained yet: use it instead of `range(count)`. See `batches`."""
         self._check_open()
@@ -175,11 +173,16 @@ class Session:
         """The loop's current epoch in `epochs`, from 0."""
         return self._progress.loop.epoch
 
+    @property
+    def batch(self) -> int:
+        """Number of the newest batch from `batches` in its epoch, from 0. `enumerate` would begin anew at a resume."""
+        return self._progress.loop.batch
+
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of `loader`, any iterable, that this epoch has not used yet: use it instead of `loader`.
 
-        A loop that reads its data here resumes exactly. Data, random numbers, schedulers and extras are then those of
-        the moment at which the loop asked for the next batch. Other work per epoch belongs into the loop over `epochs`.
+        A loop that reads its data here resumes exactly: with the state of when it asked for the next batch. Other work
+        per epoch belongs into the loop over `epochs`.
         Raises UsageError if the data end before the batch that was reached.
         """
         self._check_open()
@@ -214,8 +217,7 @@ class Session:
     def checkpoint(self, *, full: bool = False, wait: bool = False) -> None:
         """Save now: one partial checkpoint, or with `full` the whole state, sealed. `wait`: until it is durable.
 
-        Raises UsageError before the first step, because the optimizer has no state yet. With `wait`, raises the fault
-        if the checkpoint does not become durable.
+        Raises UsageError before the first step. With `wait`, raises the fault if it does not become durable.
         """
         engine = self._started()
         with self._gate.held():
@@ -250,8 +252,7 @@ class Session:
         """Save the whole state as a sealed checkpoint, keep it under a name, and return its step once it is durable.
 
         The snapshot stays until it is deleted (`scarctl snapshot delete`).
-        Raises UsageError for a name that exists or is not allowed, and before the first step; ScarError (kind
-        "not-sealed") if values are not finite; and the store's faults.
+        Raises UsageError for a name that exists or is not allowed; ScarError ("not-sealed") if values are not finite.
         """
         engine = self._started()
 

@@ -40,7 +40,7 @@ from scarctl_adapters.torch.sharding import (
     zero_of,
 )
 from scarctl_adapters.torch.slots import Slots, create_slots
-from scarctl_adapters.torch.stepping import beginning, is_nested
+from scarctl_adapters.torch.stepping import beginning, is_nested, untraced
 from scarctl_adapters.torch.watch import Watch
 
 
@@ -353,6 +353,7 @@ class TorchAdapter:
         handles = []
         for number, optimizer in enumerate(self._optimizers):
 
+            @untraced
             def entering(*_: object, number: int = number) -> None:
                 if not is_nested(self._optimizers[number]):
                     self._stepping = number
@@ -361,7 +362,13 @@ class TorchAdapter:
             handles.append(optimizer.register_step_pre_hook(entering if after else beginning(entering)))
         if after is not None:
             last = self._optimizers[-1]
-            handles.append(last.register_step_post_hook(lambda *_: None if is_nested(last) else after()))
+
+            @untraced
+            def leaving(*_: object) -> None:
+                if not is_nested(last):
+                    after()
+
+            handles.append(last.register_step_post_hook(leaving))
 
         def remove() -> None:
             for handle in handles:

@@ -5,12 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch.optim import Optimizer
 
 _WRAPPER = Optimizer.profile_hook_step(lambda *_: None).__code__
 """Code of torch's wrapper around every optimizer's step."""
+
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def untraced(hook: Hook) -> Hook:
+    """Return a hook that `torch.compile` runs as it is, where it compiles the step that the hook belongs to."""
+    return torch.compiler.disable(hook)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def running() -> Iterator[Optimizer]:
