@@ -190,6 +190,14 @@ def test_the_tree_is_one_that_a_stranger_can_read() -> None:
     assert len([path for path in PACKAGE.glob("*.py") if not path.name.startswith("__")]) <= MOST_AT_THE_ROOT
 
 
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples"])
+def test_no_other_file_is_long_either(folder: str) -> None:
+    paths = [path for path in (PACKAGE.parent / folder).rglob("*.py") if "golden" not in path.parts]
+    assert len(paths) > 5
+    lines = {str(path): path.read_text(encoding="utf-8").count("\n") for path in paths}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+
+
 LOCAL = """
 import sys
 from scarctl.cli.main import cli

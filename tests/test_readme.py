@@ -25,6 +25,7 @@ STEPS = ("docs/quickstart.md", "docs/costs.md", "docs/failures.md", "docs/report
 PROGRAMS = (
     "README.md",
     "docs/api.md",
+    "docs/loops.md",
     "docs/members.md",
     "docs/metrics.md",
     *(f"docs/howto/{name}.md" for name in ("containers", "embeddings", "notebooks", "stages")),

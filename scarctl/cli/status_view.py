@@ -14,10 +14,10 @@ from scarctl.util.text import counted
 _MARKS = {LOSING: "!!", AT_RISK: "! ", NOTE: "- "}
 _VERDICT = {LOSING: "LOSING", AT_RISK: "AT RISK", NOTE: "well"}
 _IF_LOST = {"process": "process", "host": "this host", "store": "store"}
-LOSS_COLUMNS = ("if it is lost now", "goes back by up to", "change", "predicted rework")
+LOSS_COLUMNS = ("if it is lost now", "goes back by", "change", "predicted rework")
 _MOST = 230
 """Characters of a finding, three lines: `scarctl inspect` and --json show all of it."""
-_UNSEEN = "nothing, if the run has ended; one on another host is not seen here"
+_UNSEEN = "nothing, unless the run continues on another host"
 _RANKS = 4
 """Ranks whose saving is listed for a store."""
 _SHARDS = 3
@@ -113,7 +113,7 @@ def loss_cells(loss: Loss) -> tuple[str, ...]:
         return name, _UNSEEN if loss.lower_bound else "nothing is lost"
     return (
         name,
-        f"{'at least ' if loss.lower_bound else ''}{counted(loss.steps, 'step')}",
+        f"up to {loss.steps}+ steps" if loss.lower_bound else f"up to {counted(loss.steps, 'step')}",
         "unknown" if loss.perturbation is None else f"{loss.perturbation:.4g}",
         "unknown" if loss.rework.iterations is None else in_iterations(loss.rework),
     )

@@ -17,6 +17,7 @@ NormName: TypeAlias = Literal["l2", "rms", "relative"]
 Norm: TypeAlias = NormName | Callable[..., Any]
 Tracker: TypeAlias = Literal["exact", "overlapped", "sampled", "touched", "auto"]
 OnError: TypeAlias = Literal["warn", "raise"]
+PeerAck: TypeAlias = Literal["next", "all"]
 Hooks: TypeAlias = Literal["auto", "begin", "off"]
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -104,6 +105,8 @@ class Settings:
     peer_domain: Name of what fails together with this host, such as its rack or zone. Copies go to other domains.
         Default: each host is its own.
     peer_bandwidth: Bytes per second that each copy may send, at most. Default: no limit.
+    peer_ack: Which hosts `Session.checkpoint(wait="peers")` waits for: "next", one that has acknowledged, or "all" that
+        keep a copy. Default: "next".
     """
 
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
@@ -121,6 +124,7 @@ class Settings:
     peers: int | None = None
     peer_domain: str | None = None
     peer_bandwidth: float | None = None
+    peer_ack: PeerAck | None = None
 
 
 @dataclass(frozen=True)

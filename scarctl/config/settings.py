@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from scarctl.config.checks import (
     at_least,
@@ -36,6 +36,7 @@ from scarctl.config.options import (
     Norm,
     OnError,
     Partitioning,
+    PeerAck,
     Policy,
     Selection,
     Settings,
@@ -95,6 +96,7 @@ class SessionSettings:
     peers: int = 0
     peer_domain: str | None = None
     peer_bandwidth: float | None = None
+    peer_ack: PeerAck = "next"
 
     def __post_init__(self) -> None:
         check_store(self.store)
@@ -158,6 +160,8 @@ class SessionSettings:
             isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf
         ):
             raise UsageError(f"peer_bandwidth is {rate!r}", hint="give bytes per second, more than 0")
+        if self.peer_ack not in get_args(PeerAck):
+            raise UsageError(f"peer_ack is {self.peer_ack!r:.80}", hint='use "next" or "all"')
         if self.peers and self.daemon is False:
             raise UsageError(
                 f"peers={self.peers} needs the daemon, which sends and keeps the copies",
@@ -331,4 +335,5 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "peers": int,
     "peer_domain": str,
     "peer_bandwidth": parse_bytes,
+    "peer_ack": str,
 }

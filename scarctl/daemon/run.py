@@ -32,6 +32,8 @@ MAX_SHARDS_SHOWN = 1024
 _ANSWERS = 16
 _LAST_ROUND = 5.0
 """Seconds to bring the peers up to date when a run ends."""
+_ACK_PAUSE = 0.002
+"""Seconds between two looks whether a peer has acknowledged."""
 _SPEED_PAUSE = 0.25
 """Least time between two messages to the session about the speed of saving."""
 
@@ -103,6 +105,22 @@ class Run:
             )
             sender.start()
             self._senders.append(sender)
+
+    def await_peers(self, count: int, seconds: float) -> tuple[int, list[str]]:
+        """Wait until `count` peers have what the arena has now, or it is clear that they will not.
+
+        Returns how many have it, and all links in words.
+        """
+        until = time.monotonic() + seconds
+        asked = [(sender, sender.ask()) for sender in self._senders]
+        while True:
+            have = sum(sender.has_acknowledged(number) for sender, number in asked)
+            possible = sum(
+                sender.has_acknowledged(number) or not sender.link.ended for sender, number in asked
+            )
+            if have >= count or possible < count or time.monotonic() >= until:
+                return have, [sender.describe() for sender, _ in asked]
+            time.sleep(_ACK_PAUSE)
 
     def end_sending(self) -> None:
         """End the links, once the peers have what is missing, within some seconds."""

@@ -20,6 +20,7 @@ from scarctl.daemon.client import REPLY_SECONDS, ask, connect, evacuate, gone, i
 from scarctl.daemon.request import Wish
 from scarctl.errors import Corruption, Fenced, ScarError, Unavailable, error_from
 from scarctl.persist.evacuation import Evacuated, not_evacuated
+from scarctl.persist.saver import Acknowledged
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current
 from scarctl.store import Part
@@ -205,6 +206,26 @@ class DaemonSaver:
         }
         self._copied = admitted, asked
         self._done("follow", **asked)
+
+    def await_peers(self, count: int, timeout: float) -> Acknowledged:
+        """See `Saver`. Also waits for a daemon that replaces one that has ended."""
+        deadline = time.monotonic() + timeout
+        known = Acknowledged(0, ())
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            part = min(left, _SLICE)
+            try:
+                reply = self._ask(
+                    "await_peers", patience=part + _MARGIN, count=count, milliseconds=int(part * 1000)
+                )
+                known = Acknowledged(int(reply["have"]), tuple(reply["links"]))
+            except ScarError as error:
+                self._last = error
+                if error.kind != "daemon-gone":
+                    raise
+            if known.have >= count or time.monotonic() >= deadline:
+                return known
+            time.sleep(min(_PAUSE, left))
 
     def leave(self) -> None:
         """See `Saver`."""

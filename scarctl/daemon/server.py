@@ -270,6 +270,12 @@ class Daemon:
         source = Source(run.id, run.store.where, protocol.text(message, "host"), start, secret, rate)
         run.send_to(source, protocol.candidates(message), protocol.number(message, "copies"))
 
+    def await_peers(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
+        """Wait until so many peers have the run's memory of this moment."""
+        seconds = min(protocol.number(message, "milliseconds") / 1000, _MAX_HOLD)
+        have, links = self._run(peer).await_peers(protocol.number(message, "count"), seconds)
+        return {"have": have, "links": links}
+
     def watch(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Use this connection for the events of a run from now on."""
         peer.watched = self.runs.known(protocol.text(message, "run"))
@@ -364,6 +370,7 @@ _OPERATIONS: dict[str, _Operation] = {
     "leave": Daemon.leave,
     "admit": Daemon.admit,
     "follow": Daemon.follow,
+    "await_peers": Daemon.await_peers,
     "watch": Daemon.watch,
     "brace": Daemon.brace,
     "evacuate": Daemon.evacuate,

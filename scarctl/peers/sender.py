@@ -101,7 +101,11 @@ class Sender:
         self._current: Counters = ()
         """Counters of that mark."""
         self._channel: Channel | None = None
+        self._begun = self._acknowledged = self._wanted = 0
+        """Numbers of rounds: the newest that has begun, acknowledged by the peer, and wanted by a waiting caller."""
+        self._asking = threading.Lock()
         self._closing = threading.Event()
+        self._wake = threading.Event()
         self._done = False
         self._said = ""
         self._thread = threading.Thread(target=self._run, name="scarctl-sender", daemon=True)
@@ -117,11 +121,24 @@ class Sender:
         """
         self._done = done
         self._closing.set()
+        self._wake.set()
         if self._thread.ident is not None:
             self._thread.join(patience)
         channel = self._channel
         if self._thread.is_alive() and channel is not None:
             channel.shut()
+
+    def ask(self) -> int:
+        """Have a round begin soon, and return its number: it brings to the peer what the arena has now."""
+        with self._asking:
+            wanted = self._begun + 1
+            self._wanted = max(self._wanted, wanted)
+        self._wake.set()
+        return wanted
+
+    def has_acknowledged(self, number: int) -> bool:
+        """Return whether the peer has acknowledged round `number`, or a later one."""
+        return self._acknowledged >= number
 
     @property
     def state(self) -> State:
@@ -230,6 +247,7 @@ class Sender:
             began = time.monotonic()
             if (
                 closing
+                or self._wanted > self._acknowledged
                 or self._follower.lags()
                 or (began > looked + _LOOK_SECONDS and self._follower.changed().any())
                 or began > rounded + _SIGN_SECONDS
@@ -241,12 +259,16 @@ class Sender:
             if closing:
                 return
             self._handle(Tick(time.monotonic(), waiting=self._follower.lags()))
-            self._closing.wait(max(_PAUSE, (time.monotonic() - began) / 8))
+            self._wake.wait(max(_PAUSE, (time.monotonic() - began) / 8))
+            self._wake.clear()
             if readable(channel):
                 channel.expect(Kind.ACK)  # nothing is due: this raises why the peer ends
 
     def _round(self, channel: Channel) -> None:
         waiting, marked = 0, False
+        # Before the arena is read: a question from now on is answered by the next round.
+        self._begun += 1
+        number = self._begun
         for frame in self._follower.round():
             marked = bytes(memoryview(frame[0])[:1]) == bytes([Kind.MARK])
             channel.send(frame)
@@ -257,6 +279,7 @@ class Sender:
         for _ in range(waiting):
             channel.expect(Kind.ACK)
         if marked:
+            self._acknowledged = number
             self._marked, self._current = self._follower.marked_step, self._follower.marked
             self._said = ""
             self._handle(Marked(time.monotonic()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,16 @@ from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current, PersisterThread
 from scarctl.store import Store, StoreWriter, open_writer
 from scarctl.store.saved import last_saved
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """What other hosts have of the memory of one moment."""
+
+    have: int
+    """Number of hosts that have all of it."""
+    links: tuple[str, ...]
+    """The copies on other hosts, in words: "b: following, 4 behind"."""
 
 
 class Saver(Protocol):
@@ -77,6 +88,9 @@ class Saver(Protocol):
 
         Returns in time, whatever the store does.
         """
+
+    def await_peers(self, count: int, timeout: float) -> Acknowledged:
+        """Wait up to `timeout` seconds until `count` other hosts have what this host's memory has now."""
 
     def answer(self, number: int, fields: Mapping[str, Any]) -> None:
         """Send the outcome of wish `number` to the command that waits for it."""
@@ -191,6 +205,10 @@ class LocalSaver:
     def evacuate(self, seconds: float) -> Evacuated:
         """See `Saver`. Raises Unavailable before saving has started."""
         return self._running().evacuate(seconds)
+
+    def await_peers(self, count: int, timeout: float) -> Acknowledged:
+        """See `Saver`. Only the daemon has peers."""
+        return Acknowledged(0, ())
 
     def answer(self, number: int, fields: Mapping[str, Any]) -> None:
         """See `Saver`. Does nothing: commands send requests through the daemon only."""

@@ -165,6 +165,17 @@ def refuse_peers(settings: SessionSettings) -> None:
         )
 
 
+def check_wait(wait: object, settings: SessionSettings) -> None:
+    """Raise UsageError unless `Session.checkpoint` can wait so."""
+    if wait == "peers" and not settings.peers:
+        raise UsageError(
+            "wait='peers', but no other host keeps copies of this one's memory",
+            hint="attach with Settings(peers=1), or use wait=True to wait for the store",
+        )
+    if wait not in (True, False, "peers"):
+        raise UsageError(f"wait is {wait!r:.80}", hint='give True, False or "peers"')
+
+
 class WrittenByRanks(UsageError):
     """The store is written by several ranks, so that a single process cannot use it."""
 

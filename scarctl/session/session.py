@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from scarctl.adapter import Adapter, watch_of
 from scarctl.checkpoint.binding import Binding
@@ -30,7 +30,7 @@ from scarctl.session.metrics import measure
 from scarctl.session.opening import Opening, claim
 from scarctl.session.origin import Origin
 from scarctl.session.parts import Parts
-from scarctl.session.peers import Alone, Together
+from scarctl.session.peers import Alone, Together, check_wait
 from scarctl.session.progress import Progress
 from scarctl.session.recover import Resumed, check_mode, facts, recover_live, said
 from scarctl.session.requests import Requests, answer
@@ -182,8 +182,7 @@ class Session:
         """Yield the batches of `loader`, any iterable, that this epoch has not used yet: use it instead of `loader`.
 
         A loop that reads its data here resumes exactly: with the state of when it asked for the next batch. Other work
-        per epoch belongs into the loop over `epochs`.
-        Raises UsageError if the data end before the batch that was reached.
+        per epoch belongs into the loop over `epochs`. Raises UsageError if the data end before the batch reached.
         """
         self._check_open()
         return self._progress.loop.batches(loader)
@@ -214,16 +213,18 @@ class Session:
             self._finish()
         self._gate.enter()
 
-    def checkpoint(self, *, full: bool = False, wait: bool = False) -> None:
-        """Save now: one partial checkpoint, or with `full` the whole state, sealed. `wait`: until it is durable.
+    def checkpoint(self, *, full: bool = False, wait: bool | Literal["peers"] = False) -> None:
+        """Save now: one partial checkpoint, or with `full` the whole state, sealed.
 
-        Raises UsageError before the first step. With `wait`, raises the fault if it does not become durable.
+        wait: True until it is durable; "peers" until other hosts have it in memory, as many as `peer_ack` says.
+        Raises UsageError before the first step. With `wait`, raises the store's fault or, with "peers", Unavailable.
         """
+        check_wait(wait, self.settings)
         engine = self._started()
         with self._gate.held():
             saved = self._saving.now(Extent.WHOLE if full else Extent.PART)
         if wait:
-            self._saving.require_durable(engine, saved=saved)
+            self._saving.require(engine, wait, saved=saved)
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
         """Copy the newest step into shared memory, and queue it as one sealed checkpoint: at memory speed.
@@ -249,9 +250,8 @@ class Session:
         return self._departure.evacuate(seconds_of("seconds", seconds))
 
     def snapshot(self, name: str) -> int:
-        """Save the whole state as a sealed checkpoint, keep it under a name, and return its step once it is durable.
+        """Save the whole state, sealed, keep it under a name until it is deleted, and return its step once durable.
 
-        The snapshot stays until it is deleted (`scarctl snapshot delete`).
         Raises UsageError for a name that exists or is not allowed; ScarError ("not-sealed") if values are not finite.
         """
         engine = self._started()

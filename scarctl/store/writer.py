@@ -18,7 +18,7 @@ from scarctl.state.version import MAX_EPOCH
 from scarctl.store.commit import Publisher
 from scarctl.store.commit_check import checked_ids, checked_versions
 from scarctl.store.format import record_path, segment_name, segment_path, shard_folder
-from scarctl.store.index import INDEX_BYTES, INDEX_RECORDS
+from scarctl.store.index import INDEX_BYTES, INDEX_LEAST, INDEX_RECORDS
 from scarctl.store.ledger import Ledger
 from scarctl.store.line import Companion
 from scarctl.store.record import Record
@@ -172,7 +172,8 @@ class StoreWriter:
         self._publish_next(record, tail)
         self.ledger.handed(shard, record.nbytes)
         self._floor[shard] = step
-        if state.unindexed_records >= INDEX_RECORDS or 0 < len(state.ids) <= 2 * state.unindexed:
+        half = state.unindexed_records >= INDEX_LEAST and 0 < len(state.ids) <= 2 * state.unindexed
+        if half or state.unindexed_records >= INDEX_RECORDS:
             self._write_index(shard)
         return record
 

@@ -1,11 +1,11 @@
-"""Adapters and loops with one defect each, as an author might make it. The conformance suite has to find them."""
+"""Adapters with one defect each, as an author might make it. The conformance suite has to find them."""
 
 from __future__ import annotations
 
 import atexit
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from scarctl.adapter import StateGroup
 from scarctl.state.layout import Layout
 from scarctl.testing import AdapterConformance, Training, Visit
 from scarctl_adapters.torch import TorchAdapter
+from tests.adapters import broken_loops
 from tests.adapters.test_conformance_torch import TorchTraining
 
 Hook = Callable[[], None]
@@ -354,111 +355,6 @@ class KeepsFile(TorchAdapter):
         return super().install(before, after)
 
 
-# -- loops, as a framework's adapter would be one ----------------------------------------------------------------
-
-
-class Loop(TorchTraining):
-    """The loop of the torch suite in its parts."""
-
-    def run(
-        self,
-        store: Path,
-        until: int,
-        visit: Visit,
-        *,
-        resume: Mapping[str, Any],
-        options: Mapping[str, Any],
-    ) -> None:
-        extras = {"position": self.position}
-        session = scarctl.attach(
-            self.model,
-            self.optimizers,
-            store=store,
-            schedulers=self.schedulers,
-            extras=extras,
-            **options,
-        )
-        try:
-            self.begin(session, resume)
-            visit(session)
-            while session.head_step < until:
-                self.step()
-                self.step_done(session)
-                visit(session)
-        except BaseException as error:
-            if not self.failed(error):
-                raise
-        finally:
-            self.end(session)
-
-    def begin(self, session: scarctl.Session, resume: Mapping[str, Any]) -> None:
-        session.resume(**resume)
-
-    def step_done(self, session: scarctl.Session) -> None: ...
-
-    def failed(self, error: BaseException) -> bool:
-        return False
-
-    def end(self, session: scarctl.Session) -> None:
-        session.close()
-
-
-class NeverCloses(Loop):
-    """The session is left to the end of the process."""
-
-    left: ClassVar[list[scarctl.Session]] = []
-
-    def end(self, session: scarctl.Session) -> None:
-        self.left.append(session)
-
-
-class KeepsSession(Loop):
-    """The loop remembers its session."""
-
-    def end(self, session: scarctl.Session) -> None:
-        session.close()
-        self.session = session
-
-
-class NeverSeals(Loop):
-    """What is not saved yet when the loop ends is not saved."""
-
-    def step_done(self, session: scarctl.Session) -> None:
-        session._finish()
-        assert session._started().saver.drain(60)  # else it is up to the store what the last step may save
-
-    def end(self, session: scarctl.Session) -> None:
-        session.close(seal=False)
-
-
-class SwallowsExceptions(Loop):
-    """What a callback raises ends the loop, and nobody hears of it."""
-
-    def failed(self, error: BaseException) -> bool:
-        return True
-
-
-class IgnoresSnapshot(Loop):
-    """Resumes always from the newest state."""
-
-    def begin(self, session: scarctl.Session, resume: Mapping[str, Any]) -> None:
-        session.resume()
-
-
-class WaitsForStore(Loop):
-    """Every iteration has to be durable."""
-
-    def step_done(self, session: scarctl.Session) -> None:
-        session.checkpoint(wait=True)
-
-
-class CountsItself(Loop):
-    """The loop counts iterations beside the hooks."""
-
-    def step_done(self, session: scarctl.Session) -> None:
-        session.step()
-
-
 # -- their suites ------------------------------------------------------------------------------------------------
 
 
@@ -472,8 +368,11 @@ def suite_of(mutant: type[TorchAdapter] | type[TorchTraining]) -> type[Mutated]:
     return found
 
 
-for _mutant in [item for item in vars().copy().values() if isinstance(item, type)]:
-    if issubclass(_mutant, TorchAdapter | TorchTraining) and _mutant.__module__ == __name__:
+for _mutant in [item for item in [*vars().values(), *vars(broken_loops).values()] if isinstance(item, type)]:
+    if issubclass(_mutant, TorchAdapter | TorchTraining) and _mutant.__module__ in (
+        __name__,
+        broken_loops.__name__,
+    ):
         _loop = _mutant if issubclass(_mutant, TorchTraining) else with_adapter(_mutant)
         _names = {"loop": _loop, "__qualname__": f"Suites.{_mutant.__name__}", "__module__": __name__}
         setattr(Suites, _mutant.__name__, type(_mutant.__name__, (Mutated,), _names))

@@ -11,7 +11,7 @@ import pytest
 
 from scarctl.testing import leaks
 from scarctl_adapters.torch import TorchAdapter
-from tests.adapters import mutants
+from tests.adapters import broken_loops, mutants
 from tests.adapters.test_conformance_torch import TorchTraining
 
 FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
@@ -56,13 +56,13 @@ FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
         "other handlers: .*SIGUSR1",
     ),
     mutants.KeepsFile: ("runs_one_after_the_other_leave_nothing_in_the_process", "open files"),
-    mutants.NeverCloses: ("resuming_a_closed_run_is_exact", "other handlers: .*SIGTERM"),
-    mutants.KeepsSession: ("nothing_refers_to_a_closed_session", "still there"),
-    mutants.NeverSeals: ("resuming_a_closed_run_is_exact", "values that were not restored"),
-    mutants.SwallowsExceptions: ("an_exception_in_the_loop_comes_through", "swallowed"),
-    mutants.IgnoresSnapshot: ("a_snapshot_is_resumed_by_its_name", "resumed after iteration 5, not 2"),
-    mutants.WaitsForStore: ("a_store_that_fails_does_not_end_the_run", "the folder is gone"),
-    mutants.CountsItself: ("hooks_are_called_around_every_iteration", "would count each twice"),
+    broken_loops.NeverCloses: ("resuming_a_closed_run_is_exact", "other handlers: .*SIGTERM"),
+    broken_loops.KeepsSession: ("nothing_refers_to_a_closed_session", "still there"),
+    broken_loops.NeverSeals: ("resuming_a_closed_run_is_exact", "values that were not restored"),
+    broken_loops.SwallowsExceptions: ("an_exception_in_the_loop_comes_through", "swallowed"),
+    broken_loops.IgnoresSnapshot: ("a_snapshot_is_resumed_by_its_name", "resumed after iteration 5, not 2"),
+    broken_loops.WaitsForStore: ("a_store_that_fails_does_not_end_the_run", "the folder is gone"),
+    broken_loops.CountsItself: ("hooks_are_called_around_every_iteration", "would count each twice"),
 }
 
 
@@ -77,7 +77,7 @@ def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     while mutants.WaitsForExit.kept:
         atexit.unregister(mutants.WaitsForExit.kept.pop())
     mutants.KeepsThread.end.set()
-    for kept in (mutants.KeepsFile.kept, mutants.NeverCloses.left):
+    for kept in (mutants.KeepsFile.kept, broken_loops.NeverCloses.left):
         while kept:
             kept.pop().close()
 
@@ -89,9 +89,9 @@ def test_a_defect_is_found(mutant: type[TorchAdapter] | type[TorchTraining], tmp
         getattr(mutants.suite_of(mutant)(), f"test_{name}")(tmp_path)
 
 
-LOOPS = {name for mutant, (name, _) in FOUND.items() if issubclass(mutant, mutants.Loop)}
+LOOPS = {name for mutant, (name, _) in FOUND.items() if issubclass(mutant, broken_loops.Loop)}
 
 
 @pytest.mark.parametrize("name", sorted(LOOPS))
 def test_the_loop_without_a_defect_passes(name: str, tmp_path: Path) -> None:
-    getattr(mutants.suite_of(mutants.Loop)(), f"test_{name}")(tmp_path)
+    getattr(mutants.suite_of(broken_loops.Loop)(), f"test_{name}")(tmp_path)

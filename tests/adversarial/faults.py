@@ -23,8 +23,8 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from scarctl.errors import ScarError
 from scarctl.state.version import step_of
 from scarctl.store import Blobs, Collector, Store, verify
 from scarctl.store import store as store_module
+from tests.adversarial.clocked import Clocked
 from tests.support.faulty import OPERATIONS, OTHERS, FaultyBlobs
 from tests.support.places import KEY, SECRET, s3_client, s3_server
 from tests.support.proxy import Fault, Proxy, Request, proxy
@@ -108,77 +109,6 @@ def draw(seed: int, number: int, only: str | None = None) -> Case:
     return Case(
         number, place, what, rng.choice([*OPERATIONS, *OTHERS]), rng.choice([1, 2, 3, 5, 8, 13, 21, 34])
     )
-
-
-# -- what may take how long --------------------------------------------------------------------------------------
-
-
-@dataclass
-class Clocked:
-    """Passes everything on, and measures what an operation of a remote store takes."""
-
-    inner: Any
-    worst: dict[str, float] = field(default_factory=dict)
-    calls: Counter[str] = field(default_factory=Counter)
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.inner, name)
-        if name in (
-            "read",
-            "files",
-            "folders",
-            "has",
-            "create_exclusive",
-            "settle",
-            "delete",
-            "top",
-            "uploads",
-        ):
-            return self.timed(name, found)
-        return found
-
-    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def clocked(*args: Any, **kwargs: Any) -> Any:
-            started = time.monotonic()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.worst[name] = max(self.worst.get(name, 0.0), time.monotonic() - started)
-                self.calls[name] += 1
-
-        return clocked
-
-    @contextmanager
-    def reader(self, name: str) -> Iterator[Any]:
-        opened = self.inner.reader(name)
-        file = self.timed("reader", opened.__enter__)()
-        try:
-            yield _ClockedFile(self, file, ("read", "read_into"))
-        finally:
-            opened.__exit__(None, None, None)
-
-    @contextmanager
-    def writer(self, name: str) -> Iterator[Any]:
-        opened = self.inner.writer(name)
-        out = opened.__enter__()
-        try:
-            yield _ClockedFile(self, out, ("write", "commit"))
-        except BaseException as error:
-            if not self.timed("give up", opened.__exit__)(type(error), error, error.__traceback__):
-                raise
-        else:
-            self.timed("writer.close", opened.__exit__)(None, None, None)
-
-
-@dataclass
-class _ClockedFile:
-    owner: Clocked
-    file: Any
-    timed: tuple[str, ...]
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.file, name)
-        return self.owner.timed(f"file.{name}", found) if name in self.timed else found
 
 
 # -- a run -------------------------------------------------------------------------------------------------------

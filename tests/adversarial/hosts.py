@@ -14,12 +14,9 @@ nobody has contradicted has to be used.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -27,203 +24,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import scarctl
 from scarctl.arena import kinship
-from scarctl.arena.folder import host_folder
-from scarctl.daemon.client import question
 from scarctl.errors import ScarError
 from scarctl.persist import saver
 from scarctl.store import Store
 from scarctl.store.backends.address import Address
 from scarctl.store.prune import Retention, plan_prune, prune
-
-STEPS = 1000
-"""More than a life has: value = life * STEPS + step."""
-SHAPES = {"a": (8, 4), "b": (5, 3)}
-ROWS = sum(rows for rows, _ in SHAPES.values())
-NEVER = -1.0
-PATIENCE = 60.0
-
-Values = tuple[float, ...]
-"""Of each partition its one value; NEVER: there is none."""
-
-
-class Violation(Exception):
-    """Something is not as it must be."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one process does."""
-
-    mode: str = "partial"
-    steps: int = 6
-    durable: int = 0
-    """The step of its own after which the whole state is sealed and durable; 0: none."""
-    stopped: int = 0
-    """The step of its own after which nothing reaches the store any more; 0: none."""
-    drained: bool = False
-    """Before its end it waits until the store has all that was copied."""
-    end: str = "kill"
-    """"kill": by SIGKILL; "close": as a program that is over."""
-    daemon: str = ""
-    """"": a thread saves; "stays": the host's daemon, which goes on; "dies": it is killed as well."""
-
-
-@dataclass(frozen=True)
-class Told:
-    """What a process has said of itself."""
-
-    step: int
-    exact: bool
-    values: Values
-    """What it had after `resume`."""
-    left: Values = ()
-    """What was in its memory when it died."""
-    found: bool = True
-    """There was something to resume."""
-    error: str = ""
-
-
-def live(store: Path, host: Path, life: int, plan: Plan) -> Told:
-    """Have a process live."""
-    warm()
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.close(reading)
-            logging.disable(logging.CRITICAL)
-            _live(writing, store, host, life, plan)
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        lines = [json.loads(line) for line in pipe.read().splitlines()]
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if not lines or status not in (0, -signal.SIGKILL):
-        raise Violation(f"life {life} has ended with {status}: {lines}")
-    if plan.daemon == "dies":
-        kill_daemon(host)
-    elif plan.daemon:
-        wait_for_daemon(host)
-    first, last = lines[0], lines[-1]
-    if "error" in first:
-        return Told(0, False, (), error=first["error"])
-    left = tuple(last["left"]) if plan.end == "kill" else ()
-    return Told(first["step"], first["exact"], tuple(first["values"]), left, first["found"])
-
-
-@cache
-def warm() -> None:
-    """What a session imports is imported here: once, not in every child."""
-    with tempfile.TemporaryDirectory() as folder:
-        state = {"a": np.zeros((2, 2))}
-        session = scarctl.attach(
-            state,
-            store=f"{folder}/run",
-            settings=scarctl.Settings(arena_dir=folder, daemon=False, flush_on_signal=False),
-        )
-        session.step()
-        session.close()
-        session = scarctl.attach(
-            state,
-            store=f"{folder}/run",
-            settings=scarctl.Settings(arena_dir=folder, daemon=False, flush_on_signal=False),
-        )
-        session.resume()
-        session.close()
-
-
-def _live(pipe: int, store: Path, host: Path, life: int, plan: Plan) -> None:
-    def tell(**fields: Any) -> None:
-        os.write(pipe, json.dumps(fields).encode() + b"\n")
-
-    state = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    session = scarctl.attach(
-        state,
-        store=store,
-        fraction=0.3,
-        interval=2,
-        partitioning=scarctl.Partitioning(rows={"*": 1}, shards=2, seed=3),
-        selection=scarctl.Selection(policy="round"),
-        settings=scarctl.Settings(
-            arena_dir=host, daemon=bool(plan.daemon), flush_on_signal=False, timeout=20.0
-        ),
-    )
-    try:
-        resumed = session.resume(plan.mode)
-    except ScarError as error:
-        tell(error=error.kind)
-        session.close(seal=False)
-        return
-    tell(step=resumed.step, exact=resumed.exact, values=_values(state), found=resumed.report is not None)
-    engine = session._engine
-    for n in range(1, plan.steps + 1):
-        for array in state.values():
-            array[:] = life * STEPS + session.head_step + 1
-        session.step()
-        engine = session._engine
-        assert engine is not None
-        if n == plan.durable:
-            session.checkpoint(full=True, wait=True)
-        if n == plan.stopped:
-            session._finish()
-            engine.saver.stop()
-    session._finish()
-    if plan.drained and engine is not None and not engine.saver.drain(20.0):
-        return
-    if plan.end == "close":
-        session.close()
-        return
-    arena = None if engine is None else engine.arena
-    left = [NEVER] * ROWS
-    if arena is not None:
-        rows = [
-            float(arena.rows(g, 0).view(np.float64)[r, 0])
-            for g, (n, _) in enumerate(SHAPES.values())
-            for r in range(n)
-        ]
-        left = [v if there else NEVER for v, there in zip(rows, arena.intact().tolist(), strict=True)]
-    tell(left=left)
-    if plan.daemon == "dies" and (answer := question(host_folder(str(host)), "status", patience=PATIENCE)):
-        os.kill(answer["pid"], signal.SIGKILL)  # before it can save what this process leaves
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _values(state: dict[str, np.ndarray]) -> list[float]:
-    """One value per partition. A torn one is no number that anybody has made."""
-    rows = [row for array in state.values() for row in array]
-    return [float(row[0]) if (row == row[0]).all() else 0.5 for row in rows]
-
-
-def kill_daemon(host: Path) -> None:
-    """As the host dies with its last process."""
-    answer = question(host_folder(str(host)), "status", patience=PATIENCE)
-    if answer is not None:
-        os.kill(answer["pid"], signal.SIGKILL)
-        _wait(lambda: question(host_folder(str(host)), "status", patience=PATIENCE) is None)
-
-
-def wait_for_daemon(host: Path) -> None:
-    """Until what the dead process left is in the store."""
-    _wait(lambda: not (question(host_folder(str(host)), "status", patience=PATIENCE) or {"runs": []})["runs"])
-
-
-def _wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        if time.monotonic() > deadline:
-            raise Violation("a daemon does not come to its end")
-        time.sleep(0.01)
+from tests.adversarial.host_lives import NEVER, ROWS, STEPS, Plan, Told, Values, Violation, kill_daemon, live
 
 
 def stored(path: Path) -> tuple[Values, tuple[str, ...]]:

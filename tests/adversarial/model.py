@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from tests.adversarial import arenas, replicas
-from tests.adversarial.protocol import ENDED, MUTANTS, Broken, Files, Model, Process, check
+from tests.adversarial.protocol import ENDED, MUTANTS, Model, Process
+from tests.adversarial.protocol_files import Broken, Files, check
 
 World = tuple[Files, tuple[Process, ...]]
 

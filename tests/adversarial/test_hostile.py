@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.adversarial.hostile import Attack, cases
+from tests.adversarial.hostile import Attack
+from tests.adversarial.hostile_cases import cases
 
 FOUND_BEFORE = (
     "store: link as segments",

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 import scarctl
-from tests.adversarial import hosts
-from tests.adversarial.hosts import Plan
+from tests.adversarial import host_lives, hosts
+from tests.adversarial.host_lives import Plan, Violation
 
 
 @pytest.fixture(autouse=True)
 def warm(arena_dir: Path) -> None:
-    hosts.warm()
+    host_lives.warm()
 
 
 @pytest.mark.parametrize("name", hosts.CASES)
@@ -30,7 +30,7 @@ def test_memory_of_another_line_is_no_memory(name: str, daemon: str) -> None:
 @pytest.mark.parametrize("mutant", hosts.MUTANTS)
 def test_the_rules_matter(mutant: str) -> None:
     for name in hosts.MUTANTS[mutant]:
-        with pytest.raises(hosts.Violation), hosts.mutated(mutant):
+        with pytest.raises(Violation), hosts.mutated(mutant):
             hosts.case(name)
 
 
@@ -55,22 +55,22 @@ def test_who_was_stopped_while_the_run_was_rolled_back_elsewhere_is_fenced(tmp_p
     os.close(writing)
     try:
         os.waitpid(pid, os.WUNTRACED)
-        hosts.kill_daemon(here)
-        assert hosts.live(tmp_path / "run", elsewhere, 2, Plan("rollback", steps=0)).step == 3
+        host_lives.kill_daemon(here)
+        assert host_lives.live(tmp_path / "run", elsewhere, 2, Plan("rollback", steps=0)).step == 3
         before = hosts.stored(tmp_path / "run")
     finally:
         os.kill(pid, signal.SIGCONT)
         with os.fdopen(reading) as pipe:
             told = json.loads(pipe.read())
         os.waitpid(pid, 0)
-        hosts.kill_daemon(here)
+        host_lives.kill_daemon(here)
     assert told["failure"] == "fenced"
     assert told["errors"] > 0
     assert hosts.stored(tmp_path / "run") == before
 
 
 def _stop_and_go_on(store: Path, arenas: Path, pipe: int) -> None:
-    state = {name: np.zeros(shape) for name, shape in hosts.SHAPES.items()}
+    state = {name: np.zeros(shape) for name, shape in host_lives.SHAPES.items()}
     session = scarctl.attach(
         state,
         store=store,

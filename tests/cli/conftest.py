@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from scarctl.cli.main import cli
 from scarctl.store import Store, verify
+from tests.support.ranks import RankStore
 
 ERROR_KEYS = {"schema_version", "command", "error"}
 
@@ -157,3 +158,13 @@ def assert_sound(store: str | Path = "ckpt") -> Store:
     opened = Store.open(store)
     assert verify(opened, read_data=True).problems == []
     return opened
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> RankStore:
+    """Four ranks, sealed at step 3 and 5; three of them have saved parts at step 7."""
+    made = RankStore(tmp_path / "ckpt", 4)
+    made.save(3)
+    made.save(5)
+    made.save(7, [0, 1, 3], every=2)
+    return made.close()

@@ -11,7 +11,7 @@ import torch
 
 from scarctl.store import Store
 from tests.cli.conftest import Run
-from tests.cli.test_ranks import read
+from tests.support.ranks import read
 
 
 @pytest.mark.slow

@@ -191,7 +191,7 @@ def test_ranks_are_one_run(run: Run, tmp_path: Path, arena_dir: Path) -> None:
     made.close()
     well = run("status", "ckpt").stdout
     assert well.startswith("well: ckpt\n")
-    assert "nothing, if the run has ended" in well
+    assert "nothing, unless the run continues on another host" in well
     alive, dead = (made.arena(arena_dir, rank, 9) for rank in (0, 2))
     dead.take_over(0x7FFFFFF0)  # a number that no process has
     done = run("status", "ckpt", code=3).stdout

@@ -49,6 +49,7 @@ VALUES: dict[str, tuple[Any, str]] = {
     "peers": (1, "1"),
     "peer_domain": ("rack 7", "rack 7"),
     "peer_bandwidth": (5e7, "50MB"),
+    "peer_ack": ("all", "all"),
 }
 """A value of each option, and how the environment spells it."""
 NO_TEXT: dict[str, Any] = {"rows": {"embed.*": 1}, "storage_options": {"key": "k"}}

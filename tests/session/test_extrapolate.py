@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,69 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 import scarctl
-from scarctl.arena import movements
-from scarctl.arena.folder import arena_folder
-from scarctl.arena.header import FILE, MOVEMENTS
-from scarctl.arena.stale import reap
 from scarctl.config import grouped
-from scarctl.errors import ScarError, Unavailable, UsageError
-from scarctl.store import Store
-from tests.support.process import Forked
+from scarctl.errors import UsageError
+from tests.session.moving import INTERVAL, ROUNDING, ROWS, Moving, drift, shrink, swing
 from tests.support.training import Loop, differing, drained
-
-ROWS, INTERVAL = 32, 8
-ROUNDING = 2.0**-8
-"""Of a movement, in bfloat16."""
-
-
-class Moving:
-    """Values that move as a test wants, all saved in every eighth iteration unless it says otherwise."""
-
-    def __init__(
-        self, store: Path, law: Callable[[NDArray[Any], int], object], dtype: Any = np.float64, **options: Any
-    ) -> None:
-        self.law = law
-        self.state = {"x": np.ones((ROWS, 4), dtype=dtype), "count": np.arange(6)}
-        settings = {"interval": INTERVAL, "fraction": 1.0, "shards": 4, "rows": {"x": 1}, "extrapolate": True}
-        self.session = scarctl.attach(self.state, store=store, **grouped(**(settings | options)))
-
-    @property
-    def x(self) -> NDArray[Any]:
-        return self.state["x"]
-
-    @property
-    def factor(self) -> float:
-        engine = self.session._engine
-        assert engine is not None
-        assert engine.trend is not None
-        return float(engine.trend.fits.factor[0])
-
-    def train(self, until: int) -> None:
-        for step in range(self.session.head_step + 1, until + 1):
-            self.law(self.x, step)
-            self.session.step()
-            self.session._finish()
-            drained([self.session])
-
-    def lost(self, *shards: int) -> NDArray[np.bool_]:
-        """Which rows are in these shards."""
-        engine = self.session._started()
-        group = next(g for g, group in enumerate(engine.layout.groups) if group.name == "x")
-        mine = slice(int(engine.layout.base[group]), int(engine.layout.base[group + 1]))
-        return np.isin(engine.shard_of[mine], shards)
-
-
-def drift(x: NDArray[Any], step: int) -> None:
-    x += 1
-
-
-def shrink(x: NDArray[Any], step: int) -> None:
-    x *= 0.95
-
-
-def swing(x: NDArray[Any], step: int) -> None:
-    """There and back between two checkpoints."""
-    x += 1.0 if step // INTERVAL % 2 else -1.0
 
 
 def test_what_goes_straight_comes_back_nearly_where_it_was(tmp_path: Path) -> None:
@@ -289,127 +228,6 @@ def test_a_rollback_is_exact(tmp_path: Path) -> None:
     run.session.close()
 
 
-def killed(store: Path, until: int) -> None:
-    """A run that ends by kill -9 some iterations after its last checkpoint, half of which is saved then."""
-
-    def body(tell: Callable[[str], None]) -> None:
-        run = Moving(store, drift, fraction=0.5, policy="round", flush_on_signal=False)
-        run.train(until)
-        tell("there")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with Forked(body) as child:
-        child.expect("there")
-        assert child.wait() == -signal.SIGKILL
-
-
-def folder_of(store: Path, arena_dir: Path) -> Path:
-    return arena_folder(str(arena_dir), Store.open(store).run_id)
-
-
-def test_a_run_that_was_killed_goes_on_further_along_the_way(
-    tmp_path: Path, both_savers: str, warm_torch: None
-) -> None:
-    store = tmp_path / "store"
-    killed(store, 10 * INTERVAL + 3)
-    run = Moving(store, drift)
-    resumed = run.session.resume()
-    assert (resumed.step, resumed.exact) == (10 * INTERVAL, False)
-    assert resumed.report is not None
-    told = resumed.report.extrapolation
-    assert told is not None
-    there, left = 1.0 + resumed.step, run.x.copy()
-    # Half was saved at that step, half one checkpoint before, after 16 iterations.
-    late = left[:, 0] != there
-    assert (told.partitions, told.unknown) == (late.sum(), 0)
-    assert late.sum() in (ROWS // 2 - 1, ROWS // 2)
-    assert run.factor == told.factors["x"] > 0.7
-    np.testing.assert_allclose(left[late], there - INTERVAL * (1 - run.factor), rtol=1e-12)
-    run.session.close()
-    again = Moving(store, drift)
-    resumed = again.session.resume()
-    assert resumed.report is not None
-    assert resumed.report.exact, "all copies are of what was closed"
-    assert not resumed.exact, "and that is what was resumed inexactly, no step later"
-    assert resumed.report.extrapolation is None
-    assert again.factor == pytest.approx(told.factors["x"]), "it is carried over restarts"
-    assert again.x.tobytes() == left.tobytes()
-    again.session.close()
-
-
-@pytest.mark.parametrize("damage", ["gone", "short", "another layout", "noise", "a link"])
-def test_movements_that_are_gone_or_damaged(
-    tmp_path: Path, arena_dir: Path, warm_torch: None, damage: str
-) -> None:
-    store = tmp_path / "store"
-    killed(store, 10 * INTERVAL + 3)
-    file = folder_of(store, arena_dir) / MOVEMENTS
-    data = bytearray(file.read_bytes())
-    if damage == "gone":
-        file.unlink()
-    elif damage == "short":
-        os.truncate(file, len(data) // 2)
-    elif damage == "another layout":
-        data[40] ^= 1
-        file.write_bytes(data)
-    elif damage == "noise":
-        data[-ROWS * 8 :] = b"\xff" * (ROWS * 8)  # NaN
-        file.write_bytes(data)
-    else:
-        file.rename(tmp_path / "movements")
-        (tmp_path / "movements").write_bytes(b"")
-        file.symlink_to(tmp_path / "movements")
-    run = Moving(store, drift)
-    if damage == "a link":
-        with pytest.raises(ScarError, match="movements"):
-            run.session.resume()
-        file.unlink()
-    resumed = run.session.resume()
-    assert resumed.report is not None
-    told = resumed.report.extrapolation
-    assert told is not None
-    assert told.partitions == 0
-    assert told.unknown == (run.x[:, 0] == 1 + 9 * INTERVAL).sum() > 0
-    assert set(run.x[:, 0].tolist()) == {1.0 + 9 * INTERVAL, 1.0 + 10 * INTERVAL}
-    run.session.close()
-
-
-def test_it_goes_with_the_arena_and_is_never_in_the_store(tmp_path: Path, arena_dir: Path) -> None:
-    store = tmp_path / "store"
-    run = Moving(store, drift)
-    run.train(3 * INTERVAL)
-    file = folder_of(store, arena_dir) / MOVEMENTS
-    assert file.stat().st_mode & 0o777 == 0o600
-    run.session.close()
-    assert not file.exists()
-    assert not list(store.rglob(MOVEMENTS))
-
-
-def test_it_goes_with_the_arena_of_a_dead_run_too(tmp_path: Path, arena_dir: Path, warm_torch: None) -> None:
-    killed(tmp_path / "store", 3 * INTERVAL)
-    folder = folder_of(tmp_path / "store", arena_dir)
-    assert (folder / MOVEMENTS).exists()
-    assert [stale.folder for stale in reap(folder.parent)] == [folder]
-    assert not folder.exists()
-
-
-def test_a_copy_that_was_torn_has_no_movement_that_passes_for_its_own(tmp_path: Path) -> None:
-    run = Moving(tmp_path / "store", drift)
-    run.train(6 * INTERVAL + 3)
-    engine = run.session._started()
-    lost = run.lost(0)
-    engine.arena.spoil(np.flatnonzero(engine.shard_of == 0))
-    report = run.session.recover([0])
-    assert report.tiers == {"store": report.restored_partitions}
-    # The same copy, from the store: its movement is known all the same.
-    assert report.extrapolation is not None
-    assert report.extrapolation.partitions == lost.sum()
-    run.train(7 * INTERVAL)
-    engine.arena.begin(np.flatnonzero(engine.shard_of == 0))
-    run.train(7 * INTERVAL + 1)
-    run.session.close()
-
-
 def test_it_is_a_setting_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCARCTL_EXTRAPOLATE", "1")
     session = scarctl.attach({"x": np.zeros(3)}, store=tmp_path / "store")
@@ -461,17 +279,3 @@ def test_what_is_frozen_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert torch.equal(model["base"].weight, before["base.weight"])
     assert not torch.equal(model["head"].weight, before["head.weight"])
     session.close()
-
-
-def test_too_little_memory_for_movements_leaves_none_of_it_taken(
-    tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise Unavailable("the arena needs more", kind="arena-full")
-
-    monkeypatch.setattr(movements, "reserve", full)
-    run = Moving(tmp_path / "store", drift)
-    with pytest.raises(Unavailable):
-        run.train(1)
-    run.session.close()
-    assert not (folder_of(tmp_path / "store", arena_dir) / FILE).exists()

@@ -1,4 +1,4 @@
-"""What is flushed when a signal, an exception or a call asks for it, in real processes with real signals."""
+"""What is flushed when a signal asks for it, in real processes with real signals."""
 
 from __future__ import annotations
 
@@ -6,87 +6,28 @@ import ctypes
 import itertools
 import os
 import signal
-import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import scarctl
 import scarctl.session.departure
-from scarctl.checkpoint.live_state import LiveState
-from scarctl.errors import UsageError
 from scarctl.session.signals import TOGETHER
-from scarctl.store import Store, verify
+from scarctl.store import Store
+from tests.session.flushed import STEPS, assert_goes_on_exactly, half_an_iteration, trained
 from tests.support import stepper
-from tests.support.forkserver import Program
 from tests.support.process import Forked, Tell
-from tests.support.training import Loop, differing
-
-STEPS, MORE = 7, 5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums come out the same in every process; a forked child could not use its parent's threads anyway."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def expected(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The state after all steps of a run that nothing interrupts."""
-    folder = tmp_path_factory.mktemp("whole")
-    loop = Loop(folder / "store", arena_dir=folder, daemon=False)
-    loop.train(STEPS + MORE)
-    loop.session.close()
-    return loop.state()
-
-
-def half_an_iteration(loop: Loop) -> torch.Tensor:
-    """The next batch and its forward pass: random numbers, data position and buffers are no longer the step's."""
-    ids = torch.randint(0, 64, (16,))
-    loop.position["batches"] += 1
-    loss = loop.model(ids).square().mean()
-    loop.optimizer.zero_grad()
-    return loss
-
-
-def trained(store: Path, **options: Any) -> Loop:
-    loop = Loop(store, **options)
-    loop.train(STEPS)
-    half_an_iteration(loop)
-    return loop
-
-
-def assert_goes_on_exactly(
-    store: Path, expected: dict[str, torch.Tensor], tier: str | None = "memory"
-) -> None:
-    """Another process resumes at the newest step, and ends where the uninterrupted run ended."""
-    loop = Loop(store, seed=99)
-    resumed = loop.session.resume()
-    assert (resumed.step, resumed.exact) == (STEPS, True)
-    assert resumed.report is not None
-    assert tier is None or set(resumed.report.tiers) == {tier}
-    assert loop.position == {"batches": STEPS}
-    loop.train(MORE)
-    assert differing(loop.state(), expected) == []
-    loop.session.close()
-    assert loop.session.stats.errors == 0
-    opened = Store.open(str(store))
-    assert verify(opened, read_data=True).problems == []
-    opened.close()
-
+from tests.support.training import Loop
 
 # -- a signal ends the process -----------------------------------------------------------------------------------
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def computes() -> None:
@@ -416,137 +357,3 @@ def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
 
     with Forked(body) as child:
         assert child.wait() == 0
-
-
-# -- exceptions and calls ----------------------------------------------------------------------------------------
-
-
-def test_an_exception_in_the_loop(
-    tmp_path: Path, both_savers: str, expected: dict[str, torch.Tensor]
-) -> None:
-    loop = trained(tmp_path / "store")
-    with pytest.raises(RuntimeError, match="broken batch"), loop.session:
-        raise RuntimeError("broken batch")
-    # The daemon has the rest of the work, and the arena stays; alone, the session has waited for the store.
-    assert_goes_on_exactly(tmp_path / "store", expected, "memory" if both_savers == "daemon" else "store")
-
-
-def test_a_handler_of_somebody_else_raises_in_the_middle_of_closing(
-    tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As Lightning's does, which tells other ranks of a SIGTERM: they may be dead."""
-    loop = trained(tmp_path / "store")
-    engine = loop.session._started()
-    hand_over, calls = engine.hand_over, []
-
-    def interrupted(*arguments: Any) -> None:
-        calls.append(1)
-        if len(calls) == 1:
-            raise RuntimeError("connection closed by peer")
-        hand_over(*arguments)
-
-    monkeypatch.setattr(engine, "hand_over", interrupted)
-    with pytest.raises(RuntimeError, match="broken batch"), loop.session:
-        raise RuntimeError("broken batch")
-    assert len(calls) == 2
-    assert_goes_on_exactly(tmp_path / "store", expected, tier=None)
-
-
-def test_it_raises_while_closing_waits_for_the_copy(
-    tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What has been copied by then is a part of what is sealed."""
-    loop = trained(tmp_path / "store")
-    save, calls, main = LiveState.save, [], threading.get_ident()
-
-    def slowly(live: LiveState, ids: np.ndarray, *arguments: Any) -> None:
-        calls.append(ids.size)
-        half = ids.size // 2
-        save(live, ids[:half], *arguments)
-        if len(calls) == 1:
-            signal.pthread_kill(main, signal.SIGALRM)
-            time.sleep(0.5)
-        save(live, ids[half:], *arguments)
-
-    def raises(*_: object) -> None:
-        raise RuntimeError("connection closed by peer")
-
-    monkeypatch.setattr(LiveState, "save", slowly)
-    before = signal.signal(signal.SIGALRM, raises)
-    try:
-        with pytest.raises(RuntimeError, match="broken batch"), loop.session:
-            raise RuntimeError("broken batch")
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert calls
-    assert calls[0] > 1
-    assert "closed by peer" in str(loop.session.stats.last_error)
-    assert_goes_on_exactly(tmp_path / "store", expected, tier=None)
-
-
-def test_close_in_a_finally_clause(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
-    loop = trained(tmp_path / "store")
-    with pytest.raises(RuntimeError, match="broken batch"):  # noqa: PT012
-        try:
-            raise RuntimeError("broken batch")
-        finally:
-            loop.session.close()
-    assert_goes_on_exactly(tmp_path / "store", expected, tier=None)
-
-
-def test_a_program_that_just_ends(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
-    ends = {"raise RuntimeError('broken batch')": 1, "sys.exit(3)": 3, "": 0}
-    running = []
-    for number, end in enumerate(ends):
-        program = f"""
-            import sys, torch
-            from pathlib import Path
-            from tests.session.test_flush import trained
-            torch.set_num_threads(1)
-            loop = trained(Path({str(tmp_path / str(number))!r}))
-            {end}
-        """
-        running.append(Program(["-c", textwrap.dedent(program)]))
-    assert [process.wait(60) for process in running] == list(ends.values())
-    for number in range(len(ends)):
-        assert_goes_on_exactly(tmp_path / str(number), expected, tier=None)
-
-
-def test_by_hand(tmp_path: Path, both_savers: str, expected: dict[str, torch.Tensor]) -> None:
-    loop = Loop(tmp_path / "store")
-    with pytest.raises(UsageError, match="before the first step"):
-        loop.session.flush()
-    loop.train(STEPS)
-    half_an_iteration(loop)
-    assert loop.session.flush()
-    # In memory and queued: a process that dies here has lost nothing.
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    from_thread: list[bool] = []
-    thread = threading.Thread(target=lambda: from_thread.append(loop.session.flush()))
-    thread.start()
-    thread.join()
-    assert from_thread == [True]
-
-    def closure() -> torch.Tensor:
-        assert not loop.session.flush(), "not within a step"
-        raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        loop.optimizer.step(closure)
-    loop.session.close()
-    assert_goes_on_exactly(tmp_path / "store", expected, tier=None)
-
-
-def test_values_that_are_not_finite_are_not_flushed(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", interval=100)
-    loop.train(3)
-    with torch.no_grad():
-        loop.model.out.weight[:] = float("nan")
-    assert not loop.session.flush()
-    loop.session.recover("out.weight")
-    assert torch.isfinite(loop.model.out.weight).all()
-    assert loop.session.flush()
-    loop.session.close()

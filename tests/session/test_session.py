@@ -15,17 +15,11 @@ from torch import nn
 import scarctl
 import scarctl.errors
 from scarctl.daemon.request import Wish
-from scarctl.errors import Contention, Corruption, LayoutMismatch, NoIntactCopy, SettingsConflict, UsageError
-from scarctl.store import Store, verify
+from scarctl.errors import Corruption, NoIntactCopy, UsageError
+from tests.daemon.trainer import assert_sound
 from tests.support.training import Loop, differing, drained
 
 pytestmark = pytest.mark.usefixtures("both_savers")
-
-
-def assert_store_is_sound(folder: Path) -> None:
-    store = Store.open(str(folder))
-    assert verify(store, read_data=True).problems == []
-    store.close()
 
 
 def test_resume_from_a_sealed_state_is_exact(tmp_path: Path) -> None:
@@ -45,7 +39,7 @@ def test_resume_from_a_sealed_state_is_exact(tmp_path: Path) -> None:
     second.train(13)
     assert differing(second.state(), expected) == []
     second.session.close()
-    assert_store_is_sound(tmp_path / "store")
+    assert_sound(tmp_path / "store")
 
 
 def test_resume_on_an_empty_store_changes_nothing(tmp_path: Path) -> None:
@@ -86,7 +80,7 @@ def test_partial_recovery_restores_the_lost_rows_and_touches_no_other(tmp_path: 
                     assert torch.equal(after[key][rows], before[key][rows])
     loop.train(5)
     loop.session.close()
-    assert_store_is_sound(tmp_path / "store")
+    assert_sound(tmp_path / "store")
 
 
 def poisoned_rows(layout, ids):  # type: ignore[no-untyped-def]
@@ -148,114 +142,6 @@ def test_a_partition_that_is_not_finite_keeps_its_last_good_copy(
     first = 5 // rows * rows
     assert torch.equal(loop.model.embed.weight[first : first + rows], good[first : first + rows])
     loop.session.close()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda m: setattr(m, "extra", nn.Linear(2, 2)), "extra"),
-        (lambda m: setattr(m, "out", nn.Linear(8, 5)), "out.weight"),
-        (lambda m: m.out.to(torch.float64), "out.weight"),
-        (lambda m: delattr(m, "norm"), "norm"),
-    ],
-    ids=["new", "resized", "dtype", "missing"],
-)
-def test_a_changed_model_is_refused_and_nothing_is_changed(tmp_path: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
-    loop = Loop(tmp_path / "store")
-    loop.train(3)
-    loop.session.close()
-    other = Loop(tmp_path / "other")
-    other.session.close()
-    model = other.model
-    change(model)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    session = scarctl.attach(model, torch.optim.Adam(model.parameters()), store=tmp_path / "store")
-    with pytest.raises(LayoutMismatch, match=message):
-        session.resume()
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    session.close()
-    assert_store_is_sound(tmp_path / "store")
-
-
-def test_another_optimizer_is_refused(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store")
-    loop.train(3)
-    loop.session.close()
-    session = scarctl.attach(loop.model, torch.optim.SGD(loop.model.parameters()), store=tmp_path / "store")
-    with pytest.raises(LayoutMismatch, match="optimizer Adam -> SGD"):
-        session.resume()
-    session.close()
-
-
-def test_an_earlier_run_is_not_overwritten_by_a_loop_that_did_not_resume(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store")
-    loop.train(3)
-    loop.session.close()
-    again = Loop(tmp_path / "store")
-    with pytest.raises(UsageError, match=r"call session.resume\(\)"):
-        again.train(1)
-    again.session.close()
-
-
-def test_two_sessions_on_one_store(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store")
-    with loop.session:
-        with pytest.raises(Contention, match=str(os.getpid())):
-            Loop(tmp_path / "store")
-        loop.train(3)
-    assert_store_is_sound(tmp_path / "store")
-
-
-def test_settings_that_contradict_the_store(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", shards=2)
-    loop.train(1)
-    loop.session.close()
-    with pytest.raises(SettingsConflict, match="shards"):
-        Loop(tmp_path / "store", shards=3)
-    loop = Loop(tmp_path / "store", shards=2, fraction=0.5, policy="round")
-    loop.session.close()
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"fraction": float("nan")},
-        {"fraction": 0.0},
-        {"fraction": 1.5},
-        {"interval": 0},
-        {"policy": "best"},
-        {"norm": "l3"},
-        {"shards": 0},
-        {"on_error": "ignore"},
-    ],
-    ids=str,
-)
-def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path, bad: dict[str, object]) -> None:
-    with pytest.raises(UsageError):
-        Loop(tmp_path / "store", **bad)
-    assert not (tmp_path / "store").exists()
-
-
-def test_an_object_without_adapter(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no adapter is installed for builtins"):
-        scarctl.attach(3, store=tmp_path / "store")
-
-
-def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(scarctl.errors.NoStore):
-        Loop(tmp_path)
-    assert [f.name for f in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_a_step_counted_by_the_loop_may_not_go_backwards(tmp_path: Path) -> None:
-    session = scarctl.attach({"w": np.zeros(4)}, store=tmp_path / "store")
-    session.step(5)
-    for bad in (5, 4, -1):
-        with pytest.raises(UsageError):
-            session.step(bad)
-    session.step(6)
-    session.close()
 
 
 def test_a_dict_of_arrays(tmp_path: Path) -> None:
@@ -352,7 +238,7 @@ def test_validate_finds_writes_that_torch_does_not_see(tmp_path: Path) -> None:
     loop.session.recover("out.weight")  # the copy is that of the step, not what was written after it
     assert torch.equal(loop.model.out.weight, expected)
     loop.session.close()
-    assert_store_is_sound(tmp_path / "store")
+    assert_sound(tmp_path / "store")
 
 
 def test_a_forked_child_is_inert(tmp_path: Path) -> None:

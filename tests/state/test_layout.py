@@ -1,6 +1,7 @@
+"""Layouts: partitions, shards, names and patterns, and how a state is cut."""
+
 from __future__ import annotations
 
-import copy
 import json
 import re
 from typing import Any
@@ -12,57 +13,16 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from safetensors import SafetensorError, deserialize
 
-from scarctl.errors import Corruption, UsageError
+from scarctl.errors import UsageError
 from scarctl.state.layout import (
     DTYPES,
-    MAX_PARTITIONS,
     Group,
     Layout,
     TensorSpec,
     build_layout,
     members_by_shard,
 )
-
-SLOTS = ("", "exp_avg", "exp_avg_sq")
-
-
-def group(name: str, *shape: int, rows: int = 1, slots: tuple[str, ...] = SLOTS, dtype: str = "F32") -> Group:
-    return Group(name, "parameter", rows, tuple(TensorSpec(slot, dtype, shape) for slot in slots))
-
-
-def model() -> Layout:
-    """An embedding, a layer of two, a scalar, an empty tensor and a buffer."""
-    return Layout(
-        [
-            group("emb.weight", 10, 4, rows=3),
-            group("layers.0.weight", 6, 2, rows=2),
-            group("layers.0.bias", 6, rows=6),
-            group("scale", rows=1),
-            group("empty", 0, 4, rows=1),
-            Group("mean", "buffer", 6, (TensorSpec("", "F64", (6,)),)),
-        ],
-        optimizer="AdamW",
-    )
-
-
-shapes = st.lists(st.integers(0, 12), max_size=3).map(tuple)
-
-
-@st.composite
-def groups(draw: st.DrawFn) -> list[Group]:
-    names = draw(st.lists(st.text("ab.[*]0:é", min_size=1, max_size=6), unique=True, max_size=6))
-    result = []
-    for name in names:
-        shape = draw(shapes)
-        slots = ("", *draw(st.lists(st.sampled_from(["m", "v", "master"]), unique=True)))
-        specs = [TensorSpec(slot, draw(st.sampled_from(sorted(DTYPES))), shape) for slot in slots]
-        kind = draw(st.sampled_from(["parameter", "buffer"]))
-        result.append(Group(name, kind, draw(st.integers(1, 14)), tuple(specs)))
-    return result
-
-
-layouts = st.builds(Layout, groups(), st.sampled_from(["", "SGD", "AdamW+SGD"]))
-
+from tests.state.layouts import group, groups, layouts, model, rows
 
 # --- partitions -----------------------------------------------------------------------------------------------
 
@@ -148,10 +108,6 @@ def test_dtypes_are_those_of_safetensors() -> None:
 
 
 # --- shards ---------------------------------------------------------------------------------------------------
-
-
-def rows(count: int) -> Layout:
-    return Layout([group("t", count, slots=("",), dtype="U8")])
 
 
 @given(st.integers(1, 300), st.integers(1, 400), st.integers(-(2**70), 2**70))
@@ -335,142 +291,3 @@ def test_equal_cuts_are_equal_layouts() -> None:
 def test_unsound_states(state: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build_layout(state, **arguments)
-
-
-# --- JSON and digests -----------------------------------------------------------------------------------------
-
-
-@given(layouts)
-def test_json_roundtrip(layout: Layout) -> None:
-    text = json.dumps(layout.to_json())
-    twin = Layout.from_json(json.loads(text))
-    assert twin == layout
-    assert hash(twin) == hash(layout)
-    assert twin.groups == layout.groups
-    assert twin.optimizer == layout.optimizer
-    assert twin.differences(layout) == []
-    assert re.fullmatch("[0-9a-f]{64}", layout.digest)
-
-
-def test_digest_never_changes() -> None:
-    # Stores name layouts by it.
-    assert model().digest == "5b7ecaac85dc49a50a660ec2f2a204da898140a4789286d5b7e8c69eebe9864d"
-    assert Layout([]).digest == "d4af4dad975b151d10f5d8e223bb3552d4239cd0ff1924475a319cff1e943468"
-
-
-@given(layouts, layouts)
-def test_differences_are_empty_just_for_equal_layouts(one: Layout, other: Layout) -> None:
-    assert (one.differences(other) == []) == (one == other) == (one.to_json() == other.to_json())
-
-
-def test_differences() -> None:
-    old = model()
-    new = Layout(
-        [
-            group("emb.weight", 12, 4, rows=3),
-            group("layers.0.weight", 6, 2, rows=3, slots=("", "exp_avg")),
-            Group("layers.0.bias", "buffer", 6, old.groups[2].tensors),
-            group("scale", rows=1, dtype="BF16", slots=("", "exp_avg", "exp_avg_sq", "master")),
-            group("new", 2),
-            Group("mean", "buffer", 6, (TensorSpec("", "F64", (6,)),)),
-        ],
-        "",
-    )
-    assert old.differences(new) == [
-        "optimizer AdamW -> none",
-        "tensor 'emb.weight' resized (10, 4) -> (12, 4)",
-        "tensor 'emb.weight/exp_avg' resized (10, 4) -> (12, 4)",
-        "tensor 'emb.weight/exp_avg_sq' resized (10, 4) -> (12, 4)",
-        "tensor 'layers.0.weight/exp_avg_sq' missing",
-        "tensor 'layers.0.weight' rows per partition 2 -> 3",
-        "tensor 'layers.0.bias' was a parameter, is a buffer",
-        "tensor 'scale' dtype F32 -> BF16",
-        "tensor 'scale/exp_avg' dtype F32 -> BF16",
-        "tensor 'scale/exp_avg_sq' dtype F32 -> BF16",
-        "tensor 'scale/master' new",
-        "tensor 'empty' missing",
-        "tensor 'new' new",
-    ]
-    assert old.differences(Layout(old.groups[::-1], "AdamW")) == ["the tensors are in another order"]
-    swapped = Group(
-        "a",
-        "parameter",
-        1,
-        (TensorSpec("", "F32", ()), TensorSpec("v", "F32", ()), TensorSpec("m", "F32", ())),
-    )
-    plain = Group("a", "parameter", 1, (swapped.tensors[0], swapped.tensors[2], swapped.tensors[1]))
-    assert Layout([plain]).differences(Layout([swapped])) == ["tensor 'a' has its slots in another order"]
-
-
-def test_two_kinds_of_nothing() -> None:
-    layout = Layout([group("wide", 5, 0, rows=2), group("none", 0, 3)])
-    assert (layout.partitions, layout.nbytes) == (0, 0)
-    assert layout.partition_bytes.size == layout.group_of([]).size == layout.row_ranges([])[0].size == 0
-
-
-# --- hostile JSON ---------------------------------------------------------------------------------------------
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
-    max_leaves=10,
-)
-
-
-@given(json_values)
-def test_foreign_json_is_corruption(obj: object) -> None:
-    with pytest.raises(Corruption):
-        Layout.from_json(obj)
-
-
-def _places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    keys = list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else []
-    return [path, *(place for key in keys for place in _places(tree[key], (*path, key)))]
-
-
-@given(json_values, st.data())
-def test_a_layout_with_one_foreign_value_is_corruption_or_sound(value: object, data: st.DataObject) -> None:
-    tree = model().to_json()
-    *path, last = data.draw(st.sampled_from(_places(tree)[1:]))
-    spot = tree
-    for key in path:
-        spot = spot[key]
-    spot[last] = copy.deepcopy(value)
-    try:
-        layout = Layout.from_json(tree)
-    except Corruption:
-        return
-    assert layout.to_json() == tree
-    assert layout.partitions <= MAX_PARTITIONS
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("shape", [2**62], "impossible shape"),
-        ("shape", [-1], "impossible shape"),
-        ("shape", [True], "are not integers"),
-        ("shape", [1.0], "are not integers"),
-        ("shape", [1] * 65, "impossible shape"),
-        ("shape", [8, 2**58], "bytes exceeds the limit"),
-        ("shape", [2**40], "partitions exceed the limit"),
-        ("dtype", "F128", "unknown dtype"),
-        ("slot", "m", "own values do not come before its slots"),
-        ("slot", None, "slot of a tensor is not of type str"),
-    ],
-)
-def test_hostile_tensor(field: str, value: object, message: str) -> None:
-    tree = rows(4).to_json()
-    tree["groups"][0]["tensors"][0][field] = value
-    with pytest.raises(Corruption, match=message):
-        Layout.from_json(tree)
-
-
-@pytest.mark.parametrize(
-    "change", [{"rows_per_partition": 0}, {"rows_per_partition": True}, {"more": 1}, {"name": 3}]
-)
-def test_hostile_group(change: dict[str, object]) -> None:
-    tree = rows(4).to_json()
-    tree["groups"][0] |= change
-    with pytest.raises(Corruption, match="not a layout"):
-        Layout.from_json(tree)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
@@ -167,3 +168,11 @@ def rows_of(whole: dict[str, np.ndarray], layout: Layout, g: int, t: int) -> np.
 def tensors(step: int, world: int) -> dict[str, torch.Tensor]:
     """`values` as torch has them."""
     return {name: torch.from_numpy(np.array(value)) for name, value in values(step, world).items()}
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    return dict(torch.load(path, weights_only=True)) if path.suffix == ".pt" else dict(load_file(path))
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in wanted)

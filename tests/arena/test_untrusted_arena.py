@@ -1,0 +1,164 @@
+"""Arenas that are damaged, foreign, or in a place where others may write: none of them is ever mapped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scarctl.arena import header
+from scarctl.errors import AccessDenied, Corruption
+from tests.arena.arenas import LAYOUT, create, left_behind, reopen
+from tests.daemon.rig import STORE_ID
+
+
+def at(offset: int, form: str, *new: Any) -> Callable[[bytearray], None]:
+    return lambda data: struct.pack_into(form, data, offset, *new)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        pytest.param(at(0, "<8s", b"ELF"), "header is not valid", id="magic"),
+        pytest.param(at(8, "<I", 2), "format 2", id="format"),
+        pytest.param(at(12, "<I", 512), "header is not valid", id="header-size"),
+        pytest.param(at(16, "<Q", 1 << 62), "size", id="file-size"),
+        pytest.param(at(24, "<Q", 1 << 40), "does not fit", id="partitions"),
+        pytest.param(at(32, "<Q", 0), "header is not valid", id="json-at"),
+        pytest.param(at(40, "<Q", 1 << 62), "size", id="json-size"),
+        pytest.param(at(40, "<Q", 10), "layout cannot be read", id="json-too-short"),
+        pytest.param(at(48, "<Q", 0), "does not fit", id="arrays-at"),
+        pytest.param(at(56, "<Q", 1 << 50), "does not fit", id="tensors-at"),
+        pytest.param(at(64, "<32s", b"x" * 32), "does not fit", id="layout-digest"),
+        pytest.param(at(96, "<16s", b"x" * 16), "another store", id="store"),
+        pytest.param(at(256, "<q", 1 << 24), "numbers are impossible", id="epoch"),
+        pytest.param(at(264, "<q", 1 << 40), "numbers are impossible", id="head-step"),
+        pytest.param(at(272, "<q", 1 << 31), "numbers are impossible", id="process"),
+        pytest.param(at(280, "<q", -2), "numbers are impossible", id="sealed"),
+        pytest.param(at(296, "<q", -1), "numbers are impossible", id="base-epoch"),
+        pytest.param(at(4096, "<4s", b"\0\0\0\0"), "layout cannot be read", id="json-zeros"),
+        pytest.param(at(4096, "<6s", b"[[[[[["), "layout cannot be read", id="json-nested"),
+        pytest.param(lambda data: data.__delitem__(slice(4000, None)), "size", id="truncated"),
+        pytest.param(lambda data: data.__delitem__(slice(20, None)), "too short", id="cut-in-header"),
+        pytest.param(lambda data: data.clear(), "too short", id="empty"),
+        pytest.param(lambda data: data.extend(b"more"), "size", id="longer"),
+    ],
+)
+def test_damaged_headers(place: Path, damage: Callable[[bytearray], None], message: str) -> None:
+    file = left_behind(place)
+    data = bytearray(file.read_bytes())
+    damage(data)
+    file.write_bytes(data)
+    with pytest.raises(Corruption, match=message) as caught:
+        reopen(place)
+    assert str(file) in str(caught.value)
+    with pytest.raises(Corruption):
+        reopen(place)  # and not Contention: the lock was let go
+    assert file.read_bytes() == bytes(data)
+
+
+@settings(max_examples=80)
+@given(flips=st.lists(st.tuples(st.integers(0, 128 + 700), st.integers(1, 255)), min_size=1, max_size=4))
+def test_random_damage_is_found_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory, flips: list[Any]
+) -> None:
+    place = tmp_path_factory.mktemp("damage") / "a" / STORE_ID
+    file = left_behind(place)
+    data = bytearray(file.read_bytes())
+    for offset, mask in flips:
+        data[offset if offset < 128 else 4096 + offset - 128] ^= mask
+    file.write_bytes(data)
+    arena = None
+    with contextlib.suppress(Corruption):
+        arena = reopen(place)
+    if arena is not None:
+        assert arena.layout == LAYOUT
+        arena.remove()
+
+
+def test_things_that_are_no_files(place: Path, tmp_path: Path) -> None:
+    file = left_behind(place)
+    elsewhere = tmp_path / "elsewhere"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+    with pytest.raises(Corruption):
+        reopen(place)
+    file.unlink()
+    os.mkfifo(file, 0o600)
+    with pytest.raises((Corruption, AccessDenied)):
+        reopen(place)  # and it does not wait for a writer
+    file.unlink()
+    file.mkdir()
+    with pytest.raises((Corruption, AccessDenied)):
+        reopen(place)
+
+
+def test_a_file_that_others_may_write(place: Path) -> None:
+    left_behind(place).chmod(0o606)
+    with pytest.raises(AccessDenied, match="private"):
+        reopen(place)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_folder_that_others_may_enter(place: Path, level: int) -> None:
+    left_behind(place)
+    (place if level == 0 else place.parent).chmod(0o755)
+    for attempt in (reopen, create):
+        with pytest.raises(AccessDenied, match="0700"):
+            attempt(place)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_link_in_place_of_a_folder(place: Path, tmp_path: Path, level: int) -> None:
+    left_behind(place)
+    link = place if level == 0 else place.parent
+    link.rename(tmp_path / "moved")
+    link.symlink_to(tmp_path / "moved")
+    for attempt in (reopen, create):
+        with pytest.raises(AccessDenied):
+            attempt(place)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to others")
+@pytest.mark.parametrize("which", ["file", "folder", "parent"])
+def test_what_belongs_to_somebody_else(place: Path, which: str) -> None:
+    file = left_behind(place)
+    os.chown({"file": file, "folder": place, "parent": place.parent}[which], 65534, 65534)
+    with pytest.raises(AccessDenied):
+        reopen(place)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_somebody_else_was_here_first(arena_dir: Path) -> None:
+    """In a folder for all, another user takes the name that a victim's arena will have."""
+    shared = arena_dir
+    shared.chmod(0o1777)
+    place = shared / f"scarctl-{os.getuid()}" / STORE_ID
+    subprocess.run(["mkdir", "-p", "-m", "0777", place], check=True, user=65534, group=65534)
+    for attempt in (reopen, create):
+        with pytest.raises(AccessDenied):
+            attempt(place)
+
+
+def test_an_arena_from_before_the_machines_last_start(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a disk it survives, but pages were written back in any order: even generations prove nothing."""
+    file = left_behind(place)
+    (place / f"handover-{1:020d}.safetensors").touch()
+    boot = tmp_path / "boot"
+    boot.write_text("11111111-2222-3333-4444-555555555555\n")
+    monkeypatch.setattr(header, "_BOOT_ID", boot)
+    assert reopen(place) is None
+    assert "last boot" in caplog.text
+    assert not file.exists()
+    assert list(place.iterdir()) == []
+    create(place).remove()

@@ -1,0 +1,30 @@
+"""A run that nothing interrupts, to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.session.flushed import MORE, STEPS
+from tests.support.training import Loop
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Sums come out the same in every process; a forked child could not use its parent's threads anyway."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def expected(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The state after all steps of a run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    loop = Loop(folder / "store", arena_dir=folder, daemon=False)
+    loop.train(STEPS + MORE)
+    loop.session.close()
+    return loop.state()

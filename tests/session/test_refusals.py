@@ -1,0 +1,127 @@
+"""What a session refuses, and that nothing is changed then."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import scarctl
+import scarctl.errors
+from scarctl.errors import Contention, LayoutMismatch, SettingsConflict, UsageError
+from tests.daemon.trainer import assert_sound
+from tests.support.training import Loop
+
+pytestmark = pytest.mark.usefixtures("both_savers")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: setattr(m, "extra", nn.Linear(2, 2)), "extra"),
+        (lambda m: setattr(m, "out", nn.Linear(8, 5)), "out.weight"),
+        (lambda m: m.out.to(torch.float64), "out.weight"),
+        (lambda m: delattr(m, "norm"), "norm"),
+    ],
+    ids=["new", "resized", "dtype", "missing"],
+)
+def test_a_changed_model_is_refused_and_nothing_is_changed(tmp_path: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
+    loop = Loop(tmp_path / "store")
+    loop.train(3)
+    loop.session.close()
+    other = Loop(tmp_path / "other")
+    other.session.close()
+    model = other.model
+    change(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    session = scarctl.attach(model, torch.optim.Adam(model.parameters()), store=tmp_path / "store")
+    with pytest.raises(LayoutMismatch, match=message):
+        session.resume()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    session.close()
+    assert_sound(tmp_path / "store")
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store")
+    loop.train(3)
+    loop.session.close()
+    session = scarctl.attach(loop.model, torch.optim.SGD(loop.model.parameters()), store=tmp_path / "store")
+    with pytest.raises(LayoutMismatch, match="optimizer Adam -> SGD"):
+        session.resume()
+    session.close()
+
+
+def test_an_earlier_run_is_not_overwritten_by_a_loop_that_did_not_resume(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store")
+    loop.train(3)
+    loop.session.close()
+    again = Loop(tmp_path / "store")
+    with pytest.raises(UsageError, match=r"call session.resume\(\)"):
+        again.train(1)
+    again.session.close()
+
+
+def test_two_sessions_on_one_store(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store")
+    with loop.session:
+        with pytest.raises(Contention, match=str(os.getpid())):
+            Loop(tmp_path / "store")
+        loop.train(3)
+    assert_sound(tmp_path / "store")
+
+
+def test_settings_that_contradict_the_store(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", shards=2)
+    loop.train(1)
+    loop.session.close()
+    with pytest.raises(SettingsConflict, match="shards"):
+        Loop(tmp_path / "store", shards=3)
+    loop = Loop(tmp_path / "store", shards=2, fraction=0.5, policy="round")
+    loop.session.close()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"fraction": float("nan")},
+        {"fraction": 0.0},
+        {"fraction": 1.5},
+        {"interval": 0},
+        {"policy": "best"},
+        {"norm": "l3"},
+        {"shards": 0},
+        {"on_error": "ignore"},
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path, bad: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        Loop(tmp_path / "store", **bad)
+    assert not (tmp_path / "store").exists()
+
+
+def test_an_object_without_adapter(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no adapter is installed for builtins"):
+        scarctl.attach(3, store=tmp_path / "store")
+
+
+def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(scarctl.errors.NoStore):
+        Loop(tmp_path)
+    assert [f.name for f in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_step_counted_by_the_loop_may_not_go_backwards(tmp_path: Path) -> None:
+    session = scarctl.attach({"w": np.zeros(4)}, store=tmp_path / "store")
+    session.step(5)
+    for bad in (5, 4, -1):
+        with pytest.raises(UsageError):
+            session.step(bad)
+    session.step(6)
+    session.close()
