@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import AccessDenied, Corruption, ScarError, Unavailable
@@ -35,6 +34,7 @@ from scarctl.persist.retry import (
     Tick,
     Wake,
 )
+from scarctl.persist.space import SpaceFields
 from scarctl.persist.speed import Speed
 from scarctl.store.record import now
 
@@ -234,7 +234,7 @@ class PersisterThread:
         return self._persister.meter.speed()
 
     @property
-    def space(self) -> dict[str, Any]:
+    def space(self) -> SpaceFields:
         """See `Persister.space`."""
         return self._persister.space
 
