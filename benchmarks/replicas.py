@@ -27,6 +27,7 @@ from scarctl.arena.arena import Arena
 from scarctl.peers.handshake import SECRET_BYTES
 from scarctl.peers.host import Host
 from scarctl.peers.sender import Candidate, Sender, Source
+from scarctl.peers.tls import Tls
 from scarctl.state.layout import TensorSpec, build_layout
 from scarctl.state.version import pack
 
@@ -35,10 +36,10 @@ RUN = f"{STORE}-0"
 GIB = 1 << 30
 
 
-def host(folder: str, secret: bytes, told: Connection) -> None:
+def host(folder: str, secret: bytes, told: Connection, files: list[str] | None) -> None:
     """Keep replicas until told to end. Then say how much CPU time it took."""
     kept = Host(Path(folder))
-    told.send(kept.admit(START, secret, STORE, "127.0.0.1", 0))
+    told.send(kept.admit(START, secret, STORE, "127.0.0.1", 0, files and Tls(files)))
     while told.recv():
         told.send(time.process_time())
     kept.close()
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256, help="rows of 1 KiB per partition")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", default="/dev/shm")
+    parser.add_argument("--tls", nargs=3, metavar="PEM", help="certificate, key and authority of both ends")
     arguments = parser.parse_args()
     rows = arguments.mib << 10
     specs = [("a", "parameter", (TensorSpec("", "F32", (rows, 256)),))]
@@ -112,10 +114,12 @@ def main() -> None:
             arena.memory()[:] = round_number + 1
             copy(arena, everything, 1)
             told, other = context.Pipe()
-            process = context.Process(target=host, args=(str(Path(base, "west")), secret, other), daemon=True)
+            process = context.Process(
+                target=host, args=(str(Path(base, "west")), secret, other, arguments.tls), daemon=True
+            )
             process.start()
             port = told.recv()
-            source = Source(RUN, "", "east", START, secret, None)
+            source = Source(RUN, "", "east", START, secret, None, arguments.tls and Tls(arguments.tls))
             sender = Sender(source, [Candidate("west", "127.0.0.1", port)], arena)
             gib = layout.nbytes / GIB
             with measured(results, "first copy", gib, told):
