@@ -62,7 +62,7 @@ class DaemonSaver:
         """
         self._store = store
         self._options = dict(options or {})
-        self._part_of = None if part is None else {"shard": part.shard, "epoch": part.epoch}
+        self._part_of = protocol.part_fields(part)
         self._id = run_id
         self._folder = folder
         self._on_request = on_request
