@@ -39,7 +39,7 @@ GIB = 1 << 30
 def host(folder: str, secret: bytes, told: Connection, files: list[str] | None) -> None:
     """Keep replicas until told to end. Then say how much CPU time it took."""
     kept = Host(Path(folder))
-    told.send(kept.admit(START, secret, STORE, "127.0.0.1", 0, files and Tls(files)))
+    told.send(kept.admit(START, secret, STORE, "127.0.0.1", 0, None if files is None else Tls(files)))
     while told.recv():
         told.send(time.process_time())
     kept.close()
@@ -119,7 +119,9 @@ def main() -> None:
             )
             process.start()
             port = told.recv()
-            source = Source(RUN, "", "east", START, secret, None, arguments.tls and Tls(arguments.tls))
+            source = Source(
+                RUN, "", "east", START, secret, None, None if arguments.tls is None else Tls(arguments.tls)
+            )
             sender = Sender(source, [Candidate("west", "127.0.0.1", port)], arena)
             gib = layout.nbytes / GIB
             with measured(results, "first copy", gib, told):

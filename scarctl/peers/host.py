@@ -82,7 +82,7 @@ class Host:
         """Take replicas of the runs of a start, and return the port. runs: the beginning of their ids.
 
         address: that of this host, to listen at; no other one is bound. port: the one to listen at if it is free, or 0.
-        tls: what its peers have to use; None: they have to use none.
+        tls: certificates that peers have to show; None: a link without TLS.
 
         Raises Unavailable if that address cannot be bound.
         """

@@ -12,7 +12,6 @@ import stat
 
 from scarctl.errors import AccessDenied, UsageError
 
-_KIND = "peer-secret"
 _LEAST, _MOST = 32, 4096
 """Bytes of the file without the space around them."""
 
@@ -34,7 +33,7 @@ def read_secret(path: str) -> bytes:
             raise AccessDenied(
                 f"the secret's file {path} can be read by other users, or belongs to one",
                 hint=f"chmod 600 {path}, and draw a new secret",
-                kind=_KIND,
+                kind="peer-secret",
             )
         content = os.read(fd, _MOST + 1).strip()
     finally:
@@ -56,5 +55,7 @@ def fingerprint(secret: str) -> str:
 
 def _bad(path: str, why: str) -> UsageError:
     return UsageError(
-        f"the secret's file {path} {why}", hint="make one on all hosts: openssl rand -hex 32", kind=_KIND
+        f"the secret's file {path} {why}",
+        hint="make one on all hosts: openssl rand -hex 32",
+        kind="peer-secret",
     )

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 from scarctl.errors import AccessDenied, ScarError, UsageError
 
-_KIND = "peer-tls"
 _FAREWELL = 1.0
 """Seconds to wait until a peer that is refused has read why."""
 _MOST_LEFT = 64 << 10
@@ -67,18 +66,18 @@ def refusal(error: OSError) -> ScarError:
     """Return why two ends do not talk to each other, in words."""
     if isinstance(error, ssl.SSLCertVerificationError):
         text = f"its certificate is not accepted: {error.verify_message}"
-        return AccessDenied(text, hint="peer_tls of both hosts needs the same authority", kind=_KIND)
+        return AccessDenied(text, hint="peer_tls of both hosts needs the same authority", kind="peer-tls")
     reason = (getattr(error, "reason", None) or "").upper()
     if "_ALERT_" in reason and reason.rpartition("_ALERT_")[2] not in ("INTERNAL_ERROR", "PROTOCOL_VERSION"):
         why = reason.rpartition("_ALERT_")[2].replace("_", " ").lower()
         text = f"it does not accept this host's certificate: {why}"
-        return AccessDenied(text, hint="peer_tls of both hosts needs the same authority", kind=_KIND)
+        return AccessDenied(text, hint="peer_tls of both hosts needs the same authority", kind="peer-tls")
     if isinstance(error, TimeoutError):
-        return AccessDenied("it does not finish a TLS handshake in time", kind=_KIND)
+        return AccessDenied("it does not finish a TLS handshake in time", kind="peer-tls")
     return AccessDenied(
         f"no TLS with it: {error.strerror or error}",
         hint="give peer_tls on all hosts, or on none",
-        kind=_KIND,
+        kind="peer-tls",
     )
 
 
@@ -107,7 +106,9 @@ def _context(protocol: int, certificate: str, key: str, authority: str) -> ssl.S
 def _no_password() -> str:
     """Refuse to ask for a password: a daemon has no terminal."""
     raise UsageError(
-        "peer_tls: the key has a password", hint="give a key without one, which only you can read", kind=_KIND
+        "peer_tls: the key has a password",
+        hint="give a key without one, which only you can read",
+        kind="peer-tls",
     )
 
 
@@ -123,7 +124,7 @@ def _bad(path: str, why: str) -> UsageError:
     return UsageError(
         f"peer_tls: {os.fspath(path)}: {why}",
         hint="give certificate, key and authority, in PEM form",
-        kind=_KIND,
+        kind="peer-tls",
     )
 
 
