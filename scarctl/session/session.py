@@ -163,8 +163,6 @@ class Session:
         alone = not self._together.several
         return measure(prefix, self._saving.stats, self.head_step, self.caveats, self._engine, alone=alone)
 
-    # -- the loop -----------------------------------------------------------------------------------------------
-
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of epochs that are not trained yet: use it instead of `range(count)`. See `batches`."""
         self._check_open()
@@ -175,12 +173,16 @@ class Session:
         """The loop's current epoch in `epochs`, from 0."""
         return self._progress.loop.epoch
 
+    @property
+    def batch(self) -> int:
+        """Number of the newest batch from `batches` in its epoch, from 0. `enumerate` would begin anew at a resume."""
+        return self._progress.loop.batch
+
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of `loader`, any iterable, that this epoch has not used yet: use it instead of `loader`.
 
-        A loop that reads its data here resumes exactly. Data, random numbers, schedulers and extras are then those of
-        the moment at which the loop asked for the next batch. Other work per epoch belongs into the loop over `epochs`.
-        Raises UsageError if the data end before the batch that was reached.
+        A loop that reads its data here resumes exactly: with the state of when it asked for the next batch. Other work
+        per epoch belongs into the loop over `epochs`. Raises UsageError if the data end before the batch reached.
         """
         self._check_open()
         return self._progress.loop.batches(loader)
@@ -248,11 +250,9 @@ class Session:
         return self._departure.evacuate(seconds_of("seconds", seconds))
 
     def snapshot(self, name: str) -> int:
-        """Save the whole state as a sealed checkpoint, keep it under a name, and return its step once it is durable.
+        """Save the whole state, sealed, keep it under a name until it is deleted, and return its step once durable.
 
-        The snapshot stays until it is deleted (`scarctl snapshot delete`).
-        Raises UsageError for a name that exists or is not allowed, and before the first step; ScarError (kind
-        "not-sealed") if values are not finite; and the store's faults.
+        Raises UsageError for a name that exists or is not allowed; ScarError ("not-sealed") if values are not finite.
         """
         engine = self._started()
 
