@@ -229,9 +229,8 @@ class Session:
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
         """Copy the newest step into shared memory, and queue it as one sealed checkpoint: at memory speed.
 
-        A process that restarts on this host resumes from it exactly. The checkpoint becomes durable as usual. The
-        extras are those of the step's end, if every step's end is kept (`flush_on_signal`). Callable from any thread.
-
+        A process that restarts on this host resumes from it exactly. The checkpoint becomes durable as usual. Its
+        extras are those of the step's end, if these are kept (`flush_on_signal`). Callable from any thread.
         timeout: seconds to wait for a running step to end.
         Returns whether the state was sealed. It is not sealed while a step runs, or if values are not finite.
         Raises UsageError before the first step.
@@ -240,14 +239,15 @@ class Session:
         with self._gate.quiet(timeout) as quiet:
             return quiet and not self._closed and self._saving.flush()
 
-    def evacuate(self, seconds: float) -> Evacuated:
-        """Flush, then save to the store what the time allows, the most changed per byte first. For any thread.
+    def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
+        """Flush, then bring to `peers` and to the store what the time allows, most changed first. For any thread.
 
         seconds: until the host goes, 0 or more. The call returns before, also if the store hangs.
-        Returns what is safe, what a loss would lose, and its predicted rework. Raises UsageError before the first step.
+        to: name or address of a host of the job: its memory, then the store. "store": the store alone.
+        Returns what is safe, what a loss would lose, and its predicted rework. Raises UsageError for any other host.
         """
         self._started()
-        return self._departure.evacuate(seconds_of("seconds", seconds))
+        return self._departure.evacuate(seconds_of("seconds", seconds), to)
 
     def snapshot(self, name: str) -> int:
         """Save the whole state, sealed, keep it under a name until it is deleted, and return its step once durable.
