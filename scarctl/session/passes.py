@@ -105,7 +105,7 @@ class Pass:
                         hint="use the data and batch size of the run to resume, or a new store",
                     )
         self.count = count
-        if count and self._given is not None:
+        if count and self._given is not None and _is_plain(self._loader):
             now = Given(batch).value()
             self.differs = now is not None and now != self._given
         if same_rank:
@@ -185,6 +185,11 @@ def _set(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
     if len(generators) == len(states):
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+def _is_plain(loader: Any) -> bool:
+    """Return whether the loop is given a batch when the loader has made it: others may have read ahead."""
+    return isinstance(loader, DataLoader) and not hasattr(loader, "base_dataloader")
 
 
 def _is_indexed(loader: Any) -> bool:

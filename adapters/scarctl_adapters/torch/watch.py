@@ -26,6 +26,8 @@ from scarctl_adapters.torch.stepping import running
 SLACK = 20
 """Parameters are compared after so many more backward passes than were usual between two steps. Five times as many
 steps of other optimizers, without one of the attached ones, give a warning."""
+FIRST = 4
+"""Iterations in which gradients and other modules are looked at."""
 _LOOKED_AT = 8
 """Number of parameters that are compared, the smallest ones."""
 _LARGEST = 1 << 16
@@ -100,8 +102,9 @@ class Watch:
             self._forget_passes()
         self._seen = []
         self._caveats.withdraw("no-step")
-        self._carried.stepped()
-        self.outside.stepped()
+        if self._steps <= FIRST:
+            self._carried.stepped()
+            self.outside.stepped()
 
     def _forget_passes(self) -> None:
         """Begin to count anew. Where all parameters have as many, two are enough, until one of these has none."""
