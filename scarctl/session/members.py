@@ -13,13 +13,13 @@ from scarctl.config import SessionSettings
 from scarctl.errors import UsageError
 from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
 from scarctl.recovery.shares import as_member
-from scarctl.session.peers import Alone, refuse_peers
+from scarctl.session.peers import Together, refuse_peers
 from scarctl.state.layout import Layout
 from scarctl.store import Store
 from scarctl.store.members import MAX_MEMBERS, join_members
 
 
-class Member(Alone):
+class Member(Together):
     """Member `rank` of `count`: see the module, and `scarctl.session.peers.Together`."""
 
     def __init__(self, member: object) -> None:

@@ -151,7 +151,7 @@ class TorchAdapter:
         known, groups = self._known
         if there is None or there != known:
             groups = self._new_groups(predict=stepped)
-            # One assignment, after success: a signal handler may call this method in between.
+            # One assignment, after success: a signal handler may call this method meanwhile.
             self._known = (None, []) if there is None else (there, groups)
         return list(groups)
 
