@@ -47,7 +47,7 @@ class Saver(Protocol):
 
     @property
     def failure(self) -> ScarError | None:
-        """The error that stopped saving permanently; None while it works."""
+        """The error that ended saving; None while it works."""
 
     @property
     def trouble(self) -> ScarError | None:
