@@ -32,6 +32,7 @@ BANNED = {
     r"belongs? into": "belong in",
     r"for want of": "without",
 }
+ANY_BANNED = re.compile(rf"\b(?:{'|'.join(BANNED)})\b", re.IGNORECASE)
 NO_VERB = re.compile(
     r"""[`(\d]|(?:
     a|all|an|and|any|are|as|at|by|each|every|for|from|has|how|if|in|is|it|its|most|no|none|not|of|on|one|only|or|same|so|
@@ -87,6 +88,8 @@ def words(sentence: str) -> int:
 
 def banned(text: str) -> Iterator[str]:
     """Yield a reason for each banned expression in a text."""
+    if not ANY_BANNED.search(text):
+        return
     for pattern, instead in BANNED.items():
         if found := re.search(rf"\b(?:{pattern})\b", text, re.IGNORECASE):
             yield f"{found[0]!r}: {instead}"

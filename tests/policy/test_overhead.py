@@ -81,7 +81,7 @@ def constant(value: float) -> Draw:
     span=st.integers(1, 6),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_the_budget_is_kept_and_used_for_any_costs(
     budget: float,
     seconds: float,
