@@ -71,6 +71,7 @@ def constant(value: float) -> Draw:
     return lambda _: value
 
 
+@pytest.mark.slow
 @given(
     budget=st.sampled_from([0.003, 0.01, 0.05]),
     seconds=st.floats(0.0005, 5.0),
