@@ -48,7 +48,7 @@ NO_DEED = re.compile(
     r"[A-Z][a-z]+s? (?:of|by)\b|(?:The|An?|One|Whole|Settings|Commands|Options|Groups|Types)\b"
 )
 """Beginnings of a module's docstring that name a thing, not what the module does with it."""
-PROPERTIES = frozenset({"property", "cached_property"})
+PROPERTIES = frozenset({"property", "cached_property", "kept"})
 SHORTENED = re.compile(r"\b(?:al|e\.g|i\.e|vs|cf|Nr|resp)\.|\.\.\.")
 CITATION = re.compile(r"\([^()]*\b(?:1[89]|20)\d\d\b[^()]*\)")
 DOCUMENTS = sorted(

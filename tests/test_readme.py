@@ -25,8 +25,10 @@ STEPS = ("docs/quickstart.md", "docs/costs.md", "docs/failures.md", "docs/report
 PROGRAMS = (
     "README.md",
     "docs/api.md",
+    "docs/loops.md",
     "docs/members.md",
     "docs/metrics.md",
+    "docs/schemas.md",
     *(f"docs/howto/{name}.md" for name in ("containers", "embeddings", "notebooks", "stages")),
 )
 """Their Python is one program each."""

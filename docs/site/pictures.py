@@ -77,7 +77,7 @@ def _photograph(browser: str) -> None:
         training.wait()
     time.sleep(2)
     terminal("status", ["status", "run"], seconds=60)
-    subprocess.run([*SCARCTL, "report", "--store", "run", "-o", "report.html"], check=True)
+    subprocess.run([*SCARCTL, "report", "run", "-o", "report.html"], check=True)
     photograph(browser, Path("report.html"), DOCS / "report.png", 980, 1240)
     photograph(browser, Path("report.html"), DOCS / "report-dark.png", 980, 1240, dark=True)
 

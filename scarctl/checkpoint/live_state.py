@@ -128,6 +128,21 @@ class LiveState:
         mine = ids - int(self.layout.base[g])
         return distances_of(self.layout.groups[g], self.tensors[g], self._saved[g], mine, norm, scratch)
 
+    def equal(self, ids: Ids) -> bool:
+        """Return whether the parameters of `ids` (ascending) are on the host and equal their copies. NaN never does.
+
+        Faster than distances, for a few partitions.
+        """
+        for g, part in self.parts(ids):
+            live, saved = self.tensors[g][0], self._saved[g][0]
+            starts, stops = self.layout.row_ranges(ids[part])
+            if live.device.type != "cpu" or not live.dim():
+                return False
+            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+                if not torch.equal(live[start:stop], saved[start:stop]):
+                    return False
+        return True
+
     def not_finite(self, ids: Ids) -> Ids:
         """Return those of `ids` (ascending) with a live value that is not finite although the saved one is."""
         bad = []
@@ -233,6 +248,11 @@ class LiveState:
             movements.gap[ids] = np.where(whole, np.maximum(step_of(version) - since, 0), 0)
 
         return note
+
+    @functools.cached_property
+    def parameters(self) -> NDArray[np.bool_]:
+        """Which groups are parameters: bool (groups,)."""
+        return np.array([group.kind == "parameter" for group in self.layout.groups], dtype=bool)
 
     @functools.cached_property
     def buffers(self) -> Sequence[int]:

@@ -56,12 +56,15 @@ class Uncounted:
 
 
 def _are_parameters(live: LiveState, ids: Ids, but: Set[int]) -> NDArray[np.bool_]:
-    wanted = [group.kind == "parameter" and g not in but for g, group in enumerate(live.layout.groups)]
-    taken: NDArray[np.bool_] = np.array(wanted, dtype=bool)[live.layout.group_of(ids)]
+    wanted = live.parameters.copy()
+    wanted[list(but)] = False
+    taken: NDArray[np.bool_] = wanted[live.layout.group_of(ids)]
     return taken
 
 
 def _differing(live: LiveState, ids: Ids) -> Ids:
+    if live.equal(ids):
+        return ids[:0]
     # NaN is no difference: such values were left out of the copy, and counted.
     differing: Ids = ids[live.distances_at(ids) > 0]
     return differing

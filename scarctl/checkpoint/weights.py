@@ -6,6 +6,9 @@ the average as the state of the step without saying so.
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import torch
 
 from scarctl.checkpoint.live_state import LiveState
@@ -16,8 +19,8 @@ class Weights:
 
     def __init__(self) -> None:
         self._of: LiveState | None = None
-        self._places: list[tuple[torch.Tensor, tuple[int, ...]]] = []
-        self._noted: list[torch.Tensor] | None = None
+        self._values: list[_Value] = []
+        self._noted: list[bytes | torch.Tensor] | None = None
 
     def follow(self, live: LiveState) -> None:
         """Sample the parameters of `live` from the next `note` on."""
@@ -31,25 +34,56 @@ class Weights:
             if group.kind == "parameter" and tensors[0].numel() and type(tensors[0]) in _PLAIN
         ]
         if not parameters:
-            self._places = []
+            self._values = []
             return
         largest = max(parameters, key=torch.Tensor.numel)
         chosen = (parameters[0], parameters[-1], largest)
-        unique = {id(tensor): tensor for tensor in chosen}.values()
-        self._places = [(tensor, tuple(size // 2 for size in tensor.shape)) for tensor in unique]
+        self._values = [_Value(tensor) for tensor in {id(tensor): tensor for tensor in chosen}.values()]
 
     def note(self) -> None:
         """Keep the current values as those of the newest step."""
-        self._noted = self._read()
+        self._noted = [value.read() for value in self._values]
 
     def replaced(self) -> bool:
         """Return whether a value differs from the one that was noted."""
         if self._noted is None:
             return False
-        return not all(map(torch.equal, self._noted, self._read()))
+        return not all(map(_equal, self._noted, [value.read() for value in self._values]))
 
-    def _read(self) -> list[torch.Tensor]:
-        return [tensor.data[place].clone() for tensor, place in self._places]
+
+class _Value:
+    """The middle value of a tensor, which may get other memory. Read twice per step, so through its address."""
+
+    __slots__ = ("_address", "_memory", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._memory: Any = None
+        self._find()
+
+    def read(self) -> bytes | torch.Tensor:
+        """Return a private copy."""
+        if self._tensor.data_ptr() != self._address:
+            self._find()
+        if self._memory is not None:
+            found: bytes = self._memory.raw
+            return found
+        return self._middle().clone()
+
+    def _middle(self) -> torch.Tensor:
+        return self._tensor.data[tuple(size // 2 for size in self._tensor.shape)]
+
+    def _find(self) -> None:
+        self._address, self._memory = self._tensor.data_ptr(), None
+        if self._address and self._tensor.device.type == "cpu":
+            middle = self._middle()
+            self._memory = (ctypes.c_char * middle.element_size()).from_address(middle.data_ptr())
+
+
+def _equal(first: bytes | torch.Tensor, last: bytes | torch.Tensor) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(last, torch.Tensor):
+        return torch.equal(first, last)
+    return first == last
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

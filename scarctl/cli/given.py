@@ -16,6 +16,15 @@ def was_given(name: str) -> bool:
     return source is click.core.ParameterSource.COMMANDLINE
 
 
+def named_store(place: str | None, store: str | None) -> str | None:
+    """Return the store that the argument STORE or `--store` names; None if neither does. Raises UsageError."""
+    if place is not None:
+        refuse("store", why="is given twice", hint="name the store once")
+    if place == "":
+        raise UsageError("the store is empty", hint="name a folder, or a URL")
+    return place or store
+
+
 def refuse(*names: str, why: str, hint: str = "") -> None:
     """Raise UsageError for those of the options that are on the command line: "--every goes with --watch"."""
     parameters = {parameter.name: parameter for parameter in click.get_current_context().command.params}

@@ -86,6 +86,12 @@ def store_option(
     )
 
 
+def store_argument(command: Decorated) -> Decorated:
+    """Add the argument STORE as `place`, and `--store`: see `scarctl.cli.given.named_store`."""
+    argument = click.argument("place", metavar="[STORE]", required=False, shell_complete=complete_store)
+    return argument(store_option(about="The same as STORE.")(command))
+
+
 def output_options(command: Decorated) -> Decorated:
     """Add `--json` and `--debug`."""
     debug = click.option("--debug", is_flag=True, help="Show a traceback when something fails.")

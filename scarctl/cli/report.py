@@ -8,24 +8,42 @@ from pathlib import Path
 
 import click
 
+from scarctl.cli.given import named_store
 from scarctl.cli.groups import Command
-from scarctl.cli.output import EXIT_OK, EXIT_PARTLY, arena_option, common_options, emit, open_store, warn
+from scarctl.cli.output import (
+    EXIT_OK,
+    EXIT_PARTLY,
+    arena_option,
+    emit,
+    open_store,
+    output_options,
+    store_argument,
+    warn,
+)
 from scarctl.errors import AccessDenied, UsageError
 
 EXAMPLES = """\b
 Examples:
-  scarctl report --store ckpt --output report.html
-  scarctl report --store s3://bucket/run --output report.html --json
+  scarctl report ckpt
+  scarctl report s3://bucket/run --output report.html --json
 """
 
 
 @click.command(cls=Command, epilog=EXAMPLES)
+@store_argument
 @click.option(
-    "--output", "-o", required=True, metavar="FILE", help="HTML file to write; an existing one is replaced."
+    "--output",
+    "-o",
+    default="scarctl-report.html",
+    show_default=True,
+    metavar="FILE",
+    help="HTML file to write; an existing one is replaced.",
 )
 @arena_option
-@common_options
-def command(store: str, output: str, arena_dir: str | None, as_json: bool, debug: bool) -> int:
+@output_options
+def command(
+    place: str | None, store: str | None, output: str, arena_dir: str | None, as_json: bool, debug: bool
+) -> int:
     """Write a page on a store: whether it is safe now, ages over time, failures, what changes, what was restored.
 
     It is one file for any browser, on screen or paper, and loads nothing. Its data are embedded as JSON. With --json
@@ -34,12 +52,15 @@ def command(store: str, output: str, arena_dir: str | None, as_json: bool, debug
     from scarctl.cli.report_page import page
     from scarctl.ops.report import gather
 
+    wanted = named_store(place, store)
+    if wanted is None:
+        raise UsageError("Missing argument 'STORE'.", hint="name a store: `scarctl report ckpt`")
     target = Path(output)
     if target.is_dir() or not target.parent.is_dir():
         raise UsageError(
             f"{target} is no place for a file", hint="give a file in an existing folder: report.html"
         )
-    found = gather(open_store(store), arena_dir)
+    found = gather(open_store(wanted), arena_dir)
     document = found.to_json()
     _write(target, page(found, document))
     emit({**document, "output": str(target)}, as_json=as_json, text=f"wrote {target}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from scarctl.cli.given import refuse
+from scarctl.cli.given import named_store, refuse
 from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_OK,
@@ -19,9 +19,9 @@ from scarctl.cli.output import (
     emit,
     open_store,
     output_options,
-    store_option,
+    store_argument,
 )
-from scarctl.errors import NoStore, ScarError, UsageError
+from scarctl.errors import NoStore, ScarError
 
 if TYPE_CHECKING:
     from scarctl.daemon.status import DaemonStatus
@@ -36,8 +36,7 @@ Examples:
 
 
 @click.command(cls=Command, epilog=EXAMPLES)
-@click.argument("place", metavar="[STORE]", required=False)
-@store_option(about="The same as STORE.")
+@store_argument
 @click.option("--watch", "follow", is_flag=True, help="Repeat until Ctrl-C.")
 @click.option(
     "--every",
@@ -67,13 +66,7 @@ def command(
 
     if not follow:
         refuse("every", why="goes with --watch")
-    if place is not None:
-        refuse("store", why="is given twice", hint="name the store once")
-    wanted = place or store
-    if place == "":
-        raise UsageError(
-            "the store is empty", hint="name a folder, or leave it out for all stores of this host"
-        )
+    wanted = named_store(place, store)
 
     def look() -> list[Health]:
         return _look(wanted, arena_dir)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from scarctl.cli.inspect_view import pace_of
 from scarctl.cli.output import human_bytes, in_iterations
 from scarctl.ops.health import AT_RISK, LOSING, NOTE, Finding, Health, Loss
 from scarctl.ops.surveyed import ShardLine
@@ -14,10 +15,10 @@ from scarctl.util.text import counted
 _MARKS = {LOSING: "!!", AT_RISK: "! ", NOTE: "- "}
 _VERDICT = {LOSING: "LOSING", AT_RISK: "AT RISK", NOTE: "well"}
 _IF_LOST = {"process": "process", "host": "this host", "store": "store"}
-LOSS_COLUMNS = ("if it is lost now", "goes back by up to", "change", "predicted rework")
+LOSS_COLUMNS = ("if it is lost now", "goes back by", "change", "predicted rework")
 _MOST = 230
 """Characters of a finding, three lines: `scarctl inspect` and --json show all of it."""
-_UNSEEN = "nothing, if the run has ended; one on another host is not seen here"
+_UNSEEN = "nothing, unless the run continues on another host"
 _RANKS = 4
 """Ranks whose saving is listed for a store."""
 _SHARDS = 3
@@ -45,6 +46,8 @@ def _store(one: Health) -> Iterator[str]:
             f"  step {view.step}{bound}, {counted(view.layout.partitions, 'partition')}, "
             f"{human_bytes(view.layout.nbytes)}; {who}; {describe(view.age.saved_at)}"
         )
+        if view.run is not None and view.run.alive:
+            yield from (f"  {line}" for line in pace_of(view.run))
     yield from _losses(one)
     yield from _progress(one)
     for finding in one.findings:
@@ -113,7 +116,7 @@ def loss_cells(loss: Loss) -> tuple[str, ...]:
         return name, _UNSEEN if loss.lower_bound else "nothing is lost"
     return (
         name,
-        f"{'at least ' if loss.lower_bound else ''}{counted(loss.steps, 'step')}",
+        f"up to {loss.steps}+ steps" if loss.lower_bound else f"up to {counted(loss.steps, 'step')}",
         "unknown" if loss.perturbation is None else f"{loss.perturbation:.4g}",
         "unknown" if loss.rework.iterations is None else in_iterations(loss.rework),
     )

@@ -17,6 +17,7 @@ NormName: TypeAlias = Literal["l2", "rms", "relative"]
 Norm: TypeAlias = NormName | Callable[..., Any]
 Tracker: TypeAlias = Literal["exact", "overlapped", "sampled", "touched", "auto"]
 OnError: TypeAlias = Literal["warn", "raise"]
+PeerAck: TypeAlias = Literal["next", "all"]
 Hooks: TypeAlias = Literal["auto", "begin", "off"]
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -104,6 +105,13 @@ class Settings:
     peer_domain: Name of what fails together with this host, such as its rack or zone. Copies go to other domains.
         Default: each host is its own.
     peer_bandwidth: Bytes per second that each copy may send, at most. Default: no limit.
+    peer_ack: Which hosts `Session.checkpoint(wait="peers")` waits for: "next", one that has acknowledged, or "all" that
+        keep a copy. Default: "next".
+    peer_tls: Three PEM files of this host: its certificate, its key, and the authority that has signed those of all
+        hosts. Then all that goes between hosts is encrypted, and both sides verify each other. As text: the three
+        paths with commas. Default: none; copies cross the network as they are.
+    peer_secret_file: File with the secret by which hosts know each other, the same on all of them. Only this user may
+        read it. Default: rank 0 draws a secret for each start, and it travels over the process group.
     """
 
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
@@ -121,6 +129,9 @@ class Settings:
     peers: int | None = None
     peer_domain: str | None = None
     peer_bandwidth: float | None = None
+    peer_ack: PeerAck | None = None
+    peer_tls: Sequence[str | os.PathLike[str]] | None = None
+    peer_secret_file: str | os.PathLike[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -156,3 +167,20 @@ class Ranks:
     """
 
     replicated: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of several processes that share a store and nothing else. `(2, 8)` is short for `Member(2, 8)`.
+
+    number, count: This process is member `number` of `count`, from 0.
+    divided: Tensors that are parts of common ones, by name: (first row, rows of the whole tensor). Only these can be
+        divided among another number of members. All others are this member's own. Default: none.
+    replaces: The number of members that the store may have now. They have ended, and these members take over what they
+        saved. Without effect once the store has `count` members. Default: the number never changes.
+    """
+
+    number: int
+    count: int
+    divided: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    replaces: int | None = None

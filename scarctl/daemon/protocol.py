@@ -20,7 +20,9 @@ from scarctl.arena.folder import check_private, folder_error
 from scarctl.errors import AccessDenied, Corruption, ScarError, UsageError, error_fields, error_from
 from scarctl.peers.handshake import SECRET_BYTES
 from scarctl.peers.sender import Candidate
+from scarctl.peers.tls import Tls
 from scarctl.state.version import MAX_EPOCH
+from scarctl.store import Part
 from scarctl.store.format import MAX_SHARD, is_hex
 
 VERSION = 4
@@ -200,6 +202,16 @@ def secret(message: dict[str, Any]) -> tuple[str, bytes]:
     return str(start), bytes.fromhex(str(found))
 
 
+def tls(message: dict[str, Any]) -> Tls | None:
+    """Return what encrypts links, from the files that a message names. Raises UsageError (kind "peer-tls")."""
+    files = message.get("tls")
+    if files is None:
+        return None
+    if not isinstance(files, list) or len(files) != 3 or not all(isinstance(path, str) for path in files):
+        raise UsageError("tls is three paths")
+    return Tls(files)
+
+
 def candidates(message: dict[str, Any]) -> list[Candidate]:
     """Return the daemons that a message names. Raises UsageError."""
     found = message.get("peers")
@@ -208,8 +220,8 @@ def candidates(message: dict[str, Any]) -> list[Candidate]:
     return [Candidate(text(one, "host"), text(one, "address"), number(one, "port")) for one in found]
 
 
-def part(message: dict[str, Any]) -> tuple[int, int] | None:
-    """Return the shard and least epoch of the rank that a message names; None for the whole store."""
+def part(message: dict[str, Any]) -> Part | None:
+    """Return the part of the store that a message names; None for the whole store."""
     found = message.get("part")
     if found is None:
         return None
@@ -218,4 +230,14 @@ def part(message: dict[str, Any]) -> tuple[int, int] | None:
     shard, epoch = number(found, "shard"), number(found, "epoch")
     if shard > MAX_SHARD or not 1 <= epoch <= MAX_EPOCH:
         raise UsageError("there is no such shard or epoch")
-    return shard, epoch
+    current = found.get("current", False)
+    if type(current) is not bool:
+        raise UsageError("current must be true or false")
+    return Part(shard, epoch, current)
+
+
+def part_fields(part: Part | None) -> dict[str, Any] | None:
+    """Return the fields of which `part` makes the same part."""
+    if part is None:
+        return None
+    return {"shard": part.shard, "epoch": part.epoch, **({"current": True} if part.current else {})}

@@ -20,6 +20,7 @@ from scarctl.daemon.client import REPLY_SECONDS, ask, connect, evacuate, gone, i
 from scarctl.daemon.request import Wish
 from scarctl.errors import Corruption, Fenced, ScarError, Unavailable, error_from
 from scarctl.persist.evacuation import Evacuated, not_evacuated
+from scarctl.persist.saver import Acknowledged
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current
 from scarctl.store import Part
@@ -61,7 +62,7 @@ class DaemonSaver:
         """
         self._store = store
         self._options = dict(options or {})
-        self._part_of = None if part is None else {"shard": part.shard, "epoch": part.epoch}
+        self._part_of = protocol.part_fields(part)
         self._id = run_id
         self._folder = folder
         self._on_request = on_request
@@ -164,12 +165,14 @@ class DaemonSaver:
         with contextlib.suppress(ScarError):  # without a daemon, another one is started, which got no signal
             ask(self._folder, "brace", patience=_FAREWELL, milliseconds=int(seconds * 1000))
 
-    def evacuate(self, seconds: float) -> Evacuated:
+    def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
         """See `Saver`. Uses a connection of its own, because other requests must not wait for it."""
         assert self._arena is not None
         try:
-            return evacuate(self._folder, self._id, seconds)
+            return evacuate(self._folder, self._id, seconds, to)
         except ScarError as error:
+            if error.kind == "unknown-host":
+                raise
             return not_evacuated(self._arena, HandOverQueue(self._arena.folder), error)
 
     def answer(self, number: int, fields: Mapping[str, Any]) -> None:
@@ -177,13 +180,14 @@ class DaemonSaver:
         with contextlib.suppress(ScarError):  # without an answer the command ends after its timeout
             self._ask("answer", number=number, answer=dict(fields))
 
-    def admit(self, start: str, secret: str, address: str) -> int:
+    def admit(self, start: str, secret: str, address: str, tls: Sequence[str] | None) -> int:
         """Have the daemon keep replicas of the other ranks' memory, and return the port at which it listens.
 
         start: name of this start of the job. secret: hex digits, which all ranks have. address: of this host.
+        tls: see `Tls`.
         Raises Unavailable if the daemon cannot listen there.
         """
-        asked = {"start": start, "secret": secret, "address": address}
+        asked = {"start": start, "secret": secret, "address": address, "tls": tls}
         port = int(self._done("admit", **asked, port=0)["port"])
         self._copied = {**asked, "port": port}, {}
         return port
@@ -198,6 +202,7 @@ class DaemonSaver:
         asked = {
             "start": admitted["start"],
             "secret": admitted["secret"],
+            "tls": admitted["tls"],
             "host": host,
             "peers": [dict(peer) for peer in peers],
             "copies": copies,
@@ -205,6 +210,26 @@ class DaemonSaver:
         }
         self._copied = admitted, asked
         self._done("follow", **asked)
+
+    def await_peers(self, count: int, timeout: float) -> Acknowledged:
+        """See `Saver`. Also waits for a daemon that replaces one that has ended."""
+        deadline = time.monotonic() + timeout
+        known = Acknowledged(0, ())
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            part = min(left, _SLICE)
+            try:
+                reply = self._ask(
+                    "await_peers", patience=part + _MARGIN, count=count, milliseconds=int(part * 1000)
+                )
+                known = Acknowledged(int(reply["have"]), tuple(reply["links"]))
+            except ScarError as error:
+                self._last = error
+                if error.kind != "daemon-gone":
+                    raise
+            if known.have >= count or time.monotonic() >= deadline:
+                return known
+            time.sleep(min(_PAUSE, left))
 
     def leave(self) -> None:
         """See `Saver`."""

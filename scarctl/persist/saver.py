@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,12 +14,22 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.kinship import require_kinship
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import ScarError, Unavailable
-from scarctl.persist.evacuation import Evacuated
+from scarctl.persist.evacuation import STORE_ONLY, Copies, Evacuated, unknown_host
 from scarctl.persist.persister import Persister, reconcile
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current, PersisterThread
 from scarctl.store import Store, StoreWriter, open_writer
 from scarctl.store.saved import last_saved
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """What other hosts have of the memory of one moment."""
+
+    have: int
+    """Number of hosts that have all of it."""
+    links: tuple[str, ...]
+    """The copies on other hosts, in words: "b: following, 4 behind"."""
 
 
 class Saver(Protocol):
@@ -72,11 +83,14 @@ class Saver(Protocol):
     def brace(self, seconds: float) -> None:
         """Announce that the host is about to go: an evacuation may come within that time. Never raises."""
 
-    def evacuate(self, seconds: float) -> Evacuated:
-        """Save what can be saved within that time, and report what is safe: see `scarctl.persist.evacuation`.
+    def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
+        """Bring what can be brought to other hosts and to the store within that time, and report what is safe.
 
-        Returns in time, whatever the store does.
+        to: see `Session.evacuate`. Returns in time, whatever the store does. Raises UsageError for an unknown host.
         """
+
+    def await_peers(self, count: int, timeout: float) -> Acknowledged:
+        """Wait up to `timeout` seconds until `count` other hosts have what this host's memory has now."""
 
     def answer(self, number: int, fields: Mapping[str, Any]) -> None:
         """Send the outcome of wish `number` to the command that waits for it."""
@@ -188,9 +202,19 @@ class LocalSaver:
     def brace(self, seconds: float) -> None:
         """See `Saver`. Does nothing: the saving thread ends with this process."""
 
-    def evacuate(self, seconds: float) -> Evacuated:
-        """See `Saver`. Raises Unavailable before saving has started."""
-        return self._running().evacuate(seconds)
+    def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
+        """See `Saver`. Without a daemon no other host is known. Raises Unavailable before saving has started."""
+        if to not in (None, STORE_ONLY):
+            raise unknown_host(str(to), ())
+        return self.save_in_time(seconds, None)
+
+    def save_in_time(self, seconds: float, copies: Copies | None) -> Evacuated:
+        """Save to the store what can be saved within that time: see `PersisterThread.evacuate`."""
+        return self._running().evacuate(seconds, copies)
+
+    def await_peers(self, count: int, timeout: float) -> Acknowledged:
+        """See `Saver`. Only the daemon has peers."""
+        return Acknowledged(0, ())
 
     def answer(self, number: int, fields: Mapping[str, Any]) -> None:
         """See `Saver`. Does nothing: commands send requests through the daemon only."""

@@ -82,6 +82,17 @@ def refuse_peers(settings: SessionSettings) -> None:
         )
 
 
+def check_wait(wait: object, settings: SessionSettings) -> None:
+    """Raise UsageError unless `Session.checkpoint` can wait so."""
+    if wait == "peers" and not settings.peers:
+        raise UsageError(
+            "wait='peers', but no other host keeps copies of this one's memory",
+            hint="attach with Settings(peers=1), or use wait=True to wait for the store",
+        )
+    if wait not in (True, False, "peers"):
+        raise UsageError(f"wait is {wait!r:.80}", hint='give True, False or "peers"')
+
+
 class WrittenByRanks(UsageError):
     """The store is written by several ranks, so that a single process cannot use it."""
 
@@ -89,8 +100,8 @@ class WrittenByRanks(UsageError):
 class Together:
     """A session's questions to all processes that train together, and the answers of a process that trains alone.
 
-    `scarctl.distributed.coordinator.Crew` answers them for several ranks, and `scarctl.session.members.Member` for a
-    process that shares only the store. All ranks make these calls in the same order.
+    `scarctl.distributed.coordinator.Crew` answers them for several ranks, and `scarctl.distributed.members.Membership`
+    for a process that shares only the store. All ranks make these calls in the same order.
     """
 
     rank = 0

@@ -40,7 +40,7 @@ from scarctl.util.text import counted
 log = logging.getLogger("scarctl")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Resumed:
     """The state that `Session.resume` restored."""
 
@@ -58,21 +58,33 @@ class Resumed:
     saved_at: str | None = None
     """UTC time of the newest commit in the store, in ISO 8601; None if no record has it."""
 
+    @property
+    def new(self) -> bool:
+        """The store held no state."""
+        return not self.step and self.report is None
+
+    def __str__(self) -> str:
+        """Return one line: the step, whether the state is exact and why not, its oldest copy, sources, and time."""
+        if self.new:
+            return "step 0: the store holds no state, a new run begins"
+        exact = "exact" if self.exact else f"not exact: {'; '.join(self.reasons)}"
+        line, report = f"step {self.step}, {exact}", self.report
+        if report is not None and report.plan.ids.size:
+            oldest = int(step_of(report.plan.version).min())
+            tiers = (f"{counted(count, 'partition')} from {tier}" for tier, count in report.tiers.items())
+            line += f"; oldest copy of step {oldest}; {', '.join(tiers)}"
+        return f"{line}; {describe(self.saved_at)}"
+
+    def __repr__(self) -> str:
+        return f"<Resumed: {self}>"
+
 
 def said(resumed: Resumed, store: Store) -> Resumed:
     """Log the resumed state in one line, and return it."""
-    if not resumed.step and resumed.report is None:
+    if resumed.new:
         log.info("%s holds no state: a new run begins", store.url)
-        return resumed
-    exact = "exact" if resumed.exact else f"not exact: {'; '.join(resumed.reasons)}"
-    line, report = f"resumed {store.url} at step {resumed.step}, {exact}", resumed.report
-    if report is not None and report.plan.ids.size:
-        oldest = int(step_of(report.plan.version).min())
-        tiers = ", ".join(
-            f"{counted(count, 'partition')} from {tier}" for tier, count in report.tiers.items()
-        )
-        line += f"; oldest copy of step {oldest}; {tiers}"
-    log.info("%s; %s", line, describe(resumed.saved_at))
+    else:
+        log.info("resumed %s at %s", store.url, resumed)
     return resumed
 
 

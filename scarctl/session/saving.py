@@ -13,13 +13,16 @@ from __future__ import annotations
 import logging
 import time
 from enum import Enum
+from typing import Literal
 
+from scarctl.arena.durability import durability
 from scarctl.checkpoint.checkpointer import Checkpoints, Stats
 from scarctl.checkpoint.copied import Extent
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.step_end import Moment, Moments
 from scarctl.checkpoint.streams import Streams
 from scarctl.errors import ScarError, Unavailable, UsageError
+from scarctl.session.beginning import Beginning
 from scarctl.session.parts import Parts
 from scarctl.state.extras import Extras, Notes
 from scarctl.state.journal import Sample
@@ -76,6 +79,8 @@ class Saving:
             self.extras,
             validate=parts.settings.validate,
         )
+        beginning = Beginning(parts, self.finish)
+        parts.progress.keep, parts.progress.put_back = beginning.keep, beginning.put_back
 
     @property
     def under_way(self) -> bool:
@@ -145,16 +150,35 @@ class Saving:
         self.finish()
         return self.stats.errors == errors
 
-    def require_durable(self, engine: Engine, *, saved: bool) -> None:
-        """Wait for the store. Raises Unavailable if the checkpoint was not `saved`, and the store's fault."""
+    def require(self, engine: Engine, what: bool | Literal["peers"], *, saved: bool) -> None:
+        """Wait for the store, or with "peers" for other hosts: see `Session.checkpoint`.
+
+        Raises Unavailable if the checkpoint was not `saved`, or peers are late (kind "peers-late"); the store's fault.
+        """
         if not saved:
             raise Unavailable(
                 f"the checkpoint of step {self._progress.head_step} failed: {self.stats.last_error}",
                 hint="earlier checkpoints are safe",
                 kind="not-saved",
             )
-        if not engine.saver.drain(self._settings.timeout):
+        if what == "peers":
+            self._require_peers(engine)
+        elif not engine.saver.drain(self._settings.timeout):
             raise engine.saver.fault()
+
+    def _require_peers(self, engine: Engine) -> None:
+        count = self._settings.peers if self._settings.peer_ack == "all" else 1
+        found = engine.saver.await_peers(count, self._settings.timeout)
+        if found.have < count:
+            links = "; ".join(found.links) or "there is no link to another host"
+            durable = durability(engine.arena).durable_step
+            raise Unavailable(
+                f"{found.have} of {count} hosts have acknowledged step {self._progress.head_step} within "
+                f"{self._settings.timeout:g} s ({links}). It is safe in this host's memory, and not against the "
+                f"loss of this host; the store has {f'step {durable}' if durable >= 0 else 'nothing yet'}",
+                hint="training can continue: the copies are sent again; `scarctl daemon status` shows the links",
+                kind="peers-late",
+            )
 
     def flush(self) -> bool:
         """Seal the state of the newest step's end. Return whether that succeeded."""

@@ -34,6 +34,7 @@ from scarctl.state.group import (
     json_fields,
 )
 from scarctl.util.arrays import Ids
+from scarctl.util.splitmix import mixed, splitmix64
 
 __all__ = [
     "DTYPES",
@@ -82,9 +83,12 @@ class Layout:
 
     def __init__(self, groups: Sequence[Group], optimizer: str = "") -> None:
         """`optimizer` is free text such as "AdamW". Raises UsageError if the groups cannot form a layout."""
+        self._set(groups, optimizer, checked=False)
+
+    def _set(self, groups: Sequence[Group], optimizer: str, *, checked: bool) -> None:
         self._groups = tuple(groups)
         self._optimizer = optimizer
-        reason = _fault(self._groups, optimizer)
+        reason = ("" if checked else _fault(self._groups, optimizer)) or _excess(self._groups)
         if reason:
             raise UsageError(reason)
         counts = [group.partitions for group in self._groups]
@@ -177,6 +181,12 @@ class Layout:
             stops.reshape(-1)[part] = np.minimum(start + step, self._rows[g])
         return starts, stops
 
+    def rows_between(self, g: int, first: int, last: int) -> slice:
+        """Return the rows of the adjacent partitions `first` to `last` of group `g`, without arrays."""
+        group, base = self._groups[g], int(self._base[g])
+        step = group.rows_per_partition
+        return slice((first - base) * step, min((last - base + 1) * step, group.rows))
+
     def name(self, partition: int) -> str:
         """Return the name of a partition, such as "layers.3.mlp.weight[0:512]", with rows of the whole tensor.
 
@@ -234,9 +244,8 @@ class Layout:
         """Assign every partition to a shard at random: int32 of shape (partitions,), values in 0..count - 1.
 
         The numbers of partitions per shard differ by at most one. The same partitions, count and seed give
-        the same result on every machine and in every version. Partitions are ranked by a splitmix64 hash of their id
-        (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), which no two ids
-        share. Raises UsageError when count is not in 1..2**31 - 1.
+        the same result on every machine and in every version. Partitions are ranked by a splitmix64 hash of their id,
+        which no two ids share. Raises UsageError when count is not in 1..2**31 - 1.
         """
         if not 1 <= count < 1 << 31:
             raise UsageError(f"{count} shards are impossible", hint="give at least 1 and fewer than 2**31")
@@ -249,13 +258,17 @@ class Layout:
         count = min(count, n)
         edges = -(-np.arange(1, count) * n // count)
         pieces = [(first, min(first + _CHUNK, n)) for first in range(0, n, _CHUNK)]
-        hashes = np.empty(n, dtype=np.uint64)
+        state, hashes = mixed(seed), np.empty(n, dtype=np.uint64)
+
+        def hashed(first: int, stop: int) -> NDArray[np.uint64]:
+            return splitmix64(np.arange(first + 1, stop + 1), state)
+
         for first, stop in pieces:
-            hashes[first:stop] = _hashes(first, stop, seed)
+            hashes[first:stop] = hashed(first, stop)
         hashes.partition(edges)
         lowest = hashes[edges]
         for first, stop in pieces:  # hashing again is cheaper than a second array
-            result[first:stop] = np.searchsorted(lowest, _hashes(first, stop, seed), side="right")
+            result[first:stop] = np.searchsorted(lowest, hashed(first, stop), side="right")
         return result
 
     def to_json(self) -> dict[str, Any]:
@@ -339,7 +352,10 @@ def build_layout(
             return group.rows
         return partition_bytes // group.row_bytes
 
-    return Layout([_cut(group, rows_of(group)) for group in whole], optimizer)
+    # Only the sizes are new: checking ten thousand groups again takes as long as cutting them.
+    result = object.__new__(Layout)
+    result._set([_cut(group, rows_of(group)) for group in whole], optimizer, checked=True)
+    return result
 
 
 def close_to(name: str, names: Iterable[str]) -> str:
@@ -401,7 +417,6 @@ def _fault(groups: Sequence[Group], optimizer: str) -> str:
     if not is_text(optimizer):
         return "the optimizer's name is not plain text"
     keys: set[str] = set()
-    partitions = nbytes = 0
     for group in groups:
         reason = group_fault(group)
         if reason:
@@ -411,8 +426,12 @@ def _fault(groups: Sequence[Group], optimizer: str) -> str:
             if key in keys:
                 return f"two tensors are named {key!r}"
             keys.add(key)
-        partitions += group.partitions
-        nbytes += group.nbytes
+    return ""
+
+
+def _excess(groups: Sequence[Group]) -> str:
+    """Return which limit the (sound) groups together exceed, or ""."""
+    partitions, nbytes = sum(group.partitions for group in groups), sum(group.nbytes for group in groups)
     if partitions > MAX_PARTITIONS:
         return f"{partitions} partitions exceed the limit of {MAX_PARTITIONS}: use larger ones"
     return f"a state of {nbytes} bytes exceeds the limit of {MAX_BYTES}" if nbytes > MAX_BYTES else ""
@@ -424,21 +443,3 @@ def _fault(groups: Sequence[Group], optimizer: str) -> str:
 def _frozen(array: Ids) -> Ids:
     array.setflags(write=False)
     return array
-
-
-def mix64(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply splitmix64's finaliser in place: a bijection of the 64-bit integers."""
-    z ^= z >> np.uint64(30)
-    z *= np.uint64(0xBF58476D1CE4E5B9)
-    z ^= z >> np.uint64(27)
-    z *= np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
-    return z
-
-
-def _hashes(first: int, stop: int, seed: int) -> NDArray[np.uint64]:
-    """Return values first..stop - 1 of splitmix64, no two of them equal: uint64 of shape (stop - first,)."""
-    z = np.arange(first + 1, stop + 1, dtype=np.uint64)
-    z *= np.uint64(0x9E3779B97F4A7C15)
-    z += mix64(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
-    return mix64(z)

@@ -149,10 +149,10 @@ class Publisher:
             self._require_store()
             if not self._store.blobs.has(first):  # the store may have become reachable meanwhile
                 return False
-        indexes = log.indexes()
-        if not indexes:
+        index = log.newest_index()
+        if index < 0:
             self._require_store()
-        if max(indexes, default=0) <= record.seq:
+        if index <= record.seq:
             return True
         newest = log.newest()
         if newest is None:

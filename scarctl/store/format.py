@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from scarctl.errors import Corruption
 from scarctl.state.layout import DTYPES
@@ -168,9 +168,10 @@ def digest_of_layout(name: str) -> str | None:
 
 def canonical(obj: object) -> bytes:
     """Return canonical JSON: sorted keys, no white space, ASCII. Raises ValueError for NaN and infinity."""
-    return json.dumps(obj, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode(
-        "ascii"
-    )
+    return _ENCODER.encode(obj).encode("ascii")
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def checksum(obj: Mapping[str, Any]) -> str:
@@ -180,7 +181,16 @@ def checksum(obj: Mapping[str, Any]) -> str:
 
 def dump_json(obj: Mapping[str, Any]) -> bytes:
     """Return canonical JSON of `obj` with `checksum` added: the SHA-256 of the canonical JSON without it."""
-    return canonical({**obj, "checksum": checksum(obj)})
+    return sign_json(obj)[0]
+
+
+def sign_json(obj: Mapping[str, Any]) -> tuple[bytes, str]:
+    """Return `dump_json` and `checksum` of `obj`, which is encoded once."""
+    before = canonical({k: v for k, v in obj.items() if k < "checksum"})[1:-1]
+    after = canonical({k: v for k, v in obj.items() if k > "checksum"})[1:-1]
+    digest = hashlib.sha256(b"{" + b",".join(filter(None, (before, after))) + b"}").hexdigest()
+    own = f'"checksum":"{digest}"'.encode("ascii")
+    return b"{" + b",".join(filter(None, (before, own, after))) + b"}", digest
 
 
 def _is_intact(obj: Mapping[str, Any], data: bytes) -> bool:
@@ -346,24 +356,42 @@ def nbytes(dtype: str, shape: Iterable[int]) -> int:
 
 def dump_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Header:
     """Place `(name, dtype, shape)` one after another. `encode_header` gives the bytes."""
-    placed: dict[str, Entry] = {}
+    return place_header(tensors, metadata)[0]
+
+
+def place_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[Header, bytes]:
+    """Return `dump_header` and its bytes."""
+    placed: list[_Placed] = []
     offset = 0
     for name, dtype, shape in tensors:
         size = nbytes(dtype, shape)
-        placed[name] = Entry(dtype, tuple(shape), offset, offset + size)
+        placed.append((name, dtype, tuple(shape), offset, offset + size))
         offset += size
-    relative = Header(dict(metadata), placed, 0)
-    length = len(encode_header(relative))
-    shifted = {n: Entry(e.dtype, e.shape, e.start + length, e.stop + length) for n, e in placed.items()}
-    return Header(relative.metadata, shifted, length)
+    text = _header_text(metadata, placed)
+    length = len(text)
+    entries = {
+        name: Entry(dtype, shape, start + length, stop + length) for name, dtype, shape, start, stop in placed
+    }
+    return Header(dict(metadata), entries, length), text
 
 
 def encode_header(header: Header) -> bytes:
     """Return the length word and JSON, padded with spaces so that the data begin at a multiple of 8."""
-    obj: dict[str, Any] = {"__metadata__": header.metadata}
-    for name, e in header.tensors.items():
-        offsets = [e.start - header.length, e.stop - header.length]
-        obj[name] = {"dtype": e.dtype, "shape": list(e.shape), "data_offsets": offsets}
+    base = header.length
+    entries = ((name, e.dtype, e.shape, e.start - base, e.stop - base) for name, e in header.tensors.items())
+    return _header_text(header.metadata, entries)
+
+
+_Placed: TypeAlias = tuple[str, str, tuple[int, ...], int, int]
+"""Name, dtype and shape of a tensor, and where it begins and ends in the data."""
+
+
+def _header_text(metadata: Mapping[str, str], tensors: Iterable[_Placed]) -> bytes:
+    obj: dict[str, Any] = {"__metadata__": dict(metadata)}
+    for name, dtype, shape, start, stop in tensors:
+        obj[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
     text = json.dumps(obj, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -19,17 +19,18 @@ from scarctl.store.format import (
     canonical,
     check_format,
     corrupt,
-    dump_header,
-    encode_header,
     header_length,
     parse_header,
     parse_json,
+    place_header,
 )
 from scarctl.store.segment import SegmentRef
 from scarctl.store.shard_state import KEEP_SEALED, Seal, ShardState
 
 INDEX_RECORDS = 512
 """Most records between two indexes of a writer."""
+INDEX_LEAST = 16
+"""Least records between two indexes, but for those of other reasons than reading less: reading so few is fast."""
 INDEX_BYTES = 36
 """Bytes of an index per partition."""
 
@@ -70,7 +71,7 @@ def dump_index(state: ShardState) -> list[bytes | memoryview]:
         ("digest", "U8", (32,)),
     ]
     metadata = {"format": "1", "kind": "index", "state": canonical(obj).decode()}
-    parts: list[bytes | memoryview] = [encode_header(dump_header(shapes, metadata))]
+    parts: list[bytes | memoryview] = [place_header(shapes, metadata)[1]]
     parts += [memoryview(np.ascontiguousarray(a)) for a in (*arrays, sealed, wholes, state.segment)]
     digest = hashlib.sha256()
     for part in parts:

@@ -67,6 +67,14 @@ class ShardLog:
         names = self.blobs.names(f"{shard_folder(self.shard)}/index")
         return sorted(seq for name in names if (seq := seq_of_index(name)) is not None)
 
+    def newest_index(self) -> int:
+        """Return the number of the newest index, -1 for none."""
+        # Names of equal length, so that their order is that of the numbers.
+        for name in sorted(self.blobs.names(f"{shard_folder(self.shard)}/index"), reverse=True):
+            if (seq := seq_of_index(name)) is not None:
+                return seq
+        return -1
+
     def record(self, seq: int) -> Record:
         """Return one record. Raises FileNotFoundError, or Corruption."""
         path = record_path(self.shard, seq)

@@ -18,11 +18,10 @@ from scarctl.store.format import (
     MAX_SHARD,
     MIXED_FORMAT,
     Fields,
-    checksum,
     corrupt,
-    dump_json,
     is_hex,
     load_json,
+    sign_json,
 )
 from scarctl.store.segment import SegmentRef
 
@@ -100,12 +99,16 @@ class Record:
     @cached_property
     def data(self) -> bytes:
         """The file's content."""
-        return dump_json(self.to_json())
+        return self._signed[0]
 
     @cached_property
     def digest(self) -> str:
         """The file's checksum, which the next record has as its parent."""
-        return checksum(self.to_json())
+        return self._signed[1]
+
+    @cached_property
+    def _signed(self) -> tuple[bytes, str]:
+        return sign_json(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -114,6 +114,13 @@ def ascending(ids: Ids) -> Ids:
 
 def by_group(layout: Layout, ids: Ids) -> Iterator[tuple[int, int, int]]:
     """Yield (group, i, j) for every group of the ascending `ids`: its ids are `ids[i:j]`."""
+    if len(ids) > len(layout.base):
+        bounds = np.searchsorted(ids, layout.base)
+        groups = np.flatnonzero(bounds[1:] > bounds[:-1])
+        if not len(groups) or bounds[0] or bounds[-1] < len(ids):
+            raise IndexError(f"partition ids are 0..{layout.partitions - 1}")
+        yield from zip(groups.tolist(), bounds[groups].tolist(), bounds[groups + 1].tolist(), strict=True)
+        return
     groups = layout.group_of(ids)
     groups = groups[np.flatnonzero(np.diff(groups, prepend=-1))]
     starts = np.searchsorted(ids, layout.base[groups]).tolist()

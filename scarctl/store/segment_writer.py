@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,7 @@ from scarctl.store.format import (
     MIXED_FORMAT,
     RESERVED,
     Header,
-    dump_header,
-    encode_header,
+    place_header,
 )
 from scarctl.store.segment import (
     COLUMNS,
@@ -60,7 +60,7 @@ def write_segment(
     The file is complete but not committed. Raises UsageError if a buffer has the wrong length.
     """
     data = [] if source is None else _order(layout, ids)
-    header, tail = _place(layout, ids, data, kind, extras or {}, metadata)
+    header, head, tail = _place(layout, ids, data, kind, extras or {}, metadata)
     digest = hashlib.sha256()
 
     def put(buffer: bytes | memoryview) -> None:
@@ -71,23 +71,33 @@ def write_segment(
         raise UsageError(
             f"the header has {header.length} bytes, the limit is {MAX_HEADER}: extras hold too much text"
         )
-    put(encode_header(header))
+    put(head)
     checksums = np.zeros(len(ids), np.uint64)
     data_bytes = 0
     if source is not None:
-        for g, t, i, j in data:
-            factor = checksum.tensor_constant(t)
-            local = ids[i:j] - layout.base[g]
-            full = full_piece(layout.groups[g], t)
-            chunks = (
-                _cut(source[g, t], layout.groups[g], t, local)
-                if isinstance(source, Mapping)
-                else _chunks(source, layout.groups[g], g, t, local)
-            )
-            for a, b, chunk in chunks:
-                checksums[i + a : i + b] += checksum.hash_pieces(chunk, full, b - a) * factor
-                out.write(chunk)
-                data_bytes += chunk.size
+        for g, tensors, i, j in _alike(layout, data):
+            group, local = layout.groups[g], ids[i:j] - layout.base[g]
+            full = full_piece(group, tensors[0])
+            if not isinstance(source, Mapping) and len(tensors) > 1:
+                gathered = _gather(source, group, g, tensors, local)
+                if gathered is not None:
+                    factors = np.array([checksum.tensor_constant(t) for t in tensors])
+                    hashes = checksum.hash_pieces(gathered, full, len(tensors) * (j - i))
+                    checksums[i:j] += factors @ hashes.reshape(len(tensors), j - i)
+                    out.write(gathered)
+                    data_bytes += gathered.size
+                    continue
+            for t in tensors:
+                factor = checksum.tensor_constant(t)
+                chunks = (
+                    _cut(source[g, t], group, t, local)
+                    if isinstance(source, Mapping)
+                    else _chunks(source, group, g, t, local)
+                )
+                for a, b, chunk in chunks:
+                    checksums[i + a : i + b] += checksum.hash_pieces(chunk, full, b - a) * factor
+                    out.write(chunk)
+                    data_bytes += chunk.size
     position = header.length + data_bytes
     for n, entry in list(header.tensors.items())[len(data) :]:
         if entry.start >= tail:
@@ -123,6 +133,24 @@ def _order(layout: Layout, ids: Ids) -> list[tuple[int, int, int, int]]:
     return sorted(found, key=lambda x: (-DTYPES[layout.groups[x[0]].tensors[x[1]].dtype], x[0], x[1]))
 
 
+def _alike(
+    layout: Layout, data: Sequence[tuple[int, int, int, int]]
+) -> Iterator[tuple[int, list[int], int, int]]:
+    """Yield (group, tensors, i, j): adjacent tensors of one group whose pieces have the same length."""
+    found: list[int] = []
+    for number, (g, t, i, j) in enumerate(data):
+        found.append(t)
+        following = data[number + 1] if number + 1 < len(data) else None
+        group = layout.groups[g]
+        if (
+            following is None
+            or following[0] != g
+            or group.tensors[following[1]].row_bytes != group.tensors[t].row_bytes
+        ):
+            yield g, found, i, j
+            found = []
+
+
 def _place(
     layout: Layout,
     ids: Ids,
@@ -130,8 +158,8 @@ def _place(
     kind: str,
     extras: Mapping[str, RawTensor],
     metadata: Mapping[str, str],
-) -> tuple[Header, int]:
-    """Return the header, and the offset of the tail."""
+) -> tuple[Header, bytes, int]:
+    """Return the header, its bytes, and the offset of the tail."""
     tensors: list[tuple[str, str, tuple[int, ...]]] = []
     end = 0
     for g, t, i, j in data:
@@ -157,8 +185,8 @@ def _place(
     dtypes = {"partitions": "I64", "checksums": "U64", "versions": "I64"}
     tensors.extend((RESERVED + column, dtypes[column], (len(ids),)) for column in COLUMNS[kind])
     number = MIXED_FORMAT if kind == "mixed" else FORMAT
-    header = dump_header(tensors, {"format": str(number), "kind": kind, **metadata})
-    return header, header.length + end
+    header, head = place_header(tensors, {"format": str(number), "kind": kind, **metadata})
+    return header, head, header.length + end
 
 
 def _cut(data: Bytes, group: Group, t: int, local: Ids) -> Iterator[tuple[int, int, Bytes]]:
@@ -173,23 +201,43 @@ def _cut(data: Bytes, group: Group, t: int, local: Ids) -> Iterator[tuple[int, i
         yield a, b, data[a * piece : b * piece]
 
 
+def _gather(source: Source, group: Group, g: int, tensors: Sequence[int], local: Ids) -> Bytes | None:
+    """Return the pieces of partitions `local` of several tensors with pieces of equal length, tensor by tensor.
+
+    Returns None if they are too many for one buffer, one of them is shorter, or they need not be gathered.
+    """
+    per = min(group.rows_per_partition, group.rows)
+    piece, count = full_piece(group, tensors[0]), len(local)
+    first, stop = int(local[0]), int(local[-1]) + 1
+    if not 0 < piece * count < BIG_RUN or piece * count * len(tensors) > CHUNK or stop * per > group.rows:
+        return None
+    at = local - first
+    found = np.empty((len(tensors), count, piece), np.uint8)
+    for k, t in enumerate(tensors):
+        rows = _rows(source, group, g, t, first * per, stop * per).reshape(stop - first, piece)
+        np.take(rows, at, axis=0, out=found[k], mode="clip")
+    return found.reshape(-1)
+
+
+def _rows(source: Source, group: Group, g: int, t: int, start: int, stop: int) -> Bytes:
+    """Return rows of a tensor as bytes. Raises UsageError if the source has others."""
+    spec = group.tensors[t]
+    view = memoryview(source(g, t, start, stop))
+    wanted = (stop - start) * spec.row_bytes
+    if view.nbytes != wanted or not view.c_contiguous:
+        raise UsageError(
+            f"{group.key(t)}[{start}:{stop}]: {view.nbytes} bytes given, "
+            f"{wanted} contiguous bytes of {spec.dtype} wanted"
+        )
+    return np.frombuffer(view.cast("B"), np.uint8) if wanted else np.empty(0, np.uint8)
+
+
 def _chunks(source: Source, group: Group, g: int, t: int, local: Ids) -> Iterator[tuple[int, int, Bytes]]:
     """Yield (a, b, bytes): the pieces of partitions `local[a:b]`, in order, a few MiB at a time."""
-    spec, row = group.tensors[t], group.tensors[t].row_bytes
     per = min(group.rows_per_partition, group.rows)
-    piece = per * row
+    piece = per * group.tensors[t].row_bytes
     step = max(1, CHUNK // max(piece, 1))
-
-    def rows(start: int, stop: int) -> Bytes:
-        buffer = source(g, t, start, stop)
-        view = memoryview(buffer)
-        wanted = (stop - start) * row
-        if view.nbytes != wanted or not view.c_contiguous:
-            raise UsageError(
-                f"{group.key(t)}[{start}:{stop}]: {view.nbytes} bytes given, "
-                f"{wanted} contiguous bytes of {spec.dtype} wanted"
-            )
-        return np.frombuffer(view.cast("B"), np.uint8) if wanted else np.empty(0, np.uint8)
+    rows = partial(_rows, source, group, g, t)
 
     breaks = np.flatnonzero(np.diff(local) != 1) + 1
     if len(local) * piece >= BIG_RUN * (len(breaks) + 1):

@@ -18,7 +18,7 @@ from scarctl.state.version import MAX_EPOCH
 from scarctl.store.commit import Publisher
 from scarctl.store.commit_check import checked_ids, checked_versions
 from scarctl.store.format import record_path, segment_name, segment_path, shard_folder
-from scarctl.store.index import INDEX_BYTES, INDEX_RECORDS
+from scarctl.store.index import INDEX_BYTES, INDEX_LEAST, INDEX_RECORDS
 from scarctl.store.ledger import Ledger
 from scarctl.store.line import Companion
 from scarctl.store.record import Record
@@ -27,7 +27,7 @@ from scarctl.store.segment_writer import write_segment
 from scarctl.store.shard_state import ShardState
 from scarctl.store.snapshot import is_kept
 from scarctl.store.store import Store
-from scarctl.store.topology import refuse_ranks
+from scarctl.store.topology import refuse_ranks, require_current
 from scarctl.util.arrays import Ids
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def open_writer(store: Store, *, layout: Layout, shard_of: NDArray[np.int32]) ->
     shard_of: shard of every partition, int32 of shape (layout.partitions,); -1: in no shard.
 
     Raises Contention if another live process writes; LayoutMismatch if the store holds another layout; UsageError
-    (also for a whole store of several ranks), Corruption, AccessDenied, Unavailable.
+    (also for a whole store of several ranks), Corruption, AccessDenied, Unavailable; Fenced as `require_current` does.
     """
     return StoreWriter(store, layout, shard_of)
 
@@ -87,6 +87,7 @@ class StoreWriter:
                 raise store.mismatch(current, layout)
             store.put_layout(layout)
             self._take_over()
+            require_current(store)
         except BaseException:
             store.return_lock(self._lock)
             raise
@@ -172,7 +173,8 @@ class StoreWriter:
         self._publish_next(record, tail)
         self.ledger.handed(shard, record.nbytes)
         self._floor[shard] = step
-        if state.unindexed_records >= INDEX_RECORDS or 0 < len(state.ids) <= 2 * state.unindexed:
+        half = state.unindexed_records >= INDEX_LEAST and 0 < len(state.ids) <= 2 * state.unindexed
+        if half or state.unindexed_records >= INDEX_RECORDS:
             self._write_index(shard)
         return record
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scarctl.store import Store, delete_snapshot, snapshots, verify
+from scarctl.store import Store, delete_snapshot, snapshots, verify, writer
 from scarctl.store.snapshot import snapshot_names
 from tests.adversarial.disk import Disk, Loss, Recorder
 from tests.adversarial.power import History, Run, fail
@@ -27,6 +27,12 @@ NEEDED = (
     "commit < create_exclusive: file in a/run/shards/N/log",
     "_sync_visible < create_exclusive: folder a/run/shards/N/log",
 )
+
+
+@pytest.fixture(autouse=True)
+def soon_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indexes come after a few commits, so that losses hit them, too."""
+    monkeypatch.setattr(writer, "INDEX_LEAST", 1)
 
 
 @pytest.fixture

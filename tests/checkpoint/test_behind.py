@@ -168,8 +168,11 @@ def test_one_line_each_at_attach_resume_and_close(tmp_path: Path, caplog: pytest
         loop.step()
     loop.session.close()
     assert lines() == [f"closed {url}: step 3, sealed, all of it durable"]
+    assert str(loop.session.resumed) == "step 0: the store holds no state, a new run begins"
     loop = Loop(tmp_path)
     _, resumed = lines()
+    assert resumed == f"resumed {url} at {loop.session.resumed}"
+    assert repr(loop.session.resumed) == f"<Resumed: {loop.session.resumed}>"
     assert resumed.startswith(f"resumed {url} at step 3, exact; oldest copy of step 3; ")
     assert "partitions from store; saved 20" in resumed
     loop.session.close(seal=False)

@@ -137,6 +137,11 @@ def test_damage_that_hides_the_history_is_told(run: Run, saved: Model) -> None:
     assert page.data["now"]["step"] == 0
 
 
+def test_a_page_has_a_name_unless_one_is_given(run: Run, saved: Model) -> None:
+    assert run("report", "ckpt").stdout == "wrote scarctl-report.html\n"
+    assert "newest step" in Page(Path("scarctl-report.html").read_text(encoding="utf-8")).text
+
+
 def test_json_prints_the_data_of_the_page(run: Run, saved: Model) -> None:
     done = run("report", "--store", "ckpt", "-o", "report.html", "--json").document
     data = Page(Path("report.html").read_text(encoding="utf-8")).data

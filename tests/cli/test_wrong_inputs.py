@@ -171,9 +171,9 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "--store ckpt --lost 0 --max-rework -1": (2, "-1"),
     },
     "report": {
-        "--output r.html": MISSING,
-        "--store ckpt": (2, "Missing option '--output'"),
-        "--store nowhere --output r.html": NO_STORE,
+        "--output r.html": (2, "Missing argument 'STORE'"),
+        "ckpt --store ckpt": (2, "--store is given twice"),
+        "nowhere": NO_STORE,
         "--store ckpt --output folder": (2, "folder is no place for a file"),
         "--store ckpt --output gone/r.html": (2, "is no place for a file"),
     },

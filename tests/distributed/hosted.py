@@ -17,6 +17,7 @@ import scarctl
 from scarctl.arena.folder import host_folder
 from scarctl.config import grouped
 from scarctl.daemon.client import ask_status
+from scarctl.errors import ScarError
 from scarctl.ops.survey import survey
 from scarctl.store import Store
 from tests.distributed.jobs import build, step, values
@@ -29,7 +30,8 @@ def train(
     """Resume and train up to iteration `steps`. Each of `homes` is a host: its arenas and its daemon.
 
     Options: `store_stops_at` an iteration; `flush_at` one; `copied_at` one, after which it waits until its peers have
-    all; `peers_stop_at` one, from which on nothing is sent; `daemon_dies_at` one, that of rank 1;
+    all; `wait_at` one, after which its checkpoint waits for the peers; `peers_stop_at` one, from which on nothing is
+    sent; `daemon_dies_at` one, that of rank 1;
     `host_dies` (a rank): at iteration `dies_at` its daemon, its memory and itself; `all_die_at` one; a file to `keep`
     the end in; arguments of `attach` (`settings`).
     """
@@ -42,6 +44,7 @@ def train(
     model, optimizer = build(kind)
     peers: list[str] = []
     inspected: list[list[str]] = []
+    said: list[str] = []
     common = {"interval": 5, "partition_bytes": 2048, "daemon": True, "arena_dir": str(home), "peers": 1}
     session = scarctl.attach(
         model,
@@ -67,6 +70,9 @@ def train(
                     list(line.copies) for line in survey(Store.open(f"{folder}/store"), str(home)).ranks
                 ]
                 dist.barrier()  # a host that dies keeps the copies of another one
+            if options.get("wait_at") == number:
+                said = wait_for_checkpoint(session)
+                dist.barrier()  # a host that dies keeps the copies of another one
             if options.get("peers_stop_at") == number:
                 # An empty list of peers: the copies stay as they are now.
                 session._saver.follow("here", [], 1, None)
@@ -88,6 +94,7 @@ def train(
         "peers": peers,
         "warned": warned,
         "inspected": inspected,
+        "said": said,
     }
 
 
@@ -113,6 +120,15 @@ def wait_for_peers(arena_dir: str, step: int) -> list[str]:
             return peers
         assert time.monotonic() < deadline, (step, runs)
         time.sleep(0.05)
+
+
+def wait_for_checkpoint(session: scarctl.Session) -> list[str]:
+    """Save the whole state, and wait for the peers: kind and text of the error, if they are late."""
+    try:
+        session.checkpoint(full=True, wait="peers")
+    except ScarError as error:
+        return [error.kind, str(error)]
+    return []
 
 
 def lose_host(home: Path) -> None:

@@ -64,6 +64,29 @@ def test_all_die_and_one_host_is_lost(hosts: Path, calm: Any, monkeypatch: pytes
     assert same(load(Path(end)), calm("fsdp"))
 
 
+def test_a_checkpoint_that_waits_for_peers_survives_the_host(hosts: Path, calm: Any) -> None:
+    """Nothing else is waited for: the other host has all of it when the call returns."""
+    job = {**STOPPED, "settings": {"peer_ack": "all"}, "wait_at": 13, "all_die_at": 13}
+    with pytest.raises(AssertionError, match="ended with -9"):
+        launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
+    end = str(hosts / "end.pt")
+    found = launch(TRAIN, 2, "fsdp", str(hosts), 17, {"homes": ELSEWHERE, "keep": end})
+    assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 2
+    assert [set(report["tiers"]) for report in found] == [{"peer"}, {"memory"}]
+    assert same(load(Path(end)), calm("fsdp"))
+
+
+def test_a_checkpoint_whose_peers_are_late_says_what_is_safe(hosts: Path) -> None:
+    job = {"homes": HOMES, "settings": {"timeout": 0.5}, "peers_stop_at": 6, "wait_at": 7}
+    found = launch(TRAIN, 2, "fsdp", str(hosts), 8, job)
+    for report in found:
+        kind, text = report["said"]
+        assert kind == "peers-late"
+        assert "0 of 1 hosts have acknowledged step 7 within 0.5 s" in text
+        assert "safe in this host's memory" in text
+        assert report["errors"] == 0
+
+
 def test_copies_are_found_without_keeping_new_ones(hosts: Path) -> None:
     """Everything comes back on the host that is left, and `peers` is not given any more."""
     job = {**STOPPED, "flush_at": 13, "copied_at": 13, "all_die_at": 13}

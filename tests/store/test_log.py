@@ -17,7 +17,7 @@ from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import epoch_of, pack, step_of
 from scarctl.store import Store, StoreWriter, open_writer, verify
 from scarctl.store.format import dump_json, index_path, record_path, segment_name, segment_path
-from scarctl.store.index import dump_index
+from scarctl.store.index import INDEX_LEAST, dump_index
 from scarctl.store.record import Record
 from scarctl.store.segment_writer import write_segment
 from scarctl.store.shard_state import Seal
@@ -79,7 +79,8 @@ class LogMachine(RuleBasedStateMachine):
         self.data.change(ids.tolist(), self.seed)
         record = self.writer.commit(shard, ids, self.data, step=self.step, sealed=sealed, extras=extras)
         state = self.writer.states[shard]
-        assert 2 * state.unindexed < len(state.ids)  # else an index should have been written
+        # Else an index should have been written.
+        assert 2 * state.unindexed < len(state.ids) or state.unindexed_records < INDEX_LEAST
         version = pack(self.writer.epoch, self.step)
         model.copies.update({i: (version, self.data.partition(i)) for i in ids.tolist()})
         model.step = self.step

@@ -40,7 +40,7 @@ from scarctl_adapters.torch.sharding import (
     zero_of,
 )
 from scarctl_adapters.torch.slots import Slots, create_slots
-from scarctl_adapters.torch.stepping import beginning, is_nested
+from scarctl_adapters.torch.stepping import around, at_the_change
 from scarctl_adapters.torch.watch import Watch
 
 
@@ -116,7 +116,9 @@ class TorchAdapter:
         for name, item in {**late, **(extras or {})}.items():
             check_stateful(name, item)
         adapter = cls(model, optimizers, late, extras or {}, replicated)
-        adapter._wrapping.check_patterns([group.name for group in adapter.groups()])
+        if replicated or cls._knows_tables or any(map(is_dtensor, model.parameters())):
+            # Parts of a tensor may be unsuitable, and patterns may match nothing.
+            adapter._wrapping.check_patterns([group.name for group in adapter.groups()])
         return adapter
 
     @property
@@ -147,12 +149,12 @@ class TorchAdapter:
         # Before the first step the model may still move to a GPU. Parameters gathered by FSDP2 look the same from one
         # forward to the next, while the sharded ones may have changed.
         keeps = stepped and not self._sharded
-        there = tensors_now(self._model, self._optimizers) if keeps else None
         known, groups = self._known
-        if there is None or there != known:
+        if not keeps or known is None or not known.hold():
+            known = tensors_now(self._model, self._optimizers) if keeps else None
             groups = self._new_groups(predict=stepped)
             # One assignment, after success: a signal handler may call this method meanwhile.
-            self._known = (None, []) if there is None else (there, groups)
+            self._known = (None, []) if known is None else (known, groups)
         return list(groups)
 
     def _new_groups(self, *, predict: bool) -> list[StateGroup]:
@@ -350,18 +352,17 @@ class TorchAdapter:
             raise UsageError(
                 "no optimizer to hook into", hint="pass the optimizer, or hooks='off' and session.step()"
             )
-        handles = []
+        handles: list[Any] = []
         for number, optimizer in enumerate(self._optimizers):
 
-            def entering(*_: object, number: int = number) -> None:
-                if not is_nested(self._optimizers[number]):
-                    self._stepping = number
-                    before()
+            def enter(number: int = number) -> None:
+                self._stepping = number
+                before()
 
-            handles.append(optimizer.register_step_pre_hook(entering if after else beginning(entering)))
-        if after is not None:
-            last = self._optimizers[-1]
-            handles.append(last.register_step_post_hook(lambda *_: None if is_nested(last) else after()))
+            if after is None:
+                handles.append(at_the_change(optimizer, enter))
+            else:
+                handles += around(optimizer, enter, after if optimizer is self._optimizers[-1] else None)
 
         def remove() -> None:
             for handle in handles:
@@ -409,7 +410,7 @@ class TorchAdapter:
 
     def _resident(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """Return the sharded parameter of a gathered one: FSDP2 replaces them from a forward to the next backward."""
-        known = self._sharded.get(name)
+        known = self._sharded.get(name) if self._sharded else None
         return known if known is not None and is_gathered(parameter, known) else parameter
 
     def _modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:

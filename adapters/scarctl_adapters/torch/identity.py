@@ -1,13 +1,13 @@
 """Detect whether a model's and its optimizers' tensors are still the same objects in the same memory.
 
-Collecting all groups anew takes longer than the rest of a checkpoint in the training thread. This check takes a
-fraction of that time.
+Collecting all groups anew takes longer than the rest of a checkpoint in the training thread. Asking whether they still
+hold takes a fraction of that time: every loop over all tensors runs in C.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import attrgetter, methodcaller
 
 import torch
@@ -18,19 +18,95 @@ from scarctl_adapters.torch.homes import homes_of
 from scarctl_adapters.torch.slots import NEVER_SLOTS
 
 _PLAIN = {torch.Tensor, nn.Parameter}
+_DICTS = attrgetter("_modules", "_parameters")
+_VALUES = methodcaller("values")
+_FACTS = attrgetter("_cdata", "dtype", "requires_grad")
+"""What may change although the object stays. Another `_cdata` has another version counter."""
+_LAZY = (torch.Tensor.is_conj, torch.Tensor.is_neg)
 
 
-@dataclass(frozen=True, slots=True)
 class Tensors:
-    """The tensors of one moment. Equal to those of another moment if views of them are still valid."""
+    """The tensors of one moment: parameters, buffers with their modules, and slots."""
 
-    _facts: list[object]
-    _kept: dict[int, torch.Tensor] = field(compare=False)
-    """By id. Keeps the tensors alive, so that no other object gets their ids."""
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._modules = list(model.modules())
+        self._structure, self._objects = self._now()
+        tensors = {id(each): each for each in self._objects if isinstance(each, torch.Tensor)}
+        self.tensors = list(tensors.values())
+        """Each once."""
+        self._complex = [tensor for tensor in self.tensors if tensor.is_complex()]
+        self._views: list[torch.Tensor] = []
+        """A view of each, which keeps its storage alive, so that no other storage gets its address."""
+        self._facts: list[object] = []
+
+    def settle(self) -> None:
+        """Keep the form and memory of all tensors, which are plain and strided."""
+        self._views = [tensor.detach() for tensor in self.tensors]
+        self._facts = self._form()
+
+    def hold(self) -> bool:
+        """Return whether model and optimizers still have these tensors, so that views of them are still valid."""
+        # An emptied storage lives on, and its address may belong to another one by now: both are asked for.
+        return (
+            self._now()[0] == self._structure
+            and all(map(torch.Tensor.is_set_to, self.tensors, self._views))
+            and self._form() == self._facts
+        )
+
+    def _form(self) -> list[object]:
+        lazy = [list(map(fact, self._complex)) for fact in _LAZY]
+        return [list(map(torch.Tensor.data_ptr, self.tensors)), list(map(_FACTS, self.tensors)), lazy]
+
+    def _now(self) -> tuple[list[object], list[object]]:
+        """Return what is where, as names and ids, and the objects of these ids, so that no others get them."""
+        homes = [home for optimizer in self._optimizers for home in homes_of(optimizer, self._optimizers)]
+        # With ZeRO a home is the inner optimizer, whose parameters have their slots on this rank.
+        optimizers = [*self._optimizers, *(home.optimizer for home in homes)]
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        dicts = list(chain.from_iterable(map(_DICTS, self._modules)))
+        buffers = [
+            (id(module), name, buffer)
+            for module in self._modules
+            for name, buffer in module._buffers.items()
+            if name not in module._non_persistent_buffers_set
+        ]
+        states = [
+            (parameter, held)
+            for home in homes
+            for parameter, held in home.optimizer.state.items()
+            if isinstance(parameter, torch.Tensor)
+        ]
+        slots = [
+            (key, value)
+            for _, held in states
+            for key, value in held.items()
+            if isinstance(value, torch.Tensor) and key not in NEVER_SLOTS and isinstance(key, str)
+        ]
+        objects = [
+            *self._modules,
+            *optimizers,
+            *dicts,
+            *chain.from_iterable(map(_VALUES, dicts)),
+            *chain.from_iterable(groups),
+            *chain.from_iterable(states),
+            *(buffer for *_, buffer in buffers),
+            *(value for _, value in slots),
+        ]
+        structure: list[object] = [
+            list(map(len, dicts)),
+            list(chain.from_iterable(dicts)),
+            [where for *where, _ in buffers],
+            list(map(len, groups)),
+            [len(held) for _, held in states],
+            [key for key, _ in slots],
+            list(map(id, objects)),
+        ]
+        return structure, objects
 
 
 def tensors_now(model: nn.Module, optimizers: Sequence[Optimizer]) -> Tensors | None:
-    """Return the current parameters, buffers with their modules, and slots.
+    """Return the current tensors.
 
     None if a tensor is of a subclass, such as DTensor, or sparse: its parts may change while the object stays. None if
     a module overrides named_parameters or named_buffers.
@@ -39,61 +115,13 @@ def tensors_now(model: nn.Module, optimizers: Sequence[Optimizer]) -> Tensors | 
         _is_usual(module.named_buffers, nn.Module.named_buffers) for module in model.modules()
     ):
         return None
-    places: list[object] = []
-    kept: dict[int, torch.Tensor] = {}
-    for where, tensor in _tensors_of(model, optimizers):
-        number = id(tensor)
-        places += where, number
-        kept[number] = tensor
-    tensors = list(kept.values())
-    if not set(map(type, tensors)) <= _PLAIN or set(map(_LAYOUT, tensors)) - {torch.strided}:
+    found = Tensors(model, optimizers)
+    types, layouts = set(map(type, found.tensors)), set(map(attrgetter("layout"), found.tensors))
+    if not types <= _PLAIN or layouts - {torch.strided}:
         return None
-    # One attribute of all tensors after the other: a loop over thousands of them would take milliseconds.
-    return Tensors([places, *(list(map(fact, tensors)) for fact in _FACTS)], kept)
+    found.settle()
+    return found
 
 
 def _is_usual(method: Callable[..., object], usual: Callable[..., object]) -> bool:
     return getattr(method, "__func__", None) is usual
-
-
-_LAYOUT = attrgetter("layout")
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    # An emptied storage lives on, and its address may belong to another one by now.
-    return int(tensor.untyped_storage()._cdata)
-
-
-_FACTS: Sequence[Callable[[torch.Tensor], object]] = (
-    attrgetter("_cdata", "shape", "dtype", "requires_grad"),
-    _storage,
-    methodcaller("data_ptr"),
-    methodcaller("stride"),
-    methodcaller("is_conj"),
-    methodcaller("is_neg"),
-)
-"""Facts that change as soon as views of a tensor, or its version counter, are no longer valid."""
-
-
-def _tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[object, torch.Tensor]]:
-    """Yield every tensor with its location, which alone is not unique."""
-    for name, module in model.named_modules():
-        hidden = module._non_persistent_buffers_set
-        yield from ((name + key, p) for key, p in module._parameters.items() if p is not None)
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in hidden:
-                # Buffers are read from this very module later.
-                yield (name + key, id(module)), buffer
-    for i, optimizer in enumerate(optimizers):
-        for number, group in enumerate(optimizer.param_groups):
-            yield from (((i, number), p) for p in group["params"])
-    for i, home in enumerate(home for o in optimizers for home in homes_of(o, optimizers)):
-        # With ZeRO this is the inner optimizer, whose parameters have their slots on this rank.
-        for number, group in enumerate(home.optimizer.param_groups):
-            yield from (((i, number), p) for p in group["params"])
-        for parameter, state in home.optimizer.state.items():
-            if isinstance(parameter, torch.Tensor):
-                yield (i, bool(state)), parameter
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor) and key not in NEVER_SLOTS:
-                        yield (i, key), value

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain, compress
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from scarctl.errors import UsageError
@@ -47,6 +49,8 @@ class _Sorted:
         self.others: list[Any] = []
         self.orders: list[Any] = []
         self._known: tuple[object, list[Any], list[Any]] | None = None
+        self._numbers: tuple[dict[str, NDArray[np.int64]], ...] | None = None
+        """The numbers of parameters by key, as arrays. Made once, when all are known."""
 
     def remember(self, state: Mapping[Any, Any], tensors: object) -> bool:
         """Note of what this was found. Return whether it holds as long as that is the same."""
@@ -63,14 +67,25 @@ class _Sorted:
 
     def to_tree(self) -> dict[str, Any]:
         """Return it as it is saved, with the present values."""
+        if self._numbers is None:
+            self._numbers = tuple(
+                {key: np.array(where, dtype=np.int64) for key, where in wheres.items()}
+                for wheres in (
+                    {"stateful": self.stateful},
+                    {key: where for key, (where, _) in self.columns.items()},
+                    self.slots,
+                    {key: where for key, (where, _) in self.packed.items()},
+                )
+            )
+        stateful, columns, slots, packed = self._numbers
         return {
-            "stateful": np.array(self.stateful, dtype=np.int64),
+            **stateful,
             "columns": {
-                key: (np.array(where), _stack([state[key] for state in states]))
-                for key, (where, states) in self.columns.items()
+                key: (columns[key], _stack([state[key] for state in states]))
+                for key, (_, states) in self.columns.items()
             },
-            "slots": {key: np.array(where, dtype=np.int64) for key, where in self.slots.items()},
-            "packed": {key: (np.array(where), values) for key, (where, values) in self.packed.items()},
+            "slots": dict(slots),
+            "packed": {key: (packed[key], values) for key, (_, values) in self.packed.items()},
             "others": self.others,
             "orders": self.orders,
         }
@@ -78,16 +93,14 @@ class _Sorted:
 
 def _content(state: Mapping[Any, Any]) -> list[Any] | None:
     """Return the ids of parameters and tensors, and the types of other values. None: they do not say it all."""
-    found: list[Any] = []
-    for parameter, held in state.items():
-        if type(held) is not dict:
-            return None
-        found.append(id(parameter))
-        found += held
-        for value in held.values():
-            kind = type(value)
-            found.append(id(value) if kind in _TENSORS else kind)
-    return found
+    every = list(state.values())
+    if set(map(type, every)) - {dict}:
+        return None
+    values = list(chain.from_iterable(map(dict.values, every)))
+    types = list(map(type, values))
+    tensors = compress(values, map(_TENSORS.__contains__, types))
+    keys = list(chain.from_iterable(every))
+    return [list(map(id, state)), list(map(len, every)), keys, types, list(map(id, tensors))]
 
 
 class OptimizerState:
@@ -247,8 +260,8 @@ def references_of(home: Home) -> References:
 def _stack(values: list[Any]) -> Any:
     """Return 0-dim tensors of one dtype as one tensor, others as a list: a model has hundreds of step counts."""
     if (
-        all(isinstance(value, torch.Tensor) for value in values)
-        and set(map(attrgetter("ndim"), values)) == {0}
+        set(map(type, values)) <= _TENSORS
+        and set(map(torch.Tensor.dim, values)) == {0}
         and len(set(map(attrgetter("dtype"), values))) == 1
     ):
         # One wait for the GPU instead of one for each.

@@ -5,12 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch.optim import Optimizer
 
 _WRAPPER = Optimizer.profile_hook_step(lambda *_: None).__code__
 """Code of torch's wrapper around every optimizer's step."""
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def _untraced(hook: Hook) -> Hook:
+    """Return a hook that `torch.compile` runs as it is, where it compiles the step that the hook belongs to."""
+    return torch.compiler.disable(hook)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def running() -> Iterator[Optimizer]:
@@ -34,7 +41,61 @@ def is_nested(optimizer: Optimizer) -> bool:
     return found > 1
 
 
-def beginning(before: Callable[[], None]) -> Callable[..., Any]:
+class _Nesting:
+    """Counts one optimizer's running steps, from its pre and post hooks: quicker than looking at frames.
+
+    A step that raises never calls its post hook. So frames decide wherever the count says that a step is nested.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._depth = 0
+
+    def enters(self) -> bool:
+        """Count a step that begins. Return whether it is nested."""
+        self._depth += 1
+        if self._depth == 1:
+            return False
+        nested = is_nested(self._optimizer)
+        if not nested:
+            self._depth = 1
+        return nested
+
+    def leaves(self) -> bool:
+        """Count a step that ends. Return whether it was nested."""
+        nested = self._depth > 1 and is_nested(self._optimizer)
+        self._depth = self._depth - 1 if nested else 0
+        return nested
+
+
+def around(optimizer: Optimizer, before: Callable[[], None], after: Callable[[], None] | None) -> list[Any]:
+    """Call `before` and `after` around every step of `optimizer` that is not nested. Return the hooks' handles."""
+    nesting = _Nesting(optimizer)
+
+    @_untraced
+    def begins(*_: object) -> None:
+        if not nesting.enters():
+            before()
+
+    @_untraced
+    def ends(*_: object) -> None:
+        if not nesting.leaves() and after is not None:
+            after()
+
+    return [optimizer.register_step_pre_hook(begins), optimizer.register_step_post_hook(ends)]
+
+
+def at_the_change(optimizer: Optimizer, before: Callable[[], None]) -> Any:
+    """Call `before` at the last moment before a step of `optimizer` changes a parameter. Return the hook's handle."""
+
+    def begins() -> None:
+        if not is_nested(optimizer):
+            before()
+
+    return optimizer.register_step_pre_hook(_untraced(_beginning(begins)))
+
+
+def _beginning(before: Callable[[], None]) -> Callable[..., Any]:
     """Return a pre hook that calls `before` at the last moment before a parameter changes."""
 
     def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

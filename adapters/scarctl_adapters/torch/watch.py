@@ -93,10 +93,13 @@ class Watch:
 
     def _forget_passes(self) -> None:
         """Begin to count anew. Where all parameters have as many, two are enough, until one of these has none."""
-        counts = [self._backwards[number] for number in self._counting]
-        self._usual = max(self._usual, *counts)
-        self._backwards = [0] * len(self._backwards)
-        self._alike = self._alike + 1 if min(counts) and min(counts) == max(counts) else 0
+        backwards = self._backwards
+        counts = [backwards[number] for number in self._counting]
+        least, most = min(counts, default=0), max(counts, default=0)
+        if most > self._usual:
+            self._usual = most
+        self._backwards = [0] * len(backwards)
+        self._alike = self._alike + 1 if least and least == most else 0
         if self._alike == _ALIKE:
             self._count((0, len(self._looked_at) - 1))
         elif not self._alike and len(self._counting) < len(self._looked_at):
@@ -118,7 +121,7 @@ class Watch:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
-        if any(id(other) in self._given for other in running()):
+        if id(optimizer) in self._given or any(id(other) in self._given for other in running()):
             return  # an attached optimizer, or one inside it
         if id(optimizer) in self._ours:
             self._say_no_step(f"{type(optimizer).__name__} steps, and the optimizer around it does not")

@@ -23,7 +23,7 @@ from scarctl.store.backends.local_files import (
     real,
     sync_folder,
 )
-from scarctl.store.backends.parallel import Helpers, no_bytes
+from scarctl.store.backends.parallel import Helpers, Turns, no_bytes
 from scarctl.store.format import SETTINGS, TEMPORARY, check_name, corrupt
 
 T = TypeVar("T")
@@ -33,6 +33,8 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 # More than four threads read no faster than memory is written.
 _HELPERS = Helpers(max(1, min(4, os.cpu_count() or 1) - 1), patient=True)
 _SYNCING = Helpers()
+_SMALL = 8 << 20
+"""Bytes of several files from which on hashing and writing them in several threads is faster than taking turns."""
 
 
 class LocalBlobs:
@@ -45,22 +47,24 @@ class LocalBlobs:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._root = str(root)
         self._mode: int | None = None
 
     def why_not_exclusive(self) -> str | None:
         return None  # a link fails if its name is taken
 
     def where(self, name: str) -> str:
-        return str(self.root / name)
+        return f"{self._root}/{name}"
 
-    def _path(self, name: str) -> Path:
+    def _path(self, name: str) -> str:
         """Return the path of a file. Raise Corruption if a parent is a symbolic link: it leads out of the store."""
+        # Text, because a commit has many paths, and making `Path` objects would take a tenth of its time.
         check_name(name)
-        path = self.root
+        path = self._root
         *folders, last = name.split("/")
         for folder in folders:
-            path = real(path / folder)
-        return path / last
+            path = real(f"{path}/{folder}")
+        return f"{path}/{last}"
 
     # reading
 
@@ -96,7 +100,7 @@ class LocalBlobs:
             # O_NONBLOCK: opening a FIFO must not wait for its other end.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
-            raise FileNotFoundError(errno.ENOENT, "no such file", str(path)) from None
+            raise FileNotFoundError(errno.ENOENT, "no such file", path) from None
         except OSError as error:
             raise os_error(error, path, "open") from error
         try:
@@ -163,7 +167,9 @@ class LocalBlobs:
         self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
     ) -> Iterator[R]:
         # One turn of the file system's journal serves several threads that sync.
-        return _SYNCING.each(work, items, size)
+        items = list(items)
+        small = sum(map(size, items)) < _SMALL
+        return _SYNCING.each(Turns().each(work) if small else work, items, size)
 
     @contextmanager
     def writer(self, name: str) -> Iterator[LocalWriter]:
@@ -180,11 +186,11 @@ class LocalBlobs:
             try:
                 os.link(temporary, path)
             except FileExistsError:
-                raise FileExistsError(errno.EEXIST, "exists already", str(path)) from None
+                raise FileExistsError(errno.EEXIST, "exists already", path) from None
             except OSError as error:
                 if error.errno in _NO_LINKS:
                     raise MissingGuarantee(
-                        f"{path.parent}: this file system cannot create files exclusively ({error.strerror})",
+                        f"{os.path.dirname(path)}: this file system cannot create files exclusively ({error.strerror})",
                         hint="put the store on a file system with hard links",
                     ) from error
                 raise os_error(error, path, "create") from error
@@ -197,7 +203,7 @@ class LocalBlobs:
         except FileNotFoundError:
             return False
         if found != data:
-            raise FileExistsError(errno.EEXIST, "exists already", str(path))
+            raise FileExistsError(errno.EEXIST, "exists already", path)
         # A new file with a new entry: after a failed sync, syncing again would prove nothing.
         with self._temporary(path, [data]) as temporary:
             try:
@@ -223,7 +229,7 @@ class LocalBlobs:
         """Do nothing, because a local store has no uploads."""
 
     def prepare(self, folder: str, *, known: bool = False) -> None:
-        path = real(self._path(folder))
+        path = Path(real(self._path(folder)))
         there = path.is_dir()
         if there and known:
             return
@@ -262,8 +268,8 @@ class LocalBlobs:
         return self._mode
 
     @contextmanager
-    def _temporary(self, path: Path, parts: Sequence[Buffer]) -> Iterator[Path]:
-        temporary = path.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+    def _temporary(self, path: str, parts: Sequence[Buffer]) -> Iterator[str]:
+        temporary = f"{os.path.dirname(path)}/{TEMPORARY}{uuid.uuid4().hex}"
         file = LocalWriter(create(temporary, self._file_mode()), temporary)
         try:
             for part in parts:
@@ -278,9 +284,9 @@ class LocalBlobs:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
 
-    def _sync_visible(self, path: Path) -> None:
+    def _sync_visible(self, path: str) -> None:
         try:
-            sync_folder(path.parent)
+            sync_folder(os.path.dirname(path))
         except ScarError as error:
             raise InDoubt(
                 f"{path}: written, but it is not known whether it is durable ({error.message})",

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from scarctl.errors import AccessDenied, ScarError, Unavailable
 from scarctl.store.backends.base import Buffer, as_bytes
+from scarctl.store.backends.parallel import idle
 from scarctl.store.format import corrupt
 
 WRITEBACK = 8 << 20  # bytes after which a writer asks the system to begin writing them out
+HELD = 256 << 10  # bytes of small parts that are written together
 READ = 512 << 10  # bytes of one read: with larger ones, read-ahead would overlap the reads of another thread
 
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -37,7 +39,7 @@ def os_error(error: OSError, path: object, doing: str) -> ScarError:
 
 
 class LocalReader:
-    def __init__(self, fd: int, path: Path, size: int) -> None:
+    def __init__(self, fd: int, path: str, size: int) -> None:
         self._fd = fd
         self._path = path
         self.size = size
@@ -71,15 +73,34 @@ class LocalReader:
 
 
 class LocalWriter:
-    def __init__(self, fd: int, path: Path) -> None:
+    def __init__(self, fd: int, path: str) -> None:
         self._fd = fd
         self._path = path
         self._length = 0
+        self._held = bytearray()
         self._started = 0
         self._committed = False
 
     def write(self, buffer: Buffer) -> None:
         view = as_bytes(buffer)
+        self._length += len(view)
+        if len(view) < HELD:
+            # One system call for many small parts. The caller may change them at once.
+            self._held += view
+            if len(self._held) < HELD:
+                return
+            view = memoryview(b"")
+        self._flush()
+        self._put(view)
+        if self._length - self._started >= WRITEBACK:
+            self._start_writeback()
+
+    def _flush(self) -> None:
+        """Write what is held."""
+        held, self._held = self._held, bytearray()
+        self._put(memoryview(held))
+
+    def _put(self, view: memoryview) -> None:
         done = 0
         while done < len(view):
             try:
@@ -87,9 +108,6 @@ class LocalWriter:
             except OSError as error:
                 raise os_error(error, self._path, "write") from error
             done += put
-        self._length += done
-        if self._length - self._started >= WRITEBACK:
-            self._start_writeback()
 
     def _start_writeback(self) -> None:
         # On Linux this advice starts writing dirty pages without waiting: the disk works during hashing.
@@ -102,8 +120,10 @@ class LocalWriter:
 
     def commit(self, *, entry: bool = True) -> None:
         """Make the content durable, and with `entry` also the name."""
+        self._flush()
         try:
-            os.fsync(self._fd)
+            with idle():
+                os.fsync(self._fd)
             length = os.fstat(self._fd).st_size
         except OSError as error:
             raise os_error(error, self._path, "sync") from error
@@ -112,7 +132,7 @@ class LocalWriter:
                 f"{self._path}: {length} bytes after writing {self._length}", hint="check the disk"
             )
         if entry:
-            sync_folder(self._path.parent)
+            sync_folder(os.path.dirname(self._path))
         self._committed = True
 
     def close(self) -> None:
@@ -127,24 +147,24 @@ class LocalWriter:
                 os.unlink(self._path)
 
 
-def real(folder: Path) -> Path:
+def real(folder: str) -> str:
     """Return the folder. Raise Corruption if it is a symbolic link, which would lead out of the store."""
     if os.path.islink(folder):
         raise corrupt(folder, "a folder is expected, but it is a symbolic link")
     return folder
 
 
-def create(path: Path, mode: int) -> int:
+def create(path: str, mode: int) -> int:
     """Create a file exclusively and return its descriptor. Raise FileExistsError, Unavailable, AccessDenied."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, flags, mode)
     except FileExistsError:
-        raise FileExistsError(errno.EEXIST, "exists already", str(path)) from None
+        raise FileExistsError(errno.EEXIST, "exists already", path) from None
     except FileNotFoundError as error:
         # The folder is not created again: a record in a new folder would lack the earlier records.
         raise Unavailable(
-            f"{path.parent}: the folder is gone",
+            f"{os.path.dirname(path)}: the folder is gone",
             hint="the store was deleted, moved or unmounted; saving continues when the folder is back",
         ) from error
     except OSError as error:
@@ -165,12 +185,13 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
         raise os_error(error, path, "make the folder") from error
 
 
-def sync_folder(path: Path) -> None:
+def sync_folder(path: str | Path) -> None:
     """Make the names in a folder durable."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(fd)
+            with idle():
+                os.fsync(fd)
         finally:
             os.close(fd)
     except OSError as error:

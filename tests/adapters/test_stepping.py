@@ -1,0 +1,88 @@
+"""Steps of an optimizer within its own step, and steps that raise: hooks count the outermost ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import scarctl
+from scarctl import Settings
+from scarctl_adapters.torch.stepping import around
+
+
+class Inner(torch.optim.SGD):
+    """A class whose subclass calls its step: torch wraps both."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return super().step(closure)
+
+
+class Outer(Inner):
+    swallows = False
+
+    def step(self, closure: Any = None) -> Any:
+        try:
+            return super().step(closure)
+        except RuntimeError:
+            if not self.swallows:
+                raise
+        return None
+
+
+def counted() -> tuple[Outer, list[str]]:
+    model = nn.Linear(2, 2)
+    optimizer = Outer(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    seen: list[str] = []
+    around(optimizer, lambda: seen.append("before"), lambda: seen.append("after"))
+    return optimizer, seen
+
+
+def test_nested_steps_count_once() -> None:
+    optimizer, seen = counted()
+    for _ in range(3):
+        optimizer.step()
+    assert seen == ["before", "after"] * 3
+
+
+def test_a_step_counts_after_one_that_raised() -> None:
+    optimizer, seen = counted()
+    for _ in range(2):
+        optimizer.fails = True
+        with pytest.raises(RuntimeError):
+            optimizer.step()
+        optimizer.fails = False
+        optimizer.step()
+    assert seen == ["before", "before", "after"] * 2
+
+
+def test_a_step_counts_if_one_inside_it_raised() -> None:
+    optimizer, seen = counted()
+    optimizer.swallows = optimizer.fails = True
+    optimizer.step()
+    optimizer.step()
+    assert seen == ["before", "after"] * 2
+
+
+def test_a_session_counts_them_once(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Outer(model.parameters(), lr=0.1)
+    with scarctl.attach(model, optimizer, store=tmp_path / "s", settings=Settings(daemon=False)) as session:
+        for number in range(6):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.fails = number == 3
+            if optimizer.fails:
+                with pytest.raises(RuntimeError):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        assert session.head_step == 5
