@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from scarctl.api import attach
-    from scarctl.config import Extra, Partitioning, Ranks, Selection, Settings
+    from scarctl.config import Extra, Member, Partitioning, Ranks, Selection, Settings
     from scarctl.errors import (
         AccessDenied,
         Contention,
@@ -43,6 +43,7 @@ __all__ = [
     "Extra",
     "Fenced",
     "LayoutMismatch",
+    "Member",
     "MissingGuarantee",
     "NoIntactCopy",
     "NoStore",
@@ -66,7 +67,7 @@ _HOMES = {
     "Session": "scarctl.session.session",
     "Report": "scarctl.recovery.execute",
     "Resumed": "scarctl.session.recover",
-    **dict.fromkeys(("Extra", "Partitioning", "Ranks", "Selection", "Settings"), "scarctl.config"),
+    **dict.fromkeys(("Extra", "Member", "Partitioning", "Ranks", "Selection", "Settings"), "scarctl.config"),
 }
 """Modules of the names that are no errors, imported when a name is first used."""
 

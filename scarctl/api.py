@@ -10,6 +10,7 @@ from scarctl.adapter import find_adapter
 from scarctl.config import (
     Extra,
     Hooks,
+    Member,
     Partitioning,
     Ranks,
     Selection,
@@ -20,9 +21,9 @@ from scarctl.config import (
 from scarctl.config.environment import warn_of_unread
 from scarctl.distributed.collectives import Solo, Team, world_size
 from scarctl.distributed.coordinator import Crew
+from scarctl.distributed.members import Membership, member_of
 from scarctl.errors import UsageError
 from scarctl.session.attached import take_over
-from scarctl.session.members import Member
 from scarctl.session.peers import WrittenByRanks
 from scarctl.session.session import Session
 
@@ -40,7 +41,7 @@ def attach(
     scaler: Any = None,
     extras: Mapping[str, Any] | None = None,
     ranks: bool | Ranks | None = None,
-    member: tuple[int, int] | None = None,
+    member: tuple[int, int] | Member | None = None,
     hooks: Hooks = "auto",
     settings: Settings | None = None,
 ) -> Session:
@@ -68,7 +69,8 @@ def attach(
         parameters that they keep equal. False: this process saves alone, such as rank 0 of a data-parallel job.
         Default: together, if there are several.
     member: (k, n): this process is member k of n, which share the store and nothing else. Each starts, dies and starts
-        again alone, as actors, pods and parameter servers do, and saves to its own shard. Default: no member.
+        again alone, as actors, pods and parameter servers do, and saves to its own shard. `scarctl.Member` lets their
+        number change. Default: no member.
     hooks: "auto" hooks into the optimizers' steps. "begin" hooks only into their beginnings; call `session.step()` when
         the iteration that they belong to is over. "off": call `session.step()` at the end of every iteration.
     settings: How saving behaves in this process and on this host. See `scarctl.Settings`.
@@ -99,7 +101,9 @@ def attach(
         **({"after_step": late} if late else {}),
     )
     hooks = hooks if adapter.automatic else "off"
-    alone = None if member is None else Member(member)
+    checked = None if member is None else member_of(member)
+    per_rank = frozenset(name for name, extra in named.items() if extra.per_rank)
+    alone = None if checked is None else Membership(checked, adapter, per_rank)
     if alone is not None and ranks:
         raise UsageError("a member saves without the other ranks", hint="leave out ranks, or member")
     several = world_size() > 1 and ranks is not False and alone is None
@@ -110,7 +114,7 @@ def attach(
         )
     if alone is not None:
         take_over(resolved.store, alone.rank)
-        return Session(adapter, resolved, hooks=hooks, together=alone)
+        return Session(alone.adapter, resolved, hooks=hooks, together=alone)
     if not several:
         take_over(resolved.store)
         try:
@@ -118,7 +122,6 @@ def attach(
         except WrittenByRanks:
             if ranks is False:
                 raise
-    per_rank = frozenset(name for name, extra in named.items() if extra.per_rank)
     team = Team() if several else Solo()
     try:
         crew = Crew.join(adapter, resolved, team, per_rank)

@@ -168,7 +168,8 @@ def _processes(view: Survey) -> list[str]:
     if held:
         names = ", ".join(str(other.shard) for other in held)
         size = human_bytes(sum(other.bytes for other in held))
-        lines.append(f"shards of other ranks: {names}, {size} (`scarctl prune` retires those not needed)")
+        whose = f"{'earlier' if topology.independent else 'other'} {noun}s"
+        lines.append(f"shards of {whose}: {names}, {size} (`scarctl prune` retires those not needed)")
     retired = [str(other.shard) for other in view.others if other.retired]
     if retired:
         lines.append(f"retired shards: {', '.join(retired)}")

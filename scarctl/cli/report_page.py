@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from scarctl import __version__
-from scarctl.cli.inspect_view import Table, summary, tables
+from scarctl.cli.inspect_view import Table, pace_of, summary, tables
 from scarctl.cli.output import SCHEMA_VERSION, human_bytes
 from scarctl.cli.report_charts import (
     LEVELS,
@@ -69,7 +69,8 @@ def _body(report: Report) -> list[str]:
         _findings(report.health),
         _table(_losses(report.health)),
     ]
-    parts += [f"<p class='soft'>{text(line)}</p>" for line in summary(view)[1:3]]
+    pace = [] if view.run is None else pace_of(view.run)
+    parts += [f"<p class='soft'>{text(line)}</p>" for line in (*summary(view)[1:3], *pace)]
     history = report.history
     if report.damage is not None:
         parts.append(f"<p>The history cannot be shown: {text(report.damage)}</p>")

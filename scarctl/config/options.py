@@ -160,3 +160,20 @@ class Ranks:
     """
 
     replicated: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of several processes that share a store and nothing else. `(2, 8)` is short for `Member(2, 8)`.
+
+    number, count: This process is member `number` of `count`, from 0.
+    divided: Tensors that are parts of common ones, by name: (first row, rows of the whole tensor). Only these can be
+        divided among another number of members. All others are this member's own. Default: none.
+    replaces: The number of members that the store may have now. They have ended, and these members take over what they
+        saved. Without effect once the store has `count` members. Default: the number never changes.
+    """
+
+    number: int
+    count: int
+    divided: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    replaces: int | None = None

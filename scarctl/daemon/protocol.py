@@ -21,6 +21,7 @@ from scarctl.errors import AccessDenied, Corruption, ScarError, UsageError, erro
 from scarctl.peers.handshake import SECRET_BYTES
 from scarctl.peers.sender import Candidate
 from scarctl.state.version import MAX_EPOCH
+from scarctl.store import Part
 from scarctl.store.format import MAX_SHARD, is_hex
 
 VERSION = 4
@@ -208,8 +209,8 @@ def candidates(message: dict[str, Any]) -> list[Candidate]:
     return [Candidate(text(one, "host"), text(one, "address"), number(one, "port")) for one in found]
 
 
-def part(message: dict[str, Any]) -> tuple[int, int] | None:
-    """Return the shard and least epoch of the rank that a message names; None for the whole store."""
+def part(message: dict[str, Any]) -> Part | None:
+    """Return the part of the store that a message names; None for the whole store."""
     found = message.get("part")
     if found is None:
         return None
@@ -218,4 +219,14 @@ def part(message: dict[str, Any]) -> tuple[int, int] | None:
     shard, epoch = number(found, "shard"), number(found, "epoch")
     if shard > MAX_SHARD or not 1 <= epoch <= MAX_EPOCH:
         raise UsageError("there is no such shard or epoch")
-    return shard, epoch
+    current = found.get("current", False)
+    if type(current) is not bool:
+        raise UsageError("current must be true or false")
+    return Part(shard, epoch, current)
+
+
+def part_fields(part: Part | None) -> dict[str, Any] | None:
+    """Return the fields of which `part` makes the same part."""
+    if part is None:
+        return None
+    return {"shard": part.shard, "epoch": part.epoch, **({"current": True} if part.current else {})}

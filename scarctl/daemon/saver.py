@@ -62,7 +62,7 @@ class DaemonSaver:
         """
         self._store = store
         self._options = dict(options or {})
-        self._part_of = None if part is None else {"shard": part.shard, "epoch": part.epoch}
+        self._part_of = protocol.part_fields(part)
         self._id = run_id
         self._folder = folder
         self._on_request = on_request
@@ -165,12 +165,14 @@ class DaemonSaver:
         with contextlib.suppress(ScarError):  # without a daemon, another one is started, which got no signal
             ask(self._folder, "brace", patience=_FAREWELL, milliseconds=int(seconds * 1000))
 
-    def evacuate(self, seconds: float) -> Evacuated:
+    def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
         """See `Saver`. Uses a connection of its own, because other requests must not wait for it."""
         assert self._arena is not None
         try:
-            return evacuate(self._folder, self._id, seconds)
+            return evacuate(self._folder, self._id, seconds, to)
         except ScarError as error:
+            if error.kind == "unknown-host":
+                raise
             return not_evacuated(self._arena, HandOverQueue(self._arena.folder), error)
 
     def answer(self, number: int, fields: Mapping[str, Any]) -> None:

@@ -204,7 +204,7 @@ class Daemon:
             part = protocol.part(message)
             if peer.run is not None:
                 raise UsageError("this connection has claimed a store already")
-            peer.run = self.runs.claim(store if part is None else store.of_shard(*part), peer.pid, peer).id
+            peer.run = self.runs.claim(store if part is None else store.of_part(part), peer.pid, peer).id
 
     def open(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Open the run. Its arena has to exist. Nothing is saved before `resume`."""
@@ -287,13 +287,14 @@ class Daemon:
         self.runs.brace(min(protocol.number(message, "milliseconds") / 1000, _MAX_HOLD))
 
     def evacuate(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """Save what can be saved of a run, also of a dead process, within some time. Return the report."""
+        """Bring a run, also of a dead process, to other hosts and to the store within some time. Return the report."""
         seconds = min(protocol.number(message, "milliseconds") / 1000, _MAX_HOLD)
         run = self.runs.known(protocol.text(message, "run"))
         if run is None:
             raise UsageError("there is no such run", kind="not-claimed")
         self.runs.brace(seconds)
-        return {"report": run.saver.evacuate(seconds).to_json()}
+        to = protocol.text(message, "to") if message.get("to") is not None else None
+        return {"report": run.evacuate(seconds, to).to_json()}
 
     def ask(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Pass a wish on to a running session."""

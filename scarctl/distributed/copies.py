@@ -22,8 +22,6 @@ from scarctl.state.caveats import Caveats
 
 log = logging.getLogger("scarctl")
 
-_SPARE = 8
-"""Candidates beyond the hosts that keep copies, for those that cannot."""
 _KIND = "peers"
 
 
@@ -62,7 +60,7 @@ def keep_copies(saver: Saver, settings: SessionSettings, team: Team, start: str,
         for host in (hosts[n] for n in chosen)
         if host.port
     ]
-    saver.follow(hosts[own].host, peers[: settings.peers + _SPARE], settings.peers, settings.peer_bandwidth)
+    saver.follow(hosts[own].host, peers, settings.peers, settings.peer_bandwidth)
 
 
 def _admit(saver: Saver, start: str, secret: str, address: str, caveats: Caveats) -> int:

@@ -88,6 +88,16 @@ def _arenas(store: Store, settings: SessionSettings) -> list[tuple[Store, bool]]
     ]
 
 
+def save_own(views: Sequence[Store], settings: SessionSettings) -> None:
+    """Save the pending copies in the arenas of these shards on this host, and remove the arenas. See `save_leftovers`.
+
+    Raises Contention if a process still saves to one of the shards.
+    """
+    for view in views:
+        if (arena_folder(settings.arena_dir, view.run_id) / FILE).exists():
+            _save_one(view, settings)
+
+
 def _save(views: Sequence[Store], settings: SessionSettings) -> None:
     for view in views:
         _save_one(view, settings)

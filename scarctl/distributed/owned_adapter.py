@@ -10,8 +10,9 @@ import torch
 from torch import distributed as dist
 
 from scarctl.adapter import Adapter, StateGroup, touched_rows_of, watch_of
+from scarctl.checkpoint.live_state import is_placeholder
 from scarctl.distributed.ownership import Division, Holding
-from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.state.layout import Group, Layout, TensorSpec, build_layout
 from scarctl.state.torch_dtypes import name_of
 
 BUCKET_BYTES = 32 << 20
@@ -35,6 +36,16 @@ def holdings_of(groups: Iterable[StateGroup]) -> list[Holding]:
         )
         for group in groups
     ]
+
+
+def group_of(group: StateGroup) -> Group:
+    """Return the group with the slots that exist."""
+    specs = [
+        TensorSpec(slot, name_of(tensor.dtype, group.name), tuple(tensor.shape))
+        for slot, tensor in group.tensors.items()
+        if not (slot and is_placeholder(tensor))
+    ]
+    return Group(group.name, group.kind, 1, tuple(specs), group.place)
 
 
 def slots_of(layouts: Iterable[Layout]) -> dict[str, tuple[TensorSpec, ...]]:

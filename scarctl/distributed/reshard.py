@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from scarctl.adapter import StateGroup
 from scarctl.arena.arena import Arena
-from scarctl.checkpoint.live_state import is_placeholder
 from scarctl.distributed.collectives import Team
 from scarctl.distributed.own_extras import Early, with_own
-from scarctl.distributed.owned_adapter import OwnedAdapter
+from scarctl.distributed.owned_adapter import OwnedAdapter, group_of
 from scarctl.distributed.ownership import Division
 from scarctl.distributed.resume_step import MAX_APART, Standing, agree_on_step, perturbation_of
 from scarctl.errors import NoIntactCopy, UsageError
 from scarctl.recovery.reshard import Parts, check_fits, with_slots
 from scarctl.session.peers import AgreedState
 from scarctl.state.extras import Extras
-from scarctl.state.group import Group, TensorSpec
 from scarctl.state.layout import Layout, build_layout
-from scarctl.state.torch_dtypes import name_of, torched
+from scarctl.state.torch_dtypes import torched
 from scarctl.state.version import step_of
 from scarctl.store import ShardState
 from scarctl.theory.rework import Rework
@@ -48,11 +45,11 @@ class Moved:
             )
         groups = adapter.groups()
         names = {part.name for rank in division.owned for part in rank}
-        check_fits(parts, [_group(group) for group in groups], names, adapter.optimizer)
+        check_fits(parts, [group_of(group) for group in groups], names, adapter.optimizer)
         adapter.learn_slots({name: group.tensors[1:] for name, group in parts.groups().items()})
         fixed = parts.store.settings
         self.layout: Layout = build_layout(
-            [(g.name, g.kind, with_slots(parts, _group(g)), g.place) for g in groups],
+            [(g.name, g.kind, with_slots(parts, group_of(g)), g.place) for g in groups],
             partition_bytes=fixed.partition_bytes,
             rows=dict(fixed.rows) or None,
             by_layer=fixed.by_layer,
@@ -123,13 +120,3 @@ class Moved:
         found = self._parts.store.read_extras(self._parts.states[shard])
         assert found is not None, "only shards with extras are asked for"
         return Extras.from_tree(torched(found[1]))
-
-
-def _group(group: StateGroup) -> Group:
-    """Return the group with the slots that exist."""
-    specs = [
-        TensorSpec(slot, name_of(tensor.dtype, group.name), tuple(tensor.shape))
-        for slot, tensor in group.tensors.items()
-        if not (slot and is_placeholder(tensor))
-    ]
-    return Group(group.name, group.kind, 1, tuple(specs), group.place)

@@ -120,13 +120,12 @@ def export(settings: ExportSettings, *, progress: Callable[[int, int], None] | N
     target = Path(os.path.abspath(settings.output))
     snapshot = named_snapshot(store, settings.snapshot)
     state = open_shares(store, snapshot)
+    ids = state.everything()
     check_complete(state.layouts)
     nothing = [None] * len(state.shares)
-    if snapshot is None:
-        plan = plan_lost(state, state.everything(), nothing)
-    else:
-        plan = next(plans_back(state, nothing, 0, snapshot))
-    everything, targets = content(state.layouts, state.everything())
+    of_now = snapshot is None
+    plan = plan_lost(state, ids, nothing) if of_now else next(plans_back(state, nothing, 0, snapshot))
+    everything, targets = content(state.layouts, ids)
     of_model = weights_of(plan, everything) if settings.weights else Weights(everything, {}, ())
     specs = dict(of_model.specs)
     if settings.form == "safetensors":  # the others can hold one tensor under several names

@@ -117,8 +117,8 @@ def _newest_states(store: Store) -> tuple[Topology | None, dict[int, ShardState]
     newest = newest_topology(store)
     if newest is not None and newest.independent:
         states = store.states(newest.shards)
-        never = ", ".join(str(shard) for shard, state in states.items() if state.layout is None)
-        return newest, states, f"members that have saved nothing yet: {never}" if never else None
+        never = [number for number, shard in enumerate(newest.shards) if states[shard].layout is None]
+        return newest, states, _never(newest, never) if never else None
     # Imported here, because commands have to start fast, and most stores are of a single process.
     from scarctl.recovery.reshard import find_parts
     from scarctl.recovery.shares import fallback_note
@@ -130,6 +130,14 @@ def _newest_states(store: Store) -> tuple[Topology | None, dict[int, ShardState]
     assert topology is not None, "the store has topologies"
     note = f"{store.url}: the store has no whole state of all ranks yet"
     return topology, store.states(topology.shards), note
+
+
+def _never(topology: Topology, numbers: Sequence[int]) -> str:
+    """Return the note about members that have saved nothing yet."""
+    listed = ", ".join(map(str, numbers))
+    if topology.epoch == 1:
+        return f"members that have saved nothing yet: {listed}"
+    return f"members that have not started yet, so that their parts are with the members before: {listed}"
 
 
 def _share(store: Store, states: Mapping[int, ShardState], arena_dir: str | None) -> _Share:

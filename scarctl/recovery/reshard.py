@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -40,13 +40,14 @@ class Parts:
     """Topology of these ranks; None if one process saved the whole state."""
     passed_over: tuple[int, ...] = ()
     """Epochs of newer topologies, of other shards, without a complete state."""
+    named: Mapping[int, Layout] = field(default_factory=dict)
+    """By shard, layouts with the names that groups have in the whole state, if the shard's own names differ."""
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Layouts of all parts, by digest."""
-        return {
-            state.layout.digest: state.layout for state in self.states.values() if state.layout is not None
-        }
+        """Layouts of all parts, by digest, with the names of the whole state."""
+        found = [self.named.get(shard, state.layout) for shard, state in self.states.items()]
+        return {layout.digest: layout for layout in found if layout is not None}
 
     def groups(self) -> dict[str, Group]:
         """Return one group of every whole tensor, by name: with its slots, and the whole shape in `place`."""
@@ -67,31 +68,36 @@ class Parts:
         found = {state.whole for state in self.states.values() if len(state.ids)}
         return found.pop() if len(found) == 1 else ""
 
-    def copy_into(self, layout: Layout, rows: Rows) -> None:
+    def copy_into(self, layout: Layout, rows: Rows, *, newest_first: bool = False) -> None:
         """Copy the groups of `layout`, boxes of the same tensors, from all parts that overlap. Verify every copy.
+
+        newest_first: parts may have the same rows, and rows without a copy. Each row is taken from the first part, in
+            the order of `states`, that has a copy of it.
 
         Raises NoIntactCopy when a copy is damaged or missing. Then only some rows were written.
         """
         there = self.groups()
         wanted = {_source(group, there): (g, group) for g, group in enumerate(layout.groups)}
+        missing = [np.ones(group.rows if newest_first else 0, bool) for group in layout.groups]
         copied = 0
-        for state in self.states.values():
-            theirs = state.layout
+        for shard, state in self.states.items():
+            theirs = self.named.get(shard, state.layout)
             if theirs is None:
                 continue
-            ids = [
-                _overlapping(theirs, g, group, wanted[group.name][1])
-                for g, group in enumerate(theirs.groups)
-                if group.name in wanted
-            ]
-            mine = np.intersect1d(np.concatenate([*ids, _NONE]), state.ids, assume_unique=True)
+            ids = [_NONE]
+            for n, group in enumerate(theirs.groups):
+                if group.name in wanted:
+                    g, target = wanted[group.name]
+                    found = _overlapping(theirs, n, group, target)
+                    ids.append(_still(theirs, found, group, target, missing[g]) if newest_first else found)
+            there_are = state.ids[state.saved] if newest_first else state.ids
+            mine = np.intersect1d(np.concatenate(ids), there_are, assume_unique=True)
             damaged: list[tuple[Ids, str]] = []
             for batch in self.store.read(state, mine, corrupt=damaged):
                 group = theirs.groups[batch.group]
                 g, target = wanted[group.name]
-                copied += _copy(
-                    theirs, group, batch, target, [rows(g, t) for t in range(len(target.tensors))]
-                )
+                targets = [rows(g, t) for t in range(len(target.tensors))]
+                copied += _copy(theirs, group, batch, target, targets, missing[g] if newest_first else None)
             if damaged:
                 name = theirs.name(int(damaged[0][0][0]))
                 raise NoIntactCopy(
@@ -279,19 +285,44 @@ def _overlapping(layout: Layout, g: int, theirs: Group, ours: Group) -> Ids:
     return np.arange(first + start // step, first - (-stop // step))
 
 
-def _copy(layout: Layout, theirs: Group, batch: Batch, ours: Group, targets: list[NDArray[np.uint8]]) -> int:
-    """Copy the overlap of a batch into `targets`; return its bytes."""
+def _still(layout: Layout, ids: Ids, theirs: Group, ours: Group, missing: NDArray[np.bool_]) -> Ids:
+    """Return those of the partitions `ids` that have rows of `ours` that are missing: bool of shape (rows,)."""
+    if not missing.any() or not ours.tensors[0].shape:
+        return ids if missing.any() else _NONE
+    shift = theirs.box.offset[0] - ours.box.offset[0]
+    starts, stops = layout.row_ranges(ids)
+    ahead = np.concatenate([[0], np.cumsum(missing)])
+    first, last = (np.clip(at + shift, 0, len(missing)) for at in (starts, stops))
+    return ids[ahead[last] > ahead[first]]
+
+
+def _copy(
+    layout: Layout,
+    theirs: Group,
+    batch: Batch,
+    ours: Group,
+    targets: list[NDArray[np.uint8]],
+    missing: NDArray[np.bool_] | None,
+) -> int:
+    """Copy the overlap of a batch into `targets`; return its bytes.
+
+    missing: if not None, rows of `ours` to copy, bool of shape (rows,). They are missing no more then.
+    """
     box = _overlap(ours, theirs)
     assert box is not None, "only partitions that overlap are read"
     starts, stops = layout.row_ranges(batch.ids)
     if not box:
         for data, target in zip(batch.tensors, targets, strict=True):
             target[...] = data
+        if missing is not None:
+            missing[:] = False
         return ours.nbytes
     picked = take_rows(starts, stops)
     rows = np.arange(picked.start, picked.stop) if isinstance(picked, slice) else picked
     rows += theirs.box.offset[0]
     good = (rows >= box[0][0]) & (rows < box[0][1])
+    if missing is not None:
+        good[good] = missing[rows[good] - ours.box.offset[0]]
     # Never negative: the first row of the box is one of ours.
     at = rows[good] - ours.box.offset[0]
     source_columns = _columns(box, theirs.box)
@@ -304,6 +335,8 @@ def _copy(layout: Layout, theirs: Group, batch: Batch, ours: Group, targets: lis
         piece = _values(data, theirs.tensors[t])[source]
         _values(target, ours.tensors[t])[goal] = piece
         copied += piece.nbytes
+    if missing is not None:
+        missing[at] = False
     return copied
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scarctl.errors import Corruption, NoIntactCopy, ScarError, UsageError
 from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
 from scarctl.recovery.plan import sealed_in
-from scarctl.recovery.reshard import Parts, find_parts
+from scarctl.recovery.reshard import Parts, find_parts, topology_of
 from scarctl.state.layout import Layout
 from scarctl.store import (
     SealedSet,
@@ -29,6 +29,7 @@ from scarctl.store import (
     sealed_sets,
     topology_epochs,
 )
+from scarctl.store.members import EPOCH, name_among
 from scarctl.store.topology import Topology, read_topology, sealed_by_all
 from scarctl.util.arrays import Ids, distinct
 
@@ -131,7 +132,8 @@ class SharedState:
         else:
             items = parse_lost(lost, names, topology.shards, topology.world, topology.noun)
         for number, error in self.absent.items():
-            if {("all", ""), ("rank", number), ("shard", number)} & set(items):
+            shard = number if topology is None else topology.shards[number]
+            if {("all", ""), ("rank", number), ("shard", shard)} & set(items):
                 raise error
         pairs = zip(self.shares, self.layouts, strict=True)
         found = [find_lost(items, layout, share.shard_of, share.rank or 0) for share, layout in pairs]
@@ -235,20 +237,24 @@ def _of_one_process(store: Store, snapshot: Snapshot | None) -> SharedState:
 
 
 def as_member(layout: Layout, number: int) -> Layout:
-    """Return a member's layout with the names that its groups have in the state of all members: `<name>@<number>`."""
+    """Return a member's layout with the names that its groups have in the state of all members: see `name_among`."""
     return Layout(
-        [replace(group, name=f"{group.name}@{number}") for group in layout.groups], layout.optimizer
+        [replace(group, name=name_among(group, number)) for group in layout.groups], layout.optimizer
     )
 
 
 def _of_members(store: Store, topology: Topology, snapshot: Snapshot | None) -> SharedState:
     shares, absent = [], dict[int, ScarError]()
-    for number in topology.shards if snapshot is None else sorted(snapshot.seqs):
-        view = store.of_shard(number)
+    if snapshot is not None:
+        topology = topology_of(store, snapshot.seqs) or topology
+    for number, shard in enumerate(topology.shards):
+        if snapshot is not None and shard not in snapshot.seqs:
+            continue
+        view = store.of_shard(shard)
         try:
             layout = view.current_layout()
             if layout is None:
-                raise _nothing_saved(f"{store.where}: member {number} has saved nothing yet")
+                raise _nothing_saved(f"{store.where}: {nothing_yet(topology, number)}")
             share = _share(number, view, layout, backed_shards(view, layout))
         except (Corruption, NoIntactCopy) as error:
             absent[number] = error
@@ -259,6 +265,13 @@ def _of_members(store: Store, topology: Topology, snapshot: Snapshot | None) -> 
         raise next(iter(absent.values()))
     states = {shard: state for share in shares for shard, state in share.states.items()}
     return SharedState(store, tuple(shares), states, topology, absent)
+
+
+def nothing_yet(topology: Topology, number: int) -> str:
+    """Return a sentence about a member without a record of its own."""
+    if topology.epoch == EPOCH:
+        return f"member {number} has saved nothing yet"
+    return f"member {number} of {topology.world} has not started yet, and what it takes over is with the members before"
 
 
 def _nothing_saved(message: str) -> NoIntactCopy:

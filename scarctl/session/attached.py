@@ -17,6 +17,7 @@ from scarctl.store.backends.address import Address
 
 if TYPE_CHECKING:
     from scarctl.session.gate import Gate
+    from scarctl.session.peers import Together
     from scarctl.store import Store
 
 log = logging.getLogger("scarctl")
@@ -29,6 +30,7 @@ class Open(Protocol):
     def head_step(self) -> int: ...
 
     store: Store
+    _together: Together
     _gate: Gate
     _lasts: bool
 
@@ -54,7 +56,7 @@ def take_over(store: str, member: int | None = None) -> None:
     Raises Contention if another thread trains with it, or if a `with` statement or a framework will close it.
     """
     url = Address.parse(store).url
-    for earlier in [session for session in _open.values() if _is_of(session.store, url, member)]:
+    for earlier in [session for session in _open.values() if _is_of(session, url, member)]:
         mine = earlier._gate.trainer == threading.get_ident()
         alive = any(thread.ident == earlier._gate.trainer for thread in threading.enumerate())
         if earlier._lasts or (alive and not mine):
@@ -72,9 +74,8 @@ def take_over(store: str, member: int | None = None) -> None:
         earlier._close(Ending.FAILED)
 
 
-def _is_of(store: Store, url: str, member: int | None) -> bool:
-    same = member is None or (store.part is not None and store.part.shard == member)
-    return store.address.url == url and same
+def _is_of(session: Open, url: str, member: int | None) -> bool:
+    return session.store.address.url == url and member in (None, session._together.rank)
 
 
 def _after_fork() -> None:

@@ -1,7 +1,7 @@
 """Define a session's questions to the other ranks that train with it, and implement them for a single process.
 
-`scarctl.distributed.coordinator.Crew` implements them for several ranks, `scarctl.session.members.Member` for a process
-that shares only the store. All ranks make these calls in the same order.
+`scarctl.distributed.coordinator.Crew` implements them for several ranks, and `scarctl.distributed.members.Membership`
+for a process that shares only the store. All ranks make these calls in the same order.
 """
 
 from __future__ import annotations

@@ -82,9 +82,12 @@ class Layout:
 
     def __init__(self, groups: Sequence[Group], optimizer: str = "") -> None:
         """`optimizer` is free text such as "AdamW". Raises UsageError if the groups cannot form a layout."""
+        self._set(groups, optimizer, checked=False)
+
+    def _set(self, groups: Sequence[Group], optimizer: str, *, checked: bool) -> None:
         self._groups = tuple(groups)
         self._optimizer = optimizer
-        reason = _fault(self._groups, optimizer)
+        reason = ("" if checked else _fault(self._groups, optimizer)) or _excess(self._groups)
         if reason:
             raise UsageError(reason)
         counts = [group.partitions for group in self._groups]
@@ -176,6 +179,12 @@ class Layout:
             starts.reshape(-1)[part] = start
             stops.reshape(-1)[part] = np.minimum(start + step, self._rows[g])
         return starts, stops
+
+    def rows_between(self, g: int, first: int, last: int) -> slice:
+        """Return the rows of the adjacent partitions `first` to `last` of group `g`, without arrays."""
+        group, base = self._groups[g], int(self._base[g])
+        step = group.rows_per_partition
+        return slice((first - base) * step, min((last - base + 1) * step, group.rows))
 
     def name(self, partition: int) -> str:
         """Return the name of a partition, such as "layers.3.mlp.weight[0:512]", with rows of the whole tensor.
@@ -339,7 +348,10 @@ def build_layout(
             return group.rows
         return partition_bytes // group.row_bytes
 
-    return Layout([_cut(group, rows_of(group)) for group in whole], optimizer)
+    # Only the sizes are new: checking ten thousand groups again takes as long as cutting them.
+    result = object.__new__(Layout)
+    result._set([_cut(group, rows_of(group)) for group in whole], optimizer, checked=True)
+    return result
 
 
 def close_to(name: str, names: Iterable[str]) -> str:
@@ -401,7 +413,6 @@ def _fault(groups: Sequence[Group], optimizer: str) -> str:
     if not is_text(optimizer):
         return "the optimizer's name is not plain text"
     keys: set[str] = set()
-    partitions = nbytes = 0
     for group in groups:
         reason = group_fault(group)
         if reason:
@@ -411,8 +422,12 @@ def _fault(groups: Sequence[Group], optimizer: str) -> str:
             if key in keys:
                 return f"two tensors are named {key!r}"
             keys.add(key)
-        partitions += group.partitions
-        nbytes += group.nbytes
+    return ""
+
+
+def _excess(groups: Sequence[Group]) -> str:
+    """Return which limit the (sound) groups together exceed, or ""."""
+    partitions, nbytes = sum(group.partitions for group in groups), sum(group.nbytes for group in groups)
     if partitions > MAX_PARTITIONS:
         return f"{partitions} partitions exceed the limit of {MAX_PARTITIONS}: use larger ones"
     return f"a state of {nbytes} bytes exceeds the limit of {MAX_BYTES}" if nbytes > MAX_BYTES else ""

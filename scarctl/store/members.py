@@ -1,38 +1,63 @@
 """Share one store among members: processes that save alone, each to its own shard (docs/FORMAT.md, section 11).
 
-Member k saves to shard k. The store's only topology has the number of members. The first member creates it exclusively,
-and all later ones compare theirs with it. A member that starts again begins an epoch in its own log only.
+The newest topology has the number of members, and the shard of each. The first member creates it exclusively, and all
+later ones compare theirs with it. A member that starts again begins an epoch in its own log only.
+
+Another number of members gets another topology, with new shards. Its members take over what is in the older ones.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from scarctl.errors import Contention, SettingsConflict, UsageError
+from scarctl.state.group import Group
 from scarctl.store.format import LOCK, canonical
 from scarctl.store.lock import NoLock, StoreLock
+from scarctl.store.shard_state import ShardState
 from scarctl.store.store import Store
-from scarctl.store.topology import Topology, create_topology, newest_topology, read_topology
+from scarctl.store.topology import (
+    Topology,
+    create_topology,
+    newest_topology,
+    read_topology,
+    topology_epochs,
+)
+from scarctl.store.writer import open_writer
 
 EPOCH = 1
-"""Epoch of the topology of members: it is the first of all epochs."""
+"""Epoch of the first topology of members: it is the first of all epochs."""
 
 MAX_MEMBERS = 100_000
 
+_PATIENCE = 5.0
+"""Seconds to wait for a lock that another member may hold for a moment, to fence the same shard."""
+_POLL = 0.02
 
-def topology_of_members(count: int) -> Topology:
-    """Return the topology of `count` members."""
+
+def topology_of_members(count: int, epoch: int = EPOCH, first: int = 0) -> Topology:
+    """Return the topology of `count` members. first: the shard of member 0."""
     division = hashlib.sha256(canonical({"members": count})).hexdigest()
-    return Topology(EPOCH, tuple(range(count)), division, independent=True)
+    return Topology(epoch, tuple(range(first, first + count)), division, independent=True)
 
 
-def join_members(store: Store, count: int) -> None:
-    """Make the store one of `count` members, or check that it is one.
+def join_members(
+    store: Store,
+    count: int,
+    replaces: int | None = None,
+    before: Callable[[Topology], object] = lambda _: None,
+) -> Topology:
+    """Make the store one of `count` members, or check that it is one, and return its topology.
+
+    replaces: see `scarctl.Member`. before: called with the topology of these members before theirs is replaced. It may
+    raise, and then nothing was changed.
 
     Raises SettingsConflict for another number of members; UsageError (kind "store-of-ranks", or
-    "store-of-one-process") if others have saved to it; Contention if another process writes to the whole store;
-    Corruption, AccessDenied, Unavailable.
+    "store-of-one-process") if others have saved to it; Contention if another process writes to the whole store, or if
+    a member that is to be replaced still runs; Corruption, AccessDenied, Unavailable.
     """
     found = newest_topology(store)
     if found is None:
@@ -44,13 +69,18 @@ def join_members(store: Store, count: int) -> None:
             hint="omit member=, or use another store",
             kind="store-of-ranks",
         )
+    if found.world != count and found.world == replaces:
+        _replace(store, found, count, before)
+        found = newest_topology(store)
+        assert found is not None, "a topology was created"
     if found.world != count:
         raise SettingsConflict(
             f"{store.where}: this store has {found.world} members, not {count}",
-            hint=f"attach with member=(k, {found.world}); another number of members needs another store: "
-            "`scarctl export` gives the saved state to it, see docs/members.md",
+            hint=f"attach with member=(k, {found.world}). To change the number, end these members and start others "
+            f"with scarctl.Member(k, {count}, divided=..., replaces={found.world}): see docs/members.md",
             kind="other-members",
         )
+    return found
 
 
 def _create(store: Store, count: int) -> None:
@@ -70,3 +100,104 @@ def _create(store: Store, count: int) -> None:
             create_topology(store, topology_of_members(count))
     finally:
         lock.release()
+
+
+# -- another number of members -----------------------------------------------------------------------------------
+
+
+def _replace(store: Store, found: Topology, count: int, before: Callable[[Topology], object]) -> None:
+    """Create the topology of `count` members, unless another member is first. Raises Contention if one of `found` runs.
+
+    On a remote store a member that still runs is not seen. It is fenced when its shard is taken over.
+    """
+    before(found)
+    for number, shard in enumerate(found.shards):
+        view = store.of_shard(shard)
+        try:
+            patiently(lambda view=view: view.take_lock().release())  # type: ignore[misc]
+        except Contention as error:
+            raise Contention(
+                f"{store.where}: member {number} of {found.world} still runs: {error.message}",
+                hint="end it first: nothing was changed",
+            ) from error
+    # Epoch and shards follow from the topology that is replaced. So of several creations at one moment one succeeds.
+    with contextlib.suppress(Contention):
+        create_topology(store, topology_of_members(count, found.epoch + 1, found.shards[-1] + 1))
+
+
+def earlier(store: Store, topology: Topology) -> list[Topology]:
+    """Return the topologies of members before this one, newest first."""
+    epochs = [epoch for epoch in topology_epochs(store) if epoch < topology.epoch]
+    return [read_topology(store, epoch) for epoch in reversed(epochs)]
+
+
+def fence(store: Store, shard: int) -> None:
+    """Begin an epoch in the log of a shard, so that its member commits nothing more.
+
+    A shard without a log needs none: see `scarctl.store.topology.require_current`. Raises Contention if the member
+    runs on this host; Corruption, AccessDenied, Unavailable.
+    """
+    view = store.of_shard(shard)
+    layout = view.current_layout()
+    if layout is not None:
+        patiently(lambda: open_writer(view, layout=layout, shard_of=view.shard_of(layout)).close())
+
+
+def patiently(call: Callable[[], object]) -> None:
+    """Repeat a call while it raises Contention, for some seconds: other members take the same locks for a moment."""
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            call()
+            return
+        except Contention:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_POLL)
+
+
+def taken_over(store: Store, topology: Topology, states: Mapping[int, ShardState]) -> set[int]:
+    """Return the shards of earlier members of which these members have all rows, in sealed states of their own.
+
+    states: states of all shards.
+    """
+    mine = [states.get(shard) for shard in topology.shards]
+    if any(state is None or state.layout is None or not state.sealed for state in mine):
+        return set()
+    rows: dict[str, list[tuple[int, int]]] = {}
+    for number, state in enumerate(mine):
+        if state is not None and state.layout is not None:
+            for group in state.layout.groups:
+                rows.setdefault(name_among(group, number), []).append(rows_of(group))
+    found = set()
+    for old in earlier(store, topology):
+        for number, shard in enumerate(old.shards):
+            layout = states[shard].layout if shard in states else None
+            if layout is not None and all(
+                covered(rows_of(group), rows.get(name_among(group, number), ())) for group in layout.groups
+            ):
+                found.add(shard)
+    return found
+
+
+def name_among(group: Group, number: int) -> str:
+    """Return the name that a group of a member has in the state of all members.
+
+    A part of a divided tensor has the tensor's name. Other groups are the member's own: `<name>@<number>`.
+    """
+    return group.name if group.place is not None else f"{group.name}@{number}"
+
+
+def rows_of(group: Group) -> tuple[int, int]:
+    """Return the first row and last row + 1 of a group in its whole tensor."""
+    return group.first_row, group.first_row + group.rows
+
+
+def covered(wanted: tuple[int, int], there: Sequence[tuple[int, int]]) -> bool:
+    """Return whether intervals of rows cover one."""
+    at, stop = wanted
+    for start, end in sorted(there):
+        if start > at:
+            break
+        at = max(at, end)
+    return at >= stop

@@ -29,6 +29,7 @@ from scarctl.store.format import (
     shard_folder,
 )
 from scarctl.store.gc import FLOOR, RATIO, Collector, dead_uploads, orphans
+from scarctl.store.members import taken_over
 from scarctl.store.shard_state import ShardState
 from scarctl.store.snapshot import SealedSet, Snapshot, delete_snapshot, sealed_sets, snapshots
 from scarctl.store.store import Store
@@ -136,7 +137,11 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
     files: dict[str, int] = {}
     older = {} if topology is None else {s: state for s, state in states.items() if s not in topology.shards}
     # A sealed state of the current ranks replaces the shards of earlier ranks.
-    free = [s for s in older if sealed and not any(s in snapshot.seqs for snapshot in kept)]
+    if topology is not None and topology.independent:
+        replaced = taken_over(store, topology, states)
+    else:
+        replaced = set(older) if sealed else set()
+    free = [s for s in older if s in replaced and not any(s in snapshot.seqs for snapshot in kept)]
     retire = {shard: files_of for shard in free if (files_of := _of_retired(store, older[shard]))}
     for shard, state in states.items():
         if shard in retire:

@@ -61,10 +61,11 @@ Lock: TypeAlias = StoreLock | BothLocks | NoLock
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's shard of a store, and the least epoch that its writer begins."""
+    """One rank's or member's shard of a store, and the least epoch that its writer begins."""
 
     shard: int
     epoch: int
+    current: bool = False  # its writer begins only while the newest topology has the shard
 
 
 class Store:
@@ -180,15 +181,17 @@ class Store:
         """Return the same store, opened again, without cached files."""
         return Store._open(self.address, self.blobs)
 
-    def of_shard(self, shard: int, epoch: int = 1) -> Store:
-        """Return the view of the store for the rank that saves to `shard`, without other shards.
-
-        epoch: the least epoch that its writer begins.
+    def of_shard(self, shard: int, epoch: int = 1, *, current: bool = False) -> Store:
+        """Return the view of the store for the rank that saves to `shard`, without other shards: see `Part`.
 
         Close the view instead of the store that it was made of.
         """
+        return self.of_part(Part(shard, epoch, current))
+
+    def of_part(self, part: Part) -> Store:
+        """Return the view with one shard: see `of_shard`."""
         twin = Store(self.address, self.blobs, self.id, self.settings)
-        twin.part = Part(shard, epoch)
+        twin.part = part
         twin._layouts = self._layouts  # a digest names the same layout in both
         return twin
 
@@ -232,7 +235,7 @@ class Store:
         if self.address.root is None:
             return NoLock()
         if self.part is None:
-            return StoreLock(self.address.root / LOCK)
+            return StoreLock(self.root / LOCK)
         self.blobs.prepare(shard_folder(self.part.shard))
         return BothLocks(self.address.root / LOCK, self.address.root / lock_path(self.part.shard))
 

@@ -4,7 +4,7 @@ Every rank saves its share of the state to its own shard, with its own log, lock
 the job, `topology/<epoch>.json`, has the epoch that all ranks begin with, and the shard of every rank. A job that
 restarts with the same division keeps its shards. With another division it gets new ones.
 
-Members are independent processes: their topology is created once, by `scarctl.store.members`.
+Members are independent processes: their topologies are created by `scarctl.store.members`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from scarctl.errors import Contention, Corruption, UsageError
+from scarctl.errors import Contention, Corruption, Fenced, UsageError
 from scarctl.state.version import MAX_EPOCH
 from scarctl.store.format import (
     FORMAT,
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 _HEAL = (
     "data are not affected; restore the file from a backup. If the job had the same ranks at its previous start, this "
-    "file may be deleted: the previous topology names the same shards. Of members, another store's file serves, if it "
-    "has as many members"
+    "file may be deleted: the previous topology names the same shards. Of members whose number never changed, another "
+    "store's file serves, if it has as many members"
 )
 
 
@@ -101,7 +101,10 @@ class Topology:
         ):
             raise corrupt(what, "its shards are malformed")
         independent = f.raw("independent") is not None and f.flag("independent")
-        if independent and (epoch != 1 or shards != list(range(len(shards)))):
+        # The first members have the first shards, and all later ones those after the members before.
+        if independent and (
+            shards != list(range(shards[0], shards[0] + len(shards))) or (epoch == 1) != (shards[0] == 0)
+        ):
             raise corrupt(what, "it is not a topology of members")
         division = f.hex("division", 64)
         return Topology(epoch, tuple(shards), division, f.text("created"), f.text("writer"), independent)
@@ -150,6 +153,23 @@ def refuse_members(store: Store) -> None:
             f"{store.where}: this store is written by {newest.world} members, each with a shard of its own",
             hint=f"attach with member=(k, {newest.world}), or use another store",
             kind="store-of-members",
+        )
+
+
+def require_current(store: Store) -> None:
+    """Raise Fenced if the store is the view of a member whose shard other members have taken over.
+
+    A writer asks after its epoch has begun. Members that take the shard over create their topology, then begin an epoch
+    in its log, then read it. So this writer either finds their topology, or is fenced by their epoch.
+    """
+    if store.part is None or not store.part.current:
+        return
+    newest = newest_topology(store)
+    if newest is None or store.part.shard not in newest.shards:
+        count = 0 if newest is None else newest.world
+        raise Fenced(
+            f"{store.where}: {counted(count, 'member')} have taken over this store, and the state of this one",
+            hint="stop this process; its earlier commits are safe",
         )
 
 

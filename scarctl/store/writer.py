@@ -27,7 +27,7 @@ from scarctl.store.segment_writer import write_segment
 from scarctl.store.shard_state import ShardState
 from scarctl.store.snapshot import is_kept
 from scarctl.store.store import Store
-from scarctl.store.topology import refuse_ranks
+from scarctl.store.topology import refuse_ranks, require_current
 from scarctl.util.arrays import Ids
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def open_writer(store: Store, *, layout: Layout, shard_of: NDArray[np.int32]) ->
     shard_of: shard of every partition, int32 of shape (layout.partitions,); -1: in no shard.
 
     Raises Contention if another live process writes; LayoutMismatch if the store holds another layout; UsageError
-    (also for a whole store of several ranks), Corruption, AccessDenied, Unavailable.
+    (also for a whole store of several ranks), Corruption, AccessDenied, Unavailable; Fenced as `require_current` does.
     """
     return StoreWriter(store, layout, shard_of)
 
@@ -87,6 +87,7 @@ class StoreWriter:
                 raise store.mismatch(current, layout)
             store.put_layout(layout)
             self._take_over()
+            require_current(store)
         except BaseException:
             store.return_lock(self._lock)
             raise

@@ -1,0 +1,151 @@
+"""Implement a session's questions for a member: one of several processes that share a store and nothing else.
+
+Each member starts, dies and starts again alone, without a process group. It saves to its own shard, and its state is
+whole without the others (`scarctl.store.members`). If another number of members has saved to the store, each takes over
+the rows that are its own now (`scarctl.distributed.heir`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.adapter import Adapter
+from scarctl.config import Member, SessionSettings
+from scarctl.distributed.heir import Heir, end_earlier, groups_of
+from scarctl.distributed.leftover_arenas import save_own
+from scarctl.distributed.placed_adapter import PlacedAdapter
+from scarctl.errors import UsageError
+from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
+from scarctl.recovery.members import heritage
+from scarctl.recovery.shares import as_member
+from scarctl.session.peers import Alone, refuse_peers
+from scarctl.state.layout import Layout
+from scarctl.store import Store, Topology
+from scarctl.store.members import EPOCH, MAX_MEMBERS, earlier, join_members, patiently
+
+_MOST_ROWS = 1 << 60
+
+
+def member_of(member: object) -> Member:
+    """Return what `attach` was given as a checked `Member`. Raises UsageError."""
+    if isinstance(member, tuple | list) and len(member) == 2:
+        member = Member(*member)
+    if not isinstance(member, Member) or not all(type(n) is int for n in (member.number, member.count)):
+        raise UsageError(
+            f"member is {member!r:.80}", hint="give this member's number and the count, such as (2, 8)"
+        )
+    number, count, replaces = member.number, member.count, member.replaces
+    if not 1 <= count <= MAX_MEMBERS:
+        raise UsageError(f"member is ({number}, {count}): there are 1 to {MAX_MEMBERS} members")
+    if not 0 <= number < count:
+        raise UsageError(
+            f"member is ({number}, {count}): there is no member {number}",
+            hint=f"{count} members have the numbers 0 to {count - 1}",
+        )
+    if replaces is not None and (type(replaces) is not int or not 1 <= replaces <= MAX_MEMBERS):
+        raise UsageError(f"replaces is {replaces!r:.80}, not a number of members")
+    if not _is_divided(member.divided):
+        raise UsageError(
+            f"divided is {member.divided!r:.80}",
+            hint="give (first row, rows of the whole tensor) by the name of a tensor",
+        )
+    return member
+
+
+def _is_divided(divided: object) -> bool:
+    return isinstance(divided, Mapping) and all(
+        isinstance(name, str)
+        and isinstance(rows, tuple | list)
+        and len(rows) == 2
+        and all(type(n) is int and 0 <= n <= _MOST_ROWS for n in rows)
+        for name, rows in divided.items()
+    )
+
+
+class Membership(Alone):
+    """Member `rank` of `count`: see the module, and `scarctl.session.peers.Together`."""
+
+    def __init__(self, member: Member, adapter: Adapter, own_extras: frozenset[str] = frozenset()) -> None:
+        """Take a checked member. own_extras: names of extras that another member's state never replaces.
+
+        Raises UsageError if a divided tensor does not fit the model.
+        """
+        super().__init__()
+        self.rank, self.count = member.number, member.count
+        self.adapter: Any = PlacedAdapter(adapter, member.divided) if member.divided else adapter
+        """The adapter of the session: with the places of divided tensors."""
+        self._replaces = member.replaces
+        self._own_extras = own_extras
+        self._settings: SessionSettings | None = None
+        self._topology: Topology | None = None
+
+    def open_store(self, settings: SessionSettings) -> Store:
+        """See `Together`. Raises as `scarctl.store.members.join_members` does, and as `Heritage.check` does."""
+        if settings.shards not in (None, 1):
+            raise UsageError(f"shards={settings.shards}: each member is one shard", hint="leave shards out")
+        refuse_peers(settings)
+        self._settings = settings
+        store = Store.create(settings.store, **settings.fixed(), **settings.place())
+        try:
+            self._topology = join_members(
+                store, self.count, self._replaces, lambda before: self._prepare(store, before)
+            )
+        except BaseException:
+            store.close()
+            raise
+        return store.of_shard(self._topology.shards[self.rank], current=True)
+
+    def _prepare(self, store: Store, before: Topology) -> None:
+        """Bring what earlier members left on this host into the store, and check that this one can take over."""
+        assert self._settings is not None, "the store is being opened"
+        settings = self._settings
+        patiently(lambda: save_own([store.of_shard(shard) for shard in before.shards], settings))
+        found = heritage(store, [before, *earlier(store, before)])
+        if found is not None and found.saved:
+            found.check(self.rank, self.count, groups_of(self.adapter), self.adapter.optimizer)
+            found.check_complete()
+
+    def holds_earlier_run(self, store: Store) -> bool:
+        """See `Together`. Members that take over have to resume."""
+        assert self._topology is not None, "the store is open"
+        return super().holds_earlier_run(store) or self._topology.epoch > EPOCH
+
+    def elsewhere(self, store: Store, mode: str, snapshot: str | None) -> Heir | None:
+        """See `Together`. Returns the state of earlier members, which are fenced then.
+
+        Raises UsageError for a snapshot: it is of one of those members, and in its shard.
+        """
+        assert self._settings is not None, "the store is open"
+        assert self._topology is not None, "the store is open"
+        if self._topology.epoch == EPOCH:
+            return None
+        if snapshot is not None:
+            raise UsageError(
+                f"snapshot {snapshot!r} is not of these {self.count} members",
+                hint="`scarctl recover --snapshot` takes its tensors out; nothing was changed",
+            )
+        whole = store.again()
+        found = end_earlier(whole, self._topology, self.rank, self.adapter, self._settings)
+        if found is None or not found.saved:
+            return None
+        return Heir(found, self.adapter, self.rank, self.count, self._own_extras)
+
+    def lost_ids(self, lost: Lost, layout: Layout, store: Store) -> NDArray[np.int64]:
+        """See `Together`. Numbers are those of members. Names are this member's own, or as in the state of all."""
+        assert self._topology is not None, "the store is open"
+        names = [group.name for group in layout.groups]
+        items = parse_lost(lost, names, self._topology.shards, self.count, noun="member")
+        shard_of = store.shard_of(layout)
+        ids, unmatched = find_lost(items, layout, shard_of, self.rank)
+        others, foreign = find_lost(items, as_member(layout, self.rank), shard_of, self.rank)
+        refuse_unmatched([unmatched, foreign], names)
+        found = np.union1d(ids, others)
+        if not found.size:
+            raise UsageError(
+                f"member {self.rank} has none of the lost parts", hint="ask the member that has lost them"
+            )
+        return found

@@ -1,0 +1,131 @@
+"""A new member is killed at every point of taking over: nothing that was saved is lost, and it starts again."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scarctl.store import Store, newest_topology, verify
+from tests.support.divided import run_member, start
+from tests.support.places import Place
+
+pytestmark = [pytest.mark.slow, pytest.mark.leaves_arena]
+
+POINTS = [
+    ("scarctl.store.members.create_topology", "before"),
+    ("scarctl.store.members.create_topology", "after"),
+    ("scarctl.distributed.heir.fence", "before"),
+    ("scarctl.distributed.heir.fence", "after"),
+    ("scarctl.recovery.reshard.Parts.copy_into", "before"),
+    ("scarctl.recovery.reshard.Parts.copy_into", "after"),
+    ("scarctl.checkpoint.engine.Engine.start", "before"),
+    ("scarctl.checkpoint.engine.Engine.start", "after"),
+    ("scarctl.session.saving.Saving.seal", "before"),
+    ("scarctl.session.saving.Saving.seal", "after"),
+]
+ROWS = [3] * 12 + [4] * 12
+
+
+def prepared(store: Path | str, **options: Any) -> None:
+    for number in range(2):
+        run_member(store, number, 2, 3 + number, **options)
+
+
+def killed(store: Path | str, number: int, count: int, folder: Path, **options: Any) -> None:
+    program = start(store, number, count, 0, folder / "err", **options)
+    assert program.wait(120) == -signal.SIGKILL, (folder / "err").read_text()
+
+
+def all_rows(store: Path | str, count: int, **options: Any) -> list[int]:
+    """Start all members, and return the step of every row."""
+    return [step for number in range(count) for step in run_member(store, number, count, 0, **options)[1]]
+
+
+@pytest.mark.parametrize(("kill", "when"), POINTS)
+def test_it_starts_again(kill: str, when: str, tmp_path: Path) -> None:
+    """Member 1 of 3 takes over from both of the two, and is killed twice at the same point."""
+    store = tmp_path / "s"
+    prepared(store)
+    for _ in range(2):
+        killed(store, 1, 3, tmp_path, replaces=2, kill=kill, when=when)
+        if when == "after" and kill.endswith(("create_topology", "Engine.start", "Saving.seal")):
+            break  # it does not come there again
+    found = [run_member(store, number, 3, 2, replaces=2)[1] for number in (1, 2, 0)]
+    assert found == [ROWS[8:16], ROWS[16:], ROWS[:8]]
+    assert [run_member(store, number, 3, 0)[1] for number in range(3)] == [
+        [5] * 8,
+        [5] * 4 + [6] * 4,
+        [6] * 8,
+    ]
+    assert verify(Store.open(store), read_data=True).problems == []
+
+
+@pytest.mark.parametrize(("kill", "when"), POINTS[1::2])
+def test_the_members_before_can_come_back(kill: str, when: str, tmp_path: Path) -> None:
+    store = tmp_path / "s"
+    prepared(store)
+    killed(store, 1, 3, tmp_path, replaces=2, kill=kill, when=when)
+    assert all_rows(store, 2, replaces=3) == ROWS
+    topology = newest_topology(Store.open(store))
+    assert topology is not None
+    assert (topology.world, topology.epoch) == (2, 3)
+
+
+def test_an_old_one_is_killed_and_its_memory_on_this_host_is_taken_over(tmp_path: Path) -> None:
+    """Its newest steps are in shared memory only."""
+    store = tmp_path / "s"
+    prepared(store)
+    options = {"daemon": False, "interval": 1}
+    killed(store, 1, 2, tmp_path, kill="scarctl.session.saving.Saving.last", **options)
+    # The first member of the new number that starts on this host brings them into the store.
+    first = run_member(store, 0, 3, 0, replaces=2)
+    assert first[1] == ROWS[:8]
+    assert all_rows(store, 3) == ROWS
+
+
+def test_all_of_the_new_ones_start_at_one_moment(tmp_path: Path) -> None:
+    store = tmp_path / "s"
+    prepared(store)
+    programs = [start(store, number, 6, 1, tmp_path / f"{number}.err", replaces=2) for number in range(6)]
+    codes = [program.wait(180) for program in programs]
+    assert codes == [0] * 6, "".join((tmp_path / f"{number}.err").read_text() for number in range(6))
+    topology = newest_topology(Store.open(store))
+    assert topology is not None
+    assert (topology.world, topology.epoch) == (6, 2)
+    found = all_rows(store, 6)
+    assert found == [step + 1 for step in ROWS]
+
+
+def test_in_the_care_of_the_daemon(tmp_path: Path, daemon_folder: Path) -> None:
+    store = tmp_path / "s"
+    prepared(store)
+    for kill, when in POINTS[4:]:
+        code = start(store, 1, 3, 0, tmp_path / "err", replaces=2, kill=kill, when=when).wait(120)
+        assert code in (0, -signal.SIGKILL), (tmp_path / "err").read_text()
+    found = all_rows(store, 3, replaces=2)
+    assert found == ROWS
+
+
+def test_old_ones_that_are_frozen_on_another_host_are_fenced(s3_place: Place, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"storage_options": s3_place.options}
+    hosts = [tmp_path / name for name in ("a", "b")]
+    for host in hosts:
+        host.mkdir()
+    prepared(s3_place.url, arena_dir=str(hosts[0]), **options)
+    old = start(s3_place.url, 1, 2, 10**6, tmp_path / "old", arena_dir=str(hosts[0]), **options)
+    waiting = Store.open(s3_place.url, storage_options=s3_place.options).log(1)
+    before = len(waiting.numbers())
+    while len(waiting.numbers()) < before + 3:
+        assert old.poll() is None, (tmp_path / "old").read_text()
+    old.send_signal(signal.SIGSTOP)
+    found = [
+        run_member(s3_place.url, n, 3, 0, replaces=2, arena_dir=str(hosts[1]), **options) for n in range(3)
+    ]
+    old.send_signal(signal.SIGCONT)
+    assert old.wait(120) == 15, (tmp_path / "old").read_text()
+    again = [run_member(s3_place.url, n, 3, 0, arena_dir=str(hosts[1]), **options)[1] for n in range(3)]
+    assert again == [steps for _, steps in found]
+    assert found[2][1][0] >= 4
