@@ -72,7 +72,7 @@ class _Value:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """The memory of the tensor, and what its bytes mean."""
+        """Address, kind and order of the tensor's memory."""
         tensor = self._tensor
         return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 

@@ -307,7 +307,7 @@ class History:
 # -- mutants -----------------------------------------------------------------------------------------------------
 
 
-def _by_step(identities: Identities, step: int, there: str, *, changed: bool) -> str:
+def _by_step(identities: Identities, step: int, there: str, *, changed: bool, extras: object) -> str:
     return f"{step + 1:032x}"
 
 
