@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import socket
@@ -33,6 +34,7 @@ from scarctl.peers.link import (
     State,
     Tick,
 )
+from scarctl.peers.tls import Tls
 from scarctl.state.version import NEVER
 from scarctl.util.arrays import Bytes, Ids
 
@@ -74,6 +76,7 @@ class Source:
     secret: bytes
     rate: float | None
     """Most bytes per second; None: no limit."""
+    tls: Tls | None = None
 
     def __repr__(self) -> str:
         return f"Source({self.run})"  # the secret is in no log
@@ -262,14 +265,22 @@ class Sender:
 
     def _converse(self, peer: Candidate) -> None:
         source, arena, follower = self._source, self._arena, self._follower
-        with socket.create_connection((peer.address, peer.port), STRANGER_SECONDS) as connection:
+        with contextlib.ExitStack() as closing:
+            connection = closing.enter_context(
+                socket.create_connection((peer.address, peer.port), STRANGER_SECONDS)
+            )
+            binding = ""
+            if source.tls is not None:
+                secured = source.tls.secure(connection, server=False, seconds=STRANGER_SECONDS)
+                connection = closing.enter_context(secured)
+                binding = source.tls.binding(secured, server=False)
             channel = Channel(connection)
             if source.rate is not None:
                 channel.limit_rate(source.rate)
             hello = Hello.new(source.start, source.run, arena.epoch)
             channel.send(encode(Kind.HELLO, hello.to_json()))
             head, _ = channel.expect(Kind.CHALLENGE)
-            channel.send(encode(Kind.PROOF, answer(source.secret, hello, head)))
+            channel.send(encode(Kind.PROOF, answer(source.secret, hello, head, binding)))
             channel.trust(REPLY_SECONDS)
             layout = arena.layout_json()
             about = {"host": source.host, "store": source.store, "base_epoch": arena.base_epoch}
