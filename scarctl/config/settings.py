@@ -48,7 +48,20 @@ from scarctl.errors import UsageError
 
 VERBS = frozenset(
     {
-        *("atol", "finite", "full", "ignore", "into", "keep", "lost", "no_writer", "output", "reap", "rtol"),
+        *(
+            "atol",
+            "finite",
+            "full",
+            "ignore",
+            "into",
+            "keep",
+            "lost",
+            "memory",
+            "no_writer",
+            "output",
+            "reap",
+            "rtol",
+        ),
         *("snapshot", "values", "weights", "yes"),
     }
 )
