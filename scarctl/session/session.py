@@ -30,7 +30,7 @@ from scarctl.session.metrics import measure
 from scarctl.session.opening import Opening, claim
 from scarctl.session.origin import Origin
 from scarctl.session.parts import Parts
-from scarctl.session.peers import Alone, Together, check_wait
+from scarctl.session.peers import Together, check_wait
 from scarctl.session.progress import Progress
 from scarctl.session.recover import Resumed, check_mode, facts, recover_live, said
 from scarctl.session.requests import Requests, answer
@@ -63,7 +63,7 @@ class Session:
         self.settings = settings
         self.caveats = Caveats()
         """Parts of this run that are not protected or not exact. Each caveat was logged at WARNING."""
-        self._together = together or Alone()
+        self._together = together or Together()
         self._adapter = adapter
         self._hooked = hooks == "auto"
         self._hooked_begin = hooks == "begin"
@@ -182,7 +182,7 @@ class Session:
         """Yield the batches of `loader`, any iterable, that this epoch has not used yet: use it instead of `loader`.
 
         A loop that reads its data here resumes exactly: with the state of when it asked for the next batch. Other work
-        per epoch belongs into the loop over `epochs`. Raises UsageError if the data end before the batch reached.
+        per epoch belongs in the loop over `epochs`. Raises UsageError if the data end before the batch reached.
         """
         self._check_open()
         return self._progress.loop.batches(loader)
@@ -229,9 +229,8 @@ class Session:
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
         """Copy the newest step into shared memory, and queue it as one sealed checkpoint: at memory speed.
 
-        A process that restarts on this host resumes from it exactly. The checkpoint becomes durable as usual. The
-        extras are those of the step's end, if every step's end is kept (`flush_on_signal`). Callable from any thread.
-
+        A process that restarts on this host resumes from it exactly. The checkpoint becomes durable as usual. Its
+        extras are those of the step's end, if these are kept (`flush_on_signal`). Callable from any thread.
         timeout: seconds to wait for a running step to end.
         Returns whether the state was sealed. It is not sealed while a step runs, or if values are not finite.
         Raises UsageError before the first step.
@@ -240,14 +239,15 @@ class Session:
         with self._gate.quiet(timeout) as quiet:
             return quiet and not self._closed and self._saving.flush()
 
-    def evacuate(self, seconds: float) -> Evacuated:
-        """Flush, then save to the store what the time allows, the most changed per byte first. For any thread.
+    def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
+        """Flush, then bring to `peers` and to the store what the time allows, most changed first. For any thread.
 
         seconds: until the host goes, 0 or more. The call returns before, also if the store hangs.
-        Returns what is safe, what a loss would lose, and its predicted rework. Raises UsageError before the first step.
+        to: name or address of a host of the job: its memory, then the store. "store": the store alone.
+        Returns what is safe, what a loss would lose, and its predicted rework. Raises UsageError for any other host.
         """
         self._started()
-        return self._departure.evacuate(seconds_of("seconds", seconds))
+        return self._departure.evacuate(seconds_of("seconds", seconds), to)
 
     def snapshot(self, name: str) -> int:
         """Save the whole state, sealed, keep it under a name until it is deleted, and return its step once durable.

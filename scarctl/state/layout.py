@@ -34,6 +34,7 @@ from scarctl.state.group import (
     json_fields,
 )
 from scarctl.util.arrays import Ids
+from scarctl.util.splitmix import mixed, splitmix64
 
 __all__ = [
     "DTYPES",
@@ -84,19 +85,20 @@ class Layout:
         """`optimizer` is free text such as "AdamW". Raises UsageError if the groups cannot form a layout."""
         self._set(groups, optimizer, checked=False)
 
-    def _set(self, groups: Sequence[Group], optimizer: str, *, checked: bool) -> None:
+    def _set(self, groups: Sequence[Group], optimizer: str, *, checked: bool) -> Layout:
         self._groups = tuple(groups)
         self._optimizer = optimizer
-        reason = ("" if checked else _fault(self._groups, optimizer)) or _excess(self._groups)
-        if reason:
+        reason = "" if checked else _fault(self._groups, optimizer)
+        counts = [] if reason else [group.partitions for group in self._groups]
+        self._nbytes = 0 if reason else sum(group.nbytes for group in self._groups)
+        if reason := reason or _excess(sum(counts), self._nbytes):
             raise UsageError(reason)
-        counts = [group.partitions for group in self._groups]
         self._base = _frozen(np.cumsum([0, *counts], dtype=np.int64))
         self._per_partition = np.array([g.rows_per_partition for g in self._groups], dtype=np.int64)
         self._rows = np.array([group.rows for group in self._groups], dtype=np.int64)
-        self._nbytes = sum(group.nbytes for group in self._groups)
         self._digest: str | None = None
         self._partition_bytes: Ids | None = None
+        return self
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -180,12 +182,6 @@ class Layout:
             stops.reshape(-1)[part] = np.minimum(start + step, self._rows[g])
         return starts, stops
 
-    def rows_between(self, g: int, first: int, last: int) -> slice:
-        """Return the rows of the adjacent partitions `first` to `last` of group `g`, without arrays."""
-        group, base = self._groups[g], int(self._base[g])
-        step = group.rows_per_partition
-        return slice((first - base) * step, min((last - base + 1) * step, group.rows))
-
     def name(self, partition: int) -> str:
         """Return the name of a partition, such as "layers.3.mlp.weight[0:512]", with rows of the whole tensor.
 
@@ -243,9 +239,8 @@ class Layout:
         """Assign every partition to a shard at random: int32 of shape (partitions,), values in 0..count - 1.
 
         The numbers of partitions per shard differ by at most one. The same partitions, count and seed give
-        the same result on every machine and in every version. Partitions are ranked by a splitmix64 hash of their id
-        (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), which no two ids
-        share. Raises UsageError when count is not in 1..2**31 - 1.
+        the same result on every machine and in every version. Partitions are ranked by a splitmix64 hash of their id,
+        which no two ids share. Raises UsageError when count is not in 1..2**31 - 1.
         """
         if not 1 <= count < 1 << 31:
             raise UsageError(f"{count} shards are impossible", hint="give at least 1 and fewer than 2**31")
@@ -258,13 +253,17 @@ class Layout:
         count = min(count, n)
         edges = -(-np.arange(1, count) * n // count)
         pieces = [(first, min(first + _CHUNK, n)) for first in range(0, n, _CHUNK)]
-        hashes = np.empty(n, dtype=np.uint64)
+        state, hashes = mixed(seed), np.empty(n, dtype=np.uint64)
+
+        def hashed(first: int, stop: int) -> NDArray[np.uint64]:
+            return splitmix64(np.arange(first + 1, stop + 1), state)
+
         for first, stop in pieces:
-            hashes[first:stop] = _hashes(first, stop, seed)
+            hashes[first:stop] = hashed(first, stop)
         hashes.partition(edges)
         lowest = hashes[edges]
         for first, stop in pieces:  # hashing again is cheaper than a second array
-            result[first:stop] = np.searchsorted(lowest, _hashes(first, stop, seed), side="right")
+            result[first:stop] = np.searchsorted(lowest, hashed(first, stop), side="right")
         return result
 
     def to_json(self) -> dict[str, Any]:
@@ -349,9 +348,7 @@ def build_layout(
         return partition_bytes // group.row_bytes
 
     # Only the sizes are new: checking ten thousand groups again takes as long as cutting them.
-    result = object.__new__(Layout)
-    result._set([_cut(group, rows_of(group)) for group in whole], optimizer, checked=True)
-    return result
+    return object.__new__(Layout)._set([_cut(g, rows_of(g)) for g in whole], optimizer, checked=True)
 
 
 def close_to(name: str, names: Iterable[str]) -> str:
@@ -414,8 +411,7 @@ def _fault(groups: Sequence[Group], optimizer: str) -> str:
         return "the optimizer's name is not plain text"
     keys: set[str] = set()
     for group in groups:
-        reason = group_fault(group)
-        if reason:
+        if reason := group_fault(group):
             return reason
         for t in range(len(group.tensors)):
             key = group.key(t)
@@ -425,9 +421,8 @@ def _fault(groups: Sequence[Group], optimizer: str) -> str:
     return ""
 
 
-def _excess(groups: Sequence[Group]) -> str:
-    """Return which limit the (sound) groups together exceed, or ""."""
-    partitions, nbytes = sum(group.partitions for group in groups), sum(group.nbytes for group in groups)
+def _excess(partitions: int, nbytes: int) -> str:
+    """Return which limit the groups together exceed, or ""."""
     if partitions > MAX_PARTITIONS:
         return f"{partitions} partitions exceed the limit of {MAX_PARTITIONS}: use larger ones"
     return f"a state of {nbytes} bytes exceeds the limit of {MAX_BYTES}" if nbytes > MAX_BYTES else ""
@@ -439,21 +434,3 @@ def _excess(groups: Sequence[Group]) -> str:
 def _frozen(array: Ids) -> Ids:
     array.setflags(write=False)
     return array
-
-
-def mix64(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply splitmix64's finaliser in place: a bijection of the 64-bit integers."""
-    z ^= z >> np.uint64(30)
-    z *= np.uint64(0xBF58476D1CE4E5B9)
-    z ^= z >> np.uint64(27)
-    z *= np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
-    return z
-
-
-def _hashes(first: int, stop: int, seed: int) -> NDArray[np.uint64]:
-    """Return values first..stop - 1 of splitmix64, no two of them equal: uint64 of shape (stop - first,)."""
-    z = np.arange(first + 1, stop + 1, dtype=np.uint64)
-    z *= np.uint64(0x9E3779B97F4A7C15)
-    z += mix64(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
-    return mix64(z)
