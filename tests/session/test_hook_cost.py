@@ -17,7 +17,9 @@ import scarctl
 from scarctl.util import generators
 
 MOST = 230
-"""Calls of functions, Python's and others, that a session may add to a step: 188 when this was written, 518 before. Later 12 for hooks that `torch.compile` does not trace."""
+"""Calls of functions, Python's and others, that a session may add to a step: 188 when this was written, 518 before.
+
+Since then about 12 for hooks that `torch.compile` leaves alone."""
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
