@@ -27,7 +27,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick servers servers-quick man pictures quick test lint types layers unit long oldest optimizers frameworks docs package format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick servers servers-quick man schemas pictures quick test lint types layers unit long oldest optimizers frameworks docs package format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
@@ -46,6 +46,7 @@ help:
 	@echo "make optimizers  train with every optimizer of other packages, stop, resume: some minutes, in $(OPTIMIZERS)"
 	@echo "make frameworks  tests with frameworks that have an environment of their own: $(TORCHREC), $(RAY), $(JAX): some minutes"
 	@echo "make man      the manual page, docs/scarctl.1, from what the commands say of their options"
+	@echo "make schemas  the JSON Schemas of the commands' documents, docs/schemas.json, from their types"
 	@echo "make pictures  the pictures of report, status and live view, from a real run: a minute, needs Chromium"
 	@echo "make docs     the site, into build/site: broken links fail; in $(DOCS)"
 	@echo "make package  sdist and wheel, into dist, checked as the package index does; in $(DOCS)"
@@ -135,6 +136,9 @@ frameworks: $(TORCHREC)/.torchrec $(RAY)/.ray $(JAX)/.jax
 	    tests/adapters/torchrec
 	$(RAY)/bin/python -m pytest -rs -o faulthandler_timeout=900 tests/adapters/on_ray tests/adapters/test_actor.py
 	$(JAX)/bin/python -m pytest -n $(WORKERS) tests/adapters/jax
+
+schemas: $(VENV)/.dev
+	$(BIN)/scarctl help --schemas > docs/schemas.json
 
 man: $(VENV)/.dev
 	$(BIN)/scarctl help --man > docs/scarctl.1

@@ -243,6 +243,9 @@ def test_a_variable_that_nothing_reads_is_named(
         {"peer_domain": 7},
         {"peer_bandwidth": 0},
         {"peer_ack": "some"},
+        {"peer_tls": "host.pem"},
+        {"peer_tls": ("host.pem", "host.key")},
+        {"peer_secret_file": 7},
         {"peer_bandwidth": float("nan")},
     ],
 )

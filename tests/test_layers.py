@@ -32,6 +32,7 @@ WITH_TORCH = {
     "scarctl.checkpoint.copies",
     "scarctl.checkpoint.found_extras",
     "scarctl.session.attached",
+    "scarctl.session.beginning",
     "scarctl.session.origin",
     "scarctl.session.parts",
     "scarctl.session.departure",

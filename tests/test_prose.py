@@ -38,7 +38,7 @@ NO_VERB = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 """Beginnings that no instruction has: the docstring of a function is one."""
-PROPERTIES = frozenset({"property", "cached_property"})
+PROPERTIES = frozenset({"property", "cached_property", "kept"})
 SHORTENED = re.compile(r"\b(?:al|e\.g|i\.e|vs|cf|Nr|resp)\.|\.\.\.")
 CITATION = re.compile(r"\([^()]*\b(?:1[89]|20)\d\d\b[^()]*\)")
 DOCUMENTS = sorted(

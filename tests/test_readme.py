@@ -28,6 +28,7 @@ PROGRAMS = (
     "docs/loops.md",
     "docs/members.md",
     "docs/metrics.md",
+    "docs/schemas.md",
     *(f"docs/howto/{name}.md" for name in ("containers", "embeddings", "notebooks", "stages")),
 )
 """Their Python is one program each."""

@@ -156,6 +156,13 @@ def test_commands_work_where_torch_is_not_installed(wheel: Path, tmp_path: Path)
     run("plan", "--from", "store", "--bandwidth", "1e9", "--mtbf", "86400", "--step-time", "1")
     run("doctor", "--store", "store", "--rounds", "1")
     run("snapshot", "list", "--store", "store")
+    assert run("status", "store")["well"]
+    assert run("report", "store")["now"]["step"] == 1
+    assert (tmp_path / "scarctl-report.html").stat().st_size > 1000
+    assert run("inspect", "state.safetensors")["count"] == 1
+    assert run("verify", "state.safetensors")["intact"]
+    assert run("diff", "store", "state.safetensors", code=4)["different"] == 1
+    assert run("evacuate", "--deadline", "5s")["safe"]
     run("prune", "--store", "store", "--dry-run")
     run("recover", "--store", "store", "--lost", "all", "--output", "lost.safetensors")
     assert not load_file(tmp_path / "lost.safetensors")["a"].any()

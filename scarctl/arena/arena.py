@@ -278,10 +278,11 @@ class Arena(Fields):
         """Assign `data`, uint8 of shape (rows, bytes per row), to some rows of tensor `t` of group `g`.
 
         In a new arena adjacent rows are written to the file. The system then neither clears pages that are overwritten
-        at once, nor takes a fault for each.
+        at once, nor takes a fault for each. Fewer bytes than a page has gain nothing by that.
         """
         target = self.rows(g, t)
-        if self._file < 0 or not isinstance(rows, slice) or not data.flags.c_contiguous:
+        inside = self._file < 0 or data.nbytes < mmap.PAGESIZE
+        if inside or not isinstance(rows, slice) or not data.flags.c_contiguous:
             # What was read into `rows` is there.
             if not np.may_share_memory(target, data):
                 target[rows] = data

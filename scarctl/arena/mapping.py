@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import sys
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from scarctl.arena.folder import folder_error
 from scarctl.arena.header import not_an_arena
 
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
 COHERENT = sys.platform == "linux"
 """Whether what is written to a file is seen in its maps at once, and the other way round."""
 
@@ -44,6 +50,31 @@ def map_file(fd: int, size: int, *, populate: bool = True) -> mmap.mmap:
     """
     flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
     return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def populate(data: NDArray[np.uint8]) -> None:
+    """Map the pages of a part of a map at once, before it is written: a fault for each takes twice as long.
+
+    Changes no byte. Does nothing where the system cannot do so: then the faults come.
+    """
+    if _MADVISE is None or not data.size:
+        return
+    first = data.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+    _MADVISE(first, data.ctypes.data + data.size - first, _POPULATE_WRITE)
+
+
+def _madvise() -> Any:
+    if sys.platform != "linux":
+        return None
+    try:
+        call = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return call
+
+
+_MADVISE = _madvise()
 
 
 def write_at(fd: int, at: int, data: memoryview, path: Path) -> None:

@@ -16,7 +16,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,18 @@ class HandOver:
     def sealed(self) -> bool:
         """Whether the hand-over is a commit of the whole state."""
         return bool(self.whole)
+
+
+def unsaved_distances(handovers: Sequence[HandOver], partitions: int) -> NDArray[np.float32]:
+    """Return the distance of each newest copy from the store's, NaN if unknown: float32 of shape (partitions,).
+
+    handovers: all that wait, in their order.
+    """
+    found = np.full(partitions, np.nan, dtype=np.float32)
+    for handover in handovers:
+        if handover.unsaved is not None:
+            found[handover.ids] = handover.unsaved
+    return found
 
 
 class HandOverQueue:

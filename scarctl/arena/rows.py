@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.mapping import populate
 from scarctl.util.arrays import Bytes, Ids, adjacent
 
 
@@ -15,16 +16,25 @@ def read_rows(arena: Arena, ids: Ids, out: Bytes) -> Bytes:
     at = 0
     for rows, which in _pieces(arena, ids):
         size = which.size * rows.shape[1]
-        np.take(rows, which, axis=0, out=out[at : at + size].reshape(which.size, -1), mode="clip")
+        part = out[at : at + size].reshape(which.size, -1)
+        if isinstance(near := adjacent(which), slice):
+            part[:] = rows[near]
+        else:
+            np.take(rows, which, axis=0, out=part, mode="clip")
         at += size
     return out[:at]
 
 
-def write_rows(arena: Arena, ids: Ids, data: Bytes) -> None:
-    """Copy what `read_rows` returned into the rows of partitions `ids`. data: uint8, exactly of their size."""
+def write_rows(arena: Arena, ids: Ids, data: Bytes, *, new: bool = False) -> None:
+    """Copy what `read_rows` returned into the rows of partitions `ids`. data: uint8, exactly of their size.
+
+    new: nothing was written to these rows since the arena was mapped.
+    """
     at = 0
     for rows, which in _pieces(arena, ids):
         size = which.size * rows.shape[1]
+        if new and which.size == which[-1] - which[0] + 1:
+            populate(rows[which[0] : which[-1] + 1])
         rows[adjacent(which)] = data[at : at + size].reshape(which.size, -1)
         at += size
     assert at == data.size

@@ -73,14 +73,16 @@ class Binding:
             if extrapolates(group)
         )
 
-    def check(self, layout: Layout) -> None:
+    def check(self, layout: Layout) -> set[tuple[int, int]]:
         """Raise LayoutMismatch, naming every difference, unless the model and optimizer fit `layout`.
 
         Before the first step the optimizer has no slots: those of the layout are assumed.
+        Return the slots of the layout, by group and tensor, that the optimizer has not created yet.
         """
         stored = {group.name: group for group in layout.groups}
         groups = []
-        for state in self._adapter.groups():
+        states = self._adapter.groups()
+        for state in states:
             known = stored.get(state.name)
             specs = _specs(state)
             if known is not None:
@@ -96,22 +98,16 @@ class Binding:
                 ) + tuple(there.values())
             rows = known.rows_per_partition if known else 1
             groups.append(Group(state.name, state.kind, rows, specs, state.place))
-        differences = layout.differences(Layout(groups, self._adapter.optimizer))
-        if differences:
-            raise LayoutMismatch(
-                f"the model is not the one in {self._store.url}: " + "; ".join(differences[:10]),
-                hint="build the model and optimizer as in the run to resume, or use a new store; nothing was changed",
-            )
-
-    def missing_slots(self, layout: Layout) -> set[tuple[int, int]]:
-        """Return the slots of the layout, by group and tensor, that the optimizer has not created yet."""
-        there = {state.name: state.tensors for state in self._adapter.groups()}
-        return {
-            (g, t)
-            for g, group in enumerate(layout.groups)
-            for t, spec in enumerate(group.tensors)
-            if t and _is_missing(there.get(group.name, {}).get(spec.slot))
-        }
+        optimizer = self._adapter.optimizer
+        if groups != [*layout.groups] or optimizer != layout.optimizer:
+            differences = layout.differences(Layout(groups, optimizer))
+            if differences:
+                raise LayoutMismatch(
+                    f"the model is not the one in {self._store.url}: " + "; ".join(differences[:10]),
+                    hint="build the model and optimizer as in the run to resume, or use a new store; nothing was "
+                    "changed",
+                )
+        return _missing(layout, states)
 
     def live(self, arena: Arena) -> LiveState:
         """Return the model's current tensors. Raises LayoutMismatch if they do not fit the arena's layout."""
@@ -139,6 +135,16 @@ class Binding:
                 f"{', '.join(map(repr, new[:3]))}{more} was added to the model after the first step, and is not saved. "
                 "Register it before the first step, or start a new store",
             )
+
+
+def _missing(layout: Layout, states: Sequence[StateGroup]) -> set[tuple[int, int]]:
+    there = {state.name: state.tensors for state in states}
+    return {
+        (g, t)
+        for g, group in enumerate(layout.groups)
+        for t, spec in enumerate(group.tensors)
+        if t and _is_missing(there.get(group.name, {}).get(spec.slot))
+    }
 
 
 def _is_missing(tensor: torch.Tensor | None) -> bool:

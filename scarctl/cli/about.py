@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 
@@ -42,17 +43,16 @@ Examples:
 )
 @click.argument("words", metavar="[COMMAND]", nargs=-1)
 @click.option("--man", "manual", is_flag=True, help="Print the manual page of all commands, for `man -l -`.")
+@click.option("--schemas", is_flag=True, help="Print the JSON Schemas of what --json prints.")
 @click.pass_context
-def help_(context: click.Context, words: tuple[str, ...], manual: bool) -> int:
+def help_(context: click.Context, words: tuple[str, ...], manual: bool, schemas: bool) -> int:
     """Show all of the help of scarctl, or of a command; --help shows one screen of it."""
     assert context.parent is not None, "it is a command of scarctl's"
     here = context.parent
-    if manual:
-        from scarctl.cli import man
-
-        if words:
-            raise click.UsageError("--man is a page of all commands", context)
-        click.echo(man.manual(here), nl=False)
+    if manual or schemas:
+        if words or (manual and schemas):
+            raise click.UsageError("--man and --schemas are of all commands: give one of them alone", context)
+        click.echo(_schemas() if schemas else _manual(here), nl=False)
         return EXIT_OK
     for word in words:
         command = here.command
@@ -65,3 +65,15 @@ def help_(context: click.Context, words: tuple[str, ...], manual: bool) -> int:
     assert isinstance(here.command, Command | Group)
     click.echo(here.command.whole_help(here))
     return EXIT_OK
+
+
+def _manual(root: click.Context) -> str:
+    from scarctl.cli import man
+
+    return man.manual(root)
+
+
+def _schemas() -> str:
+    from scarctl.cli.schemas import schemas
+
+    return json.dumps(schemas(), indent=1) + "\n"

@@ -26,6 +26,7 @@ EXAMPLES = """\b
 Examples:
   scarctl evacuate --deadline 25s
   scarctl evacuate --deadline 100s --store ckpt --json
+  scarctl evacuate --deadline 25s --to node7
 """
 
 
@@ -39,14 +40,22 @@ Examples:
 @click.option(
     "--store", metavar="URL", help=f"{describe('store')} Default: all stores of this host's sessions."
 )
+@click.option(
+    "--to",
+    metavar="HOST",
+    help="Host of the same job whose memory comes first, then the store; `store`: the store alone. "
+    "Default: the hosts that keep copies of this one's memory, then the store.",
+)
 @arena_option
 @output_options
-def command(deadline: str, store: str | None, arena_dir: str | None, as_json: bool, debug: bool) -> int:
+def command(
+    deadline: str, store: str | None, to: str | None, arena_dir: str | None, as_json: bool, debug: bool
+) -> int:
     """Save what this host has in memory, before the host goes.
 
-    The sessions on this host bring their newest step into memory. Then the daemon saves to their stores what is not
-    durable, the most changed per byte first, in commits that end before the deadline. What is committed stays,
-    whenever the host goes. Training continues meanwhile, without checkpoints.
+    The sessions on this host bring their newest step into memory. Then the daemon brings what is not elsewhere to the
+    hosts that keep copies, and to the stores, in commits that end before the deadline. The most changed per byte is
+    first. What is committed stays, whenever the host goes. Training continues meanwhile, without checkpoints.
 
     Exit code 0: all is safe. 3: partly; the command says what would be lost, and the iterations that this would cost.
     """
@@ -55,7 +64,7 @@ def command(deadline: str, store: str | None, arena_dir: str | None, as_json: bo
 
     seconds = seconds_of("--deadline", deadline)
     run_id = None if store is None else open_store(store).run_id
-    host = evacuate_host(seconds, arena_dir=arena_dir, run_id=run_id)
+    host = evacuate_host(seconds, arena_dir=arena_dir, run_id=run_id, to=to)
     fields = {
         "deadline": seconds,
         "safe": host.safe,
@@ -81,9 +90,13 @@ def _of_store(store: Store) -> list[str]:
     total, lost = sum(one.total_bytes for one in found), sum(one.lost_bytes for one in found)
     written = sum(one.written_bytes for one in found)
     step = max((one.step for one in found), default=-1)
-    how = " (exact)" if store.sealed else ""
+    how = " (exact)" if store.exact else ""
     head = f"{store.url}: step {step}: {human_bytes(total - lost)} of {human_bytes(total)} are safe{how}"
     lines = [f"{head}; {human_bytes(written)} written now"]
+    there = sum(one.peer_bytes for one in found)
+    if there:
+        hosts = ", ".join(sorted({host for one in found for host in one.peers}))
+        lines.append(f"  {human_bytes(there)} of it only in the memory of {hosts}: not in the store yet")
     if not store.safe:
         partitions = sum(one.lost_partitions for one in found)
         what = f"{partitions} partitions, {human_bytes(lost)}"

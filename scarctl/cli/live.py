@@ -31,7 +31,7 @@ EXAMPLES = """\b
 Examples:
   scarctl live checkpoint --store ckpt
   scarctl live checkpoint --store ckpt --full --timeout 120
-  scarctl live recover --store ckpt --lost rank:2
+  scarctl live recover --store ckpt --lost rank:1
 """
 
 
@@ -104,7 +104,7 @@ def report_saved(
     epilog="""\b
 Examples:
   scarctl live recover --store ckpt --lost 'layers.3.*'
-  scarctl live recover --store ckpt --lost rank:2 --max-rework 50
+  scarctl live recover --store ckpt --lost rank:1
   scarctl live recover --store ckpt --lost member:2
 """,
 )

@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from scarctl import __version__
-from scarctl.cli.inspect_view import Table, summary, tables
+from scarctl.cli.inspect_view import Table, pace_of, summary, tables
 from scarctl.cli.output import SCHEMA_VERSION, human_bytes
 from scarctl.cli.report_charts import (
     LEVELS,
@@ -69,7 +69,8 @@ def _body(report: Report) -> list[str]:
         _findings(report.health),
         _table(_losses(report.health)),
     ]
-    parts += [f"<p class='soft'>{text(line)}</p>" for line in summary(view)[1:3]]
+    pace = [] if view.run is None else pace_of(view.run)
+    parts += [f"<p class='soft'>{text(line)}</p>" for line in (*summary(view)[1:3], *pace)]
     history = report.history
     if report.damage is not None:
         parts.append(f"<p>The history cannot be shown: {text(report.damage)}</p>")
@@ -203,9 +204,7 @@ def _findings(health: Health) -> str:
 
 def _losses(health: Health) -> Table:
     """Return what is lost if the process, the host or the store is lost now."""
-    width = len(LOSS_COLUMNS)
-    rows = [(*loss_cells(loss), *([""] * width))[:width] for loss in health.losses]
-    return Table("", LOSS_COLUMNS, rows, names_first=True)
+    return Table("", LOSS_COLUMNS, [loss_cells(loss) for loss in health.losses], names_first=True)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------
@@ -256,8 +255,17 @@ def _told(event: Event) -> tuple[str, ...]:
 
 def _table(table: Table) -> str:
     head = "".join(f"<th scope='col'>{text(name)}</th>" for name in table.columns)
-    body = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
+    body = "".join(f"<tr>{_cells(row, len(table.columns))}</tr>" for row in table.rows)
     return _wide(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+
+
+def _cells(row: tuple[str, ...], columns: int) -> str:
+    """Return the cells of a row. The last cell of a shorter row is a sentence over the other columns."""
+    missing = columns - len(row)
+    cells = [f"<td>{text(cell)}</td>" for cell in (row[:-1] if missing else row)]
+    if missing:
+        cells.append(f"<td class='sentence' colspan='{missing + 1}'>{text(row[-1])}</td>")
+    return "".join(cells)
 
 
 # -- marks -------------------------------------------------------------------------------------------------------

@@ -73,6 +73,11 @@ _PATIENCE = 1.0
     metavar="N",
     help="Number of other hosts that keep a copy of this one's memory.",
 )
+@click.option(
+    "--overhead",
+    metavar="SHARE",
+    help="Largest share of training time for checkpoints: 0.01, 1%.",
+)
 @click.option("--debug", is_flag=True, help="Show a traceback when something fails.")
 def command(
     cmd: tuple[str, ...],
@@ -81,6 +86,7 @@ def command(
     timeout: float,
     arena_dir: str | None,
     peers: int | None,
+    overhead: str | None,
     debug: bool,
 ) -> int:
     """Run CMD. Its sessions save through the host's daemon, which continues if CMD dies.
@@ -92,7 +98,7 @@ def command(
     """
     # This comes first: numpy's import starts threads, which would take signals that are not blocked yet.
     with _Forwarding() as forwarding:
-        return _run(forwarding, cmd, store, restarts, timeout, arena_dir, peers)
+        return _run(forwarding, cmd, store, restarts, timeout, arena_dir, peers, overhead)
 
 
 def _run(
@@ -103,8 +109,10 @@ def _run(
     timeout: float,
     arena_dir: str | None,
     peers: int | None,
+    overhead: str | None,
 ) -> int:
     from scarctl.arena.folder import host_folder
+    from scarctl.config.checks import parse_overhead
     from scarctl.daemon.client import hold
     from scarctl.store.backends.address import Address
 
@@ -119,6 +127,7 @@ def _run(
         "SCARCTL_STORE": None if address is None else address.url,
         "SCARCTL_ARENA_DIR": arena_dir and os.path.abspath(arena_dir),
         "SCARCTL_PEERS": None if peers is None else str(peers),
+        "SCARCTL_OVERHEAD": None if overhead is None else str(parse_overhead(overhead)),
     }
     environment = {
         **os.environ,

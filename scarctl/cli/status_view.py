@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from scarctl.cli.inspect_view import pace_of
 from scarctl.cli.output import human_bytes, in_iterations
 from scarctl.ops.health import AT_RISK, LOSING, NOTE, Finding, Health, Loss
 from scarctl.ops.surveyed import ShardLine
@@ -45,6 +46,8 @@ def _store(one: Health) -> Iterator[str]:
             f"  step {view.step}{bound}, {counted(view.layout.partitions, 'partition')}, "
             f"{human_bytes(view.layout.nbytes)}; {who}; {describe(view.age.saved_at)}"
         )
+        if view.run is not None and view.run.alive:
+            yield from (f"  {line}" for line in pace_of(view.run))
     yield from _losses(one)
     yield from _progress(one)
     for finding in one.findings:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from scarctl.config.options import POLICIES
 from scarctl.errors import UsageError
@@ -52,6 +53,25 @@ def check_policy(policy: object) -> None:
     """Raise UsageError unless `policy` is one of `POLICIES`."""
     if policy not in POLICIES:
         raise UsageError(f"unknown policy {policy!r}", hint=f"use one of {', '.join(POLICIES)}")
+
+
+def check_peer_files(tls: object, secret: object) -> None:
+    """Raise UsageError unless `tls` is three paths, `secret` is one, or None. The files are read later."""
+    if secret is not None and not (isinstance(secret, str | os.PathLike) and os.fspath(secret)):
+        raise UsageError("peer_secret_file is not a path")  # not repeated: it may be the secret itself
+    if tls is None:
+        return
+    files = list(tls) if isinstance(tls, Sequence) and not isinstance(tls, str | bytes) else []
+    if len(files) != 3 or not all(isinstance(path, str | os.PathLike) and os.fspath(path) for path in files):
+        raise UsageError(
+            "peer_tls is not three paths",
+            hint="give the PEM files of this host's certificate, its key, and the authority, in this order",
+        )
+
+
+def parse_paths(text: str) -> tuple[str, ...]:
+    """Return the paths in a text, which has commas between them."""
+    return tuple(part.strip() for part in text.split(","))
 
 
 def check_fixed(shards: int | None, partition_bytes: int | None) -> None:

@@ -107,6 +107,11 @@ class Settings:
     peer_bandwidth: Bytes per second that each copy may send, at most. Default: no limit.
     peer_ack: Which hosts `Session.checkpoint(wait="peers")` waits for: "next", one that has acknowledged, or "all" that
         keep a copy. Default: "next".
+    peer_tls: Three PEM files of this host: its certificate, its key, and the authority that has signed those of all
+        hosts. Then all that goes between hosts is encrypted, and both sides verify each other. As text: the three
+        paths with commas. Default: none; copies cross the network as they are.
+    peer_secret_file: File with the secret by which hosts know each other, the same on all of them. Only this user may
+        read it. Default: rank 0 draws a secret for each start, and it travels over the process group.
     """
 
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
@@ -125,6 +130,8 @@ class Settings:
     peer_domain: str | None = None
     peer_bandwidth: float | None = None
     peer_ack: PeerAck | None = None
+    peer_tls: Sequence[str | os.PathLike[str]] | None = None
+    peer_secret_file: str | os.PathLike[str] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,12 +18,14 @@ from scarctl.config.checks import (
     check_fixed,
     check_fraction,
     check_overhead,
+    check_peer_files,
     check_policy,
     check_storage_options,
     check_store,
     parse_bytes,
     parse_fraction,
     parse_overhead,
+    parse_paths,
     seconds_of,
 )
 from scarctl.config.file import read_file
@@ -97,6 +99,8 @@ class SessionSettings:
     peer_domain: str | None = None
     peer_bandwidth: float | None = None
     peer_ack: PeerAck = "next"
+    peer_tls: Sequence[str | os.PathLike[str]] | None = None
+    peer_secret_file: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         check_store(self.store)
@@ -162,6 +166,7 @@ class SessionSettings:
             raise UsageError(f"peer_bandwidth is {rate!r}", hint="give bytes per second, more than 0")
         if self.peer_ack not in get_args(PeerAck):
             raise UsageError(f"peer_ack is {self.peer_ack!r:.80}", hint='use "next" or "all"')
+        check_peer_files(self.peer_tls, self.peer_secret_file)
         if self.peers and self.daemon is False:
             raise UsageError(
                 f"peers={self.peers} needs the daemon, which sends and keeps the copies",
@@ -211,8 +216,17 @@ class SessionSettings:
                 values[name] = in_file[name]
         if "grace" in values:
             values["grace"] = seconds_of("grace", values["grace"])
+        if isinstance(values.get("peer_tls"), list):
+            values["peer_tls"] = tuple(values["peer_tls"])
         # A file may spell these as the command line does: "1/8", "4KiB".
-        for name in ("fraction", "overhead", "max_bandwidth", "partition_bytes", "peer_bandwidth"):
+        for name in (
+            "fraction",
+            "overhead",
+            "max_bandwidth",
+            "partition_bytes",
+            "peer_bandwidth",
+            "peer_tls",
+        ):
             if isinstance(values.get(name), str):
                 values[name] = _FROM_TEXT[name](values[name])
         if "store" not in values:
@@ -336,4 +350,6 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "peer_domain": str,
     "peer_bandwidth": parse_bytes,
     "peer_ack": str,
+    "peer_tls": parse_paths,
+    "peer_secret_file": str,
 }

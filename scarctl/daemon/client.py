@@ -120,9 +120,16 @@ def ask(folder: Path, op: str, **fields: Any) -> dict[str, Any]:
 
 
 def evacuate(
-    folder: Path, run_id: str, seconds: float, *, ended: Callable[[], bool] = lambda: False
+    folder: Path,
+    run_id: str,
+    seconds: float,
+    to: str | None = None,
+    *,
+    ended: Callable[[], bool] = lambda: False,
 ) -> Evacuated:
     """Have the daemon evacuate a run within that time: see `scarctl.persist.evacuation`. Return the report.
+
+    to: see `Session.evacuate`.
 
     While the daemon is being replaced, or saving has not started, the request is repeated. Raises its last error when
     the time is over, or when no daemon knows the run and `ended` returns True.
@@ -137,6 +144,7 @@ def evacuate(
                     "evacuate",
                     patience=max(_PAUSE, left),
                     run=run_id,
+                    to=to,
                     milliseconds=int(left * 1000),
                 )
             return Evacuated.from_json(reply.get("report"))

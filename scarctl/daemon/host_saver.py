@@ -10,7 +10,7 @@ from pathlib import Path
 from scarctl.arena.arena import Arena
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import Corruption, ScarError, Unavailable, UsageError
-from scarctl.persist.evacuation import Evacuated
+from scarctl.persist.evacuation import Copies, Evacuated
 from scarctl.persist.persister import adopt_orphans
 from scarctl.persist.saver import LocalSaver
 from scarctl.persist.speed import Speed
@@ -72,12 +72,12 @@ class HostSaver(LocalSaver):
                 raise UsageError("open the run before you resume it")
             super().resume()
 
-    def evacuate(self, seconds: float) -> Evacuated:
-        """See `Saver`. Raises Unavailable while saving is paused, or has not started."""
+    def save_in_time(self, seconds: float, copies: Copies | None) -> Evacuated:
+        """See `LocalSaver`. Raises Unavailable while saving is paused, or has not started."""
         with self._lock:
             if self.stopped or self._released:
                 raise Unavailable("nothing is being saved to this store now", kind="not-saving")
-        return super().evacuate(seconds)
+        return super().save_in_time(seconds, copies)
 
     def roll_back(self, seqs: Mapping[int, int]) -> None:
         """See `Saver`. Raises UsageError unless saving is stopped."""

@@ -1,7 +1,7 @@
-"""Write the daemon's status in Prometheus' text format, version 0.0.4, without timestamps.
+"""Write the daemon's status in Prometheus' text format 0.0.4, or as OpenMetrics 1.0.0, without timestamps.
 
-The format: https://prometheus.io/docs/instrumenting/exposition_formats. The textfile collector of node_exporter reads
-the same.
+The formats: https://prometheus.io/docs/instrumenting/exposition_formats and
+https://prometheus.io/docs/specs/om/open_metrics_spec. The textfile collector of node_exporter reads the first.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from scarctl.store.saved import parse
 from scarctl.util.text import printable
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text"
+OPENMETRICS_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,11 @@ FAMILIES = (
 """The metrics with one sample for each run, labelled with store, id and rank."""
 
 
-def exposition(status: DaemonStatus) -> bytes:
-    """Return the text of a status, in UTF-8. Names of stores may contain anything, and are escaped."""
+def exposition(status: DaemonStatus, *, openmetrics: bool = False) -> bytes:
+    """Return the text of a status, in UTF-8. Names of stores may contain anything, and are escaped.
+
+    OpenMetrics names a counter's family without "_total", and ends with a mark.
+    """
     lines = [
         "# HELP scarctl_start_time_seconds Unix time at which the daemon started.",
         "# TYPE scarctl_start_time_seconds gauge",
@@ -109,8 +114,9 @@ def exposition(status: DaemonStatus) -> bytes:
         samples = [(label, family.value(run)) for label, run in zip(labels, status["runs"], strict=True)]
         known = [f"{family.name}{label} {float(value)!r}" for label, value in samples if value is not None]
         if known:
-            lines += [f"# HELP {family.name} {family.help}", f"# TYPE {family.name} {family.kind}", *known]
-    return ("\n".join(lines) + "\n").encode()
+            name = family.name.removesuffix("_total") if openmetrics else family.name
+            lines += [f"# HELP {name} {family.help}", f"# TYPE {name} {family.kind}", *known]
+    return ("\n".join([*lines, *(["# EOF"] if openmetrics else [])]) + "\n").encode()
 
 
 def _labels(run: RunStatus) -> str:

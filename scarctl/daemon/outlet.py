@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scarctl.daemon.metrics import CONTENT_TYPE, exposition
+from scarctl.daemon.metrics import CONTENT_TYPE, OPENMETRICS, OPENMETRICS_TYPE, exposition
 from scarctl.daemon.status import DaemonStatus, MetricsStatus
 from scarctl.errors import UsageError
 
@@ -47,7 +47,7 @@ class Outlet:
         """The newest fault of file and address."""
         self._ready: set[str] = set()
         self._listening: socket.socket | None = None
-        self._text: tuple[float, bytes] | None = None
+        self._seen: tuple[float, DaemonStatus] | None = None
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._writer: threading.Thread | None = None
@@ -85,12 +85,12 @@ class Outlet:
             "fault": "; ".join(self._faults.values()) or None,
         }
 
-    def _figures(self) -> bytes:
+    def _figures(self, openmetrics: bool = False) -> bytes:
         with self._lock:
             now = time.monotonic()
-            if self._text is None or now > self._text[0] + _FRESH_SECONDS:
-                self._text = now, exposition(self._status())
-            return self._text[1]
+            if self._seen is None or now > self._seen[0] + _FRESH_SECONDS:
+                self._seen = now, self._status()
+            return exposition(self._seen[1], openmetrics=openmetrics)
 
     def _trouble(self, kind: str, fault: str) -> None:
         if self._faults.get(kind) != fault:
@@ -183,8 +183,11 @@ def listen(text: str) -> socket.socket:
     return socket.create_server(address[:2], family=family)
 
 
-def answer(connection: socket.socket, figures: Callable[[], bytes]) -> None:
-    """Answer one HTTP request, and close. Raises OSError if the peer is slow or gone."""
+def answer(connection: socket.socket, figures: Callable[[bool], bytes]) -> None:
+    """Answer one HTTP request, and close. Raises OSError if the peer is slow or gone.
+
+    figures: returns the text; as OpenMetrics if its argument is true, for a request that accepts it.
+    """
     deadline = time.monotonic() + _DEADLINE
     request = b""
     while b"\r\n\r\n" not in request:
@@ -198,17 +201,31 @@ def answer(connection: socket.socket, figures: Callable[[], bytes]) -> None:
         request += part
     words = request.split(b"\r\n", 1)[0].split(b" ")
     status, body = "400 Bad Request", b"this is no HTTP request\n"
+    openmetrics = _accepts(request, OPENMETRICS)
     if len(words) == 3 and words[2].startswith(b"HTTP/1."):
         if words[0] not in (b"GET", b"HEAD"):
             status, body = "405 Method Not Allowed", b"only GET\n"
         elif words[1].partition(b"?")[0] != b"/metrics":
             status, body = "404 Not Found", b"look at /metrics\n"
         else:
-            status, body = "200 OK", figures()
-    kind = CONTENT_TYPE if status.startswith("200") else "text/plain; charset=utf-8"
+            status, body = "200 OK", figures(openmetrics)
+    kind = "text/plain; charset=utf-8"
+    if status.startswith("200"):
+        kind = OPENMETRICS_TYPE if openmetrics else CONTENT_TYPE
     head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     connection.settimeout(_DEADLINE)
     connection.sendall(head.encode() + (b"" if words[0] == b"HEAD" else body))
+
+
+def _accepts(request: bytes, kind: str) -> bool:
+    """Return whether a request's header Accept names a media type, and not to refuse it."""
+    head = request.decode("latin-1").lower().split("\r\n\r\n")[0].split("\r\n")[1:]
+    found = [value for name, _, value in (line.partition(":") for line in head) if name == "accept"]
+    for one in ",".join(found).split(","):
+        name, *parameters = (part.strip() for part in one.split(";"))
+        if name == kind:
+            return not any(part in ("q=0", "q=0.0", "q=0.00", "q=0.000") for part in parameters)
+    return False
 
 
 def _shown(listening: socket.socket) -> str:

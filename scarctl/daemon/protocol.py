@@ -20,6 +20,7 @@ from scarctl.arena.folder import check_private, folder_error
 from scarctl.errors import AccessDenied, Corruption, ScarError, UsageError, error_fields, error_from
 from scarctl.peers.handshake import SECRET_BYTES
 from scarctl.peers.sender import Candidate
+from scarctl.peers.tls import Tls
 from scarctl.state.version import MAX_EPOCH
 from scarctl.store import Part
 from scarctl.store.format import MAX_SHARD, is_hex
@@ -199,6 +200,16 @@ def secret(message: dict[str, Any]) -> tuple[str, bytes]:
     if not is_hex(start, 32) or not is_hex(found, 2 * SECRET_BYTES):
         raise UsageError("start and secret are hex digits")
     return str(start), bytes.fromhex(str(found))
+
+
+def tls(message: dict[str, Any]) -> Tls | None:
+    """Return what encrypts links, from the files that a message names. Raises UsageError (kind "peer-tls")."""
+    files = message.get("tls")
+    if files is None:
+        return None
+    if not isinstance(files, list) or len(files) != 3 or not all(isinstance(path, str) for path in files):
+        raise UsageError("tls is three paths")
+    return Tls(files)
 
 
 def candidates(message: dict[str, Any]) -> list[Candidate]:

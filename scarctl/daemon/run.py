@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,13 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.arena.arena import Arena
 from scarctl.arena.durability import durability
 from scarctl.daemon.host_saver import HostSaver
 from scarctl.daemon.lifecycle import Phase
 from scarctl.daemon.request import Wish
 from scarctl.daemon.status import RunStatus, ShardSteps
 from scarctl.errors import ScarError, UsageError
+from scarctl.peers.evacuation import HEAD_START, PeerCopies
 from scarctl.peers.sender import Candidate, Sender, Source
+from scarctl.persist.evacuation import STORE_ONLY, Evacuated, unknown_host
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import PersisterStats
 from scarctl.state.version import NEVER, step_of
@@ -30,6 +34,8 @@ log = logging.getLogger("scarctl")
 
 MAX_SHARDS_SHOWN = 1024
 _ANSWERS = 16
+_SPARE = 8
+"""Candidates beyond the hosts that keep copies, for those that cannot. The others are only evacuated to."""
 _LAST_ROUND = 5.0
 """Seconds to bring the peers up to date when a run ends."""
 _ACK_PAUSE = 0.002
@@ -72,6 +78,10 @@ class Run:
         self.closed = False
         """The training process has ended by closing its session."""
         self._senders: list[Sender] = []
+        self._others: tuple[Candidate, ...] = ()
+        """All hosts that may keep copies."""
+        self._source: Source | None = None
+        self._senders_lock = threading.Lock()
         self._rank: int | None = None
 
     def open(self, *, again: bool) -> int:
@@ -98,13 +108,56 @@ class Run:
         if arena is None:
             raise UsageError("open the run before its memory is sent to peers")
         self._stop_senders(done=False, patience=0.0)
-        for n in range(min(copies, len(candidates))):
-            # Each copy has candidates of its own, so that no host gets two.
-            sender = Sender(
-                source, candidates[n::copies], arena, lambda text: self.events.put({"warn": text})
-            )
-            sender.start()
-            self._senders.append(sender)
+        with self._senders_lock:
+            self._source, self._others = source, tuple(candidates)
+            best = candidates[: copies + _SPARE]
+            for n in range(min(copies, len(best))):
+                # Each copy has candidates of its own, so that no host gets two.
+                self._send(source, best[n::copies], arena)
+
+    def _send(self, source: Source, candidates: Sequence[Candidate], arena: Arena) -> Sender:
+        sender = Sender(source, candidates, arena, lambda text: self.events.put({"warn": text}))
+        sender.start()
+        self._senders.append(sender)
+        return sender
+
+    def evacuate(self, seconds: float, to: str | None) -> Evacuated:
+        """Bring the run's memory to other hosts, then to the store, within that time: see `Session.evacuate`.
+
+        Raises UsageError (`kind` "unknown-host"); Unavailable while saving is paused, or has not started.
+        """
+        until = time.monotonic() + seconds
+        senders = self._senders_to(to)
+        arena = self.saver.arena
+        if arena is None or not senders:
+            return self.saver.save_in_time(seconds, None)
+        copies = PeerCopies(arena, senders)
+        copies.hurry()
+        try:
+            copies.wait(HEAD_START * seconds)
+            return self.saver.save_in_time(max(0.0, until - time.monotonic()), copies)
+        finally:
+            copies.rest()
+
+    def _senders_to(self, to: str | None) -> list[Sender]:
+        """Return the senders to the hosts that count in an evacuation. One more is started if `to` has no copy yet."""
+        if to == STORE_ONLY:
+            return []
+        with self._senders_lock:
+            if to is None:
+                return list(self._senders)
+            host = next((one for one in self._others if to in (one.host, one.address)), None)
+            if host is None:
+                raise unknown_host(to, [one.host for one in self._others])
+            for sender in self._senders:
+                if sender.host == host:
+                    return [sender]
+            arena = self.saver.arena
+            if self._source is None or arena is None:
+                return []
+            for sender in self._senders:
+                sender.avoided.add(host)  # two copies of one run on a host would replace each other
+            return [self._send(self._source, [host], arena)]
 
     def await_peers(self, count: int, seconds: float) -> tuple[int, list[str]]:
         """Wait until `count` peers have what the arena has now, or it is clear that they will not.
@@ -129,7 +182,8 @@ class Run:
         self._stop_senders(done=done, patience=0.0 if self.saver.gives_way else _LAST_ROUND)
 
     def _stop_senders(self, *, done: bool, patience: float) -> None:
-        senders, self._senders = self._senders, []
+        with self._senders_lock:
+            senders, self._senders = self._senders, []
         until = time.monotonic() + patience
         for sender in senders:
             sender.close(done=done, patience=max(0.0, until - time.monotonic()))

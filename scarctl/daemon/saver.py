@@ -165,12 +165,14 @@ class DaemonSaver:
         with contextlib.suppress(ScarError):  # without a daemon, another one is started, which got no signal
             ask(self._folder, "brace", patience=_FAREWELL, milliseconds=int(seconds * 1000))
 
-    def evacuate(self, seconds: float) -> Evacuated:
+    def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
         """See `Saver`. Uses a connection of its own, because other requests must not wait for it."""
         assert self._arena is not None
         try:
-            return evacuate(self._folder, self._id, seconds)
+            return evacuate(self._folder, self._id, seconds, to)
         except ScarError as error:
+            if error.kind == "unknown-host":
+                raise
             return not_evacuated(self._arena, HandOverQueue(self._arena.folder), error)
 
     def answer(self, number: int, fields: Mapping[str, Any]) -> None:
@@ -178,13 +180,14 @@ class DaemonSaver:
         with contextlib.suppress(ScarError):  # without an answer the command ends after its timeout
             self._ask("answer", number=number, answer=dict(fields))
 
-    def admit(self, start: str, secret: str, address: str) -> int:
+    def admit(self, start: str, secret: str, address: str, tls: Sequence[str] | None) -> int:
         """Have the daemon keep replicas of the other ranks' memory, and return the port at which it listens.
 
         start: name of this start of the job. secret: hex digits, which all ranks have. address: of this host.
+        tls: see `Tls`.
         Raises Unavailable if the daemon cannot listen there.
         """
-        asked = {"start": start, "secret": secret, "address": address}
+        asked = {"start": start, "secret": secret, "address": address, "tls": tls}
         port = int(self._done("admit", **asked, port=0)["port"])
         self._copied = {**asked, "port": port}, {}
         return port
@@ -199,6 +202,7 @@ class DaemonSaver:
         asked = {
             "start": admitted["start"],
             "secret": admitted["secret"],
+            "tls": admitted["tls"],
             "host": host,
             "peers": [dict(peer) for peer in peers],
             "copies": copies,

@@ -258,7 +258,8 @@ class Daemon:
         run = self._run(peer)
         start, secret = protocol.secret(message)
         address, port = protocol.text(message, "address"), protocol.number(message, "port")
-        return {"port": self.host.admit(start, secret, run.id.partition("-")[0], address, port)}
+        tls = protocol.tls(message)
+        return {"port": self.host.admit(start, secret, run.id.partition("-")[0], address, port, tls)}
 
     def follow(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Send the run's arena to peers from now on."""
@@ -267,7 +268,15 @@ class Daemon:
         rate = message.get("rate")
         if rate is not None and not (isinstance(rate, int | float) and rate > 0):
             raise UsageError("a rate is a number above 0")
-        source = Source(run.id, run.store.where, protocol.text(message, "host"), start, secret, rate)
+        source = Source(
+            run.id,
+            run.store.where,
+            protocol.text(message, "host"),
+            start,
+            secret,
+            rate,
+            protocol.tls(message),
+        )
         run.send_to(source, protocol.candidates(message), protocol.number(message, "copies"))
 
     def await_peers(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
@@ -287,13 +296,14 @@ class Daemon:
         self.runs.brace(min(protocol.number(message, "milliseconds") / 1000, _MAX_HOLD))
 
     def evacuate(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """Save what can be saved of a run, also of a dead process, within some time. Return the report."""
+        """Bring a run, also of a dead process, to other hosts and to the store within some time. Return the report."""
         seconds = min(protocol.number(message, "milliseconds") / 1000, _MAX_HOLD)
         run = self.runs.known(protocol.text(message, "run"))
         if run is None:
             raise UsageError("there is no such run", kind="not-claimed")
         self.runs.brace(seconds)
-        return {"report": run.saver.evacuate(seconds).to_json()}
+        to = protocol.text(message, "to") if message.get("to") is not None else None
+        return {"report": run.evacuate(seconds, to).to_json()}
 
     def ask(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Pass a wish on to a running session."""

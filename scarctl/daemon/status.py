@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import TypedDict
+
+from scarctl.persist.space import SpaceFields
+from scarctl.persist.speed import SpeedFields
 
 
 class ShardSteps(TypedDict):
@@ -45,10 +48,8 @@ class RunStatus(_Claimed, total=False):
     """UTC time of the newest hand-over that became durable, in ISO 8601."""
     saved_bytes: int
     bytes_per_second: int
-    speed: dict[str, Any] | None
-    """The fields of `scarctl.persist.speed.Speed`."""
-    space: dict[str, Any] | None
-    """See `scarctl.persist.persister.Persister.space`."""
+    speed: SpeedFields | None
+    space: SpaceFields | None
     errors: int
     last_error: str | None
     stopped: bool

@@ -26,7 +26,7 @@ from scarctl.checkpoint.selector import OwnSelector, Selector
 from scarctl.config import SessionSettings
 from scarctl.daemon.request import Wish
 from scarctl.distributed.collectives import Team
-from scarctl.distributed.copies import keep_copies
+from scarctl.distributed.copies import check_files, keep_copies
 from scarctl.distributed.host_memory import bring_memory
 from scarctl.distributed.leftover_arenas import fence, save_leftovers
 from scarctl.distributed.own_extras import Early, completed, with_own
@@ -138,6 +138,7 @@ class Crew:
         def make() -> Store:
             return Store.create(settings.store, **settings.fixed(), **settings.place())
 
+        self.agree(lambda: check_files(settings))
         made = self.agree(lambda: make() if self.team.rank == 0 else None, _close)
         store = self.agree(lambda: made or make(), _close)
         with contextlib.ExitStack() as undo:

@@ -14,16 +14,16 @@ from scarctl.config import SessionSettings
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.distributed.collectives import Team
 from scarctl.distributed.host_memory import place_of
-from scarctl.errors import ScarError
+from scarctl.errors import ScarError, UsageError
 from scarctl.peers.handshake import SECRET_BYTES
 from scarctl.peers.placement import place
+from scarctl.peers.secret import fingerprint, read_secret, secret_of_start
+from scarctl.peers.tls import Tls
 from scarctl.persist.saver import Saver
 from scarctl.state.caveats import Caveats
 
 log = logging.getLogger("scarctl")
 
-_SPARE = 8
-"""Candidates beyond the hosts that keep copies, for those that cannot."""
 _KIND = "peers"
 
 
@@ -45,9 +45,10 @@ def keep_copies(saver: Saver, settings: SessionSettings, team: Team, start: str,
 
     What cannot be kept is a caveat: training continues without it. Raises Unavailable if a rank is gone.
     """
-    secret = team.from_rank(0, secrets.token_hex(SECRET_BYTES))
+    secret = _secret(settings, team, start)
     address = _address(team)
-    port = _admit(saver, start, secret, address, caveats)
+    files = None if settings.peer_tls is None else [os.path.abspath(path) for path in settings.peer_tls]
+    port = _admit(saver, start, secret, address, files, caveats)
     name = f"{socket.gethostname()}" if settings.arena_dir is None else _shown(settings.arena_dir)
     mine = [place_of(settings), name, settings.peer_domain or "", address, port]
     members = [Member(*fields) for fields in team.gather(mine)]
@@ -62,15 +63,47 @@ def keep_copies(saver: Saver, settings: SessionSettings, team: Team, start: str,
         for host in (hosts[n] for n in chosen)
         if host.port
     ]
-    saver.follow(hosts[own].host, peers[: settings.peers + _SPARE], settings.peers, settings.peer_bandwidth)
+    saver.follow(hosts[own].host, peers, settings.peers, settings.peer_bandwidth)
 
 
-def _admit(saver: Saver, start: str, secret: str, address: str, caveats: Caveats) -> int:
+def check_files(settings: SessionSettings) -> None:
+    """Read the files of `peer_tls` and `peer_secret_file`, before anything depends on them.
+
+    Raises UsageError, AccessDenied for one that cannot be used.
+    """
+    if settings.peers and settings.peer_tls is not None:
+        Tls([os.path.abspath(path) for path in settings.peer_tls])
+    if settings.peers and settings.peer_secret_file is not None:
+        read_secret(os.path.abspath(settings.peer_secret_file))
+
+
+def _secret(settings: SessionSettings, team: Team, start: str) -> str:
+    """Return the secret of this start, hex digits: from the file, or drawn by rank 0. A collective.
+
+    Raises UsageError on all ranks if they have different ones.
+    """
+    path = settings.peer_secret_file
+    own = None if path is None else secret_of_start(read_secret(os.path.abspath(path)), start)
+    known = team.gather(None if own is None else fingerprint(own))
+    if any(other != known[0] for other in known):
+        others = [rank for rank, other in enumerate(known) if other != known[0]]
+        raise UsageError(
+            f"peer_secret_file is not the same on all ranks: rank {others[0]} has another one than rank 0",
+            hint="put the same file on all hosts, or give none",
+            kind="peer-secret",
+        )
+    drawn: str = team.from_rank(0, "" if own else secrets.token_hex(SECRET_BYTES))
+    return own or drawn
+
+
+def _admit(
+    saver: Saver, start: str, secret: str, address: str, files: list[str] | None, caveats: Caveats
+) -> int:
     """Return the port at which this host's daemon takes copies; 0 if it cannot."""
     why = "there is no daemon"
     if isinstance(saver, DaemonSaver):
         try:
-            return saver.admit(start, secret, address)
+            return saver.admit(start, secret, address, files)
         except ScarError as error:
             why = str(error)
     caveats.say(

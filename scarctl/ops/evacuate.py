@@ -61,11 +61,11 @@ class Store:
         return all(process.safe for process in self.processes)
 
     @property
-    def sealed(self) -> bool:
-        """Whether the store has one whole state of the newest step of each of these processes."""
+    def exact(self) -> bool:
+        """Whether these processes can resume exactly without this host, from the store or from other hosts' memory."""
         found = [process.found for process in self.processes]
         steps = {one.step for one in found if one is not None}
-        return len(steps) == 1 and all(one is not None and one.sealed for one in found)
+        return len(steps) == 1 and all(one is not None and (one.sealed or one.peer_exact) for one in found)
 
     @property
     def rework(self) -> Rework:
@@ -79,7 +79,7 @@ class Store:
         return {
             "store": self.url,
             "safe": self.safe,
-            "exact": self.sealed,
+            "exact": self.exact,
             "rework": self.rework.to_json(),
             "processes": [process.to_json() for process in self.processes],
         }
@@ -99,12 +99,15 @@ class Host:
         return not self.in_memory and all(store.safe for store in self.stores)
 
 
-def evacuate_host(seconds: float, *, arena_dir: str | None = None, run_id: str | None = None) -> Host:
+def evacuate_host(
+    seconds: float, *, arena_dir: str | None = None, run_id: str | None = None, to: str | None = None
+) -> Host:
     """Evacuate all processes that save through this host's daemon, in `seconds` at most. Return what is safe.
 
-    run_id: of a store: only its processes, all ranks of it.
+    run_id: of a store: only its processes, all ranks of it. to: see `Session.evacuate`.
 
-    Raises UsageError (`kind` "no-session") if none of them saves to that store, and AccessDenied.
+    Raises UsageError (`kind` "no-session") if none of them saves to that store, and (`kind` "unknown-host") if none of
+    them can use `to`; AccessDenied.
     """
     deadline = time.monotonic() + seconds
     folder = host_folder(arena_dir)
@@ -116,7 +119,7 @@ def evacuate_host(seconds: float, *, arena_dir: str | None = None, run_id: str |
             kind="no-session",
         )
     flushed = _flush(folder, [run for run in runs if run["phase"] == "attached"], deadline, seconds)
-    processes = _evacuate(folder, runs, flushed, before(deadline, seconds))
+    processes = _evacuate(folder, runs, flushed, before(deadline, seconds), to)
     by_store: dict[str, list[Process]] = {}
     for process in processes:
         by_store.setdefault(process.store, []).append(process)
@@ -169,16 +172,19 @@ def _flush(folder: Path, runs: Sequence[RunStatus], deadline: float, seconds: fl
 
 
 def _evacuate(
-    folder: Path, runs: Sequence[RunStatus], flushed: dict[str, bool], deadline: float
+    folder: Path, runs: Sequence[RunStatus], flushed: dict[str, bool], deadline: float, to: str | None
 ) -> list[Process]:
     """Have the daemon evacuate the runs, all at once. Return those that have not ended meanwhile, all durable."""
     made: dict[str, Process] = {}
+    unknown: list[ScarError] = []
 
     def one(run: RunStatus) -> None:
         who = {"store": run["store"], "rank": run.get("rank"), "pid": run["pid"]}
         try:
             seconds = max(0.0, deadline - time.monotonic())
-            found = client.evacuate(folder, run["id"], seconds, ended=lambda: _has_ended(folder, run["id"]))
+            found = client.evacuate(
+                folder, run["id"], seconds, to, ended=lambda: _has_ended(folder, run["id"])
+            )
             found = replace(found, flushed=flushed.get(run["id"], True))
             made[run["id"]] = Process(**who, found=found)  # type: ignore[arg-type]
         except ScarError as error:
@@ -188,6 +194,8 @@ def _evacuate(
                 and not _waits(folder, run["id"])
             ):
                 return  # the daemon has saved all of it meanwhile
+            if error.kind == "unknown-host":
+                unknown.append(error)
             made[run["id"]] = Process(**who, found=None, error=error.message)  # type: ignore[arg-type]
 
     threads = [
@@ -197,6 +205,8 @@ def _evacuate(
         thread.start()
     for thread in threads:
         thread.join()
+    if unknown and len(unknown) == len(made):
+        raise unknown[0]
     return [made[run["id"]] for run in runs if run["id"] in made]
 
 

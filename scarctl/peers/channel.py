@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import ssl
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from scarctl.peers.frames import (
     decode_prefix,
     encode,
 )
+from scarctl.peers.tls import refusal
 from scarctl.util.arrays import Bytes
 
 STRANGER_SECONDS = 10.0
@@ -124,10 +126,16 @@ class Channel:
         """Return the descriptor of the connection."""
         return self._connection.fileno()
 
+    @property
+    def buffered(self) -> bool:
+        """Whether something was received that `receive` has not returned yet."""
+        return isinstance(self._connection, ssl.SSLSocket) and self._connection.pending() > 0
+
     def shut(self) -> None:
         """End the connection for both sides, also for a thread of this process that waits in `receive`."""
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+            # Below TLS: its own method would take the encryption away from a thread that still sends.
+            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
 
     def _staged(self, size: int) -> Bytes:
         if self._staging.size < size:
@@ -143,6 +151,9 @@ class Channel:
                 if not count:
                     raise Gone("the connection has ended")
                 left = left[count:]
+        except ssl.SSLError as error:
+            # A peer refuses this host's certificate after this end of the handshake.
+            raise refusal(error) from error
         except OSError as error:
             raise Gone(str(error)) from error
 
@@ -156,6 +167,8 @@ class Channel:
 
 def readable(channel: Channel) -> bool:
     """Return whether the other side has sent something, or has gone."""
+    if channel.buffered:
+        return True
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
     return bool(poll.poll(0))

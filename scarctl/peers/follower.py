@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -35,6 +36,7 @@ _MOST_COPIES = 1 << 16
 _TORN_SECONDS = 2.0
 """Seconds to wait for copies that are under way, before a round ends without a mark."""
 _PAUSE = 0.005
+_NO_IDS: Ids = np.empty(0, np.int64)
 
 
 def _inode_in(folder: Path) -> int:
@@ -66,12 +68,20 @@ class Follower:
         self._generation = np.zeros(n, np.uint64)
         self._version = np.full(n, NEVER, np.int64)
         self._durable = np.full(n, NEVER, np.int64)
+        self.acknowledged = self._version.copy()
+        """Version of each copy that the peer has certainly: int64 of shape (partitions,), -1 for none."""
+        self._under_way: deque[tuple[Ids, Ids]] = deque()
+        """Partitions and versions in each frame that is not acknowledged yet."""
+        self.rank: Ids | None = None
+        """Place of each partition in the order of sending: int64 of shape (partitions,). None: ascending ids."""
         self._sent: set[int] = set()
         """Numbers of hand-overs that the peer has."""
         self._too_large: set[int] = set()
         self._buffer = np.empty(max(most, int(arena.layout.partition_bytes.max(initial=0))), np.uint8)
         self.marked_step = NEVER
         """Step of the newest mark that was sent."""
+        self.marked_whole = ""
+        """Name of the whole state in that mark, "" without one."""
         self._seen: Counters = ()
         """Counters when the newest round began."""
         self.marked: Counters = ()
@@ -84,7 +94,14 @@ class Follower:
         generation, version, durable = have
         self._generation[:] = np.where(generation < 0, np.int64(1), generation).astype(np.uint64)
         self._version[:], self._durable[:] = version, durable
+        self.acknowledged = np.where(generation < 0, np.int64(NEVER), version)
+        self._under_way.clear()
         self._sent.clear()
+
+    def confirm(self) -> None:
+        """Note that the peer has acknowledged the oldest frame of those that `round` has yielded since."""
+        ids, version = self._under_way.popleft()
+        self.acknowledged[ids] = version
 
     def lags(self) -> bool:
         """Return whether anything has changed since the newest round began. Cheap: counters only."""
@@ -125,15 +142,17 @@ class Follower:
         self._require_place()
         for number, data in handovers.items():
             if data is not None:
+                self._under_way.append((_NO_IDS, _NO_IDS))
                 yield encode(Kind.HANDOVER, {"number": number}, data)
                 self._sent.add(number)
         # Copies equal those of the commit `whole` if none has begun since its name was read.
         same = bool((arena.generation == self._generation).all()) and arena.whole == whole
         named = whole if same else ""
+        self._under_way.append((_NO_IDS, _NO_IDS))
         # Lines may be of later records than the copies say, but never of earlier ones.
         yield Mark(epoch, base, head, errors, sealed, named, sorted(handovers), arena.lines).frame()
         self._sent &= handovers.keys()
-        self.marked_step, self.marked = head, self._seen
+        self.marked_step, self.marked_whole, self.marked = head, named, self._seen
 
     def counters(self) -> Counters:
         """Return numbers of which one changes with nearly everything that happens to the arena."""
@@ -172,27 +191,37 @@ class Follower:
 
     def _copies(self, ids: Ids) -> Generator[list[Buffer], None, Ids]:
         """Yield frames with these copies, and return those that were under way. Notes what the peer has by then."""
-        missed = [np.empty(0, np.int64)]
+        missed = [_NO_IDS]
         for part in self._parts(ids):
             batches, under_way = self._read(part)
             missed.append(under_way)
             for kind, batch in batches:
+                self._under_way.append((batch.ids, batch.version))
                 yield encode(kind, {"count": len(batch.ids)}, *batch.parts())
                 at = adjacent(batch.ids)
                 self._generation[at], self._version[at] = batch.generation, batch.version
                 self._durable[at] = batch.durable
-        return np.concatenate(missed)
+        return np.sort(np.concatenate(missed))
 
     def _parts(self, ids: Ids) -> Iterator[Ids]:
-        """Yield the partitions in parts of at most as many bytes as a batch may have, and at least one partition."""
-        ends = np.cumsum(self._arena.layout.partition_bytes[ids])
-        first = 0
-        while first < ids.size:
-            before = int(ends[first - 1]) if first else 0
-            last = int(np.searchsorted(ends, before + self._buffer.size, side="right"))
-            last = min(max(last, first + 1), first + _MOST_COPIES)
-            yield ids[first:last]
-            first = last
+        """Yield the partitions in parts of at most as many bytes as a batch may have, and at least one partition.
+
+        Ids ascend within a part. `rank` may change meanwhile: the parts that are left follow the new order.
+        """
+        rank = None
+        while ids.size:
+            if rank is not self.rank:
+                rank = self.rank
+                ids = np.sort(ids) if rank is None else ids[np.argsort(rank[ids], kind="stable")]
+            ends = np.cumsum(self._arena.layout.partition_bytes[ids])
+            first = 0
+            while first < ids.size and rank is self.rank:
+                before = int(ends[first - 1]) if first else 0
+                last = int(np.searchsorted(ends, before + self._buffer.size, side="right"))
+                last = min(max(last, first + 1), first + _MOST_COPIES)
+                yield ids[first:last] if rank is None else np.sort(ids[first:last])
+                first = last
+            ids = ids[first:]
 
     def _read(self, ids: Ids) -> tuple[list[tuple[Kind, Batch]], Ids]:
         """Return batches of those copies that did not change meanwhile: with rows, and without; and the others' ids."""

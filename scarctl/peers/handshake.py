@@ -5,8 +5,9 @@
     sender   -> PROOF     its proof
 
 The secret of a start is drawn by rank 0. It travels over the job's process group and the private sockets of the hosts,
-and is in memory only. A proof covers both nonces, who gives it, and all of HELLO: none can be used again, or for
-another run. After that, frames carry checksums, no proofs: like NCCL, a link trusts the network that it runs over.
+and is in memory only. Or each host has it in a file (`peers.secret`). A proof covers both nonces, who gives it, all of
+HELLO, and with `peers.tls` both certificates: none can be used again, or for another run. After that, frames carry
+checksums, no proofs: like NCCL, a link without TLS trusts the network that it runs over.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from scarctl.errors import AccessDenied
 from scarctl.peers.frames import hex_of, number_of, text_of
 from scarctl.state.version import MAX_EPOCH
 
-VERSION = 1
+VERSION = 2
 SECRET_BYTES = 32
 _NONCE_BYTES = 32
 
@@ -67,25 +68,25 @@ class Hello:
         )
 
 
-def challenge(secret: bytes, hello: Hello) -> dict[str, Any]:
-    """Return the head of the receiver's answer."""
+def challenge(secret: bytes, hello: Hello, binding: str = "") -> dict[str, Any]:
+    """Return the head of the receiver's answer. binding: see `Tls.binding`."""
     nonce = secrets.token_hex(_NONCE_BYTES)
-    return {"nonce": nonce, "proof": _proof(secret, "receiver", hello, nonce)}
+    return {"nonce": nonce, "proof": _proof(secret, "receiver", hello, nonce, binding)}
 
 
-def answer(secret: bytes, hello: Hello, head: Mapping[str, Any]) -> dict[str, Any]:
+def answer(secret: bytes, hello: Hello, head: Mapping[str, Any], binding: str = "") -> dict[str, Any]:
     """Return the head of the sender's proof. head: that of the receiver's challenge.
 
     Raises AccessDenied if the receiver does not have the secret, Corruption.
     """
     nonce = hex_of(head, "nonce", 2 * _NONCE_BYTES)
-    _compare(_proof(secret, "receiver", hello, nonce), head)
-    return {"proof": _proof(secret, "sender", hello, nonce)}
+    _compare(_proof(secret, "receiver", hello, nonce, binding), head)
+    return {"proof": _proof(secret, "sender", hello, nonce, binding)}
 
 
-def verify(secret: bytes, hello: Hello, nonce: str, head: Mapping[str, Any]) -> None:
+def verify(secret: bytes, hello: Hello, nonce: str, head: Mapping[str, Any], binding: str = "") -> None:
     """Check the sender's proof. nonce: the receiver's. Raises AccessDenied if it is another, Corruption."""
-    _compare(_proof(secret, "sender", hello, nonce), head)
+    _compare(_proof(secret, "sender", hello, nonce, binding), head)
 
 
 def _compare(expected: str, head: Mapping[str, Any]) -> None:
@@ -95,6 +96,6 @@ def _compare(expected: str, head: Mapping[str, Any]) -> None:
         )
 
 
-def _proof(secret: bytes, who: str, hello: Hello, nonce: str) -> str:
-    text = json.dumps(["scarctl-peers", who, hello.to_json(), nonce], sort_keys=True).encode()
+def _proof(secret: bytes, who: str, hello: Hello, nonce: str, binding: str) -> str:
+    text = json.dumps(["scarctl-peers", who, hello.to_json(), nonce, binding], sort_keys=True).encode()
     return hmac.new(secret, text, hashlib.sha256).hexdigest()

@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from scarctl.peers.frames import (
 )
 from scarctl.peers.handshake import VERSION, Hello, challenge, verify
 from scarctl.peers.replica import Replica, require_newest, sweep
+from scarctl.peers.tls import Tls
 from scarctl.state.version import MAX_EPOCH
 
 log = logging.getLogger("scarctl")
@@ -37,6 +39,27 @@ _MOST_STRANGERS = 64
 _WARN_SECONDS = 60.0
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class _Start:
+    """A start of a job whose daemons are let in. Not shown anywhere: it has the secret."""
+
+    secret: bytes
+    runs: str
+    """The beginning of its runs' ids."""
+    files: tuple[str, ...] | None
+    """Those of TLS, if its links use it."""
+
+
+@dataclass(slots=True)
+class _Listener:
+    socket: socket.socket
+    tls: Tls | None
+
+    @property
+    def files(self) -> tuple[str, ...] | None:
+        return None if self.tls is None else self.tls.files
+
+
 class Host:
     """The replicas of one daemon. Its socket opens with the first start of a job that asks for it."""
 
@@ -44,19 +67,22 @@ class Host:
         """Prepare, without a socket. folder: folder of the daemon."""
         self._folder = folder
         self._lock = threading.Lock()
-        self._secrets: dict[str, tuple[bytes, str]] = {}
-        """Secret of each start, and the beginning of its runs' ids."""
-        self._listeners: dict[tuple[str, int], socket.socket] = {}
+        self._secrets: dict[str, _Start] = {}
+        """By name of the start."""
+        self._listeners: dict[tuple[str, int], _Listener] = {}
         self._strangers = threading.Semaphore(_MOST_STRANGERS)
         self._writing: dict[str, tuple[Channel, threading.Thread, Replica | None]] = {}
         """Connection, thread and replica, by run."""
         self._closing = False
         self._warn_at = 0.0
 
-    def admit(self, start: str, secret: bytes, runs: str, address: str, port: int) -> int:
+    def admit(
+        self, start: str, secret: bytes, runs: str, address: str, port: int, tls: Tls | None = None
+    ) -> int:
         """Take replicas of the runs of a start, and return the port. runs: the beginning of their ids.
 
         address: that of this host, to listen at; no other one is bound. port: the one to listen at if it is free, or 0.
+        tls: certificates that peers have to show; None: a link without TLS.
 
         Raises Unavailable if that address cannot be bound.
         """
@@ -64,13 +90,15 @@ class Host:
             if self._closing:
                 raise Contention("the daemon is ending", hint="retry", kind="daemon-ending")
             # An earlier start of the same runs is over: its daemons are not let in again.
-            others = {name: known for name, known in self._secrets.items() if known[1] != runs}
-            self._secrets = {**others, start: (secret, runs)}
-            for (bound, at), _ in self._listeners.items():
-                if bound == address:
+            others = {name: known for name, known in self._secrets.items() if known.runs != runs}
+            files = None if tls is None else tls.files
+            self._secrets = {**others, start: _Start(secret, runs, files)}
+            for (bound, at), known in self._listeners.items():
+                if bound == address and known.files == files:
+                    known.tls = tls  # certificates may have been renewed
                     return at
-            listener = _listen(address, port)
-            at = int(listener.getsockname()[1])
+            listener = _Listener(_listen(address, port), tls)
+            at = int(listener.socket.getsockname()[1])
             self._listeners[address, at] = listener
             if len(self._listeners) == 1:
                 sweep(self._folder)
@@ -104,18 +132,18 @@ class Host:
             self._closing = True
             for listener in self._listeners.values():
                 with contextlib.suppress(OSError):
-                    listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-                listener.close()
+                    listener.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+                listener.socket.close()
             writing = list(self._writing.values())
         for channel, _, _ in writing:
             channel.shut()
 
     # -- threads ------------------------------------------------------------------------------------------------
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: _Listener) -> None:
         while not self._closing:
             try:
-                connection, _ = listener.accept()
+                connection, _ = listener.socket.accept()
             except OSError as error:
                 if self._closing:
                     return
@@ -127,21 +155,30 @@ class Host:
                 continue
             try:
                 threading.Thread(
-                    target=self._converse, args=(connection,), name="scarctl-replica", daemon=True
+                    target=self._converse,
+                    args=(connection, listener.tls),
+                    name="scarctl-replica",
+                    daemon=True,
                 ).start()
             except RuntimeError as error:  # out of threads
                 self._strangers.release()
                 connection.close()
                 self._warn("a connection was refused: %s", error)
 
-    def _converse(self, connection: socket.socket) -> None:
+    def _converse(self, connection: socket.socket, tls: Tls | None) -> None:
         """Serve one sender until it disconnects. Nothing that it sends ends the daemon."""
         strange = True
         channel = None
         try:
-            with connection:
+            with contextlib.ExitStack() as closing:
+                closing.enter_context(connection)
+                binding = ""
+                if tls is not None:
+                    secured = tls.secure(connection, server=True, seconds=STRANGER_SECONDS)
+                    connection = closing.enter_context(secured)
+                    binding = tls.binding(secured, server=True)
                 channel = Channel(connection)
-                hello = self._meet(channel)
+                hello = self._meet(channel, None if tls is None else tls.files, binding)
                 strange = False
                 self._strangers.release()
                 channel.trust(None)
@@ -156,22 +193,22 @@ class Host:
             if strange:
                 self._strangers.release()
 
-    def _meet(self, channel: Channel) -> Hello:
+    def _meet(self, channel: Channel, files: tuple[str, ...] | None, binding: str) -> Hello:
         """Return the greeting of a peer that has proved to be of the same start. Raises AccessDenied, Corruption."""
         head, _ = channel.expect(Kind.HELLO)
         hello = Hello.from_json(head)
         with self._lock:
-            secret, runs = self._secrets.get(hello.start, (b"", ""))
-        if hello.version != VERSION or not secret:
+            start = self._secrets.get(hello.start)
+        if hello.version != VERSION or start is None or start.files != files:
             # Passing: the ranks of this host have not reached their daemon yet.
             channel.refuse(Unavailable("this host does not know this start of the job", kind="unknown-start"))
             raise Gone
-        asked = challenge(secret, hello)
+        asked = challenge(start.secret, hello, binding)
         channel.send(encode(Kind.CHALLENGE, asked))
         head, _ = channel.expect(Kind.PROOF)
-        verify(secret, hello, asked["nonce"], head)
-        if not hello.run.startswith(runs):
-            raise AccessDenied(f"a peer of {runs} names a run of another store: {hello.run!r:.80}")
+        verify(start.secret, hello, asked["nonce"], head, binding)
+        if not hello.run.startswith(start.runs):
+            raise AccessDenied(f"a peer of {start.runs} names a run of another store: {hello.run!r:.80}")
         return hello
 
     def _write(self, channel: Channel, hello: Hello) -> None:

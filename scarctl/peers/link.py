@@ -50,9 +50,10 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The peer has accepted the replica, and waits for copies."""
+    """The peer has accepted the replica, and waits for copies. complete: it has a complete one of this start."""
 
     now: float
+    complete: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +95,14 @@ class Close:
     """The run has ended."""
 
 
-Event = Begin | Accepted | Marked | Lost | Refused | Overtaken | Tick | Close
+@dataclass(frozen=True, slots=True)
+class Hurry:
+    """The next attempt to connect is due at once: the owner's host is about to go."""
 
-_CONNECTED = (State.FULL, State.FOLLOWING, State.BEHIND)
+
+Event = Begin | Accepted | Marked | Lost | Refused | Overtaken | Tick | Close | Hurry
+
+CONNECTED = (State.FULL, State.FOLLOWING, State.BEHIND)
 _ENDED = (State.FENCED, State.CLOSED)
 
 
@@ -135,18 +141,20 @@ class Link:
                 if self.state is State.ABSENT and self.candidates:
                     self.lost_at = now
                     return self._connect()
-            case Accepted(now):
+            case Accepted(now, complete):
                 if self.state is State.CONNECTING:
-                    self.state, self.complete = State.FULL, False
+                    self.state, self.complete = State.FOLLOWING if complete else State.FULL, complete
                     self.lost_at, self.pause, self.marked_at = None, _PAUSE, now
             case Marked(now):
-                if self.state in _CONNECTED:
+                if self.state in CONNECTED:
                     self.state, self.complete, self.marked_at = State.FOLLOWING, True, now
             case Lost(now):
                 self._lose(now)
             case Refused(now):
-                if self.state is State.CONNECTING or self.state in _CONNECTED:
+                if self.state is State.CONNECTING or self.state in CONNECTED:
                     return self._replace(now)
+            case Hurry():
+                self.retry_at, self.pause = 0.0, _PAUSE
             case Tick(now, waiting):
                 return self._tick(now, waiting)
         return False
@@ -168,7 +176,7 @@ class Link:
         return True
 
     def _lose(self, now: float) -> None:
-        if self.state is not State.CONNECTING and self.state not in _CONNECTED:
+        if self.state is not State.CONNECTING and self.state not in CONNECTED:
             return
         self.state = State.LOST
         if self.lost_at is None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import folder_error, lock_folder
-from scarctl.arena.header import FILE
+from scarctl.arena.header import FILE, OWNER
 from scarctl.arena.kinship import put_aside
 from scarctl.arena.lines import write_lines
 from scarctl.arena.owner import Owner, read_owner, write_owner
@@ -52,6 +52,8 @@ class Replica:
         """It has its place: recovery finds it."""
         self._place, self._folder = place, folder
         self._inode = os.stat(folder / FILE).st_ino
+        self._checked: tuple[int, ...] | None = None
+        """What `_identity` returned when the owner's file was read last."""
         self._handovers: dict[int, Path] = {}
         """Files of hand-overs that no mark has named yet."""
 
@@ -114,7 +116,7 @@ class Replica:
         with self._held():
             arena.begin(ids)
             if rows:
-                write_rows(arena, ids, batch.data)
+                write_rows(arena, ids, batch.data, new=not self.complete)
             arena.version[ids] = batch.version
             arena.durable[ids] = batch.durable
             arena.distance[ids] = batch.distance
@@ -205,17 +207,26 @@ class Replica:
         """
         lock = lock_folder(self._folder)
         try:
-            try:
-                same = os.stat(self._folder / FILE).st_ino == self._inode
-            except FileNotFoundError:
-                same = False
+            now = self._identity()
+            if now is None:
                 with contextlib.suppress(OSError):
                     os.rmdir(self._folder)  # looking made it
-            if not same or read_owner(self._folder) != self.owner:
                 raise _taken(self._folder)
+            if now != self._checked:
+                if now[0] != self._inode or read_owner(self._folder) != self.owner:
+                    raise _taken(self._folder)
+                self._checked = now
             yield
         finally:
             os.close(lock)
+
+    def _identity(self) -> tuple[int, ...] | None:
+        """Return what identifies the arena and the owner's file in the folder; None if one is missing."""
+        try:
+            arena, owner = os.stat(self._folder / FILE), os.lstat(self._folder / OWNER)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return arena.st_ino, owner.st_ino, owner.st_mtime_ns
 
 
 def require_newest(place: Path, run: str, owner: Owner, epoch: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import socket
 import threading
 import time
@@ -18,10 +20,12 @@ from scarctl.peers.follower import BATCH_BYTES, Counters, Follower
 from scarctl.peers.frames import Kind, encode
 from scarctl.peers.handshake import Hello, answer
 from scarctl.peers.link import (
+    CONNECTED,
     Accepted,
     Begin,
     Close,
     Event,
+    Hurry,
     Link,
     Lost,
     Marked,
@@ -30,6 +34,8 @@ from scarctl.peers.link import (
     State,
     Tick,
 )
+from scarctl.peers.tls import Tls
+from scarctl.state.version import NEVER
 from scarctl.util.arrays import Bytes, Ids
 
 log = logging.getLogger("scarctl")
@@ -70,6 +76,7 @@ class Source:
     secret: bytes
     rate: float | None
     """Most bytes per second; None: no limit."""
+    tls: Tls | None = None
 
     def __repr__(self) -> str:
         return f"Source({self.run})"  # the secret is in no log
@@ -96,14 +103,21 @@ class Sender:
         self._warn = warn
         self._follower = Follower(arena, most=_batch_bytes(source.rate))
         self.link = Link(len(self._candidates))
-        self._marked = -1
-        """Step of the newest mark that the peer has acknowledged."""
+        self._marked = NEVER
+        """Step of the newest mark that `_marker` has acknowledged."""
+        self._marker: Candidate | None = None
         self._current: Counters = ()
         """Counters of that mark."""
+        self._whole = ""
+        """Name of the whole state of that mark."""
+        self.avoided: set[Candidate] = set()
+        """Those that another copy of this run has taken."""
         self._channel: Channel | None = None
         self._begun = self._acknowledged = self._wanted = 0
         """Numbers of rounds: the newest that has begun, acknowledged by the peer, and wanted by a waiting caller."""
         self._asking = threading.Lock()
+        self._hurrying = False
+        self._vouched_at = -math.inf
         self._closing = threading.Event()
         self._wake = threading.Event()
         self._done = False
@@ -155,8 +169,40 @@ class Sender:
         host, behind = self._candidates[self.link.at].host, self.behind
         if behind is None:
             return f"{host}: {self.state.value}"
-        current = not behind and self._follower.counters() == self._current
-        return f"{host}: {self.state.value}, {'up to date' if current else f'{behind} behind'}"
+        return f"{host}: {self.state.value}, {'up to date' if self.current else f'{behind} behind'}"
+
+    @property
+    def current(self) -> bool:
+        """Whether the peer has all of this host's memory, as it is now."""
+        return self.behind == 0 and self._follower.counters() == self._current
+
+    @property
+    def host(self) -> Candidate:
+        """The candidate that is connected, or tried."""
+        return self._candidates[self.link.at]
+
+    @property
+    def vouched_at(self) -> float:
+        """When the peer last said that it keeps a complete replica, on the monotonic clock; -inf if it may be gone."""
+        return self._vouched_at if self.link.complete and self.state in CONNECTED else -math.inf
+
+    def versions(self) -> Ids:
+        """Return the version of every copy that the peer has acknowledged: int64 (partitions,), -1 for none."""
+        return self._follower.acknowledged.copy()
+
+    @property
+    def whole(self) -> str:
+        """Name of the whole state whose copies the peer has, as it is in this host's memory; "" if it has not all."""
+        return self._whole if self.current and self._whole == self._arena.whole else ""
+
+    def hurry(self, rank: Ids | None) -> int:
+        """Send in another order from now on, at once, and return the number of the round that brings all there is now.
+
+        rank: place of each partition in the order; None: the usual one.
+        """
+        self._follower.rank = rank
+        self._hurrying = True
+        return self.ask()
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
@@ -166,9 +212,13 @@ class Sender:
         while not self._closing.is_set() and not self.link.ended:
             if connect:
                 self._connect()
+            if self._hurrying:
+                self._hurrying = False
+                self._handle(Hurry())
             connect = self._handle(Tick(now()))
             if not connect:
-                self._closing.wait(_PAUSE)
+                self._wake.wait(_PAUSE)
+                self._wake.clear()
         self._handle(Close())
 
     def _handle(self, event: Event) -> bool:
@@ -181,7 +231,10 @@ class Sender:
 
     def _connect(self) -> None:
         """Send to the present candidate until the connection ends, and report to the link why."""
-        peer = self._candidates[self.link.at]
+        peer = self.host
+        if peer in self.avoided:
+            self._handle(Refused(time.monotonic()))
+            return
         try:
             self._converse(peer)
         except _RolledBack:
@@ -212,21 +265,32 @@ class Sender:
 
     def _converse(self, peer: Candidate) -> None:
         source, arena, follower = self._source, self._arena, self._follower
-        with socket.create_connection((peer.address, peer.port), STRANGER_SECONDS) as connection:
+        with contextlib.ExitStack() as closing:
+            connection = closing.enter_context(
+                socket.create_connection((peer.address, peer.port), STRANGER_SECONDS)
+            )
+            binding = ""
+            if source.tls is not None:
+                secured = source.tls.secure(connection, server=False, seconds=STRANGER_SECONDS)
+                connection = closing.enter_context(secured)
+                binding = source.tls.binding(secured, server=False)
             channel = Channel(connection)
             if source.rate is not None:
                 channel.limit_rate(source.rate)
             hello = Hello.new(source.start, source.run, arena.epoch)
             channel.send(encode(Kind.HELLO, hello.to_json()))
             head, _ = channel.expect(Kind.CHALLENGE)
-            channel.send(encode(Kind.PROOF, answer(source.secret, hello, head)))
+            channel.send(encode(Kind.PROOF, answer(source.secret, hello, head, binding)))
             channel.trust(REPLY_SECONDS)
             layout = arena.layout_json()
             about = {"host": source.host, "store": source.store, "base_epoch": arena.base_epoch}
             channel.send(encode(Kind.LAYOUT, about, layout))
             head, body = channel.expect(Kind.ACK)
             follower.has(_have(body, arena.layout.partitions))
-            self._handle(Accepted(time.monotonic()))
+            if peer != self._marker:
+                self._marker, self._marked = peer, NEVER
+            self._current, self._whole = (), ""  # which hand-overs it has is not known before the next mark
+            self._handle(Accepted(time.monotonic(), head.get("complete") is True))
             self._channel = channel
             try:
                 self._follow(channel)
@@ -274,15 +338,21 @@ class Sender:
             channel.send(frame)
             waiting += 1
             if waiting >= _WINDOW:
-                channel.expect(Kind.ACK)
+                self._confirm(channel)
                 waiting -= 1
         for _ in range(waiting):
-            channel.expect(Kind.ACK)
+            self._confirm(channel)
         if marked:
             self._acknowledged = number
             self._marked, self._current = self._follower.marked_step, self._follower.marked
+            self._whole = self._follower.marked_whole
             self._said = ""
             self._handle(Marked(time.monotonic()))
+
+    def _confirm(self, channel: Channel) -> None:
+        channel.expect(Kind.ACK)
+        self._follower.confirm()
+        self._vouched_at = time.monotonic()
 
 
 def _batch_bytes(rate: float | None) -> int:

@@ -1,8 +1,8 @@
 """Save pending copies before a deadline: in small commits, the most changed per byte first, until time runs out.
 
 What is committed stays, whenever the process is killed. If all of it was in time, the waiting seals follow: then the
-store has the newest step exactly. The plan is `scarctl.policy.evacuation`. A nearer tier than the store can take part
-as another `Tier`, before the store.
+store has the newest step exactly. The plan is `scarctl.policy.evacuation`. Hosts that keep copies of this memory have
+them before the store does (`scarctl.peers.evacuation`): the store then begins with what they lack.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.queue import HandOver, HandOverQueue
-from scarctl.errors import Corruption, ScarError
+from scarctl.arena.queue import HandOver, HandOverQueue, unsaved_distances
+from scarctl.errors import Corruption, ScarError, UsageError
 from scarctl.persist.speed import Speed
 from scarctl.policy.evacuation import Pace, fitting, order
 from scarctl.state import codec
@@ -56,6 +56,38 @@ class Tier(Protocol):
         """Return the version that the tier has of every partition, -1 for none: int64 (partitions,)."""
 
 
+STORE_ONLY = "store"
+"""Name of the only place that counts if the other hosts go as well."""
+
+
+def unknown_host(name: str, known: Iterable[str]) -> UsageError:
+    """Return the error for a host that an evacuation cannot use. known: names of those that it can."""
+    names = ", ".join(sorted(set(known)))
+    return UsageError(
+        f"to={name!r:.200}: no such host takes copies of this run's memory",
+        hint=f"one of: {names}"
+        if names
+        else "with Settings(peers=1), hosts keep copies of each other's memory",
+        kind="unknown-host",
+    )
+
+
+class Copies(Protocol):
+    """The copies of one arena in the memory of other hosts."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the other hosts have all of this memory, or cannot get more, and at most that long."""
+
+    def versions(self) -> Ids:
+        """Return the newest version of every partition that another host has: int64 (partitions,), -1 for none."""
+
+    def hosts(self) -> tuple[str, ...]:
+        """Return the names of the hosts that have any."""
+
+    def whole(self) -> str:
+        """Return the name of the whole state that one of them has of this memory as it is now, "" if none has it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evacuated:
     """What an evacuation of one process's state has brought to safety, and what a loss of the host would cost."""
@@ -68,7 +100,7 @@ class Evacuated:
     """Bytes that were committed in this evacuation."""
     commits: int
     lost_partitions: int
-    """Partitions whose newest copy is only in this host's memory."""
+    """Partitions whose newest copy is only in this host's memory: neither in the store nor on another host."""
     lost_bytes: int
     squared: float | None
     """Sum of squared distances of these parameters from the store's copies (l2), an upper bound; None if unknown."""
@@ -81,6 +113,13 @@ class Evacuated:
     """Partitions of parameters in the whole state."""
     points: tuple[tuple[float, ...], ...] = ()
     """The run's movements, from which rework is predicted: see `scarctl.theory.history`."""
+    peer_partitions: int = 0
+    """Partitions whose newest copy is in the memory of other hosts, and not in the store."""
+    peer_bytes: int = 0
+    peers: tuple[str, ...] = ()
+    """Names of hosts that have copies of this memory."""
+    peer_exact: bool = False
+    """One of these hosts has the whole state of `step`: a resume from there is exact."""
     flushed: bool = True
     """False if a live process's newest step could not be brought into memory: more is lost than is counted here."""
     error: str | None = None
@@ -104,10 +143,12 @@ class Evacuated:
     def from_json(cls, obj: object) -> Evacuated:
         """Read the values of `to_json`. Raises Corruption for anything else."""
         names = [one.name for one in fields(cls)]
-        if not isinstance(obj, Mapping) or not all(name in obj for name in names):
+        needed = [one.name for one in fields(cls) if one.default is MISSING]
+        if not isinstance(obj, Mapping) or not all(name in obj for name in needed):
             raise Corruption("another process has sent an evacuation's report without its fields")
-        values = {name: obj[name] for name in names}
-        lists = ("ages", "counts", "points")
+        lists = ("ages", "counts", "points", "peers")
+        values = {name: obj[name] for name in names if name in obj}
+        values |= {name: obj.get(name, ()) for name in lists}
         if not all(isinstance(values[name], list | tuple) for name in lists):
             raise Corruption("another process has sent an evacuation's report without its numbers")
         values |= {name: tuple(values[name]) for name in lists}
@@ -151,14 +192,16 @@ class Evacuation:
         deadline: float,
         *,
         speed: Speed | None = None,
+        copies: Copies | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Prepare. deadline: on `clock`, in seconds. speed: of saving so far."""
+        """Prepare. deadline: on `clock`, in seconds. speed: of saving so far. copies: of the arena on other hosts."""
         self.error: str | None = None
         self._arena = arena
         self._queue = queue
         self._tier = tier
+        self._copies = copies
         self._deadline = deadline
         self._clock = clock
         self._sleep = sleep
@@ -180,11 +223,8 @@ class Evacuation:
         except ScarError as error:
             self.error = error.message
             return
-        for handover in self._waiting:
-            if handover.unsaved is not None:
-                self._unsaved[handover.ids] = handover.unsaved
-            if handover.extras is not None:
-                self._extras = handover
+        self._unsaved = unsaved_distances(self._waiting, self._arena.layout.partitions)
+        self._extras = next((one for one in reversed(self._waiting) if one.extras is not None), None)
         if self._extras is not None:
             self._notes = Notes.from_tree(self._extras.extras)
 
@@ -271,8 +311,18 @@ class Evacuation:
         left = left[(arena.version[left] == version) & (arena.durable[left] != version)]
         if not left.size:  # copied again at this version meanwhile, without a place in the order
             left = ids[versions == version]
+        if self._copies is not None:  # what no other host has comes first
+            left = left[np.argsort(self._elsewhere()[left], kind="stable")]
         self._order = _Order(version, left)
         return self._order
+
+    def _elsewhere(self) -> NDArray[np.bool_]:
+        """Return which copies of this memory another host has as they are: bool of shape (partitions,)."""
+        arena = self._arena
+        if self._copies is None:
+            return np.zeros(arena.layout.partitions, dtype=bool)
+        there: NDArray[np.bool_] = arena.intact() & (self._copies.versions() == arena.version)
+        return there
 
     def _seal(self) -> bool:
         """Finish a waiting hand-over of which all copies are durable, also its seal. Return whether one was left."""
@@ -295,12 +345,16 @@ class Evacuation:
         """Return what is safe now, and what a loss of the host would lose."""
         arena = self._arena
         stored = self._tier.stored()
-        lost = arena.pending() | ~arena.intact()
-        lost &= ~((arena.version < 0) & (stored == NEVER))  # never copied anywhere
-        ids = np.flatnonzero(lost)
+        unsaved = arena.pending() | ~arena.intact()
+        unsaved &= ~((arena.version < 0) & (stored == NEVER))  # never copied anywhere
+        there = unsaved & self._elsewhere()
+        ids = np.flatnonzero(unsaved & ~there)
+        sizes = arena.layout.partition_bytes
         parameters = _parameters(arena)
         mine = ids[parameters[ids]]
         newest = step_of(int(arena.newest().max(initial=NEVER)))
+        peers = () if self._copies is None else self._copies.hosts()
+        exact = bool(peers) and not ids.size and self._copies is not None and bool(self._copies.whole())
         ages, counts = grouped(np.maximum(newest - np.maximum(step_of(stored[mine]), 0), 0))
         known = self._unsaved[mine].astype(np.float64)
         # The store may have a copy that is newer than the distance was measured from: then it is an upper bound.
@@ -313,13 +367,17 @@ class Evacuation:
             written_bytes=self.written_bytes,
             commits=self._commits,
             lost_partitions=int(ids.size),
-            lost_bytes=int(arena.layout.partition_bytes[ids].sum()),
+            lost_bytes=int(sizes[ids].sum()),
             squared=(squared if math.isfinite(squared) else None) if mine.size else 0.0,
-            sealed=not ids.size and step_of(arena.sealed) == newest,
+            sealed=not unsaved.any() and step_of(arena.sealed) == newest,
             ages=tuple(ages.tolist()),
             counts=tuple(counts.tolist()),
             parameters=int(parameters.sum()),
             points=tuple(map(tuple, History.from_array(self._notes.points).to_array().tolist())),
+            peer_partitions=int(there.sum()),
+            peer_bytes=int(sizes[there].sum()),
+            peers=peers,
+            peer_exact=exact and arena.head_step == newest,
             error=self.error,
         )
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from scarctl.arena.arena import Arena
 from scarctl.arena.queue import HandOver, HandOverQueue
 from scarctl.errors import Corruption, Overwritten, ScarError
+from scarctl.persist.space import SpaceFields
 from scarctl.persist.speed import Meter
 from scarctl.state.layout import members_by_shard
 from scarctl.state.version import NEVER, pack, step_of
@@ -135,7 +136,7 @@ class Persister:
         return self._arena
 
     @property
-    def space(self) -> dict[str, Any]:
+    def space(self) -> SpaceFields:
         """Bytes that saving and collecting have written, for display."""
         books, done = self._writer.ledger, self._collector.done
         return {

@@ -14,7 +14,7 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.kinship import require_kinship
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import ScarError, Unavailable
-from scarctl.persist.evacuation import Evacuated
+from scarctl.persist.evacuation import STORE_ONLY, Copies, Evacuated, unknown_host
 from scarctl.persist.persister import Persister, reconcile
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current, PersisterThread
@@ -83,10 +83,10 @@ class Saver(Protocol):
     def brace(self, seconds: float) -> None:
         """Announce that the host is about to go: an evacuation may come within that time. Never raises."""
 
-    def evacuate(self, seconds: float) -> Evacuated:
-        """Save what can be saved within that time, and report what is safe: see `scarctl.persist.evacuation`.
+    def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
+        """Bring what can be brought to other hosts and to the store within that time, and report what is safe.
 
-        Returns in time, whatever the store does.
+        to: see `Session.evacuate`. Returns in time, whatever the store does. Raises UsageError for an unknown host.
         """
 
     def await_peers(self, count: int, timeout: float) -> Acknowledged:
@@ -202,9 +202,15 @@ class LocalSaver:
     def brace(self, seconds: float) -> None:
         """See `Saver`. Does nothing: the saving thread ends with this process."""
 
-    def evacuate(self, seconds: float) -> Evacuated:
-        """See `Saver`. Raises Unavailable before saving has started."""
-        return self._running().evacuate(seconds)
+    def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
+        """See `Saver`. Without a daemon no other host is known. Raises Unavailable before saving has started."""
+        if to not in (None, STORE_ONLY):
+            raise unknown_host(str(to), ())
+        return self.save_in_time(seconds, None)
+
+    def save_in_time(self, seconds: float, copies: Copies | None) -> Evacuated:
+        """Save to the store what can be saved within that time: see `PersisterThread.evacuate`."""
+        return self._running().evacuate(seconds, copies)
 
     def await_peers(self, count: int, timeout: float) -> Acknowledged:
         """See `Saver`. Only the daemon has peers."""

@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import AccessDenied, Corruption, ScarError, Unavailable
-from scarctl.persist.evacuation import Evacuated, Evacuation, before
+from scarctl.persist.evacuation import Copies, Evacuated, Evacuation, before
 from scarctl.persist.persister import Interrupted, Persister
 from scarctl.persist.retry import (
     Event,
@@ -35,6 +34,7 @@ from scarctl.persist.retry import (
     Tick,
     Wake,
 )
+from scarctl.persist.space import SpaceFields
 from scarctl.persist.speed import Speed
 from scarctl.store.record import now
 
@@ -78,6 +78,7 @@ class _Evacuate:
     """A request to the thread to save what it can before a time."""
 
     deadline: float
+    copies: Copies | None
     made: Evacuation | None = None
     ended: bool = False
 
@@ -126,12 +127,13 @@ class PersisterThread:
             )
             return self._settled()
 
-    def evacuate(self, seconds: float) -> Evacuated:
+    def evacuate(self, seconds: float, copies: Copies | None = None) -> Evacuated:
         """Save what can be saved within that time, the most changed per byte first, and report what is safe.
 
         Interrupts what is being saved, and returns in time also if the store hangs. Usual saving continues after it.
+        copies: of the arena on other hosts: what they lack is saved first, and what they have is safe.
         """
-        request = _Evacuate(before(time.monotonic() + seconds, seconds))
+        request = _Evacuate(before(time.monotonic() + seconds, seconds), copies)
         self._persister.interrupt.set()
         with self._changed:
             # Before all that waits but the thread's end, and after the result of what is interrupted.
@@ -140,9 +142,13 @@ class PersisterThread:
             self._changed.wait_for(
                 lambda: request.ended or self._ended, max(0.0, request.deadline - time.monotonic())
             )
-        made = request.made or Evacuation(self._persister.arena, self._queue, self._persister, 0.0)
+        made = request.made or Evacuation(
+            self._persister.arena, self._queue, self._persister, 0.0, copies=copies
+        )
         if not request.ended:
             made.error = made.error or self.fault().message
+        if copies is not None and self._persister.arena.pending().any():
+            copies.wait(request.deadline - time.monotonic())
         return made.report()
 
     def close(self, current: Current = Current.FINISH) -> None:
@@ -228,7 +234,7 @@ class PersisterThread:
         return self._persister.meter.speed()
 
     @property
-    def space(self) -> dict[str, Any]:
+    def space(self) -> SpaceFields:
         """See `Persister.space`."""
         return self._persister.space
 
@@ -245,7 +251,12 @@ class PersisterThread:
         self._persister.interrupt.clear()
         try:
             made = request.made = Evacuation(
-                self._persister.arena, self._queue, self._persister, request.deadline, speed=self.speed
+                self._persister.arena,
+                self._queue,
+                self._persister,
+                request.deadline,
+                speed=self.speed,
+                copies=request.copies,
             )
             if self.failure is not None:
                 made.error = self.failure.message

@@ -278,7 +278,7 @@ class _Run:
             step = max(1, _BATCH_BYTES // max(1, group.rows_per_partition * group.row_bytes))
             for first in range(int(bounds[g]), int(bounds[g + 1]), step):
                 part = slice(first, min(first + step, int(bounds[g + 1])))
-                rows = rows_of(layout, ids[part])
+                rows = rows_of(layout, g, ids[part])
                 tensors = [arena.rows(g, t)[rows] for t in range(len(group.tensors))]
                 yield _Piece(MEMORY, g, ids[part], versions[part], tensors)
 
@@ -382,7 +382,7 @@ class ArenaSink:
 
     def room(self, group: int, ids: Ids) -> Sequence[Bytes | None] | None:
         """Return rows of slots, and of partitions that have no intact copy, and have none until `put`."""
-        rows, tensors = rows_of(self._arena.layout, ids), self._arena.layout.groups[group].tensors
+        rows, tensors = rows_of(self._arena.layout, group, ids), self._arena.layout.groups[group].tensors
         inside = not self._arena.is_filling and bool(self._free[ids].all())
         places: list[Bytes | None] = []
         for t in range(len(tensors)):
@@ -397,7 +397,7 @@ class ArenaSink:
     def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Bytes]) -> None:
         """Write partitions and their versions. Their distances from the live values become unknown (NaN)."""
         arena = self._arena
-        rows = rows_of(arena.layout, ids)
+        rows = rows_of(arena.layout, group, ids)
         if (versions < arena.sealed).any():
             arena.unseal()
         arena.begin(ids)

@@ -34,11 +34,11 @@ class Departure:
         self._saving = saving
         self._inert = inert
 
-    def evacuate(self, seconds: float) -> Evacuated:
+    def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
         """See `Session.evacuate`."""
         deadline = time.monotonic() + seconds
         flushed = self.flush(deadline, seconds)
-        return self._evacuate(deadline, flushed=flushed)
+        return self._evacuate(deadline, flushed=flushed, to=to)
 
     def flush(self, deadline: float, seconds: float) -> bool:
         """Bring the newest step into memory, and keep training from saving until the deadline.
@@ -56,13 +56,15 @@ class Departure:
             engine.leaving.begin(deadline)
             return self._saving.flush()
 
-    def _evacuate(self, deadline: float, *, flushed: bool) -> Evacuated:
+    def _evacuate(self, deadline: float, *, flushed: bool, to: str | None = None) -> Evacuated:
         engine = self._opening.engine
         assert engine is not None, "nothing is evacuated before the first step"
         left = max(0.0, deadline - time.monotonic())
         try:
-            found = engine.saver.evacuate(left)
+            found = engine.saver.evacuate(left, to)
         except ScarError as error:
+            if error.kind == "unknown-host":
+                raise
             found = not_evacuated(engine.arena, engine.queue, error)
         return replace(found, flushed=flushed)
 
@@ -119,13 +121,16 @@ class Departure:
 
 def said(found: Evacuated) -> str:
     """Return one line about an evacuation, for the log."""
+    mib = 1 << 20
+    there = f"{found.peer_bytes / mib:.1f} MiB only in the memory of {', '.join(found.peers)}"
+    where = f"safe in the store and {there}" if found.peer_bytes else "safe in the store"
     if found.safe:
-        return f"step {found.step} is safe in the store{' (exact)' if found.sealed else ''}"
+        return f"step {found.step} is {where}{' (exact)' if found.sealed or found.peer_exact else ''}"
     lost = f"{found.lost_partitions} of {found.total_partitions} partitions"
     newest = "" if found.flushed else "; the newest step was not brought into memory"
     why = f" ({found.error})" if found.error else ""
     safe = found.total_bytes - found.lost_bytes
     return (
-        f"{safe / 2**20:.1f} of {found.total_bytes / 2**20:.1f} MiB are safe in the store; "
+        f"{safe / mib:.1f} of {found.total_bytes / mib:.1f} MiB are {where}; "
         f"if this host goes, {lost} go back to older copies: predicted rework {found.rework}{newest}{why}"
     )

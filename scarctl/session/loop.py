@@ -11,6 +11,7 @@ numbers of the settled moment are restored last, right before the first new batc
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from scarctl.checkpoint.randomness import Raw, generators_of, raw, restore_rng, undisturbed
 from scarctl.errors import UsageError
+from scarctl.session.numbering import is_enumerated
 from scarctl.state.caveats import Caveats
 
 T = TypeVar("T")
@@ -46,6 +48,12 @@ class Host(Protocol):
     def handed_out(self) -> None:
         """Note that the loop continues with a batch."""
 
+    def repeating(self) -> None:
+        """Note that the loop is about to repeat what it did before the batches of an epoch."""
+
+    def repeated(self) -> None:
+        """Undo what the loop has changed since `repeating`: the restored state has it already."""
+
     def doubt(self, reason: str) -> None:
         """Note that the loop may not continue as the earlier run would have."""
 
@@ -62,6 +70,8 @@ class Loop:
         """Whether it reads `epochs`."""
         self.epoch = 0
         """Current epoch, from 0."""
+        self.batch = 0
+        """Number of the newest batch in its pass, from 0."""
         self._begun: Rng | None = None
         """Random numbers with which this epoch began."""
         self._passes: list[_Pass] = []
@@ -76,6 +86,8 @@ class Loop:
         """Passes of this epoch that a resumed loop must still repeat."""
         self._held: Rng | None = None
         """Random numbers with which a resumed loop will continue, until it does."""
+        self._repeating = False
+        """Whether it repeats the beginning of an epoch until then."""
         self._position: dict[str, Any] | None = None
         """Position of the last settled moment."""
         self._head = 0
@@ -92,7 +104,9 @@ class Loop:
         self.used = self._counted = True
         for epoch in range(self.epoch, count):
             if self._again and self._begun is not None:
-                # The loop's draws before its first pass are repeated.
+                # The loop's work and draws before its first pass are repeated.
+                self._repeating = True
+                self._host.repeating()
                 restore_rng(self._begun)
             else:
                 self._proceed()
@@ -104,6 +118,13 @@ class Loop:
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """See `Session.batches`."""
+        found: list[weakref.ref[Iterator[T]]] = []
+        iterator = self._batches(loader, found)
+        found.append(weakref.ref(iterator))
+        return iterator
+
+    def _batches(self, loader: Iterable[T], itself: list[weakref.ref[Iterator[T]]]) -> Iterator[T]:
+        """Yield the batches. itself: receives a reference to this iterator."""
         self.used = True
         if not self._counted and self._passes and not self._again and all(made.done for made in self._passes):
             self._host.caveats.say(
@@ -144,6 +165,12 @@ class Loop:
                 batch = next(iterator, _END)
             if batch is _END:
                 break
+            if saved is not None and this.count == saved["count"] > 0 and is_enumerated(itself[0]()):
+                self._host.doubt(
+                    f"the loop continues with batch {this.count} of an epoch, and enumerate() gives it the number 0: "
+                    "use session.batch, the right number"
+                )
+            self.batch = this.count
             this.count += 1
             self._since += 1
             self._host.handed_out()
@@ -185,8 +212,12 @@ class Loop:
 
     def _proceed(self) -> None:
         held, self._held = self._held, None
-        if held is not None:
-            restore_rng(held)
+        if held is None:
+            return
+        if self._repeating:
+            self._repeating = False
+            self._host.repeated()
+        restore_rng(held)
 
     @property
     def resumed(self) -> bool:

@@ -79,6 +79,9 @@ class Progress:
         self._usual: list[bool] | None = None
         """Whether the loop usually changes each of them after a step."""
         self._checks = _CHECKED
+        self.keep: Callable[[], None] = lambda: None
+        self.put_back: Callable[[], str | None] = lambda: None
+        """See `scarctl.session.beginning`."""
 
     # -- events of the loop -------------------------------------------------------------------------------------
 
@@ -162,6 +165,15 @@ class Progress:
     def handed_out(self) -> None:
         """See `Host`."""
         self.witness.given(self.head_step)
+
+    def repeating(self) -> None:
+        """See `Host`."""
+        self.keep()
+
+    def repeated(self) -> None:
+        """See `Host`."""
+        if why := self.put_back():
+            self.doubt(why)
 
     def doubt(self, reason: str) -> None:
         """See `Host`."""

@@ -68,13 +68,11 @@ class Resumption:
     def _in_place(self, layout: Layout, mode: str, name: str | None) -> Outcome:
         """Resume from a state that was saved under the same division."""
 
-        def look() -> tuple[Snapshot | None, str | None]:
-            found = None if name is None else read_snapshot(self._store, name), last_saved(self._store)
-            self._binding.check(layout)
-            return found
+        def look() -> tuple[Snapshot | None, str | None, set[tuple[int, int]]]:
+            snapshot = None if name is None else read_snapshot(self._store, name)
+            return snapshot, last_saved(self._store), self._binding.check(layout)
 
-        snapshot, saved_at = self._together.agree(look)
-        missing = self._binding.missing_slots(layout)
+        snapshot, saved_at, missing = self._together.agree(look)
         remove_slots = self._adapter.create_slots(layout)
         # Hand-overs of a dead process are saved only once the step is known from which this one continues.
         engine = self._opening.open(layout, resuming=True)

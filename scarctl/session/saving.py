@@ -22,6 +22,7 @@ from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.step_end import Moment, Moments
 from scarctl.checkpoint.streams import Streams
 from scarctl.errors import ScarError, Unavailable, UsageError
+from scarctl.session.beginning import Beginning
 from scarctl.session.parts import Parts
 from scarctl.state.extras import Extras, Notes
 from scarctl.state.journal import Sample
@@ -78,6 +79,8 @@ class Saving:
             self.extras,
             validate=parts.settings.validate,
         )
+        beginning = Beginning(parts, self.finish)
+        parts.progress.keep, parts.progress.put_back = beginning.keep, beginning.put_back
 
     @property
     def under_way(self) -> bool:

@@ -163,8 +163,6 @@ class Session:
         alone = not self._together.several
         return measure(prefix, self._saving.stats, self.head_step, self.caveats, self._engine, alone=alone)
 
-    # -- the loop -----------------------------------------------------------------------------------------------
-
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of epochs that are not trained yet: use it instead of `range(count)`. See `batches`."""
         self._check_open()
@@ -175,12 +173,16 @@ class Session:
         """The loop's current epoch in `epochs`, from 0."""
         return self._progress.loop.epoch
 
+    @property
+    def batch(self) -> int:
+        """Number of the newest batch from `batches` in its epoch, from 0. `enumerate` would begin anew at a resume."""
+        return self._progress.loop.batch
+
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of `loader`, any iterable, that this epoch has not used yet: use it instead of `loader`.
 
-        A loop that reads its data here resumes exactly. Data, random numbers, schedulers and extras are then those of
-        the moment at which the loop asked for the next batch. Other work per epoch belongs into the loop over `epochs`.
-        Raises UsageError if the data end before the batch that was reached.
+        A loop that reads its data here resumes exactly: with the state of when it asked for the next batch. Other work
+        per epoch belongs into the loop over `epochs`. Raises UsageError if the data end before the batch reached.
         """
         self._check_open()
         return self._progress.loop.batches(loader)
@@ -227,9 +229,8 @@ class Session:
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
         """Copy the newest step into shared memory, and queue it as one sealed checkpoint: at memory speed.
 
-        A process that restarts on this host resumes from it exactly. The checkpoint becomes durable as usual. The
-        extras are those of the step's end, if every step's end is kept (`flush_on_signal`). Callable from any thread.
-
+        A process that restarts on this host resumes from it exactly. The checkpoint becomes durable as usual. Its
+        extras are those of the step's end, if these are kept (`flush_on_signal`). Callable from any thread.
         timeout: seconds to wait for a running step to end.
         Returns whether the state was sealed. It is not sealed while a step runs, or if values are not finite.
         Raises UsageError before the first step.
@@ -238,21 +239,20 @@ class Session:
         with self._gate.quiet(timeout) as quiet:
             return quiet and not self._closed and self._saving.flush()
 
-    def evacuate(self, seconds: float) -> Evacuated:
-        """Flush, then save to the store what the time allows, the most changed per byte first. For any thread.
+    def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
+        """Flush, then bring to `peers` and to the store what the time allows, most changed first. For any thread.
 
         seconds: until the host goes, 0 or more. The call returns before, also if the store hangs.
-        Returns what is safe, what a loss would lose, and its predicted rework. Raises UsageError before the first step.
+        to: name or address of a host of the job: its memory, then the store. "store": the store alone.
+        Returns what is safe, what a loss would lose, and its predicted rework. Raises UsageError for any other host.
         """
         self._started()
-        return self._departure.evacuate(seconds_of("seconds", seconds))
+        return self._departure.evacuate(seconds_of("seconds", seconds), to)
 
     def snapshot(self, name: str) -> int:
-        """Save the whole state as a sealed checkpoint, keep it under a name, and return its step once it is durable.
+        """Save the whole state, sealed, keep it under a name until it is deleted, and return its step once durable.
 
-        The snapshot stays until it is deleted (`scarctl snapshot delete`).
-        Raises UsageError for a name that exists or is not allowed, and before the first step; ScarError (kind
-        "not-sealed") if values are not finite; and the store's faults.
+        Raises UsageError for a name that exists or is not allowed; ScarError ("not-sealed") if values are not finite.
         """
         engine = self._started()
 

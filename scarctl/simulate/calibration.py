@@ -62,7 +62,7 @@ class Row:
             "basis": self.basis,
             "failures": self.failures,
             "unchanged": self.unchanged,
-            "told": self.estimates,
+            "estimates": self.estimates,
             "predicted": self.predicted,
             "simulated": self.simulated,
             "within_bound": self.within_bound,

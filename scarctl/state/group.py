@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from scarctl.errors import Corruption
+from scarctl.util.lazy import kept
 
 DTYPES: dict[str, int] = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -36,17 +36,17 @@ class TensorSpec:
     """A name in `DTYPES`."""
     shape: tuple[int, ...]
 
-    @property
+    @kept
     def rows(self) -> int:
         """Length of dim 0; a 0-dim tensor is one row."""
         return self.shape[0] if self.shape else 1
 
-    @cached_property
+    @kept
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return DTYPES[self.dtype] * math.prod(self.shape[1:])
 
-    @property
+    @kept
     def nbytes(self) -> int:
         return self.rows * self.row_bytes
 
@@ -78,7 +78,7 @@ class Group:
     place: Place | None = None
     """The group's part of a tensor that several processes share; None if the group holds the whole tensor."""
 
-    @property
+    @kept
     def rows(self) -> int:
         return self.tensors[0].rows
 
@@ -93,16 +93,16 @@ class Group:
         """Index of its first row in the whole tensor."""
         return self.place.offset[0] if self.place is not None else 0
 
-    @cached_property
+    @kept
     def row_bytes(self) -> int:
         """Bytes of one row, over all tensors."""
         return sum(tensor.row_bytes for tensor in self.tensors)
 
-    @property
+    @kept
     def nbytes(self) -> int:
         return self.rows * self.row_bytes
 
-    @cached_property
+    @kept
     def partitions(self) -> int:
         """Number of partitions; 0 when the group has no bytes, because there is nothing to save."""
         return -(-self.rows // self.rows_per_partition) if self.nbytes else 0

@@ -82,18 +82,22 @@ class Layout:
 
     def __init__(self, groups: Sequence[Group], optimizer: str = "") -> None:
         """`optimizer` is free text such as "AdamW". Raises UsageError if the groups cannot form a layout."""
+        self._set(groups, optimizer, checked=False)
+
+    def _set(self, groups: Sequence[Group], optimizer: str, *, checked: bool) -> Layout:
         self._groups = tuple(groups)
         self._optimizer = optimizer
-        reason = _fault(self._groups, optimizer)
-        if reason:
+        reason = "" if checked else _fault(self._groups, optimizer)
+        counts = [] if reason else [group.partitions for group in self._groups]
+        self._nbytes = 0 if reason else sum(group.nbytes for group in self._groups)
+        if reason := reason or _excess(sum(counts), self._nbytes):
             raise UsageError(reason)
-        counts = [group.partitions for group in self._groups]
         self._base = _frozen(np.cumsum([0, *counts], dtype=np.int64))
         self._per_partition = np.array([g.rows_per_partition for g in self._groups], dtype=np.int64)
         self._rows = np.array([group.rows for group in self._groups], dtype=np.int64)
-        self._nbytes = sum(group.nbytes for group in self._groups)
         self._digest: str | None = None
         self._partition_bytes: Ids | None = None
+        return self
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -339,7 +343,8 @@ def build_layout(
             return group.rows
         return partition_bytes // group.row_bytes
 
-    return Layout([_cut(group, rows_of(group)) for group in whole], optimizer)
+    # Only the sizes are new: checking ten thousand groups again takes as long as cutting them.
+    return object.__new__(Layout)._set([_cut(g, rows_of(g)) for g in whole], optimizer, checked=True)
 
 
 def close_to(name: str, names: Iterable[str]) -> str:
@@ -401,18 +406,19 @@ def _fault(groups: Sequence[Group], optimizer: str) -> str:
     if not is_text(optimizer):
         return "the optimizer's name is not plain text"
     keys: set[str] = set()
-    partitions = nbytes = 0
     for group in groups:
-        reason = group_fault(group)
-        if reason:
+        if reason := group_fault(group):
             return reason
         for t in range(len(group.tensors)):
             key = group.key(t)
             if key in keys:
                 return f"two tensors are named {key!r}"
             keys.add(key)
-        partitions += group.partitions
-        nbytes += group.nbytes
+    return ""
+
+
+def _excess(partitions: int, nbytes: int) -> str:
+    """Return which limit the groups together exceed, or ""."""
     if partitions > MAX_PARTITIONS:
         return f"{partitions} partitions exceed the limit of {MAX_PARTITIONS}: use larger ones"
     return f"a state of {nbytes} bytes exceeds the limit of {MAX_BYTES}" if nbytes > MAX_BYTES else ""

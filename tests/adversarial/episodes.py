@@ -257,7 +257,7 @@ class Episode:
             return
         original = replicas.write_rows
 
-        def half(arena: Arena, ids: Ids, data: Any) -> None:
+        def half(arena: Arena, ids: Ids, data: Any, **_: Any) -> None:
             original(
                 arena, ids[: ids.size // 2], data[: int(LAYOUT.partition_bytes[ids[: ids.size // 2]].sum())]
             )

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from jsonschema import Draft202012Validator
 from safetensors.torch import save_file
 
 from scarctl.cli.main import cli
+from scarctl.cli.schemas import schemas
 from scarctl.store import Store, verify
 from tests.support.ranks import RankStore
 
 ERROR_KEYS = {"schema_version", "command", "error"}
+
+
+@cache
+def validator(name: str) -> Draft202012Validator:
+    """Of one command's documents, or of "error"."""
+    return Draft202012Validator({"$ref": f"#/$defs/{name}", "$defs": schemas()["$defs"]})
 
 
 @dataclass(frozen=True)
@@ -32,9 +42,9 @@ class Done:
 
     @property
     def document(self) -> dict[str, Any]:
-        """The one JSON document on stdout."""
+        """The one JSON document on stdout, which has the command's schema."""
         document: dict[str, Any] = json.loads(self.stdout)
-        assert document["schema_version"] == 1
+        validator(document["command"] if document.keys() - ERROR_KEYS else "error").validate(document)
         return document
 
     @property
@@ -61,6 +71,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         return Done(result.exit_code, result.stdout, result.stderr)
 
     return invoke
+
+
+def examples(run: Run, name: str) -> list[list[str]]:
+    """The examples of a command's help, split into words."""
+    lines = run(*name.split(), "--help").stdout.partition("Examples:\n")[2].splitlines()
+    return [shlex.split(line)[1:] for line in lines if line.strip().startswith("scarctl ")]
 
 
 @dataclass

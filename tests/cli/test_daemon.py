@@ -191,8 +191,8 @@ def test_wrong_calls(run: Run, arguments: list[str]) -> None:
 class Training:
     """A session in a thread of this process, with steps of 10 ms."""
 
-    def __init__(self, *, change: bool = True) -> None:
-        self.state = {"w": np.zeros((64, 8), np.float32), "b": np.ones(16, np.float64)}
+    def __init__(self, *, change: bool = True, **more: np.ndarray[Any, Any]) -> None:
+        self.state = {"w": np.zeros((64, 8), np.float32), "b": np.ones(16, np.float64), **more}
         self.session = scarctl.attach(
             self.state,
             store="ckpt",

@@ -12,7 +12,7 @@ import pytest
 
 from scarctl.arena.folder import host_folder
 from tests.cli.conftest import Run
-from tests.daemon.test_metrics import samples
+from tests.daemon.test_metrics import open_samples, samples
 from tests.daemon.trainer import Trainer, status, stop, wait_until
 
 
@@ -49,6 +49,12 @@ def test_figures_of_a_run_in_a_file_and_over_http(
         return step == 3
 
     wait_until(served)
+    request = urllib.request.Request(
+        f"http://{place['listen']}/metrics", headers={"Accept": "application/openmetrics-text"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        assert reply.headers["Content-Type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+        assert open_samples(reply.read())["scarctl_durable_step"][0][1] == 3
     assert run("daemon", "start", "--metrics", file).stdout.count(str(file)) == 1, "as it was started"
     trainer.close()
     run("daemon", "stop")

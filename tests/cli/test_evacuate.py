@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.conftest import Done
 from tests.support import stepper
 from tests.support.process import Forked, Tell
 
@@ -26,7 +26,7 @@ def evacuate(*arguments: str) -> tuple[int, Any]:
         timeout=100,
         check=False,
     )
-    return done.returncode, json.loads(done.stdout)
+    return done.returncode, Done(done.returncode, done.stdout, done.stderr).document
 
 
 def trains(store: Path, tell: Tell, steps: int = 7) -> None:

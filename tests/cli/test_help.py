@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 
 from scarctl.cli.main import COMMANDS, GROUPS
 from scarctl.util.text import counted
-from tests.cli.conftest import Model, Run
+from tests.cli.conftest import Model, Run, examples
 
 ALL = [*(name for name in COMMANDS if name not in GROUPS), *(f"{a} {b}" for a in GROUPS for b in GROUPS[a])]
 
@@ -36,13 +35,10 @@ def test_help_fits_a_screen(run: Run, name: str, monkeypatch: pytest.MonkeyPatch
     options = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", whole, re.MULTILINE))
     assert options
     assert options <= set(re.findall(r"--[\w-]+", text))
-    assert examples(whole) == examples(text) or not name
-
-
-def examples(text: str) -> list[list[str]]:
-    """The examples of a help, split into words."""
-    lines = text.partition("Examples:\n")[2].splitlines()
-    return [shlex.split(line)[1:] for line in lines if line.strip().startswith("scarctl ")]
+    shown = [one.partition("Examples:\n")[2].partition("\n\n")[0].splitlines() for one in (whole, text)]
+    assert [line.strip() for line in shown[0] if "scarctl " in line] == [
+        line.strip() for line in shown[1] if line.strip().startswith("scarctl ")
+    ] or not name
 
 
 RUN = {
@@ -64,17 +60,13 @@ RUN = {
     "version": (0, 1),
     "help": (0, 1, 2),
 }
-"""Examples that run one after the other in one folder. The others need a running session, a bucket, or more files."""
+"""Examples that run one after the other in one folder. The others need a bucket, or more files."""
+IN_TEST_EXAMPLES = ("live checkpoint", "live recover", "daemon", "diff", "evacuate")
+"""Those of tests/cli/test_examples.py, which need a running session or other files."""
 
 
 def test_examples_run(run: Run, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {*ALL, "help", "version"} - RUN.keys() == {
-        "live checkpoint",
-        "live recover",
-        "daemon",
-        "diff",
-        "evacuate",
-    }
+    assert {*ALL, "help", "version"} - RUN.keys() == set(IN_TEST_EXAMPLES)
     model.path.rename("model.safetensors")
     shutil.copy("model.safetensors", "survivors.safetensors")
     (tmp_path / "train.py").touch()
@@ -84,7 +76,7 @@ def test_examples_run(run: Run, model: Model, tmp_path: Path, monkeypatch: pytes
     for name, value in {"SIMULATE_TRIALS": "2", "SIMULATE_JOBS": "1", "ROUNDS": "1"}.items():
         monkeypatch.setenv(f"SCARCTL_{name}", value)
     for name, which in RUN.items():
-        shown = examples(run(*name.split(), "--help").stdout)
+        shown = examples(run, name)
         for k in which:
             run(*shown[k])
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from scarctl.store import Store
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, examples
 from tests.support.member import ROWS, Members, attached, epochs, state_of, train
 
 WORLD = 3
@@ -155,7 +155,7 @@ def test_running_members_are_asked_one_by_one(run: Run, tmp_path: Path, daemon_f
         assert (done["members"], done["complete"], done["exact"]) == (True, True, False)
         assert [line["rank"] for line in done["ranks"]] == list(range(WORLD))
         assert "3 of 3 members" in run("live", "checkpoint", "--store", "ckpt").stdout
-        done = run("live", "recover", "--store", "ckpt", "--lost", "2", "--json").document
+        done = run(*examples(run, "live recover")[2], "--json").document
         assert (done["pid"], done["restored_partitions"]) == (members.programs[2].pid, ROWS + 1)
         done = run("live", "recover", "--store", "ckpt", "--lost", "rows@0", "--json").document
         assert (done["pid"], done["restored_partitions"]) == (members.programs[0].pid, ROWS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scarctl.store import Store
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, examples
 from tests.support.ranks import read
 
 
@@ -69,6 +69,9 @@ def test_a_running_job_is_asked(run: Run, tmp_path: Path) -> None:
         assert done["exact"]
         lines = run("inspect", *place, "--json").document["ranks"]
         assert [line["alive"] for line in lines] == [True, True]
+        (example,) = (words for words in examples(run, "live recover") if "rank:1" in words)
+        back = run(*example[:2], *place, *example[4:], "--json").document
+        assert [line["restored_partitions"] > 0 for line in back["by_rank"]] == [False, True]
         run("recover", *place, "--lost", "rank:1", code=11)
     finally:
         (tmp_path / "stop").touch()

@@ -182,31 +182,41 @@ def _pixels(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
         if kind in (0, 2):
             out[y] = line + above if kind else line
             continue
+        if kind == 1:
+            out[y] = np.cumsum(line.reshape(width, channels), axis=0, dtype=np.uint8).reshape(-1)
+            continue
         for x in range(line.size):
             left = int(out[y, x - channels]) if x >= channels else 0
             up, corner = int(above[x]), int(above[x - channels]) if x >= channels else 0
             guess = left + up - corner
             near = min((left, up, corner), key=lambda value: abs(guess - value))
-            out[y, x] = (int(line[x]) + {1: left, 3: (left + up) // 2, 4: near}[kind]) & 255
+            out[y, x] = (int(line[x]) + {3: (left + up) // 2, 4: near}[kind]) & 255
     return out.reshape(height, width, channels)
 
 
-@pytest.mark.long
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-@pytest.mark.parametrize("width", [500, 1200])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.skipif(BROWSER is None, reason=f"no Chromium on this machine: none of {', '.join(BROWSERS)}")
+@pytest.mark.parametrize(
+    ("width", "height", "dark", "rows"),
+    [
+        (500, 2600, False, 8),
+        (500, 500, True, 8),
+        pytest.param(1200, 1800, False, 10_000, marks=pytest.mark.long),
+        pytest.param(1200, 900, True, 8, marks=pytest.mark.long),
+    ],
+)
 def test_a_browser_shows_it_without_a_sideways_scroll(
-    run: Run, tmp_path: Path, width: int, dark: bool
+    run: Run, tmp_path: Path, width: int, height: int, dark: bool, rows: int
 ) -> None:
-    save_file({"w" * 200: np.zeros((8, 4), np.float32)}, tmp_path / "state.safetensors")
-    run("checkpoint", "state.safetensors", "--store", "ckpt", "--step", 0)
+    """The name is hostile, and 200 characters long; rows: partitions of one row each."""
+    save_file({HOSTILE: np.zeros((rows, 4), np.float32)}, tmp_path / "state.safetensors")
+    run("checkpoint", "state.safetensors", "--store", "ckpt", "--step", 0, "--partition-bytes", 16)
     report(run)
     shot = tmp_path / "shot.png"
     assert BROWSER is not None
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     command += [
         f"--user-data-dir={tmp_path / 'profile'}",
-        f"--window-size={width},900",
+        f"--window-size={width},{height}",
         f"--screenshot={shot}",
     ]
     command += ["--blink-settings=preferredColorScheme=0"] if dark else []

@@ -151,7 +151,9 @@ def test_what_the_command_gets(folder: Path, tmp_path: Path, arena_dir: Path) ->
     assert environment["SCARCTL_ARENA_DIR"] == str(arena_dir)
     assert "SCARCTL_STORE" not in environment
     assert "SCARCTL_PEERS" not in environment
-    assert told("--peers", "2")["SCARCTL_PEERS"] == "2"
+    assert "SCARCTL_OVERHEAD" not in environment
+    environment = told("--peers", "2", "--overhead", "2%")
+    assert (environment["SCARCTL_PEERS"], environment["SCARCTL_OVERHEAD"]) == ("2", "0.02")
     (arena_dir / "below").mkdir()
     environment = told("--store", "ckpt", "--arena-dir", os.path.relpath(arena_dir, tmp_path))
     # Absolute: the command may go to another folder first.

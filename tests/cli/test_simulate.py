@@ -143,7 +143,7 @@ def test_predictions_beside_what_failures_cost(run: Run) -> None:
     by = {(row["basis"], row["cell"] and row["cell"]["policy"]): row for row in found["rows"]}
     assert set(by) == {(basis, p) for basis in ("distances", "ages") for p in ("full", "priority", None)}
     row = by["distances", "priority"]
-    assert (row["failures"], row["told"]) == (6, 6)
+    assert (row["failures"], row["estimates"]) == (6, 6)
     assert 0.5 < row["predicted"] / row["simulated"] < 2
     assert row["within_bound"] == 1
     assert [way["cell"]["policy"] for way in found["ways"]] == ["full", "priority"]

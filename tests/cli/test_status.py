@@ -88,6 +88,20 @@ def test_a_live_run_and_what_each_loss_costs(
     trainer.close()
 
 
+def test_a_live_run_says_how_often_it_saves_and_what_that_costs(
+    run: Run, trainer: Trainer, tmp_path: Path
+) -> None:
+    trainer.save(trainer.everything, 1)
+    trainer.drained()
+    assert "a checkpoint every" not in run("status").stdout
+    trainer.arena.note_pace(1200, 0.0042)
+    said = "a checkpoint every 1,200 iterations; measured overhead: 0.42 % of training time"
+    assert said in " ".join(run("status").stdout.split())
+    run("report", "--store", tmp_path / "run", "--output", tmp_path / "page.html")
+    assert said in (tmp_path / "page.html").read_text()
+    trainer.close()
+
+
 @pytest.mark.leaves_arena
 def test_a_process_that_has_died(run: Run, saved: Model, arena_dir: Path) -> None:
     """No daemon runs, so what only memory has stays there."""

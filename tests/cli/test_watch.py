@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import select
@@ -22,7 +21,7 @@ from scarctl.cli.inspect_view import line
 from scarctl.cli.watch import watch
 from scarctl.ops.survey import survey
 from scarctl.store import Store
-from tests.cli.conftest import Model, Run
+from tests.cli.conftest import Done, Model, Run
 
 pytestmark = pytest.mark.leaves_arena
 SCARCTL = [sys.executable, "-m", "scarctl"]
@@ -47,7 +46,7 @@ def test_it_ends_with_the_run(run: Run, arena: Arena) -> None:
     after.start()
     done = run("inspect", "--store", "ckpt", "--watch", "--every", "0.1", "--json")
     after.join()
-    documents = [json.loads(text) for text in done.stdout.splitlines()]
+    documents = [Done(0, text, "").document for text in done.stdout.splitlines()]
     assert len(documents) >= 3
     assert {document["schema_version"] for document in documents} == {1}
     assert all(document["run"]["alive"] for document in documents[:-1])

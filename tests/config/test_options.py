@@ -50,6 +50,8 @@ VALUES: dict[str, tuple[Any, str]] = {
     "peer_domain": ("rack 7", "rack 7"),
     "peer_bandwidth": (5e7, "50MB"),
     "peer_ack": ("all", "all"),
+    "peer_tls": (("host.pem", "host.key", "ca.pem"), "host.pem,host.key, ca.pem"),
+    "peer_secret_file": ("/etc/secret", "/etc/secret"),
 }
 """A value of each option, and how the environment spells it."""
 NO_TEXT: dict[str, Any] = {"rows": {"embed.*": 1}, "storage_options": {"key": "k"}}

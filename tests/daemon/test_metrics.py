@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from scarctl.daemon.metrics import FAMILIES, exposition
@@ -63,6 +64,25 @@ def samples(text: bytes) -> dict[str, list[tuple[dict[str, str], float]]]:
     return found
 
 
+def open_samples(text: bytes) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """The same, as OpenMetrics' own parser reads it: strict about names, order and the end."""
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in openmetrics_families(text.decode()):
+        assert family.documentation
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def test_openmetrics_has_the_same_figures() -> None:
+    now = status(OPEN, {**OPEN, "id": "4567", "store": 'a"b\\c\nd'})
+    text = exposition(now, openmetrics=True)
+    assert open_samples(text) == samples(exposition(now))
+    assert text.endswith(b"# EOF\n")
+    with pytest.raises(ValueError, match="Clashing name"):
+        open_samples(exposition(now))
+
+
 def test_every_figure_of_a_run_is_there_once() -> None:
     found = samples(exposition(status(OPEN)))
     labels = {"store": "/ckpt", "run": "0123", "rank": "1"}
@@ -107,6 +127,7 @@ def test_hostile_names_of_stores_are_labels_and_nothing_else(name: str) -> None:
     found = samples(text)
     assert found.keys() == samples(exposition(status(OPEN))).keys()
     assert all(series[0]["store"] == printable(name) for series, *_ in list(found.values())[2:])
+    assert open_samples(exposition(status({**OPEN, "store": name}), openmetrics=True)) == found
     assert len(text.splitlines()) == len(exposition(status(OPEN)).splitlines())
 
 
@@ -158,7 +179,7 @@ def asked(request: bytes) -> bytes:
     with ours, theirs:
         ours.sendall(request)
         ours.shutdown(socket.SHUT_WR)
-        answer(theirs, lambda: b"figures\n")
+        answer(theirs, lambda openmetrics: b"openmetrics\n" if openmetrics else b"figures\n")
         theirs.close()
         return b"".join(iter(lambda: ours.recv(4096), b""))
 
@@ -168,6 +189,16 @@ def asked(request: bytes) -> bytes:
     [
         (b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", b"200", b"figures\n"),
         (b"GET /metrics?name=x HTTP/1.0\r\n\r\n", b"200", b"figures\n"),
+        (
+            b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text;version=1.0.0,text/plain;q=0.5\r\n\r\n",
+            b"200",
+            b"openmetrics\n",
+        ),
+        (
+            b"GET /metrics HTTP/1.1\r\naccept: text/plain, application/openmetrics-text; q=0\r\n\r\n",
+            b"200",
+            b"figures\n",
+        ),
         (b"HEAD /metrics HTTP/1.1\r\n\r\n", b"200", b""),
         (b"GET / HTTP/1.1\r\n\r\n", b"404", b"look at /metrics\n"),
         (b"POST /metrics HTTP/1.1\r\n\r\n", b"405", b"only GET\n"),
@@ -188,7 +219,7 @@ def test_a_request_that_does_not_end_is_dropped() -> None:
         flood = threading.Thread(target=pour, args=(ours,))
         flood.start()
         with pytest.raises(TimeoutError):
-            answer(theirs, lambda: b"")
+            answer(theirs, lambda _: b"")
         theirs.close()
         flood.join()
 

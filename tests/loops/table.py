@@ -1,10 +1,11 @@
 """Every program of `tests.loops.programs`, stopped in each way and started again: exact and the same, or reported.
 
-python -m tests.loops.table [PROGRAM ...]
+python -m tests.loops.table [PROGRAM ...] runs these programs, or all of them; --list shows their names.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -42,6 +43,9 @@ REPORTED = {
     "cleanrl by hand",
     "average by hand, extras",
     "scaler by hand, step",
+    "enumerated",
+    "loaded",
+    "wrong order",
 }
 """Programs that do not resume exactly, but where they were stopped between two epochs, and are told so."""
 DOUBTED = {("seeded by step", "close"), ("stateful loader by hand, extras", "close")}
@@ -131,8 +135,17 @@ def table(folder: Path, cases: Iterable[tuple[str, tuple[str, ...], int]], threa
 
 
 def main() -> None:
-    """All of it."""
-    names = sys.argv[1:] or list(PROGRAMS)
+    """All of it, or the programs that are named."""
+    parser = argparse.ArgumentParser(prog="python -m tests.loops.table", description=__doc__)
+    parser.add_argument("--list", action="store_true", help="print the names of all programs")
+    parser.add_argument("program", nargs="*", help="names of programs; default: all")
+    given = parser.parse_args()
+    names = given.program or list(PROGRAMS)
+    if unknown := [name for name in names if name not in PROGRAMS]:
+        parser.error(f"no such program: {', '.join(unknown)}")
+    if given.list:
+        print("\n".join(names))  # noqa: T201
+        return
     with tempfile.TemporaryDirectory(prefix="scarctl-") as folder:
         found = table(Path(folder), [(name, STOPS, at) for name in names for at in AT], threads=2)
     print(show(found))  # noqa: T201

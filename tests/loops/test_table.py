@@ -9,7 +9,7 @@ import pytest
 from tests.loops.programs import PROGRAMS, TORCHDATA
 from tests.loops.table import AT, STOPS, Row, show, table, wrong
 
-PARTS = 8
+PARTS = 12
 
 
 def check(found: list[Row], capsys: pytest.CaptureFixture[str]) -> None:

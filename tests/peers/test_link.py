@@ -12,6 +12,7 @@ from scarctl.peers.link import (
     Begin,
     Close,
     Event,
+    Hurry,
     Link,
     Lost,
     Marked,
@@ -95,6 +96,26 @@ def test_a_refusal_goes_to_the_next_candidate_at_once_and_pauses_after_the_last(
     assert link.at == 0
 
 
+def test_a_host_that_goes_is_not_kept_waiting_by_an_earlier_loss() -> None:
+    link = following(1)
+    for now in (10.0, 11.0, 13.0, 16.0, 21.0):
+        link.handle(Lost(now))
+        link.handle(Tick(now + 4))
+    link.handle(Lost(30.0))
+    assert not link.handle(Tick(30.1))
+    link.handle(Hurry())
+    assert link.handle(Tick(30.1))
+
+
+def test_a_replica_that_is_complete_counts_as_soon_as_the_link_is_back() -> None:
+    link = following()
+    link.handle(Lost(10.0))
+    assert link.complete
+    assert link.handle(Tick(12.0))
+    link.handle(Accepted(13.0, complete=True))
+    assert (link.state, link.complete) == (State.FOLLOWING, True)
+
+
 def test_without_candidates_nothing_is_tried() -> None:
     link = Link(0)
     assert not link.handle(Begin(0.0))
@@ -106,7 +127,8 @@ TIMES = st.floats(0, 1000)
 EVENTS: st.SearchStrategy[Event] = st.one_of(
     *(TIMES.map(kind) for kind in (Begin, Accepted, Marked, Lost, Refused)),
     st.builds(Tick, TIMES, st.booleans()),
-    st.sampled_from([Overtaken(), Close()]),
+    st.builds(Accepted, TIMES, st.booleans()),
+    st.sampled_from([Overtaken(), Close(), Hurry()]),
 )
 
 

@@ -369,7 +369,7 @@ def test_a_layout_that_is_none_is_refused(
         Replica.begin(Path("/nonexistent"), RUN, data, Owner("east", "11" * 16, 1), 1, "")
 
 
-def half_of_the_rows(arena: Arena, ids: Any, data: Any) -> None:
+def half_of_the_rows(arena: Arena, ids: Any, data: Any, **_: Any) -> None:
     """Copies the first tensor only, and dies."""
     rows = arena.rows(0, 0)
     rows[: len(rows) // 2] = data[0]

@@ -116,7 +116,9 @@ class TorchAdapter:
         for name, item in {**late, **(extras or {})}.items():
             check_stateful(name, item)
         adapter = cls(model, optimizers, late, extras or {}, replicated)
-        adapter._wrapping.check_patterns([group.name for group in adapter.groups()])
+        if replicated or cls._knows_tables or any(map(is_dtensor, model.parameters())):
+            # Parts of a tensor may be unsuitable, and patterns may match nothing.
+            adapter._wrapping.check_patterns([group.name for group in adapter.groups()])
         return adapter
 
     @property
@@ -408,7 +410,7 @@ class TorchAdapter:
 
     def _resident(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """Return the sharded parameter of a gathered one: FSDP2 replaces them from a forward to the next backward."""
-        known = self._sharded.get(name)
+        known = self._sharded.get(name) if self._sharded else None
         return known if known is not None and is_gathered(parameter, known) else parameter
 
     def _modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch.optim import Optimizer
 
 _WRAPPER = Optimizer.profile_hook_step(lambda *_: None).__code__
 """Code of torch's wrapper around every optimizer's step."""
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def _untraced(hook: Hook) -> Hook:
+    """Return a hook that `torch.compile` runs as it is, where it compiles the step that the hook belongs to."""
+    return torch.compiler.disable(hook)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def running() -> Iterator[Optimizer]:
@@ -65,10 +72,12 @@ def around(optimizer: Optimizer, before: Callable[[], None], after: Callable[[],
     """Call `before` and `after` around every step of `optimizer` that is not nested. Return the hooks' handles."""
     nesting = _Nesting(optimizer)
 
+    @_untraced
     def begins(*_: object) -> None:
         if not nesting.enters():
             before()
 
+    @_untraced
     def ends(*_: object) -> None:
         if not nesting.leaves() and after is not None:
             after()
@@ -83,7 +92,7 @@ def at_the_change(optimizer: Optimizer, before: Callable[[], None]) -> Any:
         if not is_nested(optimizer):
             before()
 
-    return optimizer.register_step_pre_hook(_beginning(begins))
+    return optimizer.register_step_pre_hook(_untraced(_beginning(begins)))
 
 
 def _beginning(before: Callable[[], None]) -> Callable[..., Any]:

@@ -1,0 +1,375 @@
+"""Type the parts that several JSON documents share: see `scarctl.cli.documents`. Steps are finished iterations."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, TypedDict
+
+Tiers: TypeAlias = dict[str, int]
+"""Numbers of partitions by source: "live", "memory", "peer", "store"."""
+
+
+class ErrorFields(TypedDict):
+    """Why a command failed."""
+
+    kind: str
+    """Stable name for programs: docs/troubleshooting.md lists them."""
+    message: str
+    hint: str
+    """What to do next; "" if nothing is known."""
+    exit_code: int
+
+
+class Perturbation(TypedDict):
+    """The norm of a change."""
+
+    value: float | None
+    """None if unknown."""
+    kind: Literal["measured", "estimated", "unknown"]
+
+
+class Rework(TypedDict):
+    """The predicted cost of a recovery, in iterations, with an interval."""
+
+    iterations: float | None
+    low: float | None
+    high: float | None
+    basis: str | None
+    """How it is predicted."""
+    reason: str | None
+    """Why it is unknown; None if it is known."""
+
+
+class Snapshot(TypedDict):
+    """A whole state of one step, kept under a name."""
+
+    name: str
+    step: int
+    epoch: int
+    created: str
+
+
+class Caveat(TypedDict):
+    """A guarantee that does not hold."""
+
+    kind: str
+    message: str
+    inexact: bool
+    """Whether a resume is not exact for it."""
+
+
+class Event(TypedDict):
+    """An event of a run: a start, a resume or a recovery. More facts, by name, depend on its kind."""
+
+    kind: str
+    at: str
+    """UTC time, in ISO 8601."""
+    step: int
+
+
+class ShardCopies(TypedDict):
+    """The copies of one shard, and the predicted cost of losing it."""
+
+    shard: int
+    partitions: int
+    bytes: int
+    oldest_step: int | None
+    newest_step: int | None
+    never_saved: int
+    """Number of partitions without a copy."""
+    perturbation: Perturbation
+    share: float
+    """Its fraction of all parameter partitions, from 0 to 1."""
+    expected_perturbation: float | None
+    """The same norm for a random shard of this size."""
+    rework: Rework
+
+
+class RankCopies(ShardCopies):
+    """One rank: its shard, and its process. Fields of the process are None if its memory is not on this host."""
+
+    staleness: int | None
+    """Iterations since its oldest copy was saved."""
+    rank: int
+    durable_step: int | None
+    head_step: int | None
+    pid: int | None
+    alive: bool | None
+    pending_partitions: int | None
+    errors: int | None
+    replica_of: str | None
+    """Host of whose memory this host keeps a copy."""
+    copies: list[str]
+    """Copies of its memory on other hosts, in words."""
+
+
+class OtherShard(TypedDict):
+    """A shard of ranks that have left the job."""
+
+    shard: int
+    epoch: int | None
+    bytes: int
+    retired: bool
+
+
+class Topology(TypedDict):
+    """The ranks or members that save to a store."""
+
+    world: int
+    members: bool
+    epoch: int
+    shards: list[int]
+    created: str
+    note: str | None
+
+
+class RunOnHost(TypedDict):
+    """The processes on this host that save to a store."""
+
+    pid: int
+    alive: bool
+    head_step: int
+    pending_partitions: int
+    """Number of partitions with a copy that the store does not have yet."""
+    lag_steps: int
+    """Iterations since the oldest of these copies was made."""
+    errors: int
+    interval: int | None
+    """Iterations between two checkpoints."""
+    overhead: float | None
+    """Measured share of training time that checkpoints take."""
+
+
+class Partition(TypedDict):
+    """One partition, and the age of its copy."""
+
+    name: str
+    group: str
+    start: int
+    """First row."""
+    stop: int
+    """Row after the last."""
+    shard: int
+    bytes: int
+    saved_step: int | None
+    staleness: int | None
+    """Iterations since it was saved; None if it never was."""
+    distance: float | None
+    """Norm of the change since it was saved."""
+
+
+class Usage(TypedDict):
+    """What a store takes on disk."""
+
+    bytes: int
+    live_bytes: int
+    """Bytes of the newest copies."""
+    segments: int
+    records: int
+
+
+class Convergence(TypedDict):
+    """The fitted rate of convergence, from which rework is predicted."""
+
+    c: float | None
+    c_interval: list[float] | None
+    distance: float | None
+    distance_interval: list[float] | None
+    points: int | None
+    speed: float | None
+    reason: str | None
+    """Why it is unknown."""
+
+
+class _Survey(TypedDict):
+    step: int | None
+    """The newest step that is known; None if nothing is saved."""
+    saved_at: str | None
+    saved_seconds_ago: float | None
+    age_is_lower_bound: bool
+    """Whether the run may be further than `step`."""
+    total_partitions: int
+    total_bytes: int
+    shards: list[ShardCopies]
+    partitions: list[Partition]
+    store: Usage
+    snapshots: list[Snapshot]
+    run: RunOnHost | None
+    caveats: list[Caveat]
+    events: list[Event]
+    convergence: Convergence | None
+    effective_staleness: float | None
+    """Iterations in which the parameters now move as far as they are from all copies."""
+
+
+class Survey(_Survey, total=False):
+    """A store's copies, and their ages. The last three are there if several ranks or members save to it."""
+
+    topology: Topology
+    ranks: list[RankCopies]
+    other_shards: list[OtherShard]
+
+
+class RestoredShard(TypedDict):
+    """What was restored of one shard."""
+
+    shard: int
+    partitions: int
+    bytes: int
+    tiers: Tiers
+    oldest_step: int
+    newest_step: int
+
+
+class RestoredOfRank(RestoredShard):
+    """What was restored of one shard of a rank."""
+
+    rank: int
+    age: int
+
+
+class RecoveredRanks(TypedDict):
+    """The ranks of a store, and those that were restored completely."""
+
+    world: int
+    lost: list[int]
+
+
+class Extrapolated(TypedDict):
+    """What was restored beyond its saved value."""
+
+    partitions: int
+    unknown: int
+    factors: dict[str, float]
+    """By parameter; 0: restored as saved."""
+    expected_gain: float | None
+
+
+class _Restored(TypedDict):
+    mode: Literal["partial", "rollback"]
+    exact: bool
+    degraded: bool
+    """Whether an older copy had to be taken than the newest one."""
+    step: int | None
+    snapshot: str | None
+    lost_partitions: int
+    restored_partitions: int
+    bytes: int
+    tiers: Tiers
+    perturbation: Perturbation
+    rework: Rework
+    rollback_steps: int | None
+    """Iterations that a rollback would repeat."""
+    reason: str | None
+    """Why this mode was chosen."""
+    output: str | None
+    """None: restored in place."""
+    seconds: float | None
+    problems: list[str]
+
+
+class Restored(_Restored):
+    """A recovery."""
+
+    shards: list[RestoredShard]
+
+
+class RestoredRanks(_Restored):
+    """A recovery from a store of several ranks or members."""
+
+    shards: list[RestoredOfRank]
+    ranks: RecoveredRanks
+
+
+class Saved(TypedDict):
+    """A checkpoint."""
+
+    step: int
+    total_partitions: int
+    saved_partitions: int
+    total_bytes: int
+    saved_bytes: int
+    durable: bool
+    exact: bool
+    """Whether the store has the whole state of `step`."""
+
+
+class SavedByProcess(Saved):
+    """A checkpoint of a running session."""
+
+    pid: int
+
+
+class SavedByRank(SavedByProcess):
+    """A checkpoint of one rank."""
+
+    rank: int
+
+
+class Finding(TypedDict):
+    """One observation about a store."""
+
+    severity: Literal["losing", "at-risk", "note"]
+    kind: str
+    message: str
+    command: str | None
+    """What to do next, as a command line."""
+
+
+class Loss(TypedDict):
+    """The cost if a process, this host or the store is lost now."""
+
+    steps: int | None
+    """Iterations since the oldest copy that remains; None: no copy remains, or the age is unknown."""
+    age_is_lower_bound: bool
+    partitions_without_copy: int
+    total_partitions: int
+    perturbation: float | None
+    rework: Rework
+
+
+class Losses(TypedDict, total=False):
+    """What is lost with what. Empty if nothing is saved."""
+
+    process: Loss
+    host: Loss
+    store: Loss
+
+
+class SavingNow(TypedDict):
+    """The progress of the daemon with one rank, or with a process that trains alone."""
+
+    rank: int | None
+    step: int
+    lag: int
+    """Iterations from the newest step in the store to `step`."""
+    pending_bytes: int
+    bandwidth: int
+    """Bytes per second."""
+    errors: int
+
+
+class _Health(TypedDict):
+    store: str
+    well: bool
+    findings: list[Finding]
+    if_lost: Losses
+    shards: list[ShardCopies]
+    """Those with partitions that were never saved."""
+    saving: list[SavingNow]
+
+
+class Health(_Health, total=False):
+    """What is not well with a store. The last four are there if it can be read."""
+
+    step: int | None
+    saved_at: str | None
+    saved_seconds_ago: float | None
+    run: RunOnHost | None
+
+
+class Problem(TypedDict):
+    """Damage."""
+
+    file: str
+    partition: str | None
+    reason: str

@@ -1,0 +1,354 @@
+"""Type the JSON document of each command, as `--json` prints it. `scarctl help --schemas` publishes these types.
+
+Every document also has `schema_version` and `command`. None is null. `scarctl.cli.schemas` makes JSON Schemas of them.
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from scarctl.cli.document_parts import (
+    ErrorFields,
+    Extrapolated,
+    Health,
+    Problem,
+    Restored,
+    RestoredRanks,
+    Rework,
+    Saved,
+    SavedByProcess,
+    SavedByRank,
+    Snapshot,
+    Survey,
+)
+from scarctl.daemon.status import MetricsStatus, ReplicaStatus, RunStatus
+
+
+class Error(TypedDict):
+    """A command that failed."""
+
+    error: ErrorFields
+
+
+class _SavedFile(Saved):
+    seq: dict[str, int]
+    """Number of the commit, by shard."""
+    nonfinite_partitions: int
+    left_out_partitions: int
+    """Due, and not saved: not finite, with an earlier copy."""
+    credit: int
+    """Bytes that a checkpoint left unused, for the next one."""
+    snapshot: str | None
+    policy: str
+    dry_run: bool
+
+
+class Checkpoint(_SavedFile):
+    """`scarctl checkpoint STATE`."""
+
+
+class LeftArena(TypedDict):
+    """Memory that a run has left on this host."""
+
+    id: str
+    store: str | None
+    folder: str
+    bytes: int
+    idle_seconds: float
+    pid: int
+    head_step: int
+    durable_step: int
+    pending_partitions: int | None
+    """None if it cannot be read."""
+    handovers: int
+    durable: bool
+    """Whether the store has all of it."""
+    foreign: bool
+    """Whether another run has saved to the store since."""
+    aside: bool
+    owner: str | None
+    """Host of whose memory it is a copy."""
+
+
+class _DaemonStarted(TypedDict):
+    pid: int
+    folder: str
+    already_running: bool
+
+
+class DaemonStarted(_DaemonStarted, total=False):
+    """`scarctl daemon start`. `metrics` is there if it was asked for."""
+
+    metrics: MetricsStatus
+
+
+class _DaemonShown(TypedDict):
+    running: bool
+    folder: str
+    pid: int | None
+    uptime_seconds: float | None
+    runs: list[RunStatus]
+    replicas: list[ReplicaStatus]
+    metrics: MetricsStatus | None
+    stale: list[LeftArena]
+
+
+class DaemonShown(_DaemonShown, total=False):
+    """`scarctl daemon status`. `error` is there if no daemon runs."""
+
+    error: ErrorFields
+
+
+class DaemonStopped(TypedDict):
+    """`scarctl daemon stop`."""
+
+    pid: int | None
+    live_runs: int
+    reaped: list[LeftArena]
+    stale: list[LeftArena]
+
+
+class Guarantee(TypedDict):
+    """A guarantee of a place for stores."""
+
+    name: str
+    ok: bool
+    detail: str
+    needed: bool
+    """Whether commits rely on it."""
+
+
+class Races(TypedDict, total=False):
+    """Races of several writers for one name. Empty if none was held."""
+
+    racers: int
+    rounds: int
+    one_winner: int
+
+
+class Latency(TypedDict):
+    """Seconds of one small request."""
+
+    median: float
+    p95: float
+
+
+class DoctorOfPlace(TypedDict):
+    """`scarctl doctor --store S`."""
+
+    where: str
+    local: bool
+    has_store: bool
+    sound: bool
+    exclusive: bool
+    checks: list[Guarantee]
+    races: Races
+    small_put_seconds: Latency | None
+    small_get_seconds: Latency | None
+    write_bytes_per_second: int | None
+    read_bytes_per_second: int | None
+    left_behind: list[str]
+    """Files that could not be deleted."""
+
+
+class DoctorOfPeer(TypedDict):
+    """`scarctl doctor --peer HOST:PORT`."""
+
+    address: str
+    port: int
+    source: str
+    """Address of this host from which it was reached."""
+    connect_seconds: float
+    answer_seconds: float
+
+
+class _EvacuatedProcess(TypedDict):
+    store: str
+    rank: int | None
+    pid: int
+    safe: bool
+    error: str | None
+
+
+class EvacuatedProcess(_EvacuatedProcess, total=False):
+    """What one process has brought to safety. The other fields are missing if it did not answer."""
+
+    step: int
+    total_partitions: int
+    total_bytes: int
+    written_bytes: int
+    commits: int
+    lost_partitions: int
+    """Partitions whose newest copy is only in this host's memory."""
+    lost_bytes: int
+    squared: float | None
+    """Sum of squared distances of these parameters from the store's copies, an upper bound."""
+    sealed: bool
+    ages: list[int]
+    """Distinct ages, in iterations, of the store's copies of what would be lost."""
+    counts: list[int]
+    """Number of partitions of each of these ages."""
+    parameters: int
+    flushed: bool
+    """Whether the newest step of a live process was brought into memory."""
+
+
+class EvacuatedStore(TypedDict):
+    """What was evacuated of one store's state."""
+
+    store: str
+    safe: bool
+    exact: bool
+    rework: Rework
+    processes: list[EvacuatedProcess]
+
+
+class Evacuate(TypedDict):
+    """`scarctl evacuate`."""
+
+    deadline: float
+    safe: bool
+    stores: list[EvacuatedStore]
+    in_memory: list[str]
+    """Folders of memory with copies that no daemon saves."""
+
+
+class Export(TypedDict):
+    """`scarctl export`."""
+
+    output: str
+    files: list[str]
+    tensors: int
+    bytes: int
+    exact: bool
+    step: int | None
+    oldest_step: int
+    newest_step: int
+    degraded: bool
+    problems: list[str]
+    format: str
+    snapshot: str | None
+    weights: bool
+
+
+class InspectedStore(Survey):
+    """`scarctl inspect --store S`."""
+
+
+class _LiveSaved(SavedByProcess):
+    live: bool
+    full: bool
+
+
+class LiveCheckpoint(_LiveSaved, total=False):
+    """`scarctl live checkpoint`. The last ones are there if several ranks or members save to the store."""
+
+    snapshot: str
+    world: int
+    members: bool
+    complete: bool
+    """Whether all of them were reached."""
+    ranks: list[SavedByRank]
+
+
+class RestoredByRank(TypedDict):
+    """What one rank restored."""
+
+    restored_partitions: int
+    bytes: int
+
+
+class _LiveRecover(Restored):
+    saved_at: str | None
+    live: bool
+    pid: int
+    head_step: int
+    by_rank: list[RestoredByRank]
+
+
+class LiveRecover(_LiveRecover, total=False):
+    """`scarctl live recover`."""
+
+    extrapolation: Extrapolated
+
+
+class Prune(TypedDict):
+    """`scarctl prune`."""
+
+    deleted_snapshots: list[Snapshot]
+    kept_snapshots: list[Snapshot]
+    kept_sealed_steps: list[int]
+    dropped_sealed_steps: list[int]
+    live_writer: str | None
+    files: int
+    freed_bytes: int
+    moved_bytes: int
+    bytes: int | None
+    live_bytes: int | None
+    dry_run: bool
+
+
+class PruneOfRanks(Prune):
+    """`scarctl prune` of a store of several ranks."""
+
+    retired_shards: list[int]
+
+
+class Recover(Restored):
+    """`scarctl recover`."""
+
+    saved_at: str | None
+    dry_run: bool
+
+
+class RecoverOfRanks(RestoredRanks):
+    """`scarctl recover` of a store of several ranks."""
+
+    saved_at: str | None
+    dry_run: bool
+
+
+class SnapshotCreatedLive(LiveCheckpoint):
+    """`scarctl snapshot create NAME` of a running session."""
+
+
+class SnapshotCreated(_SavedFile):
+    """`scarctl snapshot create NAME STATE`."""
+
+
+class SnapshotList(TypedDict):
+    """`scarctl snapshot list`."""
+
+    snapshots: list[Snapshot]
+
+
+class Status(TypedDict):
+    """`scarctl status`."""
+
+    well: bool
+    stores: list[Health]
+
+
+class VerifiedStore(TypedDict):
+    """`scarctl verify --store S`."""
+
+    intact: bool
+    empty: bool
+    read_data: bool
+    read_data_subset: str | None
+    data_bytes: int
+    files: int
+    bytes: int
+    records: int
+    segments: int
+    orphans: int
+    damaged_partitions: int
+    problems: list[Problem]
+
+
+class Version(TypedDict):
+    """`scarctl version`."""
+
+    version: str
+    python: str
+    executable: str

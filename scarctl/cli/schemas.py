@@ -1,0 +1,141 @@
+"""Make JSON Schemas (2020-12) of the commands' documents: `scarctl help --schemas`.
+
+They are strict: a field that is not described here is an error, and so is one that is missing.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from textwrap import dedent
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from scarctl.cli import document_studies as studies
+from scarctl.cli import document_workbench as workbench
+from scarctl.cli import documents
+from scarctl.cli.document_parts import Event
+from scarctl.cli.output import SCHEMA_VERSION
+
+DOCUMENTS: dict[str, tuple[type, ...]] = {
+    "checkpoint": (documents.Checkpoint,),
+    "daemon": (documents.DaemonStarted, documents.DaemonShown, documents.DaemonStopped),
+    "diff": (workbench.Diff,),
+    "doctor": (documents.DoctorOfPlace, documents.DoctorOfPeer),
+    "evacuate": (documents.Evacuate,),
+    "export": (documents.Export,),
+    "inspect": (documents.InspectedStore, workbench.InspectedCheckpoint),
+    "live checkpoint": (documents.LiveCheckpoint,),
+    "live recover": (documents.LiveRecover,),
+    "plan": (studies.Plan,),
+    "prune": (documents.Prune, documents.PruneOfRanks),
+    "recover": (documents.Recover, documents.RecoverOfRanks),
+    "report": (studies.Report,),
+    "simulate": (studies.Simulate,),
+    "snapshot create": (documents.SnapshotCreatedLive, documents.SnapshotCreated),
+    "snapshot delete": (documents.Prune, documents.PruneOfRanks),
+    "snapshot list": (documents.SnapshotList,),
+    "status": (documents.Status,),
+    "verify": (documents.VerifiedStore, workbench.VerifiedCheckpoint),
+    "version": (documents.Version,),
+}
+"""The kinds of documents that each command prints, by its options."""
+_OPEN: dict[type, Any] = {Event: str | float | bool | None}
+"""Types with more fields than they name, and the type of those fields."""
+_SIMPLE: dict[Any, str] = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    type(None): "null",
+}
+_UNIONS = (Union, types.UnionType)
+
+
+def schemas() -> dict[str, Any]:
+    """Return one schema with a definition for each command, for "error", and for the types that they share.
+
+    It takes what any command prints.
+    """
+    found: dict[str, Any] = {}
+    commands = {
+        name: {"anyOf": [_document(kind, {"const": name}, found) for kind in kinds]}
+        for name, kinds in DOCUMENTS.items()
+    }
+    commands["error"] = _document(documents.Error, {"type": ["string", "null"]}, found)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Documents of scarctl's commands, with --json",
+        "anyOf": [{"$ref": f"#/$defs/{name}"} for name in commands],
+        "$defs": {**commands, **dict(sorted(found.items()))},
+    }
+
+
+def _document(kind: type, command: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    made = _object(kind, found)
+    head = {"schema_version": {"const": SCHEMA_VERSION}, "command": command}
+    made["properties"] = {**head, **made["properties"]}
+    made["required"] = [*head, *made["required"]]
+    return made
+
+
+def _object(kind: type, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a TypedDict; those that it refers to are added to `found`."""
+    about = dict(_described(kind))
+    hints = get_type_hints(kind)
+    # A TypedDict that inherits lists its base's fields first.
+    properties = {
+        name: {**_schema(hint, found), **({"description": about[name]} if name in about else {})}
+        for name, hint in hints.items()
+    }
+    required: frozenset[str] = kind.__required_keys__  # type: ignore[attr-defined]
+    return {
+        "description": " ".join((kind.__doc__ or "").split()),
+        "type": "object",
+        "properties": properties,
+        "required": [name for name in properties if name in required],
+        "additionalProperties": _schema(_OPEN[kind], found) if kind in _OPEN else False,
+    }
+
+
+def _schema(hint: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a type. Raises TypeError for one that JSON does not have."""
+    if hint in _SIMPLE:
+        return {"type": _SIMPLE[hint]}
+    if is_typeddict(hint):
+        if hint.__name__ not in found:
+            found[hint.__name__] = {}  # a type may contain itself
+            found[hint.__name__] = _object(hint, found)
+        return {"$ref": f"#/$defs/{hint.__name__}"}
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin is list:
+        return {"type": "array", "items": _schema(arguments[0], found)}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _schema(arguments[1], found)}
+    if origin in _UNIONS:
+        if all(one in _SIMPLE for one in arguments):
+            return {"type": [_SIMPLE[one] for one in arguments]}
+        return {"anyOf": [_schema(one, found) for one in arguments]}
+    raise TypeError(f"{hint!r} has no schema")
+
+
+def _described(kind: type) -> Iterator[tuple[str, str]]:
+    """Yield the fields of a TypedDict and its bases, with the text below each."""
+    module = ast.parse(dedent(inspect.getsource(kind)))
+    (body,) = (node for node in module.body if isinstance(node, ast.ClassDef))
+    names = vars(sys.modules[kind.__module__])
+    for base in body.bases:
+        if isinstance(base, ast.Name) and is_typeddict(names[base.id]):
+            yield from _described(names[base.id])
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+        ):
+            yield field.target.id, " ".join(str(text.value.value).split())

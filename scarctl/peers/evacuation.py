@@ -1,0 +1,81 @@
+"""Bring a host's memory to the hosts that keep copies of it before the host goes: the most changed per byte first."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.queue import HandOverQueue, unsaved_distances
+from scarctl.peers.link import CONNECTED, State
+from scarctl.peers.sender import Sender
+from scarctl.policy.evacuation import order
+from scarctl.state.version import NEVER
+from scarctl.util.arrays import Ids
+
+HEAD_START = 0.1
+"""Part of the time that peers have for themselves, if they need it, before the store is written to."""
+_POLL = 0.01
+_MOVING = (*CONNECTED, State.CONNECTING)
+
+
+class PeerCopies:
+    """The copies of one run's memory on other hosts, in an evacuation (`scarctl.persist.evacuation.Copies`).
+
+    Only a host counts that is connected, has a complete replica, and has answered since `hurry`: others may be dead.
+    """
+
+    def __init__(self, arena: Arena, senders: Sequence[Sender]) -> None:
+        """Prepare. senders: to those hosts that count, at least one."""
+        self._arena = arena
+        self._rounds = dict.fromkeys(senders, 0)
+        """Number of the round that brings all, by sender."""
+        self._began = math.inf
+
+    def hurry(self) -> None:
+        """Have all senders send at once, the most changed per byte first."""
+        arena = self._arena
+        unsaved = unsaved_distances(HandOverQueue(arena.folder).pending(), arena.layout.partitions)
+        unsaved[arena.durable == arena.version] = 0.0  # the store has it
+        self._began = time.monotonic()
+        for sender in self._rounds:
+            ids = order(unsaved, arena.layout.partition_bytes, sender.versions() == NEVER)
+            rank = np.empty_like(ids)
+            rank[ids] = np.arange(ids.size)
+            self._rounds[sender] = sender.hurry(rank)
+
+    def rest(self) -> None:
+        """Have all senders send in the usual order again."""
+        for sender in self._rounds:
+            sender.hurry(None)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until every host that is connected has all of this memory, and at most that long."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if all(
+                sender.has_acknowledged(number) or sender.state not in _MOVING
+                for sender, number in self._rounds.items()
+            ):
+                return
+            time.sleep(_POLL)
+
+    def versions(self) -> Ids:
+        """Return the newest version of every partition that another host has: int64 (partitions,), -1 for none."""
+        none: Ids = np.full(self._arena.layout.partitions, NEVER, np.int64)
+        newest: Ids = np.maximum.reduce([none, *(sender.versions() for sender in self._alive())])
+        return newest
+
+    def hosts(self) -> tuple[str, ...]:
+        """Return the names of the hosts that have any."""
+        return tuple(sender.host.host for sender in self._alive())
+
+    def whole(self) -> str:
+        """Return the name of the whole state that one of them has of this memory as it is now, "" if none has it."""
+        return next((sender.whole for sender in self._alive() if sender.whole), "")
+
+    def _alive(self) -> list[Sender]:
+        return [sender for sender in self._rounds if sender.vouched_at >= self._began]

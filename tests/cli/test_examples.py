@@ -1,0 +1,65 @@
+"""Examples in the help of commands that need a running session, or other files. test_help.py runs the rest."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from scarctl.arena.folder import host_folder
+from tests.cli.conftest import Model, Run, examples
+from tests.cli.test_daemon import Training
+from tests.daemon.trainer import stop
+
+
+@pytest.fixture
+def folder(arena_dir: Path) -> Iterator[Path]:
+    folder = host_folder(str(arena_dir))
+    yield folder
+    stop(folder)
+
+
+def test_examples_on_a_running_session(run: Run, folder: Path) -> None:
+    """Those of ranks and members run in test_rank_jobs.py and test_members.py."""
+    training = Training(**{"layers.3.w": np.zeros((16, 8), np.float32)})
+    try:
+        (by_name, by_rank, by_member) = examples(run, "live recover")
+        assert (by_rank[-1], by_member[-1]) == ("rank:1", "member:2")
+        for words in (
+            *examples(run, "live checkpoint"),
+            by_name,
+            *examples(run, "live")[:2],
+            *examples(run, "evacuate"),
+        ):
+            run(*words)
+    finally:
+        training.end()
+
+
+def test_examples_of_the_daemon(run: Run, folder: Path) -> None:
+    """A free port in place of the one that is shown, which another program may have."""
+    start, publish, status, end = examples(run, "daemon")
+    run(*start)
+    assert run(*status).document["running"]
+    run(*end)
+    assert "/metrics" in run(*publish[:-1], "0").stdout
+    run(*end)
+
+
+def test_examples_of_diff(run: Run, saved: Model) -> None:
+    shutil.copy(saved.path, "before.safetensors")
+    run("snapshot", "create", "best", saved.path, "--store", "ckpt", "--step", 1200)
+    saved.train("emb")
+    shutil.copy(saved.path, "after.safetensors")
+    torch.save(saved.tensors, "model.pt")
+    run("checkpoint", saved.path, "--store", "ckpt", "--step", 1201)
+    save_file(saved.tensors, "float32.safetensors")
+    save_file({name: value.bfloat16() for name, value in saved.tensors.items()}, "bfloat16.safetensors")
+    files, snapshots, sealed, dtypes = examples(run, "diff")
+    for words in (files, snapshots, sealed, dtypes):
+        run(*words, code=4)

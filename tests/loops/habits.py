@@ -1,0 +1,282 @@
+"""Programs with habits that no example teaches: what people change in a loop that works."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
+from torch.utils.data import DataLoader
+
+from tests.loops.rig import EPOCHS, Digits, Run, evaluate, net, train
+
+
+def shuffled(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Digits(noise=True), **{"batch_size": 4, "shuffle": True, **options})
+
+
+def compiled(run: Run, *, step: bool) -> None:
+    """The model compiled, or forward, backward and step together."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    session = run.attach(model, optimizer)
+    run.resume()
+    fast = torch.compile(model, backend="eager")
+
+    def together(batch: Any) -> None:
+        train(model, optimizer, batch)
+
+    if step:
+        together = torch.compile(together, backend="eager")
+    for _ in session.epochs(EPOCHS):
+        for batch in session.batches(shuffled()):
+            if step:
+                together(batch)
+            else:
+                train(fast, optimizer, batch)
+            run.iterated()
+
+
+def no_sync(run: Run) -> None:
+    """DistributedDataParallel that accumulates in `no_sync`."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    plain = net()
+    model = nn.parallel.DistributedDataParallel(plain)
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = run.attach(model, optimizer)
+    run.resume()
+    loader = DataLoader(Digits(40, noise=True), batch_size=4, shuffle=True)
+    for _ in session.epochs(EPOCHS):
+        for number, (x, y) in enumerate(session.batches(loader)):
+            last = number % 2 == 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                functional.cross_entropy(model(x), y).backward()
+            if last:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                run.iterated()
+    torch.distributed.destroy_process_group()
+
+
+def closure(run: Run, *, kind: Any, **options: Any) -> None:
+    """The optimizer calls the loss."""
+    model = net()
+    optimizer = kind(model.parameters(), **options)
+    session = run.attach(model, optimizer)
+    run.resume()
+    for _ in session.epochs(EPOCHS):
+        for x, y in session.batches(shuffled()):
+
+            def loss(x: Any = x, y: Any = y) -> Any:
+                optimizer.zero_grad()
+                found = functional.cross_entropy(model(x), y)
+                found.backward()
+                return found
+
+            optimizer.step(loss)
+            run.iterated()
+
+
+def swapped(run: Run) -> None:
+    """An average that is copied in for an evaluation, in the middle of every epoch, and out again."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    average = copy.deepcopy(model)
+    session = run.attach(model, optimizer, extras={"average": average})
+    run.resume()
+    for _ in session.epochs(EPOCHS):
+        for batch in session.batches(shuffled()):
+            train(model, optimizer, batch)
+            with torch.no_grad():
+                for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(parameter, 0.1)
+                if session.batch % 2 == 0:
+                    kept = [p.clone() for p in model.parameters()]
+                    for parameter, mean in zip(model.parameters(), average.parameters(), strict=True):
+                        parameter.copy_(mean)
+                    evaluate(model)
+                    for parameter, before in zip(model.parameters(), kept, strict=True):
+                        parameter.copy_(before)
+            run.iterated()
+    run._models.append(average)
+
+
+def loaded(run: Run) -> None:
+    """Weights that are loaded in mid-run, as a lottery ticket is rewound."""
+    model = net()
+    first = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    session = run.attach(model, optimizer)
+    run.resume()
+    for epoch in session.epochs(EPOCHS):
+        if epoch == 1:
+            model.load_state_dict(first)
+        for batch in session.batches(shuffled()):
+            train(model, optimizer, batch)
+            run.iterated()
+
+
+def frozen(run: Run, *, at: int, every: bool) -> None:
+    """A layer that is frozen from an epoch on. every: as each epoch begins, not once."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session = run.attach(model, optimizer)
+    run.resume()
+    for epoch in session.epochs(EPOCHS):
+        if epoch == at or (every and epoch > at):
+            for parameter in model[0].parameters():
+                parameter.requires_grad_(False)
+        for batch in session.batches(shuffled()):
+            train(model, optimizer, batch)
+            run.iterated()
+
+
+def critics(run: Run, *, wrong: bool = False) -> None:
+    """WGAN: three steps of the critic for one of the generator. wrong: attached in the other order."""
+    torch.manual_seed(1)
+    critic, generator = nn.Linear(8, 1), nn.Linear(4, 8)
+    optimizers = [torch.optim.RMSprop(m.parameters(), lr=0.01) for m in (critic, generator)]
+    session = run.attach(nn.ModuleList([critic, generator]), optimizers[::-1] if wrong else optimizers)
+    run.resume()
+    loader = DataLoader(Digits(60 if not wrong else 20, noise=True), batch_size=4, shuffle=True)
+    for _ in session.epochs(EPOCHS):
+        for number, (x, _) in enumerate(session.batches(loader)):
+            optimizers[0].zero_grad()
+            (critic(generator(torch.randn(4, 4)).detach()).mean() - critic(x).mean()).backward()
+            optimizers[0].step()
+            if not wrong and number % 3 < 2:
+                continue
+            optimizers[1].zero_grad()
+            (-critic(generator(torch.randn(4, 4))).mean()).backward()
+            optimizers[1].step()
+            run.iterated()
+
+
+def patched(run: Run) -> None:
+    """`optimizer.step` replaced by a function that calls it."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = CosineAnnealingLR(optimizer, 20)
+    inner = optimizer.step
+
+    def step(*args: Any, **named: Any) -> Any:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        return inner(*args, **named)
+
+    optimizer.step = step  # type: ignore[method-assign]
+    session = run.attach(model, optimizer, schedulers=scheduler)
+    run.resume()
+    for _ in session.epochs(EPOCHS):
+        for batch in session.batches(shuffled()):
+            train(model, optimizer, batch)
+            scheduler.step()
+            run.iterated()
+
+
+def swa(run: Run) -> None:
+    """Averages of the last epochs, with a schedule of their own, and batch norm at the end."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = AveragedModel(model)
+    schedules = [StepLR(optimizer, 1, 0.7), SWALR(optimizer, swa_lr=0.05)]
+    session = run.attach(model, optimizer, schedulers=schedules, extras={"average": average})
+    run.resume()
+    for epoch in session.epochs(EPOCHS):
+        for batch in session.batches(shuffled()):
+            train(model, optimizer, batch)
+            run.iterated()
+        if epoch >= 1:
+            average.update_parameters(model)
+        schedules[epoch >= 1].step()
+    update_bn(shuffled(), average)
+    run._models.append(average)
+
+
+def rates(run: Run) -> None:
+    """A learning rate written into param_groups, by step."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    session = run.attach(model, optimizer)
+    run.resume()
+    for _ in session.epochs(EPOCHS):
+        for batch in session.batches(shuffled()):
+            train(model, optimizer, batch)
+            optimizer.param_groups[0]["lr"] *= 0.9
+            run.iterated()
+
+
+def clipped(run: Run) -> None:
+    """Weights that are clipped through `.data` after the step."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    session = run.attach(model, optimizer)
+    run.resume()
+    for _ in session.epochs(EPOCHS):
+        for batch in session.batches(shuffled()):
+            train(model, optimizer, batch)
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.1, 0.1)
+            run.iterated()
+
+
+def early_schedule(run: Run) -> None:
+    """A schedule and a meter that are changed as an epoch begins."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = StepLR(optimizer, 1, 0.7)
+    meter = {"loss": 0.0, "epochs": 0}
+    session = run.attach(model, optimizer, schedulers=scheduler, extras={"meter": meter})
+    run.resume()
+    for epoch in session.epochs(EPOCHS):
+        if epoch:
+            scheduler.step()
+        meter.update(loss=0.0, epochs=meter["epochs"] + 1)
+        for x, y in session.batches(shuffled()):
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x), y)
+            (loss * (1 + meter["loss"] * meter["epochs"])).backward()
+            meter["loss"] = 0.9 * meter["loss"] + 0.1 * float(loss)
+            optimizer.step()
+            run.iterated()
+
+
+def counted(run: Run, *, numbered: bool) -> None:
+    """The number of the batch decides what is done."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    session = run.attach(model, optimizer)
+    run.resume()
+    for _ in session.epochs(EPOCHS):
+        batches = session.batches(shuffled())
+        for number, batch in ((session.batch, b) for b in batches) if numbered else enumerate(batches):
+            optimizer.param_groups[0]["lr"] = 0.5 / (1 + number)
+            train(model, optimizer, batch)
+            run.iterated()
+
+
+HABITS = {
+    "schedule at the beginning": early_schedule,
+    "enumerated": lambda run: counted(run, numbered=False),
+    "numbered": lambda run: counted(run, numbered=True),
+    "compiled": lambda run: compiled(run, step=False),
+    "compiled step": lambda run: compiled(run, step=True),
+    "no_sync": no_sync,
+    "closure, Adam": lambda run: closure(run, kind=torch.optim.Adam),
+    "closure, LBFGS": lambda run: closure(run, kind=torch.optim.LBFGS, max_iter=3),
+    "swapped": swapped,
+    "loaded": loaded,
+    "frozen": lambda run: frozen(run, at=1, every=True),
+    "critics": critics,
+    "wrong order": lambda run: critics(run, wrong=True),
+    "patched step": patched,
+    "swa": swa,
+    "rates by hand": rates,
+    "clipped": clipped,
+}

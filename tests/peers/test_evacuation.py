@@ -1,0 +1,233 @@
+"""A host that goes sends its memory to another one first: real arenas, daemons' ends of a link, and stores."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scarctl.arena.arena import Arena
+from scarctl.peers.evacuation import PeerCopies
+from scarctl.peers.follower import Follower
+from scarctl.peers.frames import Kind, decode_batch
+from scarctl.peers.handshake import SECRET_BYTES
+from scarctl.peers.host import Host
+from scarctl.peers.link import State
+from scarctl.peers.sender import Candidate, Sender, Source
+from scarctl.persist.thread import PersisterThread
+from scarctl.state.version import step_of
+from tests.persist.test_evacuation import RISING, ROW, ROWS, Slow
+from tests.support.relay import Relay
+
+pytestmark = pytest.mark.leaves_arena
+RUN = "ab" * 16 + "-0"
+START, SECRET = "11" * 16, secrets.token_bytes(SECRET_BYTES)
+SOME = 10
+"""Partitions that pass before a link is cut."""
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[Slow]:
+    made = Slow(tmp_path / "store", tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    with Relay() as made:
+        yield made
+
+
+@pytest.fixture
+def sender(slow: Slow, relay: Relay, tmp_path: Path) -> Iterator[Sender]:
+    """Sends the rig's arena to West over the relay; West has the newest step of it."""
+    (tmp_path / "west").mkdir(mode=0o700)
+    west = Host(tmp_path / "west")
+    relay.target = west.admit(START, SECRET, "ab" * 16, "127.0.0.1", 0)
+    source = Source(RUN, "", "east", START, SECRET, rate=None)
+    made = Sender(source, [Candidate("west", "127.0.0.1", relay.port)], slow.arena)
+    made._follower._buffer = made._follower._buffer[: 2 * ROW]  # two partitions in a frame
+    made.start()
+    wait_until(lambda: made.current)
+    yield made
+    relay.close()
+    made.close(done=False, patience=30.0)
+    west.close()
+    wait_until(lambda: not west.busy)
+
+
+def at_west(tmp_path: Path) -> Any:
+    """The step of every copy at West, -1 for one that is not whole."""
+    found = Arena.share(tmp_path / "west" / RUN, run_id=RUN)
+    assert found is not None
+    return np.where(found.intact(), step_of(found.version), -1)
+
+
+def cut_midway(slow: Slow, relay: Relay, sender: Sender) -> PeerCopies:
+    """Copies of a host that got some of the newest step, the most changed first, before the link was cut."""
+    copies = PeerCopies(slow.arena, [sender])
+    relay.refuse()  # nothing is sent in another order meanwhile
+    wait_until(lambda: sender.state is State.LOST)
+    slow.flush(7, RISING)
+    relay.allow(SOME * ROW)
+    copies.hurry()
+    relay.accept()
+    wait_until(lambda: relay.stuck and (step_of(copies.versions()) == 7).any())
+    return copies
+
+
+def test_the_most_changed_is_sent_first_also_when_that_is_said_in_the_middle(slow: Slow) -> None:
+    follower = Follower(slow.arena, most=4 * ROW)
+    sent = []
+    for frame in follower.round():
+        if bytes(memoryview(frame[0])[:1]) == bytes([Kind.BATCH]):
+            body = b"".join(bytes(memoryview(part)) for part in frame[1:])
+            ids = decode_batch({"count": 4}, np.frombuffer(body, np.uint8), ROWS).ids
+            sent.append(ids.tolist())
+            if len(sent) == 2:
+                follower.rank = np.arange(ROWS)[::-1].copy()
+        follower.confirm()
+    assert sent[:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert sent[2:4] == [[60, 61, 62, 63], [56, 57, 58, 59]]
+    assert sorted(one for ids in sent for one in ids) == list(range(ROWS))
+
+
+def test_a_link_that_is_cut_leaves_the_most_changed_at_the_peer_and_only_that_counts(
+    slow: Slow, relay: Relay, sender: Sender, tmp_path: Path
+) -> None:
+    copies = cut_midway(slow, relay, sender)
+    evacuation = slow.evacuation(0.0, copies=copies)
+    evacuation.run()
+    found = evacuation.report()
+    there = np.flatnonzero(at_west(tmp_path) == 7)
+    assert 0 < there.size < ROWS
+    assert there.tolist() == list(range(ROWS - there.size, ROWS)), "the largest changes, and no gap"
+    assert 0 < found.peer_partitions <= there.size, "not more than it has"
+    assert found.peer_bytes == found.peer_partitions * ROW
+    assert found.lost_partitions == ROWS - found.peer_partitions
+    assert found.peers == ("west",)
+    assert not found.safe
+    assert not found.peer_exact
+    assert found.squared == pytest.approx(np.square(RISING[: ROWS - found.peer_partitions]).sum())
+
+
+def test_the_store_begins_with_what_no_other_host_has(slow: Slow, relay: Relay, sender: Sender) -> None:
+    copies = cut_midway(slow, relay, sender)
+    lacking = np.flatnonzero(step_of(copies.versions()) != 7)
+    evacuation = slow.evacuation(12.0, copies=copies)
+    evacuation.run()
+    steps, _ = slow.stored()
+    saved = np.flatnonzero(steps == 7)
+    assert 0 < saved.size < lacking.size
+    assert saved.tolist() == lacking[-saved.size :].tolist(), "the most changed of those"
+    found = evacuation.report()
+    assert found.lost_partitions == lacking.size - saved.size
+    assert found.peer_partitions == ROWS - lacking.size
+
+
+def test_what_another_host_has_is_safe_while_the_store_hangs(
+    slow: Slow, sender: Sender, tmp_path: Path
+) -> None:
+    copies = PeerCopies(slow.arena, [sender])
+    slow.throttled.stuck.set()
+    thread = PersisterThread(slow.persister, slow.queue)
+    slow.flush(7, RISING)
+    copies.hurry()
+    copies.wait(60.0)
+    found = thread.evacuate(1.0, copies)
+    assert found.safe
+    assert (found.step, found.lost_partitions, found.peer_partitions) == (7, 0, ROWS)
+    assert found.peer_exact
+    assert not found.sealed, "the store has not"
+    assert set(at_west(tmp_path)) == {7}
+    slow.throttled.stuck.clear()
+    thread.close()
+    copies.rest()
+
+
+def test_a_store_that_fails_leaves_the_time_to_the_peers(slow: Slow, relay: Relay, sender: Sender) -> None:
+    """Saving ends at once, and the peer goes on for as long as the deadline allows."""
+    relay.allow(0)
+    slow.flush(7, RISING)
+    copies = PeerCopies(slow.arena, [sender])
+    copies.hurry()
+    wait_until(lambda: relay.stuck)
+    slow.blobs.break_down("writer", 13)
+    thread = PersisterThread(slow.persister, slow.queue)
+    threading.Timer(0.5, relay.allow, (1 << 40,)).start()
+    found = thread.evacuate(60.0, copies)
+    assert found.safe, found
+    assert found.peer_partitions == ROWS
+    thread.close()
+
+
+def test_a_host_that_never_answered_has_nothing(slow: Slow) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # it accepts, and is silent
+        port = listener.getsockname()[1]
+        sender = Sender(
+            Source(RUN, "", "east", START, SECRET, None), [Candidate("west", "127.0.0.1", port)], slow.arena
+        )
+        sender.start()
+        slow.flush(7, RISING)
+        copies = PeerCopies(slow.arena, [sender])
+        copies.hurry()
+        copies.wait(0.2)
+        evacuation = slow.evacuation(0.0, copies=copies)
+        found = evacuation.report()
+        assert (found.peers, found.peer_partitions, found.lost_partitions) == ((), 0, ROWS)
+    sender.close(done=False, patience=30.0)
+
+
+def test_a_host_that_has_died_since_has_nothing(slow: Slow, relay: Relay, sender: Sender) -> None:
+    """It had all, and its end of the link is gone."""
+    slow.flush(7, RISING)
+    copies = PeerCopies(slow.arena, [sender])
+    copies.hurry()
+    copies.wait(60.0)
+    assert slow.evacuation(0.0, copies=copies).report().safe
+    relay.refuse()
+    wait_until(lambda: sender.state is State.LOST)
+    found = slow.evacuation(0.0, copies=copies).report()
+    assert (found.peers, found.peer_partitions, found.lost_partitions) == ((), 0, ROWS)
+
+
+def test_a_host_that_has_not_answered_since_has_nothing(slow: Slow, relay: Relay, sender: Sender) -> None:
+    """A host without power ends no connection."""
+    relay.allow(0)
+    copies = PeerCopies(slow.arena, [sender])
+    copies.hurry()
+    copies.wait(0.3)
+    assert sender.state is State.FOLLOWING
+    assert copies.hosts() == ()
+    assert (copies.versions() == -1).all()
+
+
+def test_a_lost_link_is_tried_at_once_when_the_host_goes(
+    slow: Slow, relay: Relay, sender: Sender, tmp_path: Path
+) -> None:
+    relay.refuse()
+    wait_until(lambda: sender.state is State.LOST and sender.link.pause >= 4.0)
+    relay.accept()
+    slow.flush(7, RISING)
+    copies = PeerCopies(slow.arena, [sender])
+    began = time.monotonic()
+    copies.hurry()
+    wait_until(lambda: sender.current)
+    assert sender.link.pause < 4.0, "the pause of a link that was lost for long is over"
+    assert set(at_west(tmp_path)) == {7}
+    assert time.monotonic() - began < 60
