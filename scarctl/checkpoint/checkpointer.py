@@ -213,7 +213,9 @@ class Checkpoints:
             extras, whole = self._extras(engine, under_way.moment), ""
             if copied.sealed:
                 changed = bool(copied.ids.size)
-                whole = under_way.moment.identities.of(copied.step, engine.arena.whole, changed=changed)
+                whole = under_way.moment.identities.of(
+                    copied.step, engine.arena.whole, changed=changed, extras=extras.digest
+                )
             engine.hand_over(copied, extras, whole)
         except BaseException as error:
             # After Ctrl-C, or an exception of a signal handler in the main thread, the copy itself continues.

@@ -61,7 +61,7 @@ class Moments:
     def __init__(self, adapter: Adapter, streams: Streams, lockstep: Lockstep) -> None:
         self.identities = Identities(lockstep)
         """Names for the states of these moments."""
-        self.weights = Weights()
+        self.weights = Weights(adapter)
         self._adapter = adapter
         self._streams = streams
         self._copies: dict[str, torch.Tensor] = {}
