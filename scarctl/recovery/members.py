@@ -177,7 +177,7 @@ def heritage(store: Store, topologies: Sequence[Topology], *, sealed: bool = Fal
 
 
 def _last_sealed(store: Store, state: ShardState) -> ShardState:
-    """Return the newest sealed state of a shard that can be read; an empty one if there is none."""
+    """Return the newest sealed state of a shard that can be read; an empty one if every one is gone."""
     for seal in reversed(state.sealed):
         with contextlib.suppress(Corruption):  # collected or damaged
             return store.state(state.shard, at=seal.seq)
