@@ -84,19 +84,20 @@ class Layout:
         """`optimizer` is free text such as "AdamW". Raises UsageError if the groups cannot form a layout."""
         self._set(groups, optimizer, checked=False)
 
-    def _set(self, groups: Sequence[Group], optimizer: str, *, checked: bool) -> None:
+    def _set(self, groups: Sequence[Group], optimizer: str, *, checked: bool) -> Layout:
         self._groups = tuple(groups)
         self._optimizer = optimizer
-        reason = ("" if checked else _fault(self._groups, optimizer)) or _excess(self._groups)
-        if reason:
+        reason = "" if checked else _fault(self._groups, optimizer)
+        counts = [] if reason else [group.partitions for group in self._groups]
+        self._nbytes = 0 if reason else sum(group.nbytes for group in self._groups)
+        if reason := reason or _excess(sum(counts), self._nbytes):
             raise UsageError(reason)
-        counts = [group.partitions for group in self._groups]
         self._base = _frozen(np.cumsum([0, *counts], dtype=np.int64))
         self._per_partition = np.array([g.rows_per_partition for g in self._groups], dtype=np.int64)
         self._rows = np.array([group.rows for group in self._groups], dtype=np.int64)
-        self._nbytes = sum(group.nbytes for group in self._groups)
         self._digest: str | None = None
         self._partition_bytes: Ids | None = None
+        return self
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -179,12 +180,6 @@ class Layout:
             starts.reshape(-1)[part] = start
             stops.reshape(-1)[part] = np.minimum(start + step, self._rows[g])
         return starts, stops
-
-    def rows_between(self, g: int, first: int, last: int) -> slice:
-        """Return the rows of the adjacent partitions `first` to `last` of group `g`, without arrays."""
-        group, base = self._groups[g], int(self._base[g])
-        step = group.rows_per_partition
-        return slice((first - base) * step, min((last - base + 1) * step, group.rows))
 
     def name(self, partition: int) -> str:
         """Return the name of a partition, such as "layers.3.mlp.weight[0:512]", with rows of the whole tensor.
@@ -349,9 +344,7 @@ def build_layout(
         return partition_bytes // group.row_bytes
 
     # Only the sizes are new: checking ten thousand groups again takes as long as cutting them.
-    result = object.__new__(Layout)
-    result._set([_cut(group, rows_of(group)) for group in whole], optimizer, checked=True)
-    return result
+    return object.__new__(Layout)._set([_cut(g, rows_of(g)) for g in whole], optimizer, checked=True)
 
 
 def close_to(name: str, names: Iterable[str]) -> str:
@@ -414,8 +407,7 @@ def _fault(groups: Sequence[Group], optimizer: str) -> str:
         return "the optimizer's name is not plain text"
     keys: set[str] = set()
     for group in groups:
-        reason = group_fault(group)
-        if reason:
+        if reason := group_fault(group):
             return reason
         for t in range(len(group.tensors)):
             key = group.key(t)
@@ -425,9 +417,8 @@ def _fault(groups: Sequence[Group], optimizer: str) -> str:
     return ""
 
 
-def _excess(groups: Sequence[Group]) -> str:
-    """Return which limit the (sound) groups together exceed, or ""."""
-    partitions, nbytes = sum(group.partitions for group in groups), sum(group.nbytes for group in groups)
+def _excess(partitions: int, nbytes: int) -> str:
+    """Return which limit the groups together exceed, or ""."""
     if partitions > MAX_PARTITIONS:
         return f"{partitions} partitions exceed the limit of {MAX_PARTITIONS}: use larger ones"
     return f"a state of {nbytes} bytes exceeds the limit of {MAX_BYTES}" if nbytes > MAX_BYTES else ""
