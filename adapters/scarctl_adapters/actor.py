@@ -57,7 +57,7 @@ class Calls:
     def find(self, call: Call) -> tuple[Any] | None:
         """Return the answer of a call in a tuple; None for a call that is new.
 
-        Raises UsageError for a call older than its caller's last one: its answer is not kept any more.
+        Raises UsageError for a call older than its caller's last one: its answer is no longer kept.
         """
         if isinstance(call, str):
             return (self._single[call],) if call in self._single else None

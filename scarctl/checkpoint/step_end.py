@@ -39,7 +39,7 @@ class Moment:
     identities: Identities
     """Source of the state's name."""
     weights: Weights
-    """Notices that parameters are not those of the step any more."""
+    """Notices that parameters are no longer those of the step."""
     settled: bool = True
     """The loop had settled at this moment."""
     position: Mapping[str, Any] | None = None
@@ -61,7 +61,7 @@ class Moments:
     def __init__(self, adapter: Adapter, streams: Streams, lockstep: Lockstep) -> None:
         self.identities = Identities(lockstep)
         """Names for the states of these moments."""
-        self.weights = Weights()
+        self.weights = Weights(adapter)
         self._adapter = adapter
         self._streams = streams
         self._copies: dict[str, torch.Tensor] = {}

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
+from scarctl.adapter import Adapter, loop_known
 from scarctl.checkpoint.live_state import LiveState
 
 
 class Weights:
     """One value each of a few parameters: the first, the last and the largest."""
 
-    def __init__(self) -> None:
+    def __init__(self, adapter: Adapter) -> None:
+        self._known = loop_known(adapter)
         self._of: LiveState | None = None
         self._values: list[_Value] = []
         self._noted: list[bytes | torch.Tensor] | None = None
@@ -26,19 +28,26 @@ class Weights:
         """Sample the parameters of `live` from the next `note` on."""
         if self._of is live:
             return
-        self._of, self._noted = live, None
-        # A sharded tensor's values are read by all ranks together.
-        parameters = [
+        self._of = live
+        # The module's own parameters, if possible: `parameter.data = average` leaves views of them as they are.
+        modules = () if self._known is None else self._known.modules()
+        parameters: list[torch.Tensor] = [
+            p for m in modules for p in m.parameters() if p.requires_grad and p.numel() and type(p) in _PLAIN
+        ]
+        # A sharded tensor's values are read by all ranks together. The state has this rank's part, a plain tensor.
+        parameters = parameters or [
             tensors[0]
             for group, tensors in zip(live.layout.groups, live.tensors, strict=True)
             if group.kind == "parameter" and tensors[0].numel() and type(tensors[0]) in _PLAIN
         ]
-        if not parameters:
-            self._values = []
-            return
-        largest = max(parameters, key=torch.Tensor.numel)
-        chosen = (parameters[0], parameters[-1], largest)
-        self._values = [_Value(tensor) for tensor in {id(tensor): tensor for tensor in chosen}.values()]
+        chosen = []
+        if parameters:
+            chosen = [parameters[0], parameters[-1], max(parameters, key=torch.Tensor.numel)]
+        values = [_Value(tensor) for tensor in {id(tensor): tensor for tensor in chosen}.values()]
+        # A rank makes new views of its rows for each checkpoint. What was noted of the same memory stays valid.
+        if [value.place for value in values] != [value.place for value in self._values]:
+            self._noted = None
+        self._values = values
 
     def note(self) -> None:
         """Keep the current values as those of the newest step."""
@@ -60,6 +69,12 @@ class _Value:
         self._tensor = tensor
         self._memory: Any = None
         self._find()
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Address, kind and order of the tensor's memory."""
+        tensor = self._tensor
+        return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
     def read(self) -> bytes | torch.Tensor:
         """Return a private copy."""

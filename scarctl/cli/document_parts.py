@@ -376,6 +376,20 @@ class Health(_Health, total=False):
     run: RunOnHost | None
 
 
+class MemoryCheck(TypedDict):
+    """Copies in this host's memory, compared with the store's records: `scarctl.ops.verify_memory.MemoryCheck`."""
+
+    folder: str
+    id: str
+    replica_of: str | None
+    step: int
+    compared: int
+    newer: int
+    moving: int
+    damaged: int
+    names: list[str]
+
+
 class Problem(TypedDict):
     """Damage."""
 

@@ -1,4 +1,4 @@
-"""Options, output and exit codes that all commands share.
+"""Share options, output and exit codes among all commands.
 
 With `--json` exactly one document goes to stdout, also if the command fails:
 `{"schema_version": 1, "command": ..., "error": {"kind", "message", "hint", "exit_code"}}`.

@@ -5,7 +5,7 @@ stays until then. A replica that has its place follows there: each copy is whole
 is the owner's. Counters and hand-overs appear with a mark, after the copies that they speak of.
 
 The folder is locked for each change only. So a session or a survivor takes the arena when it needs it; the replica then
-has no owner any more (`arena.owner`), and the next change finds that out.
+no longer has an owner (`arena.owner`), and the next change finds that out.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Replica:
             self._take_place()
 
     def _note(self, mark: Mark) -> None:
-        """Note a mark, in an order in which a process that dies in between claims nothing that is not so."""
+        """Note a mark, in an order in which a process that dies meanwhile claims nothing false."""
         arena, queue = self.arena, HandOverQueue(self._folder)
         try:
             arena.name_whole("")

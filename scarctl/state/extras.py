@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from scarctl.errors import Corruption
 from scarctl.state.caveats import Caveat, read_caveats
+from scarctl.state.codec import encode
 from scarctl.state.journal import Event, read_events
 
 FILE_POLICY = "scarctl"
@@ -151,6 +153,17 @@ class Extras:
         if self.loop is not None:
             tree["loop"] = self.loop
         return {**tree, "policy": self.policy.to_tree(), **self.notes.to_tree()}
+
+    def digest(self) -> bytes:
+        """Return a digest of the state in them: all but measurements and what came after the step.
+
+        Raises UsageError for values that cannot be stored.
+        """
+        text, tensors = encode({"early": self.early, "late": self.late, "loop": self.loop})
+        digest = xxhash.xxh3_128(text.encode())
+        for tensor in tensors.values():
+            digest.update(memoryview(tensor.data).cast("B"))
+        return digest.digest()
 
 
 def _array(value: object) -> NDArray[Any] | None:

@@ -1,15 +1,16 @@
 """Name commits of the whole state: ranks in lockstep choose the same name, and no two contents share one.
 
 The step does not identify a state: weights may be replaced without a step and saved again. So a name is a hash of facts
-that all ranks know without communicating: the start of the job, the recoveries since, the step, and the writes to
-parameters after it. Not every write is counted. If a process reaches a used name with another state, it takes a random
-name instead, which no other rank shares.
+that all ranks know without communicating: the start of the job, the recoveries since, the step, the writes to
+parameters after it, and how often extras have differed since. Not every write is counted. If a process reaches a used
+name with another state, it takes a random name instead, which no other rank shares.
 """
 
 from __future__ import annotations
 
 import hashlib
 import uuid
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -19,6 +20,10 @@ class Lockstep(Protocol):
     @property
     def start(self) -> str:
         """Identity of this start of the job, known once the store is open: 32 hex digits."""
+
+    @property
+    def several(self) -> bool:
+        """Whether other processes train with this one, each with extras of its own."""
 
     def writes(self) -> int:
         """Return the number of counted in-place writes to parameters."""
@@ -33,6 +38,8 @@ class Identities:
         self._at: tuple[int, int] | None = None
         """The newest step, and the number of writes at its end."""
         self._given: set[str] = set()
+        self._extras: list[bytes] = []
+        """Digests of the extras that were saved after the newest step."""
 
     def turn(self) -> None:
         """Note that a recovery changed the state, on all ranks and without a step."""
@@ -44,16 +51,24 @@ class Identities:
         if self._at is None or self._at[0] != step:
             self._at = step, self._lockstep.writes()
             self._given.clear()
+            self._extras.clear()
 
-    def of(self, step: int, there: str, *, changed: bool) -> str:
+    def of(self, step: int, there: str, *, changed: bool, extras: Callable[[], bytes]) -> str:
         """Return the name of the current whole state, after `step`: 32 hex digits.
 
         there: name of the arena's previous state. changed: whether the arena has received copies since then.
+        extras: returns a digest of the process's extras. They are one process's: one alone saves them in one record,
+            so that copies and extras of its states with equal copies cannot be mixed.
         """
         self.stepped(step)
         assert self._at is not None
         written = self._lockstep.writes() - self._at[1]
         text = f"{self._lockstep.start}/{self._turns}/{step}/{written}"
+        if self._lockstep.several:
+            digest = extras()
+            if digest not in self._extras:
+                self._extras.append(digest)
+            text += f"/{self._extras.index(digest)}"
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
         if name in self._given and (changed or there != name):
             name = uuid.uuid4().hex

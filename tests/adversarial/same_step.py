@@ -58,6 +58,8 @@ class _Cut(Exception):
 class Alone:
     """A start of a job of one process, which counts no writes."""
 
+    several = False
+
     def __init__(self, number: int) -> None:
         self.start = f"{number:032x}"
 
@@ -127,7 +129,7 @@ class History:
         there = np.array([min(values(arena, i), default=0) for i in range(self.live.size)])
         ids = np.flatnonzero((there != self.live % 251) | ~arena.intact())
         self._copy(ids)
-        whole = self.names.of(self.step, arena.whole, changed=bool(ids.size))
+        whole = self.names.of(self.step, arena.whole, changed=bool(ids.size), extras=bytes)
         arena.name_whole(whole)
         self._put(ids, whole)
 
@@ -305,7 +307,7 @@ class History:
 # -- mutants -----------------------------------------------------------------------------------------------------
 
 
-def _by_step(identities: Identities, step: int, there: str, *, changed: bool) -> str:
+def _by_step(identities: Identities, step: int, there: str, *, changed: bool, extras: object) -> str:
     return f"{step + 1:032x}"
 
 

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -32,19 +32,26 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def put(model: torch.nn.Module, values: list[torch.Tensor], *, counted: bool) -> list[torch.Tensor]:
+Way = Literal["counted", "uncounted", "swapped"]
+"""A write in place that torch counts, one through `.data`, or other memory."""
+
+
+def put(model: torch.nn.Module, values: list[torch.Tensor], way: Way) -> list[torch.Tensor]:
     """Put values in place of the parameters, and return those that were there."""
     before = [p.detach().clone() for p in model.parameters()]
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), values, strict=True):
-            (parameter if counted else parameter.data).copy_(value)
+            if way == "swapped":
+                parameter.data = value.clone()
+            else:
+                (parameter if way == "counted" else parameter.data).copy_(value)
     return before
 
 
-@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("way", ["counted", "uncounted", "swapped"])
 @pytest.mark.parametrize("restored", [True, False])
 def test_a_flush_in_an_evaluation_of_other_weights_is_not_exact(
-    tmp_path: Path, arena_dir: Path, caplog: pytest.LogCaptureFixture, counted: bool, restored: bool
+    tmp_path: Path, arena_dir: Path, caplog: pytest.LogCaptureFixture, way: Way, restored: bool
 ) -> None:
     model, optimizer = build()
     session = scarctl.attach(model, optimizer, store=tmp_path / "run", settings=QUIET)
@@ -53,10 +60,10 @@ def test_a_flush_in_an_evaluation_of_other_weights_is_not_exact(
     for _ in range(5):
         step(model, optimizer)
     model.eval()
-    trained = put(model, average, counted=counted)
+    trained = put(model, average, way)
     model(torch.randn(4, 6))
     if restored:
-        put(model, trained, counted=counted)
+        put(model, trained, way)
         model.train()
     with caplog.at_level(logging.WARNING, "scarctl"):
         assert session.flush()
@@ -70,7 +77,7 @@ def test_a_flush_in_an_evaluation_of_other_weights_is_not_exact(
         expected = trained if restored else average
         assert all(map(torch.equal, again.parameters(), expected))
         # A later state is its own.
-        put(again, trained, counted=counted)
+        put(again, trained, way)
         step(again, other)
         assert not [c for c in later.caveats if c.kind == "weights-replaced"]
 
@@ -113,9 +120,9 @@ def test_a_copy_made_while_other_values_are_in_place_is_repeated(
                 for parameter in model.parameters():
                     parameter.data.clamp_(-0.05, 0.05)
             else:
-                trained = put(model, [torch.zeros_like(p) for p in model.parameters()], counted=False)
+                trained = put(model, [torch.zeros_like(p) for p in model.parameters()], "uncounted")
                 assert ready(60)
-                put(model, trained, counted=False)
+                put(model, trained, "uncounted")
             distances.clear()
             step(model, optimizer)  # before it, the checkpoint ends
             assert distances == [0.0]
@@ -135,7 +142,7 @@ def averaged(store: Path) -> Callable[[Tell], None]:
         for _ in session.epochs(1):
             for _ in session.batches(range(5)):
                 step(model, optimizer)
-            put(model, average, counted=False)
+            put(model, average, "uncounted")
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
 

@@ -153,7 +153,7 @@ class TorchAdapter:
         if not keeps or known is None or not known.hold():
             known = tensors_now(self._model, self._optimizers) if keeps else None
             groups = self._new_groups(predict=stepped)
-            # One assignment, after success: a signal handler may call this method in between.
+            # One assignment, after success: a signal handler may call this method meanwhile.
             self._known = (None, []) if known is None else (known, groups)
         return list(groups)
 
