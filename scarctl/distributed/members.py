@@ -129,7 +129,8 @@ class Membership(Together):
                 hint="`scarctl recover --snapshot` takes its tensors out; nothing was changed",
             )
         whole = store.again()
-        found = end_earlier(whole, self._topology, self.rank, self.adapter, self._settings)
+        sealed = mode == "rollback"
+        found = end_earlier(whole, self._topology, self.rank, self.adapter, self._settings, sealed=sealed)
         if found is None or not found.saved:
             return None
         return Heir(found, self.adapter, self.rank, self.count, self._own_extras)
