@@ -27,7 +27,7 @@ from scarctl.arena.kinship import put_aside
 from scarctl.arena.lines import write_lines
 from scarctl.arena.owner import Owner, read_owner, write_owner
 from scarctl.arena.queue import HandOverQueue
-from scarctl.arena.rows import write_rows
+from scarctl.arena.rows import write_fields, write_rows
 from scarctl.errors import Corruption, Fenced, ScarError
 from scarctl.peers.frames import Batch, Mark
 from scarctl.state.layout import Layout
@@ -117,10 +117,7 @@ class Replica:
             arena.begin(ids)
             if rows:
                 write_rows(arena, ids, batch.data, new=not self.complete)
-            arena.version[ids] = batch.version
-            arena.durable[ids] = batch.durable
-            arena.distance[ids] = batch.distance
-            arena.generation[ids] = batch.generation
+            write_fields(arena, ids, batch.version, batch.durable, batch.distance, batch.generation)
 
     def keep(self, number: int, data: bytes) -> None:
         """Keep a hand-over's file until a mark names it. Raises Unavailable, Fenced."""

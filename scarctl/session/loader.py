@@ -1,4 +1,4 @@
-"""Find what a loop's loader keeps besides its position: generators of its own, and which batch it gave last."""
+"""Find what a loop's loader keeps in addition to its position: generators of its own, and which batch it gave last."""
 
 from __future__ import annotations
 
