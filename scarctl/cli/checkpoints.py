@@ -1,4 +1,4 @@
-"""Commands on a checkpoint that may be a store or not: the argument that names it, and its tensors as text."""
+"""Name a checkpoint that may be a store or not, for the commands that take either, and show its tensors as text."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from scarctl.util.text import printable
 if TYPE_CHECKING:
     from scarctl.ops.diff import Comparison, Difference
     from scarctl.ops.verify_file import Verified
+    from scarctl.ops.verify_memory import MemoryCheck
 
 _SHOWN = 100
 """Problems and tensors that are listed as text, where nothing else says how many."""
@@ -163,6 +164,22 @@ def difference_lines(found: Comparison, a: str, b: str, limit: int | None) -> li
     omitted = len(found.differences) - len(rows) + 1
     if omitted:
         lines.append(f"and {omitted} more: --limit all lists them")
+    return lines
+
+
+def memory_lines(copies: Sequence[MemoryCheck]) -> list[str]:
+    """Return a line for each run's copies in this host's memory, and the names of damaged ones."""
+    lines = []
+    for copy in copies:
+        whose = "own memory" if copy.replica_of is None else f"copy of {printable(copy.replica_of)}"
+        rest = [f"{copy.newer} newer than the store"] if copy.newer else []
+        rest += [f"{copy.moving} without a whole copy"] if copy.moving else []
+        verdict = f"{copy.damaged} damaged" if copy.damaged else "intact"
+        compared = f"{plural(copy.compared, 'partition')} compared"
+        lines.append(f"{copy.folder} ({whose}, step {copy.step}): {', '.join([compared, *rest])}: {verdict}")
+        lines += [
+            f"  {printable(name)}: its bytes are not those that were saved" for name in copy.names[:_SHOWN]
+        ]
     return lines
 
 

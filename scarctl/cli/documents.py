@@ -11,6 +11,7 @@ from scarctl.cli.document_parts import (
     ErrorFields,
     Extrapolated,
     Health,
+    MemoryCheck,
     Problem,
     Restored,
     RestoredRanks,
@@ -344,6 +345,7 @@ class VerifiedStore(TypedDict):
     orphans: int
     damaged_partitions: int
     problems: list[Problem]
+    memory: list[MemoryCheck]
 
 
 class Version(TypedDict):

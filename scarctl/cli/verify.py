@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import click
 
-from scarctl.cli.checkpoints import chosen, store_or_checkpoint, verified_lines
+from scarctl.cli.checkpoints import chosen, memory_lines, store_or_checkpoint, verified_lines
 from scarctl.cli.groups import Command
-from scarctl.cli.output import EXIT_CORRUPT, EXIT_OK, emit, human_bytes, note, open_store
+from scarctl.cli.output import EXIT_CORRUPT, EXIT_OK, arena_option, emit, human_bytes, note, open_store
 from scarctl.cli.progress import Progress
 from scarctl.errors import NoIntactCopy, UsageError
 from scarctl.util.text import counted
@@ -19,8 +20,10 @@ Examples:
   scarctl verify model.safetensors --finite
   scarctl verify --store ckpt --no-read-data --json
   scarctl verify --store s3://bucket/run --read-data-subset 2/7
+  scarctl verify --store ckpt --memory
 """
 _SHOWN = 100
+_SKIPPED = "memory was not compared: the store's own records are damaged"
 
 
 @click.command(cls=Command, epilog=EXAMPLES)
@@ -35,6 +38,12 @@ _SHOWN = 100
     metavar="PART",
     help="Read only this part of the data: 2/7 is the second of seven parts, 5% is chosen at random.",
 )
+@click.option(
+    "--memory",
+    is_flag=True,
+    help="Also compare the copies in this host's memory, replicas of other hosts included, with the store's records.",
+)
+@arena_option
 @click.option("--finite", is_flag=True, help="CHECKPOINT: a value that is NaN or infinite is a problem.")
 @store_or_checkpoint
 def command(
@@ -42,6 +51,8 @@ def command(
     checkpoint: str | None,
     read_data: bool,
     read_data_subset: str | None,
+    memory: bool,
+    arena_dir: str | None,
     finite: bool,
     as_json: bool,
     debug: bool,
@@ -52,8 +63,8 @@ def command(
     and files are compared with each other, and values that are NaN or infinite are counted.
 
     Each problem names the file, the partition or tensor, and the reason. Segments that no record names are harmless
-    left-overs of a crash. Exit code 13: there are problems. 16: the store is empty, so there is
-    nothing to recover from.
+    left-overs of a crash. Exit code 13: there are problems, or damaged copies in memory. 16: the store is empty, so
+    there is nothing to recover from.
     """
     part = read_data_subset
     if part is not None and not read_data:
@@ -62,11 +73,13 @@ def command(
     if checkpoint is not None:
         if part is not None:
             raise UsageError("--read-data-subset is for stores", hint="a checkpoint is read as a whole")
+        if memory:
+            raise UsageError("--memory is for stores: a checkpoint has no copies in memory")
         return _of_file(checkpoint, read_data, finite, as_json)
     if finite:
         raise UsageError("--finite is for a CHECKPOINT that is not a store")
     assert store is not None
-    return _of_store(store, read_data, part, as_json)
+    return _of_store(store, read_data, part, arena_dir if memory else False, as_json)
 
 
 def _of_file(checkpoint: str, read_data: bool, finite: bool, as_json: bool) -> int:
@@ -77,7 +90,11 @@ def _of_file(checkpoint: str, read_data: bool, finite: bool, as_json: bool) -> i
     return EXIT_CORRUPT if found.faults else EXIT_OK
 
 
-def _of_store(store: str, read_data: bool, part: str | None, as_json: bool) -> int:
+def _of_store(
+    store: str, read_data: bool, part: str | None, memory: str | Literal[False] | None, as_json: bool
+) -> int:
+    """memory: the folder of the arenas that are compared, too; False: none are."""
+    from scarctl.ops.verify_memory import verify_memory
     from scarctl.store import verify
     from scarctl.store.subset import Subset
 
@@ -85,6 +102,7 @@ def _of_store(store: str, read_data: bool, part: str | None, as_json: bool) -> i
     opened = open_store(store)
     report = verify(opened, read_data=read_data, subset=subset, progress=Progress("verified"))
     problems = [{"file": p.file, "partition": p.partition, "reason": p.reason} for p in report.problems]
+    copies = [] if memory is False or problems else verify_memory(opened, memory)
     empty = not problems and not any(opened.state(shard).step >= 0 for shard in opened.shards())
     fields = {
         "intact": not problems and not empty,
@@ -99,6 +117,7 @@ def _of_store(store: str, read_data: bool, part: str | None, as_json: bool) -> i
         "orphans": len(report.orphans),
         "damaged_partitions": report.damaged_partitions,
         "problems": problems,
+        "memory": [copy.to_json() for copy in copies],
     }
     lines = [
         f"{p['file']}: {p['partition'] + ': ' if p['partition'] else ''}{p['reason']}"
@@ -117,10 +136,18 @@ def _of_store(store: str, read_data: bool, part: str | None, as_json: bool) -> i
         verdict += ", data not read"
     elif part is not None:
         verdict += f"; {human_bytes(report.data_bytes)} of data read ({part})"
-    emit(fields, as_json=as_json, text="\n".join([*lines, f"{looked}: {verdict}"]))
+    lines = [*lines, f"{looked}: {verdict}", *memory_lines(copies)]
+    if memory is not False and not copies:
+        lines.append("no copies of this store's runs in this host's memory" if not problems else _SKIPPED)
+    emit(fields, as_json=as_json, text="\n".join(lines))
+    damaged = any(copy.damaged for copy in copies)
+    if damaged:
+        note(
+            "delete the folder of a damaged copy before a run resumes from it: the store's copies are intact"
+        )
     if problems:
         note("`scarctl recover` uses older intact copies of damaged partitions; saving again replaces them")
     if empty:
         note("nothing has been saved to this store yet: nothing can be recovered from it")
         return NoIntactCopy.exit_code
-    return EXIT_CORRUPT if problems else EXIT_OK
+    return EXIT_CORRUPT if problems or damaged else EXIT_OK

@@ -1,4 +1,4 @@
-"""One session's settings with all values resolved and checked, and the texts that document them."""
+"""Resolve and check the settings of one session, and find the texts that document them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,20 @@ from scarctl.errors import UsageError
 
 VERBS = frozenset(
     {
-        *("atol", "finite", "full", "ignore", "into", "keep", "lost", "no_writer", "output", "reap", "rtol"),
+        *(
+            "atol",
+            "finite",
+            "full",
+            "ignore",
+            "into",
+            "keep",
+            "lost",
+            "memory",
+            "no_writer",
+            "output",
+            "reap",
+            "rtol",
+        ),
         *("snapshot", "values", "weights", "yes"),
     }
 )

@@ -288,7 +288,7 @@ class Persister:
 
 
 def adopt_orphans(arena: Arena, queue: HandOverQueue) -> int:
-    """Queue complete copies that were never handed over, because their process died or failed in between.
+    """Queue complete copies that were never handed over, because their process died or failed after the copy.
 
     Returns the number of these partitions. Their extras are lost, so a resume combines them with older extras.
     """
@@ -326,7 +326,7 @@ def reconcile(arena: Arena, queue: HandOverQueue, states: Mapping[int, ShardStat
     arena.begin(np.flatnonzero(stale))
     old, waiting = arena.version.copy(), arena.pending()
     current = (old >= 0) & ~stale
-    # In this order a process that dies or fails in between leaves the old queue or the new one, whole, and whatever of
+    # In this order a process that dies or fails meanwhile leaves the old queue or the new one, whole, and whatever of
     # the other does not fit the copies is dropped by the next.
     before = queue.pending()
     for handover in before:

@@ -26,6 +26,7 @@ KEYS = {
     "orphans",
     "damaged_partitions",
     "problems",
+    "memory",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -11,14 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from click.testing import CliRunner
 from torch import distributed as dist
 
 import scarctl
+from scarctl.arena.arena import Arena
 from scarctl.arena.folder import host_folder
+from scarctl.cli.main import cli
 from scarctl.config import grouped
 from scarctl.daemon.client import ask_status
 from scarctl.errors import ScarError
 from scarctl.ops.survey import survey
+from scarctl.ops.verify_memory import verify_memory
 from scarctl.store import Store
 from tests.distributed.jobs import build, step, values
 from tests.support.training import drained
@@ -30,10 +35,10 @@ def train(
     """Resume and train up to iteration `steps`. Each of `homes` is a host: its arenas and its daemon.
 
     Options: `store_stops_at` an iteration; `flush_at` one; `copied_at` one, after which it waits until its peers have
-    all; `wait_at` one, after which its checkpoint waits for the peers; `peers_stop_at` one, from which on nothing is
-    sent; `daemon_dies_at` one, that of rank 1;
-    `host_dies` (a rank): at iteration `dies_at` its daemon, its memory and itself; `all_die_at` one; a file to `keep`
-    the end in; arguments of `attach` (`settings`).
+    all, and with `verify` compares the copies with the store; `wait_at` one, after which its checkpoint waits for the
+    peers; `peers_stop_at` one, from which on nothing is sent; `daemon_dies_at` one, that of rank 1; `host_dies` (a
+    rank): at iteration `dies_at` its daemon, its memory and itself; `all_die_at` one; a file to `keep` the end in;
+    arguments of `attach` (`settings`).
     """
     warned: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -45,6 +50,7 @@ def train(
     peers: list[str] = []
     inspected: list[list[str]] = []
     said: list[str] = []
+    verified: list[Any] = []
     common = {"interval": 5, "partition_bytes": 2048, "daemon": True, "arena_dir": str(home), "peers": 1}
     session = scarctl.attach(
         model,
@@ -65,10 +71,15 @@ def train(
             if options.get("daemon_dies_at") == number and rank == 1:
                 os.kill(status_of(str(home))["pid"], signal.SIGKILL)
             if options.get("copied_at") == number:
+                if options.get("verify"):
+                    drained([session])
                 peers = wait_for_peers(str(home), session.head_step)
                 inspected = [
                     list(line.copies) for line in survey(Store.open(f"{folder}/store"), str(home)).ranks
                 ]
+                if options.get("verify"):
+                    dist.barrier()  # the other host has sent all rows, too
+                    verified = verify(f"{folder}/store", str(home))
                 dist.barrier()  # a host that dies keeps the copies of another one
             if options.get("wait_at") == number:
                 said = wait_for_checkpoint(session)
@@ -95,6 +106,7 @@ def train(
         "warned": warned,
         "inspected": inspected,
         "said": said,
+        "verified": verified,
     }
 
 
@@ -120,6 +132,25 @@ def wait_for_peers(arena_dir: str, step: int) -> list[str]:
             return peers
         assert time.monotonic() < deadline, (step, runs)
         time.sleep(0.05)
+
+
+def verify(store: str, arena_dir: str) -> list[Any]:
+    """Exit code and report of `scarctl verify --memory`: as it is, then with the bytes of the replica changed."""
+    found: list[Any] = []
+    for spoil in (False, True):
+        if spoil:
+            (copy,) = (
+                one for one in verify_memory(Store.open(store), arena_dir) if one.replica_of is not None
+            )
+            replica = Arena.share(Path(copy.folder), run_id=copy.id)
+            assert replica is not None
+            replica.memory()[:] ^= 1  # at once, as a fault of memory may: no generation shows it
+        done = CliRunner().invoke(
+            cli, ["verify", "--store", store, "--memory", "--arena-dir", arena_dir, "--json"]
+        )
+        found.append([done.exit_code, json.loads(done.stdout)["memory"]])
+    replica.memory()[:] ^= 1
+    return found
 
 
 def wait_for_checkpoint(session: scarctl.Session) -> list[str]:

@@ -154,6 +154,23 @@ def test_a_run_that_ends_well_leaves_no_copies(hosts: Path) -> None:
     assert [name for name in left if name not in ("daemon.lock", "daemon.log")] == []
 
 
+def test_copies_are_compared_with_the_store(hosts: Path) -> None:
+    """Of the versions that the store has; a byte that differs is found, and nothing else is."""
+    found = launch(TRAIN, 2, "fsdp", str(hosts), 12, {"homes": HOMES, "copied_at": 12, "verify": True})
+    for report in found:
+        (code, before), (spoiled, after) = report["verified"]
+        assert (code, spoiled) == (0, 13)
+        (own,) = (one for one in before if one["replica_of"] is None)
+        (copy,) = (one for one in before if one["replica_of"] is not None)
+        for one in (own, copy):
+            assert one["compared"] > 0
+            assert (one["damaged"], one["names"]) == (0, [])
+        (copy,) = (one for one in after if one["replica_of"] is not None)
+        assert copy["damaged"] == copy["compared"] == len(copy["names"]) > 0
+        (own,) = (one for one in after if one["replica_of"] is None)
+        assert own["damaged"] == 0
+
+
 def test_one_host_is_no_place_for_copies(hosts: Path) -> None:
     found = launch(TRAIN, 2, "fsdp", str(hosts), 6, {"homes": ["east", "east"]})
     for report in found:

@@ -1,0 +1,129 @@
+"""Compare copies in this host's memory with the store's records, by checksum: its own runs', and other hosts' replicas.
+
+Only a copy that the store has in the same version can be compared. Newer ones are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scarctl.arena.arena import Arena, arena_folder
+from scarctl.arena.owner import read_owner
+from scarctl.arena.rows import read_rows
+from scarctl.state.layout import Layout
+from scarctl.store import ShardState, Store, topology_epochs
+from scarctl.store.segment import by_group, partition_checksums
+from scarctl.util.arrays import Bytes, Ids
+
+_BATCH = 8 << 20
+_NAMED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCheck:
+    """One arena of this host, compared with the store."""
+
+    folder: str
+    id: str
+    """Id of its run."""
+    replica_of: str | None
+    """Name of the host whose memory it is a copy of; None for this host's own."""
+    step: int
+    compared: int
+    """Partitions whose checksum was compared with a record's."""
+    newer: int
+    """Partitions with a copy of which the store has no record yet, or another one."""
+    moving: int
+    """Partitions that have no copy, or were being copied."""
+    damaged: int
+    """Partitions whose bytes differ from those that were saved in the same version."""
+    names: tuple[str, ...]
+    """Names of the first thousand of them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields."""
+        return {**asdict(self), "names": list(self.names)}
+
+
+def verify_memory(store: Store, arena_dir: str | None) -> list[MemoryCheck]:
+    """Compare every arena of the store's runs that is on this host. Takes no lock: runs continue meanwhile.
+
+    Raises Corruption for a record or an arena that cannot be read; AccessDenied, Unavailable.
+    """
+    shards = store.shards()
+    views = [store.of_shard(shard) for shard in shards] if topology_epochs(store) else [store]
+    found = []
+    for view in views:
+        folder = arena_folder(arena_dir, view.run_id)
+        arena = Arena.share(folder, run_id=view.run_id)
+        if arena is not None:
+            own = shards if view.part is None else [view.part.shard]
+            found.append(_check(arena, folder, view.run_id, store.states(own)))
+    return found
+
+
+def _check(arena: Arena, folder: Path, run: str, states: Mapping[int, ShardState]) -> MemoryCheck:
+    owner = read_owner(folder)
+    layout, step = arena.layout, arena.head_step
+    has = arena.intact()
+    compared, damaged = 0, [np.empty(0, np.int64)]
+    for state in states.values():
+        if state.layout != layout:
+            continue
+        at = np.flatnonzero(state.saved & ~state.doubt)
+        ids = state.ids[at]
+        # A later copy of the same version may have other values; then it is not acknowledged as durable.
+        same = (
+            has[ids] & (arena.version[ids] == state.version[at]) & (arena.durable[ids] == arena.version[ids])
+        )
+        for looked, differs in _compare(arena, ids[same], state, at[same]):
+            compared += looked
+            damaged.append(differs)
+    bad = np.concatenate(damaged)
+    return MemoryCheck(
+        str(folder),
+        run,
+        None if owner is None else owner.host,
+        step,
+        compared,
+        int(has.sum()) - compared,
+        int((~has).sum()),
+        len(bad),
+        tuple(layout.name(i) for i in bad[:_NAMED].tolist()),
+    )
+
+
+def _compare(arena: Arena, ids: Ids, state: ShardState, at: Ids) -> Iterator[tuple[int, Ids]]:
+    """Yield how many partitions were compared, and which of them differ. at: places of `ids` in the state."""
+    layout = arena.layout
+    for g, first, last in by_group(layout, ids):
+        sizes = np.cumsum(layout.partition_bytes[ids[first:last]])
+        a = first
+        while a < last:
+            done = int(sizes[a - first - 1]) if a > first else 0
+            b = max(a + 1, first + int(np.searchsorted(sizes, done + _BATCH, side="right")))
+            part, places = ids[a:b], at[a:b]
+            before, version = arena.generation[part], arena.version[part].copy()
+            data = read_rows(arena, part, np.empty(int(layout.partition_bytes[part].sum()), np.uint8))
+            sums = partition_checksums(layout.groups[g], b - a, _by_tensor(layout, g, part, data))
+            # What changed while it was read says nothing.
+            still = (arena.generation[part] == before) & (version == state.version[places])
+            differs = still & (sums != state.checksum[places])
+            yield int(still.sum()), part[differs]
+            a = b
+
+
+def _by_tensor(layout: Layout, g: int, ids: Ids, data: Bytes) -> list[Bytes]:
+    """Split what `read_rows` returned of one group's partitions into its tensors."""
+    group = layout.groups[g]
+    local = ids - layout.base[g]
+    rows = np.minimum(group.rows_per_partition, group.rows - local * group.rows_per_partition)
+    ends = np.cumsum([int(rows.sum()) * tensor.row_bytes for tensor in group.tensors])
+    return [
+        data[end - int(rows.sum()) * t.row_bytes : end] for t, end in zip(group.tensors, ends, strict=True)
+    ]
