@@ -1,4 +1,4 @@
-"""`attach`: starts checkpointing a training loop's model and optimizer."""
+"""Start checkpointing a training loop's model and optimizer: `attach`."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import multiprocessing.resource_tracker
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -39,7 +40,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
 )
-settings.load_profile("scarctl")
+settings.register_profile("quick", settings.get_profile("scarctl"), max_examples=20)
+settings.load_profile("quick" if "tests.support.quick" in sys.modules else "scarctl")
 
 ARENA_VARIABLE = "SCARCTL_ARENA_DIR"
 DAEMON_FILES = ("daemon.lock", "daemon.log")

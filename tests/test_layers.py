@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,6 +34,9 @@ WITH_TORCH = {
     "scarctl.checkpoint.found_extras",
     "scarctl.session.attached",
     "scarctl.session.beginning",
+    "scarctl.session.changes",
+    "scarctl.session.loader",
+    "scarctl.session.passes",
     "scarctl.session.origin",
     "scarctl.session.parts",
     "scarctl.session.departure",
@@ -199,6 +203,13 @@ def test_no_other_file_is_long_either(folder: str) -> None:
     assert len(paths) > 5
     lines = {str(path): path.read_text(encoding="utf-8").count("\n") for path in paths}
     assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_only_the_arenas_package_writes_its_fields() -> None:
+    field = re.compile(r"arena\.(?:version|durable|distance|generation)(?:\[[^]]*\])? [-+|&]?= ")
+    found = {name: field.findall(path.read_text(encoding="utf-8")) for name, path in files().items()}
+    assert found["scarctl.arena.rows"], "the pattern finds nothing"
+    assert [name for name, lines in found.items() if lines and not name.startswith("scarctl.arena.")] == []
 
 
 LOCAL = """

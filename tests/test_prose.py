@@ -26,7 +26,13 @@ BANNED = {
     r"all the same": "anyway, still",
     r"what it is|what its": "name it",
     r"by (?:it|them)sel(?:f|ves)": "name what acts",
+    r"any more(?! \w+ than)": "no longer",
+    r"(?<!not )for good(?! \w)": "permanently",
+    r"in between": "meanwhile, between what and what",
+    r"belongs? into": "belong in",
+    r"for want of": "without",
 }
+ANY_BANNED = re.compile(rf"\b(?:{'|'.join(BANNED)})\b", re.IGNORECASE)
 NO_VERB = re.compile(
     r"""[`(\d]|(?:
     a|all|an|and|any|are|as|at|by|each|every|for|from|has|how|if|in|is|it|its|most|no|none|not|of|on|one|only|or|same|so|
@@ -38,6 +44,10 @@ NO_VERB = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 """Beginnings that no instruction has: the docstring of a function is one."""
+NO_DEED = re.compile(
+    r"[A-Z][a-z]+s? (?:of|by)\b|(?:The|An?|One|Whole|Settings|Commands|Options|Groups|Types)\b"
+)
+"""Beginnings of a module's docstring that name a thing, not what the module does with it."""
 PROPERTIES = frozenset({"property", "cached_property", "kept"})
 SHORTENED = re.compile(r"\b(?:al|e\.g|i\.e|vs|cf|Nr|resp)\.|\.\.\.")
 CITATION = re.compile(r"\([^()]*\b(?:1[89]|20)\d\d\b[^()]*\)")
@@ -78,6 +88,8 @@ def words(sentence: str) -> int:
 
 def banned(text: str) -> Iterator[str]:
     """Yield a reason for each banned expression in a text."""
+    if not ANY_BANNED.search(text):
+        return
     for pattern, instead in BANNED.items():
         if found := re.search(rf"\b(?:{pattern})\b", text, re.IGNORECASE):
             yield f"{found[0]!r}: {instead}"
@@ -123,8 +135,9 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
 def faults(source: str) -> Iterator[tuple[int, str]]:
     """Yield line and reason of everything in a module that breaks a rule."""
     tree = ast.parse(source)
-    if source.strip() and not ast.get_docstring(tree):
-        yield 1, "the module has no docstring"
+    title = ast.get_docstring(tree) or ""
+    if source.strip() and (not title or NO_DEED.match(title)):
+        yield 1, f"the module's first line does not say what the module does: {title.splitlines()[:1]}"
     for line, text in docstrings(tree):
         for sentence in sentences(text):
             if words(sentence) > MOST_WORDS:

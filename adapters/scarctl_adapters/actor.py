@@ -57,7 +57,7 @@ class Calls:
     def find(self, call: Call) -> tuple[Any] | None:
         """Return the answer of a call in a tuple; None for a call that is new.
 
-        Raises UsageError for a call older than its caller's last one: its answer is not kept any more.
+        Raises UsageError for a call older than its caller's last one: its answer is no longer kept.
         """
         if isinstance(call, str):
             return (self._single[call],) if call in self._single else None
@@ -121,8 +121,6 @@ class Kept:
         self._lock = threading.Lock()
         options["extras"] = {**(options.get("extras") or {}), "calls": self._calls}
         options["hooks"] = "off"
-        member = options.get("member")
-        self._shard = None if member is None else int(member[0])
         deadline = time.monotonic() + patience
         while True:
             try:
@@ -143,7 +141,9 @@ class Kept:
             # Not the newest copy of every partition: these can be of several calls.
             return self.session.resume(mode="rollback")
         except NoIntactCopy as error:
-            if error.kind != "no-sealed-state" or complete_sets(self.session.store, of=self._shard):
+            part = self.session.store.part
+            of = None if part is None else part.shard
+            if error.kind != "no-sealed-state" or complete_sets(self.session.store, of=of):
                 raise
         # The process died before its first call was sealed. So none was answered.
         self.session.supersede()

@@ -59,7 +59,7 @@ def table(results: Sequence[dict[str, Any]], plan: Plan) -> str:
     lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     first = plan.kills[0] // plan.look
     gone = range(first, (plan.kills[0] + plan.away) // plan.look)
-    for killed in (1, 2):
+    for killed in (0, 1, 2):
         for way in WAYS:
             chosen = [r for r in results if r["way"] == way and r["killed"] == killed]
             if not chosen:

@@ -331,7 +331,7 @@ class Arena(Fields):
     def lifted(self, versions: Ids) -> Ids:
         """Return comparable versions, int64 of any shape: all epochs of this arena's process count as the newest one.
 
-        If the daemon is replaced in between, a copy has an earlier epoch than the commit that makes it durable.
+        If the daemon is replaced meanwhile, a copy has an earlier epoch than the commit that makes it durable.
         """
         epochs = epoch_of(versions)
         same = (epochs >= self.base_epoch) & (epochs <= self.epoch)
@@ -424,7 +424,7 @@ class Arena(Fields):
         Does nothing after `close`, and in a forked child: another process may own the arena by then.
         """
         if self._folder is not None and self._lock >= 0:
-            # Movements without an arena are ignored, so that a process may be killed in between.
+            # Movements without an arena are ignored, so that a process may be killed meanwhile.
             (self._folder / MOVEMENTS).unlink(missing_ok=True)
             (self._folder / FILE).unlink(missing_ok=True)
             (self._folder / LINES).unlink(missing_ok=True)

@@ -37,7 +37,7 @@ class Fields:
 
         again: the process that writes copies has saved in earlier epochs since `base_epoch`, and continues.
         """
-        # In this order, a process that dies in between leaves an empty range of epochs: `lifted` lifts nothing.
+        # In this order, a process that dies meanwhile leaves an empty range of epochs: `lifted` lifts nothing.
         if not again:
             self._words[_BASE_EPOCH] = epoch
             self._words[_TAKEN] = 0  # the queue may count from 1 again

@@ -72,7 +72,7 @@ def make_private_level(folder: Path) -> None:
         try:
             return check_private(folder)
         except ScarError as error:
-            # A process that removes empty folders may have removed it in between.
+            # A process that removes empty folders may have removed it meanwhile.
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
 

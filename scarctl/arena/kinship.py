@@ -34,7 +34,7 @@ log = logging.getLogger("scarctl")
 _MOST_RECORDS = 10_000
 """Records that are read to find out whether a log continues a line."""
 ASIDE = ".aside"
-"""Suffix of a folder whose arena does not belong to its store any more."""
+"""Suffix of a folder whose arena no longer belongs to its store."""
 
 
 def belongs(lines: Callable[[], Noted], store: Store) -> bool:

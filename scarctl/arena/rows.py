@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.mapping import populate
@@ -38,6 +39,21 @@ def write_rows(arena: Arena, ids: Ids, data: Bytes, *, new: bool = False) -> Non
         rows[adjacent(which)] = data[at : at + size].reshape(which.size, -1)
         at += size
     assert at == data.size
+
+
+def write_fields(
+    arena: Arena,
+    ids: Ids,
+    version: Ids,
+    durable: Ids,
+    distance: NDArray[np.float64],
+    generation: NDArray[np.uint64],
+) -> None:
+    """Set the fields of partitions `ids` to those of copies in another arena: they end a copy that `begin` began."""
+    arena.version[ids] = version
+    arena.durable[ids] = durable
+    arena.distance[ids] = distance
+    arena.generation[ids] = generation  # last: the copy is intact from now on
 
 
 def _pieces(arena: Arena, ids: Ids) -> Iterator[tuple[Bytes, Ids]]:

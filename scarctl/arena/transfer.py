@@ -147,7 +147,7 @@ class Incoming:
             for name, data in self._files.items():
                 with open(self.folder / name, "wb", opener=_private) as file:
                     file.write(data)
-            # In this order a process that is killed in between leaves no arena, and `Arena.create` clears the rest.
+            # In this order a process that is killed meanwhile leaves no arena, and `Arena.create` clears the rest.
             os.rename(self.folder / _RECEIVED, self.folder / FILE)
         except OSError as error:
             raise folder_error(error, self.folder) from error

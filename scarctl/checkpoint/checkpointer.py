@@ -79,7 +79,7 @@ class Stats:
 def _leave_threads(worker: Worker) -> None:
     """Have the worker's torch calls use half as many threads as this thread's calls, at least one.
 
-    OpenMP gives every calling thread a team of its own, for good. If all teams together exceed the machine, their
+    OpenMP gives every calling thread a team of its own, permanently. If all teams together exceed the machine, their
     members stop waiting actively. Each operation of forward, backward and optimizer then costs a sleep, even without a
     copy in progress.
     """
@@ -187,9 +187,9 @@ class Checkpoints:
         self._look = self._worker.submit(look_at)
 
     def rest(self, engine: Engine | None) -> None:
-        """Wait for the current `look`, which reads arena and state, and release both for good.
+        """Wait for the current `look`, which reads arena and state, and release both.
 
-        Its errors are ignored: these distances are not needed any more.
+        Its errors are ignored: these distances are no longer needed.
         """
         look, self._look, self._live = self._look, None, None
         if look is not None and engine is not None:

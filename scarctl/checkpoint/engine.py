@@ -298,7 +298,7 @@ class Engine:
         self.selector.expect(step, self.budget_now)
 
     def require_saving(self) -> ScarError | None:
-        """Raise the error that stopped saving for good. Return a fault that is being retried; None while saving works.
+        """Raise the error that ended saving. Return a fault that is being retried; None while saving works.
 
         Queues copies that could not be queued before. Raises Unavailable if that fails again.
         """

@@ -235,7 +235,7 @@ class LiveState:
         before = [_rows(saved, rows).clone() for rows in pieces]
 
         def note(version: int) -> None:
-            # The gap is cleared first: if the process is killed in between, the movement is unknown, not wrong.
+            # The gap is cleared first: if the process is killed meanwhile, the movement is unknown, not wrong.
             movements.gap[ids] = 0
             target = self._movements(g, movements)
             for rows, then in zip(pieces, before, strict=True):

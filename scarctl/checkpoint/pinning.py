@@ -52,7 +52,7 @@ class Pinning:
         self._end.atexit = False  # a session's last copy, at exit as well, comes before its `end`
 
     def end(self) -> None:
-        """Wait until the memory is pinned or was refused, and unregister it for good."""
+        """Wait until the memory is pinned or was refused, and unregister it permanently."""
         if self._end is not None:
             self._end()
 

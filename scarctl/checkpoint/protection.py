@@ -111,8 +111,8 @@ class Protection:
     def _seal_waits(self) -> bool:
         """Return whether a seal was not read yet.
 
-        Partitions that the seal found unchanged are not pending. With a newer copy of one of them, the state would not
-        be of one step any more.
+        Partitions that the seal found unchanged are not pending. With a newer copy of one of them, the state would no
+        longer be of one step.
         """
         # A new daemon gives waiting hand-overs larger numbers, and no other hand-over follows a seal.
         if self._seal is not None and (

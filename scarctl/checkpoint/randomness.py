@@ -96,7 +96,7 @@ def digests(state: Raw) -> dict[str, str]:
 
 
 def draws(before: Raw, after: Raw) -> list[int] | None:
-    """Count the words that each generator drew in between; None if that is impossible."""
+    """Count the words that each generator drew between two captures; None if that is impossible."""
     found = []
     for first, last in zip(map(_twister, _parts(before)), map(_twister, _parts(after)), strict=True):
         count = _count(*first, *last)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from scarctl.state.layout import mix64
+from scarctl.util.splitmix import mix64, mixed
 
 NARROW = 1024
 """Partitions with fewer values are never sampled. They would need more than a quarter of their values, which touches
@@ -46,7 +46,7 @@ def sample(values: int, seed: int, turn: int) -> NDArray[np.int64]:
     stride = stride_of(values)
     strata = -(-values // stride)
     start = np.arange(strata, dtype=np.uint64)
-    start += mix64(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
+    start += np.uint64(mixed(seed))
     offset = (mix64(start) + np.uint64(turn)) % np.uint64(stride)
     picked = np.arange(strata, dtype=np.int64) * stride + offset.astype(np.int64)
     # The last stratum may be short: then some turns sample nothing of it.

@@ -39,7 +39,7 @@ class Moment:
     identities: Identities
     """Source of the state's name."""
     weights: Weights
-    """Notices that parameters are not those of the step any more."""
+    """Notices that parameters are no longer those of the step."""
     settled: bool = True
     """The loop had settled at this moment."""
     position: Mapping[str, Any] | None = None

@@ -1,1 +1,1 @@
-"""The command line: one thin file per command over the library."""
+"""Provide the command line: one thin file per command over the library."""

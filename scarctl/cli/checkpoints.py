@@ -1,4 +1,4 @@
-"""Commands on a checkpoint that may be a store or not: the argument that names it, and its tensors as text."""
+"""Name a checkpoint that may be a store or not, for the commands that take either, and show its tensors as text."""
 
 from __future__ import annotations
 

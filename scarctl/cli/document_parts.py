@@ -57,6 +57,13 @@ class Caveat(TypedDict):
     """Whether a resume is not exact for it."""
 
 
+class DamagedFile(TypedDict):
+    """A file that is missing, cut short or unreadable, with the newest copies of some partitions."""
+
+    file: str
+    reason: str
+
+
 class Event(TypedDict):
     """An event of a run: a start, a resume or a recovery. More facts, by name, depend on its kind."""
 
@@ -195,6 +202,8 @@ class _Survey(TypedDict):
     snapshots: list[Snapshot]
     run: RunOnHost | None
     caveats: list[Caveat]
+    damage: list[DamagedFile]
+    """Damaged files, as far as names and sizes show it: `scarctl verify` reads all."""
     events: list[Event]
     convergence: Convergence | None
     effective_staleness: float | None

@@ -1,4 +1,4 @@
-"""Commands and groups of them: help on one screen, and an unknown command is answered with the one that was meant."""
+"""Group commands: show help on one screen, and answer an unknown command with the similar ones."""
 
 from __future__ import annotations
 

@@ -116,6 +116,11 @@ def summary(view: Survey) -> list[str]:
     lines += _processes(view)
     if view.note is not None:
         lines.append(view.note)
+    lines += [f"damaged: {file}: {reason}" for file, reason in view.damage[:TOP]]
+    if len(view.damage) > TOP:
+        lines.append(
+            f"and {counted(len(view.damage) - TOP, 'more damaged file')}: `scarctl verify` lists all"
+        )
     lines += [f"caution: {caveat.message}" for caveat in view.caveats]
     lines.append(_convergence(view))
     if (stale := view.effective_staleness) is not None:

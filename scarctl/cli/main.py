@@ -1,4 +1,4 @@
-"""The `scarctl` command: find the subcommand, name options' variables, and turn exceptions into exit codes."""
+"""Run the `scarctl` command: find the subcommand, name options' variables, and turn exceptions into exit codes."""
 
 from __future__ import annotations
 

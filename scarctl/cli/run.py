@@ -48,7 +48,7 @@ _SI_KERNEL = 0x80
 """The `si_code` of a signal from the kernel, not from a process."""
 _HOLD_SECONDS = 600
 _SOON = 10
-"""Seconds before the daemon ends for want of a session, when the command is asked about."""
+"""Seconds before an unused daemon ends, at which the command is checked once more."""
 _POLL = 0.1
 _PATIENCE = 1.0
 """Seconds that one request to the daemon may take at the end: signals are noticed between requests."""

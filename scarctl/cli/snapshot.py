@@ -139,7 +139,7 @@ def delete(
     as_json: bool,
     debug: bool,
 ) -> int:
-    """Delete snapshots for good, and free their space.
+    """Delete snapshots permanently, and free their space.
 
     This deletes old copies and sealed states too, as `scarctl prune` does. A session that writes to the store frees the
     space automatically, later.

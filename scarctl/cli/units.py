@@ -1,4 +1,4 @@
-"""Parameter types for sizes and times, which remember the unit that was given: answers use the same one."""
+"""Parse sizes and times with a unit, and answer in the same unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: their names, units and defaults, and where a value may come from.
+"""Define settings: their names, units and defaults, and where a value may come from.
 
 A value is taken from the first source that has it: the call or the command line, the environment
 (`SCARCTL_FRACTION`), the file `scarctl.toml` in the current folder, the default. Its name is the same everywhere. Only

@@ -1,4 +1,4 @@
-"""Checks of single values, with errors that name the setting and suggest a valid value."""
+"""Check single values, with errors that name the setting and suggest a valid value."""
 
 from __future__ import annotations
 

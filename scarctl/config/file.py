@@ -1,4 +1,4 @@
-"""The file `scarctl.toml` in the current folder, read only if no other user may have written it."""
+"""Read the file `scarctl.toml` in the current folder, but only if no other user may have written it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of options that `scarctl.attach` takes. The class docstrings here document every option in them.
+"""Define the groups of options that `scarctl.attach` takes. The class docstrings here document every option in them.
 
 None always means: the environment's value, then that of `scarctl.toml`, then the default.
 """

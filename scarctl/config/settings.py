@@ -1,4 +1,4 @@
-"""One session's settings with all values resolved and checked, and the texts that document them."""
+"""Resolve and check the settings of one session, and find the texts that document them."""
 
 from __future__ import annotations
 

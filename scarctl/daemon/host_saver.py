@@ -103,7 +103,7 @@ class HostSaver(LocalSaver):
     def finish(self) -> bool:
         """Continue saving after `adopt`, also if the training process died during a pause. Never waits.
 
-        Returns whether all hand-overs are durable, or saving has stopped for good.
+        Returns whether all hand-overs are durable, or saving has stopped permanently.
         """
         if not self._lock.acquire(blocking=False):
             return False  # the training process's last request is still being served

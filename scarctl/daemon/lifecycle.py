@@ -50,7 +50,7 @@ class TrainerGone:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """All hand-overs of the run are durable, or saving failed for good."""
+    """All hand-overs of the run are durable, or saving failed permanently."""
 
     run: str
 

@@ -59,7 +59,7 @@ FAMILIES = (
         "1 while the training process lives, 0 once only the daemon saves.",
         lambda run: float(run["phase"] == "attached"),
     ),
-    Family("scarctl_stopped", "gauge", "1 if saving has stopped for good.", _count("stopped")),
+    Family("scarctl_stopped", "gauge", "1 if saving has stopped permanently.", _count("stopped")),
     Family("scarctl_head_step", "gauge", "Iterations that training has finished.", _step("head_step")),
     Family("scarctl_durable_step", "gauge", "Newest step in the store.", _step("durable_step")),
     Family(

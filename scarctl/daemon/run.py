@@ -17,14 +17,15 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.durability import durability
+from scarctl.arena.queue import HandOverQueue
 from scarctl.daemon.host_saver import HostSaver
 from scarctl.daemon.lifecycle import Phase
 from scarctl.daemon.request import Wish
 from scarctl.daemon.status import RunStatus, ShardSteps
-from scarctl.errors import ScarError, UsageError
+from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.peers.evacuation import HEAD_START, PeerCopies
 from scarctl.peers.sender import Candidate, Sender, Source
-from scarctl.persist.evacuation import STORE_ONLY, Evacuated, unknown_host
+from scarctl.persist.evacuation import STORE_ONLY, Evacuated, not_evacuated, unknown_host
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import PersisterStats
 from scarctl.state.version import NEVER, step_of
@@ -124,7 +125,7 @@ class Run:
     def evacuate(self, seconds: float, to: str | None) -> Evacuated:
         """Bring the run's memory to other hosts, then to the store, within that time: see `Session.evacuate`.
 
-        Raises UsageError (`kind` "unknown-host"); Unavailable while saving is paused, or has not started.
+        Raises UsageError (`kind` "unknown-host"); without peers Unavailable while nothing is saved.
         """
         until = time.monotonic() + seconds
         senders = self._senders_to(to)
@@ -136,6 +137,9 @@ class Run:
         try:
             copies.wait(HEAD_START * seconds)
             return self.saver.save_in_time(max(0.0, until - time.monotonic()), copies)
+        except Unavailable as error:  # nothing is saved now, and the peers continue
+            copies.wait(until - time.monotonic())
+            return not_evacuated(arena, HandOverQueue(arena.folder), error, copies)
         finally:
             copies.rest()
 

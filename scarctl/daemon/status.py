@@ -53,7 +53,7 @@ class RunStatus(_Claimed, total=False):
     errors: int
     last_error: str | None
     stopped: bool
-    """Whether saving has stopped for good."""
+    """Whether saving has stopped permanently."""
 
 
 class ReplicaStatus(TypedDict):

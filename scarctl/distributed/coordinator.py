@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from scarctl.adapter import Adapter
-from scarctl.checkpoint.selector import OwnSelector, Selector
+from scarctl.checkpoint.selector import Selector
 from scarctl.config import SessionSettings
 from scarctl.daemon.request import Wish
 from scarctl.distributed.collectives import Team
@@ -47,7 +47,7 @@ from scarctl.errors import Unavailable, UsageError
 from scarctl.persist.saver import Saver
 from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
 from scarctl.recovery.reshard import find_parts
-from scarctl.session.peers import AgreedState, Found
+from scarctl.session.peers import AgreedState, Found, Together
 from scarctl.state.caveats import Caveats
 from scarctl.state.extras import Extras
 from scarctl.state.layout import Layout
@@ -74,7 +74,7 @@ _ALIKE = ("store", "fraction", "interval", "overhead", "max_bandwidth", "policy"
 """Settings that all ranks have to share."""
 
 
-class Crew:
+class Crew(Together):
     """See the module. Made by `join`, on all ranks."""
 
     def __init__(
@@ -93,18 +93,13 @@ class Crew:
         """The part of the state that this rank owns."""
         self.shards: tuple[int, ...] = ()
         """Shard of every rank, once the store is open."""
+        self.rank, self.start = team.rank, ""
         self._digest = _digest_of(division)
-        self.start = ""
-        """See `Together`."""
         self._parameters: list[torch.Tensor] | None = None
         self._epoch = 0
         self._exchange_group = team.subgroup() if team.world > 1 else None
         self._earlier = self._begun = False
         self._whole = adapter
-        self.brought = False
-        """See `Together`."""
-        self.moved = False
-        """The store has this state under another division."""
 
     @classmethod
     def join(
@@ -200,7 +195,7 @@ class Crew:
         """See `Together`."""
         rank, world = self.team.rank, self.team.world
         if self._exchange_group is None:
-            return OwnSelector()
+            return super().selector()
         return GlobalSelector(Exchange(self._exchange_group, rank, world), self.shards[rank])
 
     def keep_copies(self, saver: Saver, settings: SessionSettings, caveats: Caveats) -> None:
@@ -230,16 +225,6 @@ class Crew:
     def several(self) -> bool:
         """See `Together`."""
         return self.team.world > 1
-
-    @property
-    def rank(self) -> int:
-        """See `Together`."""
-        return self.team.rank
-
-    @property
-    def leads(self) -> bool:
-        """See `Together`."""
-        return self.team.rank == 0
 
     def gather(self, value: object) -> list[Any]:
         """See `Together`."""

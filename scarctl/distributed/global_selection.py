@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from scarctl.errors import UsageError
 from scarctl.policy.select import bytes_by_digit
-from scarctl.state.layout import mix64
 from scarctl.util.arrays import Ids
+from scarctl.util.splitmix import splitmix64
 
 Keys = NDArray[np.uint64]
 
@@ -115,11 +115,11 @@ class Offer:
         if policy == "round":
             return _positive(staleness[self.ids])
         # The complement of the salt: `hashes` orders equal keys, and must not depend on these keys.
-        return ((_hashes(self.ids, ~self._salt) >> np.uint64(11)) * 2.0**-53).view(np.uint64)
+        return ((splitmix64(self.ids, ~self._salt) >> np.uint64(11)) * 2.0**-53).view(np.uint64)
 
     def hashes(self, ids: Ids) -> Keys:
         """Return the order of partitions with equal keys, the largest first: uint64 of the shape of `ids`."""
-        return _hashes(ids, self._salt)
+        return splitmix64(ids, self._salt)
 
 
 def no_offer() -> Offer:
@@ -332,13 +332,5 @@ def _positive(values: Ids) -> Keys:
     return np.maximum(values, 0).astype(np.float64).view(np.uint64)
 
 
-def _hashes(ids: Ids, salt: int) -> Keys:
-    """Return the values at index `ids` of splitmix64 with state `salt`. Different ids give different values."""
-    z = ids.astype(np.uint64)
-    z *= np.uint64(0x9E3779B97F4A7C15)
-    z += np.uint64(salt & (_END - 1))
-    return mix64(z)
-
-
 def _mixed(value: int) -> int:
-    return int(_hashes(np.ones(1, dtype=np.int64), value)[0])
+    return int(splitmix64(np.ones(1, dtype=np.int64), value)[0])

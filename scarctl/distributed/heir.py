@@ -15,7 +15,7 @@ from scarctl.config import SessionSettings
 from scarctl.distributed.leftover_arenas import save_own
 from scarctl.distributed.own_extras import Early, with_own
 from scarctl.distributed.owned_adapter import group_of
-from scarctl.errors import LayoutMismatch, Unavailable
+from scarctl.errors import LayoutMismatch, NoIntactCopy, Unavailable
 from scarctl.recovery.members import Heritage, heritage, overlapping
 from scarctl.recovery.reshard import with_slots
 from scarctl.recovery.shares import as_member
@@ -35,13 +35,20 @@ def groups_of(adapter: Adapter) -> list[Group]:
 
 
 def end_earlier(
-    store: Store, topology: Topology, number: int, adapter: Adapter, settings: SessionSettings
+    store: Store,
+    topology: Topology,
+    number: int,
+    adapter: Adapter,
+    settings: SessionSettings,
+    *,
+    sealed: bool,
 ) -> Heritage | None:
     """Fence the earlier members whose state member `number` of a topology takes over, and return it.
 
-    What they left in this host's memory is saved before. store: the whole store.
+    What they left in this host's memory is saved before. store: the whole store. sealed: see `heritage`.
 
-    Raises Contention if one of them runs on this host; Corruption, AccessDenied, Unavailable.
+    Raises Contention if one of them runs on this host; NoIntactCopy if none has a sealed state; Corruption,
+    AccessDenied, Unavailable.
     """
     topologies = earlier(store, topology)
     found = heritage(store, topologies)
@@ -52,7 +59,14 @@ def end_earlier(
     for shard in shards:
         fence(store, shard)
     # From here on nothing changes in these shards.
-    return heritage(store, topologies)
+    last = heritage(store, topologies, sealed=sealed)
+    if sealed and found.saved and (last is None or not last.saved):
+        raise NoIntactCopy(
+            f"{store.where}: none of the members before has an intact sealed state",
+            hint="nothing was changed; resume(mode='partial') takes their newest copies",
+            kind="no-sealed-state",
+        )
+    return last
 
 
 class Heir:

@@ -67,7 +67,7 @@ def plan_transfers(
 def bring_memory(store: Store, settings: SessionSettings, team: Team, shards: Sequence[int]) -> bool:
     """Bring the newest arena of this rank's shard to this host. Return whether that was done. A collective.
 
-    The arena at its old place stays: once the shard is saved to from here, it does not belong to the store any more. If
+    The arena at its old place stays: once the shard is saved to from here, it no longer belongs to the store. If
     an arena cannot be moved, a warning says so, and the store's copies are used.
 
     Raises Unavailable if a rank is gone.

@@ -65,7 +65,7 @@ def _best(run: str, ages: Sequence[Mapping[str, Sequence[int]]]) -> int:
 
 
 def _age(view: Store, settings: SessionSettings) -> list[int] | None:
-    """Return epoch and step of a replica; None if it does not belong to the store (any more)."""
+    """Return epoch and step of a replica; None if it does not belong to the store."""
     try:
         seen = view_of(settings.arena_dir, view)
     except ScarError as error:

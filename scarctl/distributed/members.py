@@ -22,7 +22,7 @@ from scarctl.errors import UsageError
 from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
 from scarctl.recovery.members import heritage
 from scarctl.recovery.shares import as_member
-from scarctl.session.peers import Alone, refuse_peers
+from scarctl.session.peers import Together, refuse_peers
 from scarctl.state.layout import Layout
 from scarctl.store import Store, Topology
 from scarctl.store.members import EPOCH, MAX_MEMBERS, earlier, join_members, patiently
@@ -66,7 +66,7 @@ def _is_divided(divided: object) -> bool:
     )
 
 
-class Membership(Alone):
+class Membership(Together):
     """Member `rank` of `count`: see the module, and `scarctl.session.peers.Together`."""
 
     def __init__(self, member: Member, adapter: Adapter, own_extras: frozenset[str] = frozenset()) -> None:
@@ -129,7 +129,8 @@ class Membership(Alone):
                 hint="`scarctl recover --snapshot` takes its tensors out; nothing was changed",
             )
         whole = store.again()
-        found = end_earlier(whole, self._topology, self.rank, self.adapter, self._settings)
+        sealed = mode == "rollback"
+        found = end_earlier(whole, self._topology, self.rank, self.adapter, self._settings, sealed=sealed)
         if found is None or not found.saved:
             return None
         return Heir(found, self.adapter, self.rank, self.count, self._own_extras)

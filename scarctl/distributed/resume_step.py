@@ -51,9 +51,10 @@ class Agreement:
 
 
 def agree_on_step(ranks: Sequence[Standing]) -> Agreement:
-    """Return the step after which all ranks continue: the smallest step of the survivors, or of all ranks without any.
+    """Return the step after which all ranks continue: the smallest step of the survivors.
 
-    If no arena survived, ranks whose copies are all of the newest step count as survivors.
+    If no arena survived, ranks whose copies are all of the newest step count as survivors; without any, those with
+    extras of the newest step. A rank of which nothing changes saves no extras: its old ones must not set all back.
 
     Survivors that are more than one iteration behind the others (an arena that an earlier run left) count as lost.
     Newer copies of a survivor are kept, and make the state inexact.
@@ -63,13 +64,14 @@ def agree_on_step(ranks: Sequence[Standing]) -> Agreement:
     if not survivors:
         # Copies of survivors may have been saved to the store before their arenas were removed.
         head = max(ranks[rank].step for rank in owners)
-        survivors = [rank for rank in owners if ranks[rank].exact and ranks[rank].step == head]
+        at_head = [rank for rank in owners if ranks[rank].step >= head - MAX_APART]
+        survivors = [rank for rank in at_head if ranks[rank].exact and ranks[rank].step == head] or at_head
     newest = max((ranks[rank].step for rank in survivors), default=0)
     survivors = [rank for rank in survivors if ranks[rank].step >= newest - MAX_APART]
     # A rank that resumes exactly at a survivor's step has lost nothing, even if its arena did not survive.
-    at_head = {ranks[rank].step for rank in survivors}
-    survivors += [r for r in owners if r not in survivors and ranks[r].exact and ranks[r].step in at_head]
-    chosen = sorted(survivors) or owners
+    steps = {ranks[rank].step for rank in survivors}
+    survivors += [r for r in owners if r not in survivors and ranks[r].exact and ranks[r].step in steps]
+    chosen = sorted(survivors)
     step = min(ranks[rank].step for rank in chosen)
     reference = next(rank for rank in chosen if ranks[rank].step == step)
     lost = tuple(rank for rank in owners if rank not in chosen)

@@ -86,7 +86,7 @@ class Exchange:
         self.rank = rank
         self.world = world
         self.failure: str | None = None
-        """The reason why there are no rounds any more."""
+        """The reason why rounds have ended; None while they run."""
         self._group: Group | None = group
         self._timeout = timedelta(seconds=timeout)
         self._linger = linger
@@ -225,7 +225,7 @@ class Exchange:
         return options
 
     def _fail(self, reason: str) -> None:
-        """End all rounds for good, with the lock held."""
+        """End all rounds permanently, with the lock held."""
         if self.failure is not None:
             return
         self.failure = reason

@@ -7,6 +7,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.checkpoint.selector import Selector
 from scarctl.distributed.global_selection import Books, Offer, Turn, no_offer, pick, pick_alone
 from scarctl.distributed.rounds import Exchange, Round
 from scarctl.policy.select import Selection, select
@@ -18,7 +19,7 @@ PATIENCE = 0.05
 """Seconds that a training thread may wait for other ranks at a checkpoint."""
 
 
-class GlobalSelector:
+class GlobalSelector(Selector):
     """Selects with the other ranks at regular checkpoints, and alone at requested ones.
 
     The calls of a regular checkpoint: `expect` when it is due; `select` in the copy thread, concurrently with forward
@@ -26,15 +27,10 @@ class GlobalSelector:
     Only one checkpoint runs at a time. All calls but `select` come from the training thread.
     """
 
+    shared = True
+
     def __init__(self, exchange: Exchange, shard: int, *, patience: float = PATIENCE) -> None:
         """Take an exchange that this selector closes. shard: this rank's. patience: seconds, see `Exchange.wait`."""
-        self.shared = True
-        self.wish = 0
-        """A number of this rank for all ranks; the largest wins. See `agreed`."""
-        self.proposed = 0
-        """Checkpoint interval that this rank proposes, in iterations."""
-        self.interval = 0
-        """The largest interval proposed `LAG` rounds ago, set by `agreed`; 0: there was no such round."""
         self._rounds: deque[Round] = deque()
         self.late = 0
         """Rounds in which this rank stopped waiting for others."""

@@ -157,7 +157,7 @@ def unreadable(url: str, error: ScarError) -> Health:
 def health_of(view: Survey, runs: Iterable[RunStatus]) -> Health:
     """Judge a store. runs: what the daemon reports of those that save to it."""
     runs = tuple(runs)
-    found = [*_of_saving(view, runs), *_of_processes(view), *_of_copies(view)]
+    found = [*_of_damage(view), *_of_saving(view, runs), *_of_processes(view), *_of_copies(view)]
     found += [
         Finding(AT_RISK if caveat.kind == "behind" else NOTE, caveat.kind, caveat.message)
         for caveat in view.caveats
@@ -237,11 +237,25 @@ def _of_copies(view: Survey) -> Iterable[Finding]:
         )
 
 
+def _of_damage(view: Survey) -> Iterable[Finding]:
+    """Yield the damage of the store's newest copies, as far as it is visible without reading them."""
+    if not view.damage:
+        return
+    (file, reason), more = view.damage[0], len(view.damage) - 1
+    count = 0 if view.damaged is None else int(view.damaged.sum())
+    text = f"damaged: the newest copies of {counted(count, 'partition')} in the store"
+    text += "; older intact ones are taken, if there are any"
+    text += f"; {counted(more + 1, 'file')}, such as {file}: {reason}" if more else f"; {file}: {reason}"
+    yield Finding(LOSING, "damaged", text, f"scarctl verify --store {_name(view)}")
+
+
 def _losses(view: Survey) -> Iterable[Loss]:
     """Yield what is lost with the process, with this host, and with the store."""
     if view.layout is None:
         return
     kept, saved = view.kept_step, view.saved_step
+    if view.damaged is not None:
+        saved = np.where(view.damaged, -1, saved)
     alive = view.run is not None and view.run.alive
     nowhere = np.full_like(saved, -1)
     near = saved if kept is None else np.maximum(kept, saved)

@@ -35,6 +35,7 @@ from scarctl.store import (
 )
 from scarctl.store.format import shard_folder
 from scarctl.store.topology import read_topology
+from scarctl.store.visible_damage import VisibleDamage, visible_damage
 from scarctl.theory.convergence import NoEstimate
 from scarctl.theory.rework import Outlook
 from scarctl.util.arrays import Ids
@@ -57,6 +58,8 @@ class _Share:
     """The rank's arena; None without one, or if its layout differs from the store's."""
     id: str
     """Name of the rank's arena."""
+    damaged: NDArray[np.bool_]
+    """Whether the newest copy is in a damaged segment."""
     replica_of: str | None = None
     """See `RankLine`."""
 
@@ -68,10 +71,11 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     """
     topology, states, note = _newest_states(store)
     check_backed(store, states.values())
+    damage = visible_damage(store, states)
     if topology is None:
-        shares = [_share(store, states, arena_dir)]
+        shares = [_share(store, states, arena_dir, damage)]
     else:
-        shares = [_share(store.of_shard(s), {s: states[s]}, arena_dir) for s in topology.shards]
+        shares = [_share(store.of_shard(s), {s: states[s]}, arena_dir, damage) for s in topology.shards]
     apart = topology is not None and topology.independent
     layout = Layouts(_named(shares) if apart else [share.layout for share in shares])
     arenas = [share.arena for share in shares if share.arena is not None]
@@ -102,6 +106,8 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         caveats=told.caveats,
         events=told.events,
         samples=told.samples,
+        damage=tuple(sorted((file, why) for one in damage.values() for file, why in one.files.items())),
+        damaged=np.concatenate([share.damaged for share in shares]),
         heads=np.repeat([_head(s) for s in shares], [s.layout.partitions for s in shares]) if apart else None,
     )
 
@@ -140,8 +146,13 @@ def _never(topology: Topology, numbers: Sequence[int]) -> str:
     return f"members that have not started yet, so that their parts are with the members before: {listed}"
 
 
-def _share(store: Store, states: Mapping[int, ShardState], arena_dir: str | None) -> _Share:
-    """Return one rank's share. store: the rank's view."""
+def _share(
+    store: Store,
+    states: Mapping[int, ShardState],
+    arena_dir: str | None,
+    damage: Mapping[int, VisibleDamage],
+) -> _Share:
+    """Return one rank's share. store: the rank's view. damage: by shard."""
     arena = view_of(arena_dir, store)
     written = [state for state in states.values() if state.layout is not None]
     newest = max(written, key=lambda state: state.epoch, default=None)
@@ -150,16 +161,19 @@ def _share(store: Store, states: Mapping[int, ShardState], arena_dir: str | None
         layout = Layout([])
     version = np.full(layout.partitions, NEVER, dtype=np.int64)
     shard_of = np.full(layout.partitions, -1, dtype=np.int32)
+    damaged = np.zeros(layout.partitions, dtype=np.bool_)
     for shard, state in states.items():
         if state.layout == layout:
             version[state.ids] = state.version
             shard_of[state.ids] = shard
+            if shard in damage:
+                damaged[state.ids] = damage[shard].lost
     if (shard_of < 0).any():  # a shard has no record yet, or has given up its partitions
         shard_of = store.shard_of(layout)
     same = arena is not None and arena.layout == layout
     owner = read_owner(arena_folder(arena_dir, store.run_id)) if same else None
     named = None if owner is None else owner.host
-    return _Share(states, layout, version, shard_of, arena if same else None, store.run_id, named)
+    return _Share(states, layout, version, shard_of, arena if same else None, store.run_id, damaged, named)
 
 
 def _named(shares: Sequence[_Share]) -> list[Layout]:

@@ -159,6 +159,10 @@ class Survey:
     """Starts, resumes and recoveries of that run, as of its newest checkpoint."""
     samples: tuple[Sample, ...] = ()
     """How old its copies were over time."""
+    damage: tuple[tuple[str, str], ...] = ()
+    """Damaged files with newest copies, and the reason, as far as names and sizes show it."""
+    damaged: NDArray[np.bool_] | None = None
+    """Whether each partition's newest copy in the store is in one of them; None: none is."""
     heads: NDArray[np.int64] | None = None
     """The newest known step of each partition's member: members have no common step. None without members."""
 
@@ -290,6 +294,7 @@ class Survey:
             "snapshots": [snapshot.to_json() for snapshot in self.snapshots],
             "run": None if self.run is None else asdict(self.run),
             "caveats": [caveat.to_json() for caveat in self.caveats],
+            "damage": [{"file": file, "reason": reason} for file, reason in self.damage],
             "events": [event.to_json() for event in self.events],
             "convergence": None if self.layout is None else self.outlook.to_json(),
             "effective_staleness": self.effective_staleness,

@@ -43,7 +43,7 @@ class Kind(IntEnum):
     ACK = 9
     REFUSED = 10
     DONE = 11
-    """The run has ended and the store has all of it: the replica is not needed any more."""
+    """The run has ended and the store has all of it: the replica is no longer needed."""
 
 
 PREFIX = struct.Struct("<B3xIQQ")

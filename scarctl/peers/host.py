@@ -232,7 +232,7 @@ class Host:
                     replica.mark(decode_mark(head, body))
                 elif kind is Kind.DONE:
                     replica.remove()
-                    log.info("%s: its host does not need the replica any more", run)
+                    log.info("%s: its host no longer needs the replica", run)
                 else:
                     raise Corruption(f"a peer sends {kind.name} to a replica")
                 channel.send(encode(Kind.ACK, {}))

@@ -125,7 +125,7 @@ class Link:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is sent any more, for good."""
+        """Whether the link has ended permanently."""
         return self.state in _ENDED
 
     def handle(self, event: Event) -> bool:

@@ -35,8 +35,8 @@ def place(domains: Sequence[str], copies: int) -> list[list[int]]:
 def survival(hosts: int, copies: int, lost: int) -> float:
     """Return the share of all sets of `lost` hosts, lost at once, of which no host's memory has lost all its copies.
 
-    All hosts are domains of their own. Hosts that are lost one after the other, with time to copy in between, are
-    safer.
+    All hosts are domains of their own. Hosts that are lost one after the other are safer, if each loss leaves time for
+    another copy.
     """
     if copies < 1 or hosts < 2:
         return float(lost == 0)

@@ -5,7 +5,7 @@ stays until then. A replica that has its place follows there: each copy is whole
 is the owner's. Counters and hand-overs appear with a mark, after the copies that they speak of.
 
 The folder is locked for each change only. So a session or a survivor takes the arena when it needs it; the replica then
-has no owner any more (`arena.owner`), and the next change finds that out.
+no longer has an owner (`arena.owner`), and the next change finds that out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scarctl.arena.kinship import put_aside
 from scarctl.arena.lines import write_lines
 from scarctl.arena.owner import Owner, read_owner, write_owner
 from scarctl.arena.queue import HandOverQueue
-from scarctl.arena.rows import write_rows
+from scarctl.arena.rows import write_fields, write_rows
 from scarctl.errors import Corruption, Fenced, ScarError
 from scarctl.peers.frames import Batch, Mark
 from scarctl.state.layout import Layout
@@ -117,10 +117,7 @@ class Replica:
             arena.begin(ids)
             if rows:
                 write_rows(arena, ids, batch.data, new=not self.complete)
-            arena.version[ids] = batch.version
-            arena.durable[ids] = batch.durable
-            arena.distance[ids] = batch.distance
-            arena.generation[ids] = batch.generation
+            write_fields(arena, ids, batch.version, batch.durable, batch.distance, batch.generation)
 
     def keep(self, number: int, data: bytes) -> None:
         """Keep a hand-over's file until a mark names it. Raises Unavailable, Fenced."""
@@ -147,7 +144,7 @@ class Replica:
             self._take_place()
 
     def _note(self, mark: Mark) -> None:
-        """Note a mark, in an order in which a process that dies in between claims nothing that is not so."""
+        """Note a mark, in an order in which a process that dies meanwhile claims nothing false."""
         arena, queue = self.arena, HandOverQueue(self._folder)
         try:
             arena.name_whole("")

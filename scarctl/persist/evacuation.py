@@ -382,9 +382,11 @@ class Evacuation:
         )
 
 
-def not_evacuated(arena: Arena, queue: HandOverQueue, error: ScarError) -> Evacuated:
-    """Return the report of an arena whose saver cannot be reached."""
-    found = Evacuation(arena, queue, _Unreached(arena), 0.0).report()
+def not_evacuated(
+    arena: Arena, queue: HandOverQueue, error: ScarError, copies: Copies | None = None
+) -> Evacuated:
+    """Return the report of an arena whose saver cannot be reached, or does not save. copies: on other hosts."""
+    found = Evacuation(arena, queue, _Unreached(arena), 0.0, copies=copies).report()
     return replace(found, error=error.message)
 
 

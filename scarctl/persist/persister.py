@@ -196,14 +196,16 @@ class Persister:
         def commit(part: tuple[int, Ids]) -> BaseException | None:
             shard, ids = part
             try:
-                with self.meter.commit():
-                    extras = handover.extras if shard == carrier else None
-                    committed[shard] = self._commit(shard, ids, handover, extras, partial(read, shard))
+                extras = handover.extras if shard == carrier else None
+                committed[shard] = self._commit(shard, ids, handover, extras, partial(read, shard))
             except BaseException as error:  # raised once the other commits have ended
                 return error
             return None
 
-        ended = self._writer.store.blobs.write_each(commit, parts, lambda part: int(sizes[part[1]].sum()))
+        with self.meter.commit(len(parts)):
+            ended = list(
+                self._writer.store.blobs.write_each(commit, parts, lambda part: int(sizes[part[1]].sum()))
+            )
         if faults := [fault for fault in ended if fault is not None]:
             raise next((fault for fault in faults if not isinstance(fault, Exception)), faults[0])
 
@@ -286,7 +288,7 @@ class Persister:
 
 
 def adopt_orphans(arena: Arena, queue: HandOverQueue) -> int:
-    """Queue complete copies that were never handed over, because their process died or failed in between.
+    """Queue complete copies that were never handed over, because their process died or failed after the copy.
 
     Returns the number of these partitions. Their extras are lost, so a resume combines them with older extras.
     """
@@ -324,7 +326,7 @@ def reconcile(arena: Arena, queue: HandOverQueue, states: Mapping[int, ShardStat
     arena.begin(np.flatnonzero(stale))
     old, waiting = arena.version.copy(), arena.pending()
     current = (old >= 0) & ~stale
-    # In this order a process that dies or fails in between leaves the old queue or the new one, whole, and whatever of
+    # In this order a process that dies or fails meanwhile leaves the old queue or the new one, whole, and whatever of
     # the other does not fit the copies is dropped by the next.
     before = queue.pending()
     for handover in before:

@@ -27,7 +27,7 @@ class Phase(Enum):
     PAUSED = "paused"
     """The store failed; the next attempt follows after a pause."""
     HALTED = "halted"
-    """The store failed for good: saving has ended."""
+    """The store failed permanently: saving has ended."""
     STOPPED = "stopped"
 
 
@@ -103,7 +103,7 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """Log that saving has ended for good."""
+    """Log that saving has ended permanently."""
 
 
 @dataclass(frozen=True, slots=True)

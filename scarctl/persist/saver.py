@@ -58,7 +58,7 @@ class Saver(Protocol):
 
     @property
     def failure(self) -> ScarError | None:
-        """The error that stopped saving for good; None while it works."""
+        """The error that ended saving; None while it works."""
 
     @property
     def trouble(self) -> ScarError | None:
@@ -132,7 +132,7 @@ class LocalSaver:
         with contextlib.suppress(ScarError):  # only displayed
             self._saved_at = last_saved(self.store)
         # Checked before an epoch begins, because a saver of a foreign arena must not fence the real one. Checked again
-        # after it, when no other process can write any more.
+        # after it, when no other process can write.
         require_kinship(arena, self.store.lines(), self.store, again=again)
         self.shard_of = self.store.shard_of(arena.layout)
         self._writer = writer = open_writer(self.store, layout=arena.layout, shard_of=self.shard_of)

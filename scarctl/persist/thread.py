@@ -97,7 +97,7 @@ class PersisterThread:
         self.last_error: ScarError | None = None
         """The newest failure since the last success."""
         self.failure: ScarError | None = None
-        """The failure that halted the thread for good; None while it works."""
+        """The failure that halted the thread permanently; None while it works."""
         self._persister = persister
         self._queue = queue
         self._on_saved = on_saved

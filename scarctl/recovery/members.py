@@ -6,6 +6,7 @@ saved nothing: its rows are still with the members before.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,12 +14,12 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.errors import LayoutMismatch, NoIntactCopy, UsageError
+from scarctl.errors import Corruption, LayoutMismatch, NoIntactCopy, UsageError
 from scarctl.recovery.reshard import Parts, check_fits
 from scarctl.recovery.shares import as_member
 from scarctl.state.group import Group
 from scarctl.state.layout import Layout
-from scarctl.store import Store
+from scarctl.store import ShardState, Store
 from scarctl.store.members import covered, name_among, rows_of
 from scarctl.store.topology import Topology
 
@@ -154,8 +155,10 @@ class Heritage:
                         )
 
 
-def heritage(store: Store, topologies: Sequence[Topology]) -> Heritage | None:
+def heritage(store: Store, topologies: Sequence[Topology], *, sealed: bool = False) -> Heritage | None:
     """Read what the members of these topologies (newest first) have saved; None if none of them has begun to.
+
+    sealed: of each member take the newest state that it sealed, instead of the newest copy of every partition.
 
     Raises Corruption, AccessDenied, Unavailable.
     """
@@ -163,7 +166,7 @@ def heritage(store: Store, topologies: Sequence[Topology]) -> Heritage | None:
     for topology in topologies:
         there = store.states(topology.shards)
         for number, shard in enumerate(topology.shards):
-            state = there[shard]
+            state = _last_sealed(store, there[shard]) if sealed else there[shard]
             # One that has saved nothing yet may be about to. A retired one has no partitions.
             if state.layout is not None and len(state.ids):
                 states[shard], numbers[shard] = state, number
@@ -171,6 +174,14 @@ def heritage(store: Store, topologies: Sequence[Topology]) -> Heritage | None:
     if not states:
         return None
     return Heritage(Parts(store, states, of_ranks=True, named=named), numbers, tuple(topologies))
+
+
+def _last_sealed(store: Store, state: ShardState) -> ShardState:
+    """Return the newest sealed state of a shard that can be read; an empty one if every one is gone."""
+    for seal in reversed(state.sealed):
+        with contextlib.suppress(Corruption):  # collected or damaged
+            return store.state(state.shard, at=seal.seq)
+    return ShardState(state.shard)
 
 
 def overlapping(found: Heritage, groups: Collection[Group], number: int) -> list[int]:

@@ -1,1 +1,1 @@
-"""One run in one process: resume, checkpoint, recover, roll back, close."""
+"""Run one session in one process: resume, checkpoint, recover, roll back, close."""

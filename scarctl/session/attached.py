@@ -65,8 +65,7 @@ def take_over(store: str, member: int | None = None) -> None:
                 hint="close() it first, or leave its with statement",
             )
         log.warning(
-            "closed this process's earlier session of %s, after step %d: a loop that still uses it is not saved "
-            "any more",
+            "closed this process's earlier session of %s, after step %d: a loop that still uses it is no longer saved",
             url,
             earlier.head_step,
         )

@@ -41,7 +41,7 @@ def weigh_loss(
 
     def look() -> dict[str, Any]:
         arena = engine.arena
-        # If live values are not finite any more, their last known distances are used.
+        # If live values are no longer finite, their last known distances are used.
         known = engine.settings.norm == "l2"
         distance = arena.distance.copy() if known else np.full(len(arena.distance), np.nan)
         distance[ids] = np.where(np.isfinite(now), now, distance[ids])

@@ -10,25 +10,16 @@ numbers of the settled moment are restored last, right before the first new batc
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset
-
-from scarctl.checkpoint.randomness import Raw, generators_of, raw, restore_rng, undisturbed
-from scarctl.errors import UsageError
+from scarctl.checkpoint.randomness import raw, restore_rng, undisturbed
 from scarctl.session.numbering import is_enumerated
+from scarctl.session.passes import END, Pass, Rng, leave
 from scarctl.state.caveats import Caveats
 
 T = TypeVar("T")
-Rng = Raw | Mapping[str, Any]
-"""States of the random generators: as they were read here, or as they were saved."""
-
-_LOOKAHEAD = 2
-"""Used batches that are loaded again, because a loader may have read ahead."""
 
 
 class Host(Protocol):
@@ -74,9 +65,9 @@ class Loop:
         """Number of the newest batch in its pass, from 0."""
         self._begun: Rng | None = None
         """Random numbers with which this epoch began."""
-        self._passes: list[_Pass] = []
+        self._passes: list[Pass] = []
         """Passes of this epoch."""
-        self._former: list[_Pass] = []
+        self._former: list[Pass] = []
         """Passes of the previous epoch, whose loaders the next one reads again."""
         self._left: list[Mapping[str, Any]] = []
         """State of the loaders when the resumed run stopped, by number of their passes."""
@@ -141,9 +132,9 @@ class Loop:
         saved = self._again.pop(0) if self._again else None
         number = len(self._passes)
         if saved is None and id(loader) not in self._known and number < len(self._left):
-            _leave(loader, self._left[number])
+            leave(loader, self._left[number])
         self._known.add(id(loader))
-        this = _Pass(loader, self._workers)
+        this = Pass(loader, self._workers)
         if saved is None:
             if self._stale():
                 self._settle()
@@ -154,6 +145,11 @@ class Loop:
             self._passes.append(this)
             with undisturbed():
                 iterator = this.begin_again(saved, same_rank=self._rank == saved["rank"])
+            if this.differs:
+                self._host.doubt(
+                    f"batch {this.count - 1} of the epoch, the last one before the run stopped, is another one now: "
+                    "the data, their order or the batch size have changed"
+                )
             if self._rank != saved["rank"]:
                 self._host.caveats.say(
                     "another-ranks-order",
@@ -162,8 +158,8 @@ class Loop:
         while not this.done:
             self._proceed()
             with this.fetching(self._host.caveats):
-                batch = next(iterator, _END)
-            if batch is _END:
+                batch = next(iterator, END)
+            if batch is END:
                 break
             if saved is not None and this.count == saved["count"] > 0 and is_enumerated(itself[0]()):
                 self._host.doubt(
@@ -171,7 +167,7 @@ class Loop:
                     "use session.batch, the right number"
                 )
             self.batch = this.count
-            this.count += 1
+            this.gives(batch)
             self._since += 1
             self._host.handed_out()
             # A loop that leaves here breaks, and the next epoch settles it; or it fails at an unknown place.
@@ -246,186 +242,3 @@ class Loop:
         self._again, self._left = list(position["passes"]), list(position["left"])
         self._position, self._head, self._restored = dict(position), head, head
         self._held = raw()
-
-
-_END: Any = object()
-
-
-class _Pass:
-    """One pass over a loader within an epoch."""
-
-    def __init__(self, loader: Any, workers: dict[int, Rng]) -> None:
-        self._loader = loader
-        self._workers = workers
-        self.count = 0
-        """Batches handed out."""
-        self.done = False
-        self._own = generators_of(loader)
-        self._begun: Rng = {}
-        """Random numbers before the iterator was made."""
-        self._before: Rng | None = None
-        """Random numbers before the newest batch was requested."""
-        self._own_begun: list[torch.Tensor] = []
-        self._iteration = getattr(loader, "iteration", None)
-        """Accelerate's loaders count their passes, and shuffle by that number."""
-        self._stays = bool(getattr(loader, "persistent_workers", False) and loader.num_workers)
-        self._first = self._stays and id(loader) not in workers
-
-    def begin(self) -> Iterator[Any]:
-        self._begun = raw()
-        self._own_begun = [generator.get_state() for generator in self._own]
-        if self._first:
-            self._workers[id(self._loader)] = self._begun
-        iterator: Iterator[Any] = iter(self._loader)
-        return iterator
-
-    def begin_again(self, saved: Mapping[str, Any], *, same_rank: bool) -> Iterator[Any]:
-        """Repeat the pass that a stopped run had begun, without the batches that it used.
-
-        Raises UsageError if the data end before the saved position.
-        """
-        if saved["done"]:
-            _leave(self._loader, saved)
-            self.done, self.count = True, saved["count"]
-            return iter(())
-        _set_iteration(self._loader, saved["iteration"])
-        self._iteration = saved["iteration"]
-        if not same_rank:
-            saved = {**saved, "begun": raw(), "before": None, "workers": None, "own_begun": []}
-        self._begun, self._before = saved["begun"], saved["before"]
-        self._own_begun = list(saved["own_begun"])
-        count = saved["count"]
-        skip = max(0, count - _LOOKAHEAD) if _is_indexed(self._loader) else 0
-        if self._stays and saved["workers"] is not None:
-            self._workers[id(self._loader)] = saved["workers"]
-            self._first = torch.equal(saved["workers"]["torch"], saved["begun"]["torch"])
-            if not self._first:
-                # Persistent workers start with the first pass, which draws one more number.
-                restore_rng(saved["workers"])
-                iter(self._loader)
-        restore_rng(self._begun)
-        _set(self._own, self._own_begun)
-        with _without_first(self._loader, skip):
-            iterator: Iterator[Any] = iter(self._loader)
-            for number in range(skip, count):
-                if number == count - 1 and self._before is not None:
-                    restore_rng(self._before)
-                if next(iterator, _END) is _END:
-                    raise UsageError(
-                        f"the data ends before batch {count} of the epoch, up to which the run had trained",
-                        hint="use the data and batch size of the run to resume, or a new store",
-                    )
-        self.count = count
-        if same_rank:
-            _set(self._own, saved["own_now"])
-        return iterator
-
-    @contextlib.contextmanager
-    def fetching(self, caveats: Caveats) -> Iterator[None]:
-        """Record the random numbers around a request for a batch, and report draws that cannot be repeated."""
-        before = self._before = raw()
-        yield
-        if self._stays and not self._first:
-            caveats.say(
-                "persistent-workers",
-                "a DataLoader's workers stay over epochs (persistent_workers=True), and their random numbers are not "
-                "saved, so that they differ after a resume. Omit persistent_workers",
-            )
-        streams = isinstance(getattr(self._loader, "dataset", None), IterableDataset)
-        if streams and self.count and not self._loader.num_workers and not before.same_on_host(raw()):
-            caveats.say(
-                "stream-draws",
-                "an IterableDataset draws from the global random generators, as the loop does, so that its data differ "
-                "after a resume. Give it its own generator, or read it with num_workers=1",
-            )
-
-    def end(self) -> None:
-        self.done = True
-
-    def state(self) -> dict[str, Any]:
-        found = {
-            "count": self.count,
-            "done": self.done,
-            "iteration": self._iteration,
-            **self.left(),
-        }
-        if not self.done:
-            found |= {
-                "begun": self._begun,
-                "before": self._before,
-                "own_begun": self._own_begun,
-                "workers": self._workers.get(id(self._loader)) if self._stays else None,
-            }
-        return found
-
-    def left(self) -> dict[str, Any]:
-        """Return the loader's current state; see `_leave`."""
-        return {
-            "iteration_now": getattr(self._loader, "iteration", None),
-            "own_now": [generator.get_state() for generator in self._own],
-        }
-
-
-def _leave(loader: Any, state: Mapping[str, Any]) -> None:
-    """Set a loader to the state that `_Pass.left` returned."""
-    _set_iteration(loader, state["iteration_now"])
-    _set(generators_of(loader), state["own_now"])
-
-
-def _set_iteration(loader: Any, iteration: int | None) -> None:
-    if iteration is not None and hasattr(loader, "iteration"):
-        loader.set_epoch(iteration)
-
-
-def _set(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
-    if len(generators) == len(states):
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-
-
-def _is_indexed(loader: Any) -> bool:
-    """Return whether batches can be skipped without loading them, and without changing later ones."""
-    inner = getattr(loader, "base_dataloader", loader)
-    return (
-        type(inner) is DataLoader
-        and not isinstance(inner.dataset, IterableDataset)
-        and inner.num_workers == 0
-        and not hasattr(inner, "state_dict")
-    )
-
-
-@contextlib.contextmanager
-def _without_first(loader: Any, skip: int) -> Iterator[None]:
-    """Make an iterator over `loader`, made and first read inside, begin after `skip` batches."""
-    if not skip:
-        yield
-        return
-    inner = getattr(loader, "base_dataloader", loader)
-    name = "batch_sampler" if inner.batch_sampler is not None else "sampler"
-    sampler = getattr(inner, name)
-    # A loader refuses other samplers than its first, but reads it for each iterator.
-    object.__setattr__(inner, name, _Rest(sampler, skip))
-    try:
-        yield
-    finally:
-        object.__setattr__(inner, name, sampler)
-
-
-class _Rest:
-    """A sampler without its first draws."""
-
-    def __init__(self, sampler: Any, skip: int) -> None:
-        self._sampler = sampler
-        self._skip = skip
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        rest = iter(self._sampler)
-        for _ in range(self._skip):
-            next(rest, None)
-        yield from rest

@@ -1,8 +1,4 @@
-"""Define a session's questions to the other ranks that train with it, and implement them for a single process.
-
-`scarctl.distributed.coordinator.Crew` implements them for several ranks, and `scarctl.distributed.members.Membership`
-for a process that shares only the store. All ranks make these calls in the same order.
-"""
+"""Ask the other ranks that train with this process, and answer for a process that trains alone."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
-from scarctl.checkpoint.selector import OwnSelector, Selector
+from scarctl.checkpoint.selector import Selector
 from scarctl.config import SessionSettings
 from scarctl.daemon.request import Wish
 from scarctl.errors import UsageError
@@ -24,7 +20,6 @@ from scarctl.persist.saver import Saver
 from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
 from scarctl.state.caveats import Caveats
 from scarctl.state.extras import Extras
-from scarctl.state.identity import Lockstep
 from scarctl.state.layout import Layout
 from scarctl.state.version import step_of
 from scarctl.store import Store, topology_epochs
@@ -78,84 +73,6 @@ class Elsewhere(Protocol):
         """Write this process's share into the arena. Raises NoIntactCopy, with no live value changed."""
 
 
-class Together(Lockstep, Protocol):
-    """A session's questions to all processes that train together."""
-
-    def open_store(self, settings: SessionSettings) -> Store:
-        """Return this process's view of the store. Raises as `Store.create` does."""
-
-    def agree(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
-        """Make the call in all processes. If it fails in one, undo it and raise in all."""
-
-    def selector(self) -> Selector:
-        """Return the selector of partitions for partial checkpoints."""
-
-    def keep_copies(self, saver: Saver, settings: SessionSettings, caveats: Caveats) -> None:
-        """Have other hosts keep copies of this process's memory, if the settings say so. Its saver is open.
-
-        What cannot be kept is a caveat. Raises Unavailable if a rank is gone.
-        """
-
-    def begin(self, store: Store) -> None:
-        """Note in the store which ranks write to it. Called before a session writes."""
-
-    def holds_earlier_run(self, store: Store) -> bool:
-        """Return whether the store holds an earlier run."""
-
-    def agree_on_state(self, found: Found | None, store: Store) -> AgreedState | None:
-        """Agree on the state from which all continue. Return None if a process has no complete state."""
-
-    def completed(self, extras: Extras) -> Extras:
-        """Return the extras; what is this rank's own and was never saved, or by another rank, stays as it is now."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process does the work that one process does for all."""
-
-    def gather(self, value: object) -> list[Any]:
-        """Return the values of all processes, by rank: plain values, as in `scarctl.state.codec`."""
-
-    @property
-    def several(self) -> bool:
-        """Whether other ranks train with this one."""
-
-    @property
-    def moved(self) -> bool:
-        """Whether the state in the store was saved under another division than that of these processes."""
-
-    @property
-    def brought(self) -> bool:
-        """Whether this process's arena was brought from another host when it started."""
-
-    def elsewhere(self, store: Store, mode: str, snapshot: str | None) -> Elsewhere | None:
-        """Return the state that a previous set of processes has saved; None if the store has no such state."""
-
-    def lost_ids(self, lost: Lost, layout: Layout, store: Store) -> NDArray[np.int64]:
-        """Return the partitions of this process that `lost` names. Raises UsageError if no process has any."""
-
-    def spread(self) -> None:
-        """Send restored live values of this process to the other ranks that hold them."""
-
-    def grant(self, wishes: deque[Wish], selector: Selector, *, regular: bool) -> Wish | None:
-        """Return the wish that all processes fulfil after this same step. regular: a regular checkpoint is due."""
-
-    def rescue(self, store: Store, step: int, extras: Callable[[], Extras], whole: str) -> None:
-        """Update the arenas of dead ranks, after a failure, once this process has saved its state of `step`.
-
-        extras: extras of the step.
-        whole: the name of the whole state, "" if it has none.
-
-        Live values must not change meanwhile. Never raises.
-        """
-
-    def close(self) -> None:
-        """End the session's part, without waiting for other processes."""
-
-
 def refuse_peers(settings: SessionSettings) -> None:
     """Raise UsageError if other hosts are to keep copies: processes without ranks do not know any."""
     if settings.peers:
@@ -180,74 +97,98 @@ class WrittenByRanks(UsageError):
     """The store is written by several ranks, so that a single process cannot use it."""
 
 
-class Alone:
-    """A process that trains on its own."""
+class Together:
+    """A session's questions to all processes that train together, and the answers of a process that trains alone.
 
-    moved = several = brought = False
-    leads = True
+    `scarctl.distributed.coordinator.Crew` answers them for several ranks, and `scarctl.distributed.members.Membership`
+    for a process that shares only the store. All ranks make these calls in the same order.
+    """
+
     rank = 0
+    """The number of this process."""
+    start: str
+    """See `scarctl.state.identity.Lockstep`."""
+    moved = False
+    """Whether the state in the store was saved under another division than that of these processes."""
+    brought = False
+    """Whether this process's arena was brought from another host when it started."""
 
     def __init__(self) -> None:
         self.start = uuid.uuid4().hex
 
-    def writes(self) -> int:
-        """See `Together`. Always 0: no other process has to compute the same name for a state."""
-        return 0
+    @property
+    def leads(self) -> bool:
+        """Whether this process does the work that one process does for all."""
+        return self.rank == 0 or not self.several
+
+    @property
+    def several(self) -> bool:
+        """Whether other ranks train with this one."""
+        return False
 
     def gather(self, value: object) -> list[Any]:
-        """See `Together`."""
+        """Return the values of all processes, by rank: plain values, as in `scarctl.state.codec`."""
         return [value]
 
+    def agree(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
+        """Make the call in all processes. If it fails in one, undo it and raise in all."""
+        return call()
+
+    def writes(self) -> int:
+        """See `scarctl.state.identity.Lockstep`. Always 0 alone: no other process computes the name of a state."""
+        return 0
+
     def open_store(self, settings: SessionSettings) -> Store:
-        """See `Together`. Raises WrittenByRanks; UsageError if other hosts are to keep copies."""
+        """Return this process's view of the store. Raises as `Store.create` does.
+
+        Alone it raises WrittenByRanks too, and UsageError if other hosts are to keep copies.
+        """
         refuse_peers(settings)
         store = Store.create(settings.store, **settings.fixed(), **settings.place())
         try:
             refuse_members(store)
+            if topology_epochs(store):
+                raise WrittenByRanks(
+                    f"{store.url} is written by several ranks",
+                    hint="omit ranks=False, or use another store",
+                    kind="store-of-ranks",
+                )
         except BaseException:
             store.close()
             raise
-        if topology_epochs(store):
-            store.close()
-            raise WrittenByRanks(
-                f"{store.url} is written by several ranks",
-                hint="omit ranks=False, or use another store",
-                kind="store-of-ranks",
-            )
         return store
 
-    def agree(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
-        """See `Together`."""
-        return call()
-
     def selector(self) -> Selector:
-        """See `Together`."""
-        return OwnSelector()
+        """Return the selector of partitions for partial checkpoints."""
+        return Selector()
 
     def keep_copies(self, saver: Saver, settings: SessionSettings, caveats: Caveats) -> None:
-        """See `Together`. A process that trains alone has no other host: `open_store` refuses to."""
+        """Have other hosts keep copies of this process's memory, if the settings say so. Its saver is open.
+
+        What cannot be kept is a caveat. Raises Unavailable if a rank is gone.
+        """
 
     def begin(self, store: Store) -> None:
-        """See `Together`."""
+        """Note in the store which ranks write to it. Called before a session writes."""
 
     def holds_earlier_run(self, store: Store) -> bool:
-        """See `Together`."""
+        """Return whether the store holds an earlier run."""
         return store.current_layout() is not None
 
     def agree_on_state(self, found: Found | None, store: Store) -> AgreedState | None:
-        """See `Together`."""
+        """Agree on the state from which all continue. Return None if a process has no complete state."""
         return None if found is None else AgreedState(found.step, found.extras, found.exact)
 
     def completed(self, extras: Extras) -> Extras:
-        """See `Together`."""
+        """Return the extras; what is this rank's own and was never saved, or by another rank, stays as it is now."""
         return extras
 
     def elsewhere(self, store: Store, mode: str, snapshot: str | None) -> Elsewhere | None:
-        """See `Together`."""
+        """Return the state that a previous set of processes has saved; None if the store has no such state."""
         return None
 
     def lost_ids(self, lost: Lost, layout: Layout, store: Store) -> NDArray[np.int64]:
-        """See `Together`."""
+        """Return the partitions of this process that `lost` names. Raises UsageError if no process has any."""
         names = [group.name for group in layout.groups]
         items = parse_lost(lost, names, range(store.settings.shards))
         ids, unmatched = find_lost(items, layout, store.shard_of(layout), self.rank)
@@ -255,14 +196,20 @@ class Alone:
         return ids
 
     def spread(self) -> None:
-        """See `Together`."""
+        """Send restored live values of this process to the other ranks that hold them."""
 
     def grant(self, wishes: deque[Wish], selector: Selector, *, regular: bool) -> Wish | None:
-        """See `Together`."""
+        """Return the wish that all processes fulfil after this same step. regular: a regular checkpoint is due."""
         return wishes.popleft() if wishes else None
 
     def rescue(self, store: Store, step: int, extras: Callable[[], Extras], whole: str) -> None:
-        """See `Together`."""
+        """Update the arenas of dead ranks, after a failure, once this process has saved its state of `step`.
+
+        extras: extras of the step.
+        whole: the name of the whole state, "" if it has none.
+
+        Live values must not change meanwhile. Never raises.
+        """
 
     def close(self) -> None:
-        """See `Together`."""
+        """End the session's part, without waiting for other processes."""

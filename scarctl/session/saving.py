@@ -285,7 +285,7 @@ class Saving:
             self.fault(error)
 
     def rest(self) -> None:
-        """Wait for the current `look_ahead`, and release arena and state for good."""
+        """Wait for the current `look_ahead`, and release arena and state."""
         self._checkpoints.rest(self._opening.engine)
 
     def _ready(self, engine: Engine) -> bool:

@@ -30,7 +30,7 @@ from scarctl.session.metrics import measure
 from scarctl.session.opening import Opening, claim
 from scarctl.session.origin import Origin
 from scarctl.session.parts import Parts
-from scarctl.session.peers import Alone, Together, check_wait
+from scarctl.session.peers import Together, check_wait
 from scarctl.session.progress import Progress
 from scarctl.session.recover import Resumed, check_mode, facts, recover_live, said
 from scarctl.session.requests import Requests, answer
@@ -63,7 +63,7 @@ class Session:
         self.settings = settings
         self.caveats = Caveats()
         """Parts of this run that are not protected or not exact. Each caveat was logged at WARNING."""
-        self._together = together or Alone()
+        self._together = together or Together()
         self._adapter = adapter
         self._hooked = hooks == "auto"
         self._hooked_begin = hooks == "begin"
@@ -182,7 +182,7 @@ class Session:
         """Yield the batches of `loader`, any iterable, that this epoch has not used yet: use it instead of `loader`.
 
         A loop that reads its data here resumes exactly: with the state of when it asked for the next batch. Other work
-        per epoch belongs into the loop over `epochs`. Raises UsageError if the data end before the batch reached.
+        per epoch belongs in the loop over `epochs`. Raises UsageError if the data end before the batch reached.
         """
         self._check_open()
         return self._progress.loop.batches(loader)

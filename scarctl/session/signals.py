@@ -298,7 +298,7 @@ class _Watch:
             except BlockingIOError:
                 pass  # it is woken up anyway
             except OSError as error:
-                log.debug("the earlier wakeup file has no reader any more: %s", error)
+                log.debug("the earlier wakeup file no longer has a reader: %s", error)
                 self._chained = -1
 
     # -- in the callbacks' thread -------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Steps:
         started = time.perf_counter()
         try:
             self._gate.enter()
-            # Noted after `finish`: otherwise a flush in between would count the coming step's rows as saved.
+            # Noted after `finish`: otherwise a flush before that would count the coming step's rows as saved.
             if self.touched is not None:
                 self._note_touched()
         finally:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from scarctl.checkpoint.randomness import Raw, digests, draws, raw
+from scarctl.session.changes import Changes
 
 _GAPS = 3
 """Number of gaps between steps that are kept, to learn how much the loop usually draws in one."""
@@ -65,6 +66,7 @@ class Witness:
         self._expected: Mapping[str, Any] | None = None
         self._kept: tuple[int, Mapping[str, Any]] | None = None
         """The step from which the run resumed, and the digests saved with it."""
+        self._changes = Changes(modules)
 
     @property
     def looks(self) -> bool:
@@ -137,7 +139,7 @@ class Witness:
         gap = next((gap for gap in self._gaps if gap.step == step), None)
         if not self.looks:
             return None
-        found: dict[str, Any] = {"rank": self._rank}
+        found: dict[str, Any] = {"rank": self._rank, "changed": self._changes.now()}
         if gap is not None and gap.ended is not None:
             found |= {"drawn": digests(gap.ended), "inputs": _digest(gap.inputs)}
         elif self._kept is not None and self._kept[0] == step:
@@ -166,21 +168,18 @@ class Witness:
         if expected is None or not self._gaps or self._gaps[-1].ended is None:
             return []
         gap = self._gaps[-1]
+        found = self._changes.differences(expected.get("changed"), followed="drawn" in expected)
         if isinstance(expected.get("drawn"), dict):
             now = digests(gap.ended)  # type: ignore[arg-type]
             moved = [name for name, digest in now.items() if expected["drawn"].get(name) != digest]
-            found = (
-                [f"the first forward begins with other random numbers of {' and '.join(moved)}"]
-                if moved
-                else []
-            )
+            if moved:
+                found.append(f"the first forward begins with other random numbers of {' and '.join(moved)}")
             inputs = _digest(gap.inputs)
             if expected.get("inputs") and inputs and expected["inputs"] != inputs:
                 found.append("the first batch is not the one that came next in the run that was stopped")
             return found
         if self._framework:
-            return []  # the framework restores its own position
-        found = []
+            return found  # the framework restores its own position
         usual = expected.get("usual")
         usual = [counts for counts in usual if counts is not None] if isinstance(usual, list) else []
         drawn = gap.drawn()

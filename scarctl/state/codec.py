@@ -49,7 +49,7 @@ _MAX_CONTAINERS = 3 << 18
 _LEAF_DEPTH = 2
 """A leaf may be an object in an object: {"np.str": {"str": ..}}."""
 
-_NUMPY = {
+NUMPY = {
     "F64": "<f8",
     "F32": "<f4",
     "F16": "<f2",
@@ -64,7 +64,8 @@ _NUMPY = {
     "BOOL": "|b1",
     "C64": "<c8",
 }
-_NAMES = {numpy: name for name, numpy in _NUMPY.items()}
+"""numpy's name of each dtype that it has."""
+_NAMES = {numpy: name for name, numpy in NUMPY.items()}
 # Long doubles are left out, because their bytes differ between machines. Text of no length is left out, because
 # zero bytes could then claim any number of values.
 _PORTABLE = re.compile(
@@ -100,9 +101,9 @@ class RawTensor:
         reason = _fault(self)
         if reason:
             raise UsageError(f"not a tensor: {reason}")
-        if self.dtype not in _NUMPY:
+        if self.dtype not in NUMPY:
             raise UsageError(f"numpy has no dtype for {self.dtype}")
-        return np.ndarray(self.shape, _NUMPY[self.dtype], bytearray(self.data))
+        return np.ndarray(self.shape, NUMPY[self.dtype], bytearray(self.data))
 
 
 def encode(obj: object) -> tuple[str, Tensors]:
@@ -373,7 +374,7 @@ class _Decoder:
     def _array(self, body: Any, _: int) -> object:
         if isinstance(body, str):
             tensor = self._tensor(body)
-            dtype, shape = _dtype(_NUMPY.get(tensor.dtype)), tensor.shape
+            dtype, shape = _dtype(NUMPY.get(tensor.dtype)), tensor.shape
         else:
             name, text, sizes = _checked(body, list, 3)
             tensor, dtype, shape = self._tensor(name, "U8"), _dtype(text), tuple(_checked(sizes, list))

@@ -34,6 +34,7 @@ from scarctl.state.group import (
     json_fields,
 )
 from scarctl.util.arrays import Ids
+from scarctl.util.splitmix import mixed, splitmix64
 
 __all__ = [
     "DTYPES",
@@ -238,9 +239,8 @@ class Layout:
         """Assign every partition to a shard at random: int32 of shape (partitions,), values in 0..count - 1.
 
         The numbers of partitions per shard differ by at most one. The same partitions, count and seed give
-        the same result on every machine and in every version. Partitions are ranked by a splitmix64 hash of their id
-        (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), which no two ids
-        share. Raises UsageError when count is not in 1..2**31 - 1.
+        the same result on every machine and in every version. Partitions are ranked by a splitmix64 hash of their id,
+        which no two ids share. Raises UsageError when count is not in 1..2**31 - 1.
         """
         if not 1 <= count < 1 << 31:
             raise UsageError(f"{count} shards are impossible", hint="give at least 1 and fewer than 2**31")
@@ -253,13 +253,17 @@ class Layout:
         count = min(count, n)
         edges = -(-np.arange(1, count) * n // count)
         pieces = [(first, min(first + _CHUNK, n)) for first in range(0, n, _CHUNK)]
-        hashes = np.empty(n, dtype=np.uint64)
+        state, hashes = mixed(seed), np.empty(n, dtype=np.uint64)
+
+        def hashed(first: int, stop: int) -> NDArray[np.uint64]:
+            return splitmix64(np.arange(first + 1, stop + 1), state)
+
         for first, stop in pieces:
-            hashes[first:stop] = _hashes(first, stop, seed)
+            hashes[first:stop] = hashed(first, stop)
         hashes.partition(edges)
         lowest = hashes[edges]
         for first, stop in pieces:  # hashing again is cheaper than a second array
-            result[first:stop] = np.searchsorted(lowest, _hashes(first, stop, seed), side="right")
+            result[first:stop] = np.searchsorted(lowest, hashed(first, stop), side="right")
         return result
 
     def to_json(self) -> dict[str, Any]:
@@ -430,21 +434,3 @@ def _excess(partitions: int, nbytes: int) -> str:
 def _frozen(array: Ids) -> Ids:
     array.setflags(write=False)
     return array
-
-
-def mix64(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply splitmix64's finaliser in place: a bijection of the 64-bit integers."""
-    z ^= z >> np.uint64(30)
-    z *= np.uint64(0xBF58476D1CE4E5B9)
-    z ^= z >> np.uint64(27)
-    z *= np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
-    return z
-
-
-def _hashes(first: int, stop: int, seed: int) -> NDArray[np.uint64]:
-    """Return values first..stop - 1 of splitmix64, no two of them equal: uint64 of shape (stop - first,)."""
-    z = np.arange(first + 1, stop + 1, dtype=np.uint64)
-    z *= np.uint64(0x9E3779B97F4A7C15)
-    z += mix64(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
-    return mix64(z)

@@ -8,24 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.state.codec import NUMPY
 from scarctl.util.arrays import Bytes
 
-_NUMPY = {
-    "F64": "<f8",
-    "F32": "<f4",
-    "F16": "<f2",
-    "I64": "<i8",
-    "I32": "<i4",
-    "I16": "<i2",
-    "I8": "i1",
-    "U64": "<u8",
-    "U32": "<u4",
-    "U16": "<u2",
-    "U8": "u1",
-    "BOOL": "u1",
-    # Real and imaginary parts as separate values, which is enough for a norm.
-    "C64": "<f4",
-}
+# Booleans as numbers; real and imaginary parts as separate values, which is enough for a norm.
+_NUMPY = {**NUMPY, "BOOL": "|u1", "C64": "<f4"}
 
 # (exponent bits, mantissa bits, bias, encoding of infinity and NaN)
 _FLOAT8 = {

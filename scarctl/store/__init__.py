@@ -1,4 +1,4 @@
-"""The store: segments, logs, indexes, and the protocol that commits to them. Format: docs/FORMAT.md."""
+"""Keep saved state: segments, logs, indexes, and the protocol that commits to them. Format: docs/FORMAT.md."""
 
 from scarctl.store.backends.base import Blobs, InDoubt
 from scarctl.store.backends.local import LocalBlobs

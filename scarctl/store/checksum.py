@@ -13,6 +13,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from scarctl.util.splitmix import GAMMA, mix64
+
 WIDE = 4096
 """Full pieces of at least this many bytes are hashed one by one."""
 
@@ -21,24 +23,18 @@ _CHUNK = 1 << 16  # words hashed at a time: source and constants stay in the cac
 _FEW = 8  # below this many words per piece a loop over words beats a reduction over them
 
 
-def mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply the finalizer of splitmix64 (Steele, Lea, Flood, 2014), elementwise."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def _next(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the first value of splitmix64 from each state."""
+    return mix64(states + GAMMA)
 
 
-def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    return mix(x + np.uint64(0x9E3779B97F4A7C15))
-
-
-_W = splitmix64(np.arange(_WORDS + 1, dtype=np.uint64)) | np.uint64(1)
+_W = _next(np.arange(_WORDS + 1, dtype=np.uint64)) | np.uint64(1)
 
 
 @functools.cache
 def tensor_constant(t: int) -> np.uint64:
     """Return the odd factor of a group's tensor number `t` in the partition's checksum."""
-    return np.uint64(splitmix64(np.array([(1 << 32) + t], np.uint64))[0] | np.uint64(1))
+    return np.uint64(_next(np.array([(1 << 32) + t], np.uint64))[0] | np.uint64(1))
 
 
 def hash_rows(rows: NDArray[np.uint8]) -> NDArray[np.uint64]:
@@ -62,7 +58,7 @@ def hash_rows(rows: NDArray[np.uint8]) -> NDArray[np.uint64]:
         else:
             np.einsum("ij,j->i", values, factors, out=into)
     out += np.uint64(length * int(_W[_WORDS]) % (1 << 64))
-    return mix(out)
+    return mix64(out)
 
 
 def hash_pieces(data: NDArray[np.uint8], piece: int, count: int) -> NDArray[np.uint64]:

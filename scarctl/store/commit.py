@@ -147,7 +147,7 @@ class Publisher:
         first = record_path(record.shard, boundary + 1 if boundary else 0)
         if not self._store.blobs.has(first):
             self._require_store()
-            if not self._store.blobs.has(first):  # the store may have become reachable in between
+            if not self._store.blobs.has(first):  # the store may have become reachable meanwhile
                 return False
         index = log.newest_index()
         if index < 0:

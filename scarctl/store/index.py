@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.state.codec import NUMPY
 from scarctl.state.version import MAX_EPOCH, MAX_STEP, NEVER
 from scarctl.store.backends.base import Blobs
 from scarctl.store.format import (
@@ -40,7 +41,6 @@ _OTHERS, _OF_SEGMENT = 64, 8
 _WHOLE = 16
 """Bytes of an identity in an index."""
 _COLUMNS = {"ids": "I64", "version": "I64", "position": "I64", "segment": "I32", "checksum": "U64"}
-_NUMPY = {"I64": "<i8", "I32": "<i4", "U64": "<u8", "U8": "u1"}
 
 
 def dump_index(state: ShardState) -> list[bytes | memoryview]:
@@ -124,7 +124,7 @@ def parse_index(raw: NDArray[np.uint8], what: object, *, shard: int, seq: int) -
 
     def column(name: str, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
         e = header.entry(name, dtype, shape, what)
-        return raw[e.start : e.stop].view(_NUMPY[dtype]).reshape(e.shape)
+        return raw[e.start : e.stop].view(NUMPY[dtype]).reshape(e.shape)
 
     names_whole = "wholes" in header.tensors
     segments = f.raw("segments")

@@ -75,7 +75,7 @@ class PrunePlan:
     topology: Topology | None = None
     """Topology of the ranks that save to the store, if there are several."""
     retire: tuple[int, ...] = ()
-    """Shards of earlier ranks that no state needs any more."""
+    """Shards of earlier ranks that no state needs."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
@@ -235,7 +235,7 @@ def _collect(writer: StoreWriter, keep: tuple[SealedSet, ...], done: Pruned) -> 
 
 
 def _retire(store: Store, state: ShardState, done: Pruned) -> None:
-    """Remove all members of a shard, and collect their files. After a kill in between, the next call continues."""
+    """Remove all members of a shard, and collect their files. After a kill, the next call continues."""
     assert state.layout is not None, "a shard with files has a layout"
     view = store.of_shard(state.shard, state.epoch + 1)
     nobody = np.broadcast_to(np.int32(-1), state.layout.partitions)

@@ -206,7 +206,7 @@ def create_snapshot(store: Store, name: str, sealed: SealedSet) -> Snapshot:
 
 
 def delete_snapshot(store: Store, name: str) -> None:
-    """Delete a snapshot for good. Files that only it needs are collected later.
+    """Delete a snapshot permanently. Files that only it needs are collected later.
 
     Raises UsageError (kind "no-snapshot").
     """

@@ -72,7 +72,7 @@ class StoreWriter:
         nothing = {} if store.part is None else {store.part.shard: np.empty(0, np.int64)}
         self._members = nothing | members_by_shard(shard_of)
         self._pid = os.getpid()
-        self._dead: ScarError | None = None  # why nothing can be committed any more
+        self._dead: ScarError | None = None  # why no commit is possible
         self._publisher = Publisher(store, self._advance, lambda shard: self.states[shard].boundary)
         self._floor: dict[int, int] = {}  # the step of the newest commit in this epoch
         self._closed = False
@@ -137,7 +137,7 @@ class StoreWriter:
         extras: saved whole with the commit (see `scarctl.state.codec`); None: no extras.
         verify_source: called after the data are written; False discards the segment and raises Overwritten.
 
-        Raises UsageError (nothing written), Fenced (by a newer writer, for good), Overwritten. Raises Unavailable or
+        Raises UsageError (nothing written), Fenced (by a newer writer, permanently), Overwritten. Raises Unavailable or
         AccessDenied if the commit did not happen, except kind "in-doubt": the next commit settles that first. After an
         error the store is readable at its last acknowledged commit. Except after Fenced, committing again is possible.
         """

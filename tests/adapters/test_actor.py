@@ -142,6 +142,36 @@ def test_members_with_a_model_of_torch(tmp_path: Path) -> None:
     again.kept.close()
 
 
+def test_another_number_of_members_keeps_the_calls_of_each_number(tmp_path: Path) -> None:
+    class Server:
+        def __init__(self, number: int, count: int, replaces: int | None = None) -> None:
+            self.first, stop = 12 * number // count, 12 * (number + 1) // count
+            self.state = {"rows": np.zeros((stop - self.first, 2))}
+            member = scarctl.Member(number, count, {"rows": (self.first, 12)}, replaces)
+            self.kept = Kept(self.state, store=str(tmp_path / "s"), member=member, patience=0.5)
+
+        @once
+        def add(self, row: int, value: float) -> float:
+            self.state["rows"][row - self.first] += value
+            return float(self.state["rows"][row - self.first, 0])
+
+    def answers(
+        count: int, calls: dict[int, tuple[int, float, int]], replaces: int | None = None
+    ) -> list[float]:
+        found = []
+        for number, (row, value, call) in calls.items():
+            server: Any = Server(number, count, replaces)
+            found.append(server.add(row, value, call=("w", call)))
+            server.kept.close()
+        return found
+
+    assert answers(2, {0: (3, 1.0, 1), 1: (6, 2.0, 1)}) == [1.0, 2.0]
+    assert answers(2, {1: (11, 3.0, 2)}) == [3.0]
+    three = {0: (3, 9.0, 1), 1: (6, 1.0, 3), 2: (11, 1.0, 3)}
+    assert answers(3, three, replaces=2) == [1.0, 3.0, 4.0], "member 0 has answered its call 1 before"
+    assert answers(3, {1: (6, 1.0, 3), 2: (11, 1.0, 3)}) == [3.0, 4.0]
+
+
 @pytest.mark.leaves_arena
 def test_a_damaged_seal_is_no_new_beginning(tmp_path: Path, arena_dir: Path) -> None:
     table = Table(tmp_path / "s")

@@ -27,6 +27,7 @@ KEYS = {
     "run",
     "snapshots",
     "caveats",
+    "damage",
     "effective_staleness",
     "events",
     "convergence",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from scarctl.state.version import step_of
 from scarctl.store import Store, newest_topology, verify
 from tests.support.divided import run_member, start
 from tests.support.places import Place
@@ -78,12 +79,28 @@ def test_an_old_one_is_killed_and_its_memory_on_this_host_is_taken_over(tmp_path
     """Its newest steps are in shared memory only."""
     store = tmp_path / "s"
     prepared(store)
-    options = {"daemon": False, "interval": 1}
-    killed(store, 1, 2, tmp_path, kill="scarctl.session.saving.Saving.last", **options)
+    point = "scarctl.store.writer.StoreWriter.commit"
+    program = start(store, 1, 2, 9, tmp_path / "err", kill=point, fraction=1.0, daemon=False)
+    assert program.wait(120) == -signal.SIGKILL, (tmp_path / "err").read_text()
+    assert step_of(Store.open(store).state(1).version).max() == 4
     # The first member of the new number that starts on this host brings them into the store.
-    first = run_member(store, 0, 3, 0, replaces=2)
-    assert first[1] == ROWS[:8]
-    assert all_rows(store, 3) == ROWS
+    assert run_member(store, 0, 3, 0, replaces=2)[1] == ROWS[:8]
+    found = all_rows(store, 3)
+    assert found[:12] == ROWS[:12]
+    assert min(found[12:]) > 4
+
+
+def test_a_rollback_takes_over_what_was_sealed(tmp_path: Path) -> None:
+    store = tmp_path / "s"
+    prepared(store)
+    # Two of its twelve rows are of two more steps, and durable.
+    point = "scarctl.session.saving.Saving.last"
+    program = start(store, 1, 2, 2, tmp_path / "err", kill=point, fraction=1 / 12, daemon=False)
+    assert program.wait(120) == -signal.SIGKILL, (tmp_path / "err").read_text()
+    options: dict[str, Any] = {"replaces": 2, "daemon": False}
+    assert all_rows(store, 3, mode="rollback", **options) == ROWS
+    assert step_of(Store.open(store).state(1).version).max() > 4, "there were newer copies"
+    assert all_rows(store, 2, replaces=3, daemon=False) == ROWS
 
 
 def test_all_of_the_new_ones_start_at_one_moment(tmp_path: Path) -> None:

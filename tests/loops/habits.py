@@ -122,21 +122,6 @@ def loaded(run: Run) -> None:
             run.iterated()
 
 
-def frozen(run: Run, *, at: int, every: bool) -> None:
-    """A layer that is frozen from an epoch on. every: as each epoch begins, not once."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    session = run.attach(model, optimizer)
-    run.resume()
-    for epoch in session.epochs(EPOCHS):
-        if epoch == at or (every and epoch > at):
-            for parameter in model[0].parameters():
-                parameter.requires_grad_(False)
-        for batch in session.batches(shuffled()):
-            train(model, optimizer, batch)
-            run.iterated()
-
-
 def critics(run: Run, *, wrong: bool = False) -> None:
     """WGAN: three steps of the critic for one of the generator. wrong: attached in the other order."""
     torch.manual_seed(1)
@@ -261,6 +246,21 @@ def counted(run: Run, *, numbered: bool) -> None:
             run.iterated()
 
 
+def alternating(run: Run) -> None:
+    """Two optimizers, of which only one steps per batch; the last one ends an iteration."""
+    model = net()
+    optimizers = [
+        torch.optim.Adam(model[0].parameters(), lr=0.01),
+        torch.optim.SGD(model[3].parameters(), lr=0.1),
+    ]
+    session = run.attach(model, optimizers)
+    run.resume()
+    for _ in session.epochs(EPOCHS):
+        for batch in session.batches(DataLoader(Digits(40), batch_size=4, shuffle=True)):
+            train(model, optimizers[session.batch % 2], batch)
+            run.iterated()
+
+
 HABITS = {
     "schedule at the beginning": early_schedule,
     "enumerated": lambda run: counted(run, numbered=False),
@@ -272,11 +272,11 @@ HABITS = {
     "closure, LBFGS": lambda run: closure(run, kind=torch.optim.LBFGS, max_iter=3),
     "swapped": swapped,
     "loaded": loaded,
-    "frozen": lambda run: frozen(run, at=1, every=True),
     "critics": critics,
     "wrong order": lambda run: critics(run, wrong=True),
     "patched step": patched,
     "swa": swa,
     "rates by hand": rates,
     "clipped": clipped,
+    "alternating": alternating,
 }

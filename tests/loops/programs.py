@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import scarctl
 from tests.loops.habits import HABITS
+from tests.loops.oversights import OVERSIGHTS
 from tests.loops.rig import EPOCHS, PER_EPOCH, STEPS, Digits, Run, Stream, by_step, evaluate, net, train
 from tests.loops.samplers import distributed, repeated, stateful
 
@@ -427,7 +428,7 @@ TORCHDATA: dict[str, Program] = {
     "stateful loader by hand, extras": lambda run: stateful(run, ours=False),
     "stateful loader by hand, 2 workers": lambda run: stateful(run, ours=False, workers=2),
 }
-PROGRAMS |= HABITS
+PROGRAMS |= HABITS | OVERSIGHTS
 if find_spec("torchdata") is not None:
     PROGRAMS |= TORCHDATA
 

@@ -46,6 +46,13 @@ REPORTED = {
     "enumerated",
     "loaded",
     "wrong order",
+    "frozen once",
+    "dropout changed once",
+    "other batch size",
+    "other data",
+    "carried gradients",
+    "scaled gradients",
+    "target",
 }
 """Programs that do not resume exactly, but where they were stopped between two epochs, and are told so."""
 DOUBTED = {("seeded by step", "close"), ("stateful loader by hand, extras", "close")}

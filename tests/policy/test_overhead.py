@@ -71,6 +71,7 @@ def constant(value: float) -> Draw:
     return lambda _: value
 
 
+@pytest.mark.slow
 @given(
     budget=st.sampled_from([0.003, 0.01, 0.05]),
     seconds=st.floats(0.0005, 5.0),
@@ -81,7 +82,7 @@ def constant(value: float) -> Draw:
     span=st.integers(1, 6),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_the_budget_is_kept_and_used_for_any_costs(
     budget: float,
     seconds: float,

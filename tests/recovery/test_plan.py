@@ -347,6 +347,7 @@ def test_an_estimate_needs_every_distance() -> None:
     assert estimate(np.array([1e308, 1e308])).to_json() == {"value": None, "kind": "unknown"}
 
 
+@pytest.mark.slow
 @hypothesis_settings(max_examples=8)
 @given(data=st.data())
 def test_whatever_was_saved_last_is_what_comes_back(

@@ -30,6 +30,7 @@ from scarctl.recovery.reshard import find_parts
 from scarctl.recovery.shared_plan import plan_lost, plans_back
 from scarctl.recovery.shares import open_shares
 from scarctl.store import Record, Store, StoreWriter, complete_sets, verify
+from scarctl.store.backends.parallel import idle
 from tests.support.process import Forked, Tell
 from tests.support.ranks import RankStore
 from tests.support.training import drained
@@ -61,11 +62,15 @@ def dies_between_shards() -> None:
     original, alone = StoreWriter.commit, threading.Lock()
 
     def commit(writer: StoreWriter, *args: Any, **kwargs: Any) -> Record:
-        with alone:  # shards are committed at once
+        with idle():  # shards are committed at once, and the other one needs its turn to end
+            alone.acquire()
+        try:
             record = original(writer, *args, **kwargs)
             if record.sealed:
                 os.kill(os.getpid(), signal.SIGKILL)
             return record
+        finally:
+            alone.release()
 
     StoreWriter.commit = commit  # type: ignore[method-assign]
 

@@ -59,8 +59,9 @@ def run_member(
 ) -> tuple[scarctl.session.recover.Resumed, list[int]]:
     """Start one member, train it and end it. Returns what it resumed, and the steps that its rows then had."""
     state = state_of(number, count)
+    mode = options.pop("mode", "partial")
     with attached(store, number, count, state, **options) as session:
-        resumed = session.resume()
+        resumed = session.resume(mode)
         there = steps_of(state, number, count)
         train(session, state, number, count, steps)
     return resumed, there

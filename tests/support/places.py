@@ -127,8 +127,8 @@ KEY, SECRET = "AKIAPLANTEDKEY000001", "planted/secret+of/the/tests"
 
 
 @contextmanager
-def s3_server() -> Iterator[str]:
-    """An S3 server on a free port of the loopback interface; gives its address.
+def s3_server(host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+    """An S3 server at an address of this host, on a free port unless one is given; gives its URL.
 
     Moto's, without what it puts in front of all its services: that takes longer for each request than the request.
     Moto looks whether there is an object and puts one in two steps. S3 does it in one, and so does this.
@@ -142,12 +142,12 @@ def s3_server() -> Iterator[str]:
         def log_request(self, *_: Any) -> None: ...
 
     app = one_request_at_a_time(create_backend_app("s3"))
-    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Quiet)
+    server = make_server(host, port, app, threaded=True, request_handler=Quiet)
     server.daemon_threads = True  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.port}"
+        yield f"http://{host}:{server.port}"
     finally:
         server.shutdown()
         server.server_close()

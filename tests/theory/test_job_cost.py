@@ -117,6 +117,7 @@ def close(one: Cost, other: Cost) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 class TestAgainstMonteCarlo:
     def test_full(self, name: str) -> None:

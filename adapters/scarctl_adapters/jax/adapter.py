@@ -122,7 +122,7 @@ class JaxAdapter:
         return leaves
 
     def adopt(self, tree: Any, leaves: list[Any]) -> None:
-        """Make these leaves the live ones. Nothing may read the former ones any more."""
+        """Make these leaves the live ones. Nothing may read the former ones from now on."""
         if self.automatic and self._caveats is not None and any(map(is_deleted, self._tree.leaves)):
             self._caveats.say(
                 "donated",

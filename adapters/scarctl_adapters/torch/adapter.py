@@ -92,6 +92,7 @@ class TorchAdapter:
         self._states = [OptimizerState(o, homes) for o, homes in zip(self._optimizers, states, strict=True)]
         self._slots = [(home.prefix, Slots(home.optimizer)) for home in self._homes if not home.shares]
         self._caveats = Caveats()
+        self._watching: Watch | None = None
         self._stepping: int | None = None
         """Number of the optimizer whose step has begun."""
 
@@ -153,7 +154,7 @@ class TorchAdapter:
         if not keeps or known is None or not known.hold():
             known = tensors_now(self._model, self._optimizers) if keeps else None
             groups = self._new_groups(predict=stepped)
-            # One assignment, after success: a signal handler may call this method in between.
+            # One assignment, after success: a signal handler may call this method meanwhile.
             self._known = (None, []) if known is None else (known, groups)
         return list(groups)
 
@@ -275,6 +276,8 @@ class TorchAdapter:
 
     def capture_late(self) -> dict[str, Any]:
         """Return optimizers' extras, schedulers, gradient scaler and modules' extra state."""
+        if self._watching is not None:
+            self._watching.outside.look()
         return {
             "optimizers": [
                 {**state.capture(self._unsavable, self._known[0]), **self._names(optimizer)}
@@ -298,7 +301,9 @@ class TorchAdapter:
     def watch(self, caveats: Caveats) -> Watching:
         """See `KnowsCaveats`."""
         self._caveats = caveats
-        return Watch(self._model, self._optimizers, self._homes, caveats)
+        saved = (*self._early.values(), *self._late.values())
+        self._watching = Watch(self._model, self._optimizers, self._homes, caveats, saved)
+        return self._watching
 
     def mix_late(self, theirs: Any, own: Any) -> Any:
         """See `Adapter`."""

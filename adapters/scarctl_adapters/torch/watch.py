@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from scarctl.state.caveats import Caveats
+from scarctl_adapters.torch.carried import Carried
 from scarctl_adapters.torch.homes import Home
+from scarctl_adapters.torch.outside import Outside
 from scarctl_adapters.torch.packing import is_plain_tensor
 from scarctl_adapters.torch.sharding import params_of
 from scarctl_adapters.torch.stepping import running
@@ -24,6 +26,8 @@ from scarctl_adapters.torch.stepping import running
 SLACK = 20
 """Parameters are compared after so many more backward passes than were usual between two steps. Five times as many
 steps of other optimizers, without one of the attached ones, give a warning."""
+FIRST = 4
+"""Iterations in which gradients and other modules are looked at."""
 _LOOKED_AT = 8
 """Number of parameters that are compared, the smallest ones."""
 _LARGEST = 1 << 16
@@ -37,8 +41,14 @@ class Watch:
     """See `KnowsCaveats`."""
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], homes: Sequence[Home], caveats: Caveats
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        homes: Sequence[Home],
+        caveats: Caveats,
+        saved: Iterable[Any] = (),
     ) -> None:
+        """saved: other objects whose state is saved."""
         self._model, self._caveats = model, caveats
         self._ours = {id(o) for o in optimizers} | {id(home.optimizer) for home in homes}
         self._given = {id(o) for o in optimizers}
@@ -70,6 +80,8 @@ class Watch:
         self._counting: dict[int, Any] = {}
         """Handles of the hooks that count, by number of their parameters."""
         self._count(range(len(self._looked_at)))
+        self._carried = Carried(self._looked_at, caveats)
+        self.outside = Outside(model, saved, caveats)
 
     def _count(self, numbers: Iterable[int]) -> None:
         """Count the backward passes of these parameters, and of no others. One that is frozen now can have no hook."""
@@ -90,6 +102,9 @@ class Watch:
             self._forget_passes()
         self._seen = []
         self._caveats.withdraw("no-step")
+        if self._steps <= FIRST:
+            self._carried.stepped()
+            self.outside.stepped()
 
     def _forget_passes(self) -> None:
         """Begin to count anew. Where all parameters have as many, two are enough, until one of these has none."""
@@ -112,6 +127,8 @@ class Watch:
 
     def end(self) -> None:
         """See `Watching`."""
+        self._carried.end()
+        self.outside.end()
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()

@@ -58,7 +58,7 @@ def check_file_system(address: Address) -> None:
 
 
 class Refused(Exception):
-    """A request has failed for good. Never leaves this package."""
+    """A request has failed permanently. Never leaves this package."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(fault.detail)

@@ -75,7 +75,7 @@ class LocalBlobs:
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
-            # A failing disk must not look like an absent file: a writer whose files are absent gives up for good.
+            # A failing disk must not look like an absent file: a writer whose files are absent gives up permanently.
             raise os_error(error, path, "look for") from error
         return True
 

@@ -35,7 +35,7 @@ def train(config: dict[str, Any]) -> None:
     torch.manual_seed(3)
     model = prepare_model(torch.nn.Linear(16, 4))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    session = attach_and_resume(model, optimizer, root=str(folder / "runs"), interval=2)
+    session = attach_and_resume(model, optimizer, root=str(folder / "runs"), interval=2, fraction=1.0)
     preemption = Preemption(session)
 
     def tell(**what: Any) -> None:

@@ -1,0 +1,118 @@
+"""Find modules that take part in training, change, and are not saved: a target network, a teacher, another average."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from scarctl.state.caveats import Caveats
+
+_STEPS = 3
+"""Iterations in which forward passes are looked at."""
+_SAMPLES = 8
+"""Tensors of a module that are compared, one value of each."""
+
+
+class _Other:
+    """A module that is not saved, as it was when it was first seen."""
+
+    def __init__(self, module: nn.Module, tensors: list[torch.Tensor]) -> None:
+        self.module = weakref.ref(module)
+        step = max(1, len(tensors) // _SAMPLES)
+        self._tensors = [weakref.ref(t) for t in tensors[::step][:_SAMPLES]]
+        self._first = self._now()
+
+    def _now(self) -> list[Any]:
+        found: list[Any] = []
+        for known in self._tensors:
+            tensor = known()
+            if tensor is None:
+                continue
+            # Writes through `.data` are not counted. A GPU is not waited for.
+            value = tensor.detach().reshape(-1)[tensor.numel() // 2] if tensor.device.type == "cpu" else None
+            found.append((tensor._version, None if value is None else value.item()))
+        return found
+
+    def changed(self) -> bool:
+        """Return whether one of its tensors has changed."""
+        return self._now() != self._first
+
+
+class Outside:
+    """Looks at all forward passes of the first iterations, and later at the modules found then."""
+
+    def __init__(self, model: nn.Module, saved: Iterable[Any], caveats: Caveats) -> None:
+        """saved: the objects whose state is saved next to that of `model`."""
+        self._caveats = caveats
+        self._saved = [model, *_modules_of(saved)]
+        self._known = {id(module) for owner in self._saved for module in owner.modules()}
+        self._others: list[_Other] = []
+        self._steps = 0
+        self._handle: Any = nn.modules.module.register_module_forward_pre_hook(self._runs)
+
+    def _runs(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling() or id(module) in self._known:
+            return
+        self._known |= {id(inner) for inner in module.modules()}
+        # Wrappers around the model have its tensors. Those of a transformed function have no memory.
+        with contextlib.suppress(RuntimeError):
+            saved = {t.data_ptr() for owner in self._saved for t in _tensors_of(owner)}
+            tensors = [t for t in _tensors_of(module) if t.data_ptr() not in saved]
+            if tensors:
+                self._others.append(_Other(module, tensors))
+
+    def stepped(self) -> None:
+        """Note that an iteration has ended."""
+        self._steps += 1
+        if self._steps == _STEPS:
+            self.end()
+
+    def look(self) -> None:
+        """Report modules that have changed since they were first seen. Called for every checkpoint."""
+        for other in self._others:
+            module = other.module()
+            if module is not None and other.changed():
+                self._caveats.say(
+                    "outside-module",
+                    f"a {type(module).__name__} that is not part of the model runs in the loop and changes, and it is "
+                    "not saved. Pass it in extras, with Extra(..., after_step=True) if the loop does not read "
+                    "session.batches()",
+                )
+
+    def end(self) -> None:
+        """Remove the hook."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.remove()
+
+
+def _modules_of(items: Iterable[Any]) -> list[nn.Module]:
+    """Return the modules among `items`, and those that they have as attributes or values."""
+    found = []
+    for item in items:
+        if isinstance(item, nn.Module):
+            found.append(item)
+            continue
+        inner = (
+            item.values()
+            if isinstance(item, dict)
+            else vars(item).values()
+            if hasattr(item, "__dict__")
+            else ()
+        )
+        found += [value for value in inner if isinstance(value, nn.Module)]
+    return found
+
+
+def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    tensors = (*module.parameters(), *module.buffers())
+    return [
+        t
+        for t in tensors
+        if type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided and t.numel()
+    ]

@@ -1,0 +1,91 @@
+"""Find what a loop's loader keeps in addition to its position: generators of its own, and which batch it gave last."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from scarctl.checkpoint.randomness import generators_of
+from scarctl.state.torch_dtypes import Deferred
+from scarctl.stateful import restore_state, state_of
+
+_INNER = ("sampler", "batch_sampler", "base_dataloader", "dataset", "dl", "transform")
+"""Attributes of loaders, samplers and datasets that may have generators."""
+_SAMPLES = 4096
+"""Values of a large tensor that are compared."""
+
+
+def hidden_generators(loader: Any) -> list[Any]:
+    """Return the generators that a loader, its samplers and its dataset have as attributes, in a stable order.
+
+    Those that `generators_of` returns are left out.
+    """
+    known = set(map(id, generators_of(loader)))
+    owners, found = [loader], list[Any]()
+    for owner in owners:
+        values = list(vars(owner).values()) if hasattr(owner, "__dict__") else []
+        for value in values:
+            kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+            if isinstance(value, kinds) and id(value) not in known:
+                known.add(id(value))
+                found.append(value)
+        inner = (getattr(owner, name, None) for name in _INNER)
+        owners += [item for item in inner if item is not None and all(item is not other for other in owners)]
+    return found
+
+
+def states_of(generators: Sequence[Any]) -> list[Any]:
+    """Return their states."""
+    return [state_of(generator) for generator in generators]
+
+
+def restore_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
+    """Restore the result of `states_of`, unless there are more or fewer generators now."""
+    if len(generators) == len(states):
+        for generator, state in zip(generators, states, strict=True):
+            restore_state(generator, state)
+
+
+class Given(Deferred):
+    """A batch that the loop was given. Its value is a digest, or None if nothing in it can be compared."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, batch: Any) -> None:
+        self._parts = [(part, getattr(part, "_version", 0)) for part in _parts_of(batch, 3)]
+
+    def value(self) -> str | None:
+        """Return the digest: of all values, or of samples of large tensors. None if the loop has changed a tensor."""
+        total = hashlib.blake2b(digest_size=12)
+        for part, version in self._parts:
+            if not isinstance(part, torch.Tensor):
+                total.update(repr(part).encode())
+                continue
+            if part._version != version:
+                return None
+            flat = part.detach().reshape(-1)
+            total.update(f"{part.dtype} {tuple(part.shape)}".encode())
+            if flat.numel() > 2 * _SAMPLES:
+                flat = flat[:: flat.numel() // _SAMPLES]
+            total.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        return total.hexdigest() if self._parts else None
+
+
+def _parts_of(batch: Any, depth: int) -> Iterator[Any]:
+    """Yield the strided tensors and plain values of a batch."""
+    if isinstance(batch, torch.Tensor):
+        if batch.layout is torch.strided and not batch.is_inference():
+            yield batch
+    elif isinstance(batch, int | float | str | bool):
+        yield batch
+    elif depth and isinstance(batch, Mapping):
+        for item in batch.values():
+            yield from _parts_of(item, depth - 1)
+    elif depth and isinstance(batch, list | tuple):
+        for item in batch:
+            yield from _parts_of(item, depth - 1)

@@ -1,0 +1,240 @@
+"""Read a loader once, from its beginning or from where a stopped run left it, and describe that position."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from scarctl.checkpoint.randomness import Raw, generators_of, raw, restore_rng
+from scarctl.errors import UsageError
+from scarctl.session.loader import Given, hidden_generators, restore_states, states_of
+from scarctl.state.caveats import Caveats
+
+Rng = Raw | Mapping[str, Any]
+"""States of the random generators: as they were read here, or as they were saved."""
+
+_LOOKAHEAD = 2
+"""Used batches that are loaded again, because a loader may have read ahead."""
+END: Any = object()
+
+
+class Pass:
+    """One pass over a loader within an epoch."""
+
+    def __init__(self, loader: Any, workers: dict[int, Rng]) -> None:
+        self._loader = loader
+        self._workers = workers
+        self.count = 0
+        """Batches handed out."""
+        self.done = False
+        self._own = generators_of(loader)
+        self._hidden = hidden_generators(loader)
+        self._hidden_begun: list[Any] = []
+        self._hidden_before: list[Any] = []
+        """States before the newest batch was requested."""
+        self._given: Any = None
+        """The newest batch, or a digest of it."""
+        self.differs = False
+        """Whether the last batch of the stopped run, loaded again, was another one."""
+        self._begun: Rng = {}
+        """Random numbers before the iterator was made."""
+        self._before: Rng | None = None
+        """Random numbers before the newest batch was requested."""
+        self._own_begun: list[torch.Tensor] = []
+        self._iteration = getattr(loader, "iteration", None)
+        """Accelerate's loaders count their passes, and shuffle by that number."""
+        self._stays = bool(getattr(loader, "persistent_workers", False) and loader.num_workers)
+        self._first = self._stays and id(loader) not in workers
+
+    def begin(self) -> Iterator[Any]:
+        self._begun = raw()
+        self._own_begun = [generator.get_state() for generator in self._own]
+        self._hidden_begun = states_of(self._hidden)
+        if self._first:
+            self._workers[id(self._loader)] = self._begun
+        iterator: Iterator[Any] = iter(self._loader)
+        return iterator
+
+    def begin_again(self, saved: Mapping[str, Any], *, same_rank: bool) -> Iterator[Any]:
+        """Repeat the pass that a stopped run had begun, without the batches that it used.
+
+        Raises UsageError if the data end before the saved position.
+        """
+        if saved["done"]:
+            leave(self._loader, saved)
+            self.done, self.count = True, saved["count"]
+            return iter(())
+        _set_iteration(self._loader, saved["iteration"])
+        self._iteration = saved["iteration"]
+        if not same_rank:
+            saved = {**saved, "begun": raw(), "before": None, "workers": None, "own_begun": []}
+        self._begun, self._before = saved["begun"], saved["before"]
+        self._own_begun = list(saved["own_begun"])
+        # An older version saved none.
+        self._hidden_begun, self._hidden_before = (
+            saved.get("hidden_begun", []),
+            saved.get("hidden_before", []),
+        )
+        self._given = saved.get("given") if same_rank else None
+        count = saved["count"]
+        skip = max(0, count - _LOOKAHEAD) if _is_indexed(self._loader) else 0
+        if self._stays and saved["workers"] is not None:
+            self._workers[id(self._loader)] = saved["workers"]
+            self._first = torch.equal(saved["workers"]["torch"], saved["begun"]["torch"])
+            if not self._first:
+                # Persistent workers start with the first pass, which draws one more number.
+                restore_rng(saved["workers"])
+                iter(self._loader)
+        restore_rng(self._begun)
+        _set(self._own, self._own_begun)
+        restore_states(self._hidden, self._hidden_begun if same_rank else [])
+        with _without_first(self._loader, skip):
+            iterator: Iterator[Any] = iter(self._loader)
+            for number in range(skip, count):
+                if number == count - 1 and self._before is not None:
+                    restore_rng(self._before)
+                    restore_states(self._hidden, self._hidden_before)
+                batch = next(iterator, END)
+                if batch is END:
+                    raise UsageError(
+                        f"the data ends before batch {count} of the epoch, up to which the run had trained",
+                        hint="use the data and batch size of the run to resume, or a new store",
+                    )
+        self.count = count
+        if count and self._given is not None and _is_plain(self._loader):
+            now = Given(batch).value()
+            self.differs = now is not None and now != self._given
+        if same_rank:
+            _set(self._own, saved["own_now"])
+            restore_states(self._hidden, saved.get("hidden_now", []))
+        return iterator
+
+    @contextlib.contextmanager
+    def fetching(self, caveats: Caveats) -> Iterator[None]:
+        """Record the random numbers around a request for a batch, and report draws that cannot be repeated."""
+        before = self._before = raw()
+        self._hidden_before = states_of(self._hidden)
+        yield
+        if self._stays and not self._first:
+            caveats.say(
+                "persistent-workers",
+                "a DataLoader's workers stay over epochs (persistent_workers=True), and their random numbers are not "
+                "saved, so that they differ after a resume. Omit persistent_workers",
+            )
+        streams = isinstance(getattr(self._loader, "dataset", None), IterableDataset)
+        if streams and self.count and not self._loader.num_workers and not before.same_on_host(raw()):
+            caveats.say(
+                "stream-draws",
+                "an IterableDataset draws from the global random generators, as the loop does, so that its data differ "
+                "after a resume. Give it its own generator, or read it with num_workers=1",
+            )
+
+    def gives(self, batch: Any) -> None:
+        """Note the batch that the loop is given."""
+        self.count += 1
+        self._given = Given(batch)
+
+    def end(self) -> None:
+        self.done, self._given = True, None
+
+    def state(self) -> dict[str, Any]:
+        found = {
+            "count": self.count,
+            "done": self.done,
+            "iteration": self._iteration,
+            **self.left(),
+        }
+        if not self.done:
+            found |= {
+                "begun": self._begun,
+                "before": self._before,
+                "own_begun": self._own_begun,
+                "workers": self._workers.get(id(self._loader)) if self._stays else None,
+                "hidden_begun": self._hidden_begun,
+                "hidden_before": self._hidden_before,
+                "given": self._given,
+            }
+        return found
+
+    def left(self) -> dict[str, Any]:
+        """Return the loader's current state; see `leave`."""
+        return {
+            "iteration_now": getattr(self._loader, "iteration", None),
+            "own_now": [generator.get_state() for generator in self._own],
+            "hidden_now": states_of(self._hidden),
+        }
+
+
+def leave(loader: Any, state: Mapping[str, Any]) -> None:
+    """Set a loader to the state that `Pass.left` returned."""
+    _set_iteration(loader, state["iteration_now"])
+    _set(generators_of(loader), state["own_now"])
+    restore_states(hidden_generators(loader), state.get("hidden_now", []))
+
+
+def _set_iteration(loader: Any, iteration: int | None) -> None:
+    if iteration is not None and hasattr(loader, "iteration"):
+        loader.set_epoch(iteration)
+
+
+def _set(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
+    if len(generators) == len(states):
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _is_plain(loader: Any) -> bool:
+    """Return whether the loop is given a batch when the loader has made it: others may have read ahead."""
+    return isinstance(loader, DataLoader) and not hasattr(loader, "base_dataloader")
+
+
+def _is_indexed(loader: Any) -> bool:
+    """Return whether batches can be skipped without loading them, and without changing later ones."""
+    inner = getattr(loader, "base_dataloader", loader)
+    return (
+        type(inner) is DataLoader
+        and not isinstance(inner.dataset, IterableDataset)
+        and inner.num_workers == 0
+        and not hasattr(inner, "state_dict")
+    )
+
+
+@contextlib.contextmanager
+def _without_first(loader: Any, skip: int) -> Iterator[None]:
+    """Make an iterator over `loader`, made and first read inside, begin after `skip` batches."""
+    if not skip:
+        yield
+        return
+    inner = getattr(loader, "base_dataloader", loader)
+    name = "batch_sampler" if inner.batch_sampler is not None else "sampler"
+    sampler = getattr(inner, name)
+    # A loader refuses other samplers than its first, but reads it for each iterator.
+    object.__setattr__(inner, name, _Rest(sampler, skip))
+    try:
+        yield
+    finally:
+        object.__setattr__(inner, name, sampler)
+
+
+class _Rest:
+    """A sampler without its first draws."""
+
+    def __init__(self, sampler: Any, skip: int) -> None:
+        self._sampler = sampler
+        self._skip = skip
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        rest = iter(self._sampler)
+        for _ in range(self._skip):
+            next(rest, None)
+        yield from rest

@@ -1,0 +1,55 @@
+"""A host goes, and the store takes nothing: its memory is with another host, and the job resumes from there exactly."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scarctl.arena.folder import host_folder
+from tests.daemon.trainer import stop
+from tests.distributed.launch import launch
+from tests.distributed.test_replicas import hosts
+
+__all__ = ["hosts"]
+TRAIN = "tests.distributed.paced:train"
+GOES = {"steps": 20, "store_stops_at": 7, "all_die_at": 13, "settings": {"interval": 1000}}
+
+
+def die(folder: Path, homes: list[str], **options: Any) -> Any:
+    """Have rank 0's host evacuated at step 13, and the hosts `lost` die; the report of the evacuation."""
+    job = {**GOES, "homes": homes, **options}
+    with pytest.raises(AssertionError, match="ended with -9"):
+        launch(TRAIN, len(homes), "fsdp", str(folder), job)
+    return json.loads((folder / "evacuated").read_text())
+
+
+def resume(folder: Path, homes: list[str]) -> list[tuple[int, bool]]:
+    found = launch(TRAIN, len(homes), "fsdp", str(folder), {"homes": homes, "steps": 14})
+    for home in homes:
+        stop(host_folder(str(folder / home)))
+    return [(report["step"], report["exact"]) for report in found]
+
+
+def test_to_the_host_that_keeps_the_copies(hosts: Path) -> None:
+    said = die(hosts, ["east", "west"], evacuate=[13, 0, None], lost=[0])
+    assert said["safe"], said
+    assert said["peer_exact"]
+    assert not said["sealed"]
+    assert said["peer_partitions"] > 0, "the store stopped before"
+    assert [peer.rpartition(":")[2] for peer in said["peers"]] == ["west"]
+    assert resume(hosts, ["north", "west"]) == [(13, True)] * 2
+
+
+def test_to_a_host_that_had_no_copy_when_the_one_that_has_goes_as_well(hosts: Path) -> None:
+    """East's copy is at West; East and West go. North, which is named, gets one."""
+    homes = ["east", "west", "north"]
+    named = f"{socket.gethostname()}:north"
+    said = die(hosts, homes, evacuate=[13, 0, named], lost=[0, 1])
+    assert said["safe"], said
+    assert said["peers"] == [named]
+    assert all(name in said["known"] for name in ("west", "north"))
+    assert resume(hosts, ["south", "middle", "north"]) == [(13, True)] * 3
