@@ -122,6 +122,16 @@ def test_names_are_those_of_the_code(document: str) -> None:
     assert [name for name in names if name.removesuffix("()").split(".")[-1] not in words()] == []
 
 
+def test_tests_that_guarantees_name_are_there() -> None:
+    text = (ROOT / "docs/guarantees.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    missing = [
+        f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text("utf-8")
+    ]
+    assert len(named) > 30
+    assert not missing
+
+
 @pytest.mark.parametrize("document", ABOUT_CODE)
 def test_targets_are_those_of_the_makefile(document: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -6,6 +6,7 @@ With `--json` exactly one document goes to stdout, also if the command fails:
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -24,7 +25,7 @@ import click
 
 from scarctl.cli.completion import complete_store
 from scarctl.config import brief, read_file, storage_options
-from scarctl.errors import ScarError
+from scarctl.errors import ScarError, Unavailable
 from scarctl.util.text import printable, printable_lines
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ EXIT_DIFFERENT = 4
 EXIT_CORRUPT = 13
 EXIT_NO_GUARANTEE = 14
 EXIT_RUN_FAILED = 125
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 EXIT_SIGNAL = 128
 """Base of exit codes for signals: add the signal's number."""
 
@@ -282,6 +284,14 @@ def exit_code_of(error: BaseException) -> int:
 
 def report_error(error: BaseException, *, command: str | None, as_json: bool, debug: bool) -> int:
     """Report an exception that ended a command, and return its exit code."""
+    if _is_full(error):
+        assert isinstance(error, OSError)
+        _drop_stdout()  # it would fail at exit again
+        error = Unavailable(
+            f"the output cannot be written: {error.strerror}",
+            hint="free space, and look at the result with another command: the work itself may be done",
+        ).with_traceback(error.__traceback__)
+        as_json = False
     code = exit_code_of(error)
     if isinstance(error, BrokenPipeError):
         _drop_stdout()
@@ -294,8 +304,10 @@ def report_error(error: BaseException, *, command: str | None, as_json: bool, de
         document = {"schema_version": SCHEMA_VERSION, "command": command, "error": fields}
         try:
             click.echo(json.dumps(document, ensure_ascii=True))
-        except BrokenPipeError:
+        except OSError as unwritten:
             _drop_stdout()
+            if not isinstance(unwritten, BrokenPipeError):
+                say(printable(f"scarctl {command}: {message}"))
     elif isinstance(error, click.exceptions.NoArgsIsHelpError):
         say(printable_lines(message))
     else:
@@ -334,8 +346,13 @@ def _brief(error: BaseException) -> tuple[str, str, str]:
     return "unexpected", f"unexpected {type(error).__name__}: {detail}", "run again with --debug to see where"
 
 
+def _is_full(error: BaseException) -> bool:
+    """Return whether stdout could not be written. Errors of other files have their name, or are ScarErrors."""
+    return isinstance(error, OSError) and error.filename is None and error.errno in _FULL
+
+
 def _drop_stdout() -> None:
-    """Redirect stdout to nothing. Its reader is gone, and flushing it at exit would fail."""
+    """Redirect stdout to nothing. Its reader is gone or its disk is full, and flushing it at exit would fail."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -20,7 +20,7 @@ from scarctl.cli.output import (
     store_argument,
     warn,
 )
-from scarctl.errors import AccessDenied, UsageError
+from scarctl.errors import UsageError
 
 EXAMPLES = """\b
 Examples:
@@ -71,8 +71,13 @@ def command(
 
 
 def _write(target: Path, content: str) -> None:
-    """Replace the file in one step. Raises AccessDenied, UsageError (no room)."""
-    try:
+    """Replace the file in one step; an earlier page stays after an error.
+
+    Raises UsageError, AccessDenied, Unavailable.
+    """
+    from scarctl.formats.state_file import os_errors
+
+    with os_errors(target):
         number, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         try:
             with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -81,10 +86,10 @@ def _write(target: Path, content: str) -> None:
             os.umask(umask)
             os.chmod(name, 0o666 & ~umask)
             os.replace(name, target)
+        except OSError as error:
+            os.unlink(name)
+            error.filename = str(target)
+            raise
         except BaseException:
             os.unlink(name)
             raise
-    except PermissionError:
-        raise AccessDenied(f"{target}: permission denied", hint="nothing was written") from None
-    except OSError as error:
-        raise UsageError(f"{target}: {error.strerror}", hint="nothing was written") from error

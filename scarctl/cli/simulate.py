@@ -14,7 +14,7 @@ import click
 
 from scarctl.cli.groups import Command
 from scarctl.cli.output import EXIT_OK, emit, note, output_options, warn
-from scarctl.errors import AccessDenied, UsageError
+from scarctl.errors import UsageError
 from scarctl.util.text import counted
 
 if TYPE_CHECKING:
@@ -245,10 +245,10 @@ def _write(path: Path, picture: str) -> None:
         from scarctl.simulate.png import render
 
         content = render(picture)
-    try:
+    from scarctl.formats.state_file import os_errors
+
+    with os_errors(path):
         path.write_bytes(content)
-    except OSError as error:
-        raise AccessDenied(f"{path}: {error.strerror}") from error
 
 
 def _text(summary: Summary) -> str:

@@ -141,7 +141,10 @@ class Player:
         steps = np.full(len(ids), self.step)
         if not sealed and self.rng.random() < 0.3:  # some copies had to wait, as they do when a store is slow
             saved = state.version[state.find(ids)]
-            least = np.where(epoch_of(saved) == self.writer.epoch, step_of(saved), 0)
+            # After the saved step: two contents of one version would look alike.
+            least = np.where(
+                epoch_of(saved) == self.writer.epoch, np.minimum(step_of(saved) + 1, self.step), 0
+            )
             steps = self.rng.integers(least, self.step, endpoint=True)
         message = {"begin": "commit", "shard": shard, "ids": ids.tolist(), "stamp": self.stamp}
         message |= {"epoch": self.writer.epoch, "step": self.step, "steps": steps.tolist()}

@@ -44,6 +44,10 @@ class Case:
     """Its step wants gradients, and computes more of them."""
     wide: int = 1
     """What makes matrices larger."""
+    value: bool = False
+    """Its closure returns the loss, after the backward pass."""
+    fused: bool = False
+    """It steps within the backward pass, in `fused_backward`."""
 
 
 class Net(nn.Module):
@@ -90,6 +94,7 @@ class Run:
                 self.optimizer,
                 store=store,
                 interval=1,
+                hooks="off" if case.fused else "auto",
                 **grouped(daemon=False, **options),
             )
             if store is not None
@@ -108,9 +113,18 @@ class Run:
                 self.die()
                 return loss  # type: ignore[no-any-return]
 
+            if self.case.fused:
+                self.optimizer.fused_backward(self.model(step), lr=0.01)  # type: ignore[attr-defined]
+                self.die()
+                if self.session is not None:
+                    self.session.step()
+                continue
             if self.case.twice:
                 compute()
-            if self.case.closure:
+            if self.case.value:
+                loss = float(compute())
+                self.optimizer.step(lambda loss=loss: loss)  # type: ignore[misc]
+            elif self.case.closure:
                 self.optimizer.step(compute)
             else:
                 compute()

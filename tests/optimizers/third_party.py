@@ -39,14 +39,16 @@ def cases() -> Iterator[Case]:
     schedulefree = importlib.import_module("schedulefree")
     yield Case(
         "schedulefree-ScheduleFreeWrapper",
-        lambda m: schedulefree.ScheduleFreeWrapper(torch.optim.AdamW(m.parameters(), lr=0.01), momentum=0.9),
+        lambda m: schedulefree.ScheduleFreeWrapper(torch.optim.SGD(m.parameters(), lr=0.01), momentum=0.9),
     )
     yield Case("hand-tied", _tied)
 
 
 def _pytorch_optimizer() -> Iterator[Case]:
     package = importlib.import_module("pytorch_optimizer")
-    closures = {"alig", "bsam", "lbfgs"}
+    closures = {"bsam", "lbfgs"}
+    grouped = {"distributedmuon", "demo"}
+    two = {"spectralsphere", "adalomo", "demo"}  # their parameters have two dimensions
     matrices = {
         "muon",
         "distributedmuon",
@@ -59,11 +61,14 @@ def _pytorch_optimizer() -> Iterator[Case]:
     }
     for name in package.get_supported_optimizers():
         kind = package.load_optimizer(name)
-        for variant in ("", "matrices"):
+        for variant in ("matrices",) if name in two else ("", "matrices"):
             yield Case(
                 f"pytorch_optimizer-{name}{'-' + variant if variant else ''}",
-                functools.partial(_default, kind, use_muon=name in matrices or None),
+                functools.partial(_default, kind, use_muon=name in matrices or None, ranks=name in grouped),
                 closure=name in closures,
+                twice=name == "bsam",
+                value=name == "alig",
+                fused=name in {"lomo", "adalomo"},
                 matrices=bool(variant),
                 create_graph=name in {"adahessian", "sophiah"},
             )
@@ -90,9 +95,17 @@ def _pytorch_optimizer() -> Iterator[Case]:
             )
 
 
-def _default(kind: Any, model: nn.Module, use_muon: bool | None = None) -> Any:
+def _default(kind: Any, model: nn.Module, use_muon: bool | None = None, *, ranks: bool = False) -> Any:
+    """Make an optimizer by default. ranks: it needs a group of processes, of this one alone."""
+    if ranks and not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     names = inspect.signature(kind).parameters
     given: dict[str, Any] = {}
+    if "num_data" in names:
+        given |= {"num_data": 20, "foreach": False}
+    if kind.__name__ == "SGD8bit":  # which knows no other
+        given["momentum"] = 0.9
     if names.get("lr") is not None and names["lr"].default is inspect.Parameter.empty:
         given["lr"] = 0.01
     if "num_iterations" in names:
