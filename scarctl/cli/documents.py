@@ -180,7 +180,7 @@ class EvacuatedProcess(_EvacuatedProcess, total=False):
     written_bytes: int
     commits: int
     lost_partitions: int
-    """Partitions whose newest copy is only in this host's memory."""
+    """Partitions whose newest copy is neither in the store nor on another host."""
     lost_bytes: int
     squared: float | None
     """Sum of squared distances of these parameters from the store's copies, an upper bound."""
@@ -190,6 +190,13 @@ class EvacuatedProcess(_EvacuatedProcess, total=False):
     counts: list[int]
     """Number of partitions of each of these ages."""
     parameters: int
+    peer_partitions: int
+    """Partitions whose newest copy is in the memory of other hosts, and not in the store."""
+    peer_bytes: int
+    peers: list[str]
+    """Names of hosts that have copies of this memory."""
+    peer_exact: bool
+    """Whether one of these hosts has the whole state of `step`."""
     flushed: bool
     """Whether the newest step of a live process was brought into memory."""
 
