@@ -125,6 +125,7 @@ def test_a_buffer_that_is_registered_after_the_first_step_is_said_not_to_be_save
         model, optimizer, store=tmp_path / "s", settings=scarctl.Settings(daemon=False)
     ) as session:
         for step in range(3):
+            optimizer.zero_grad()
             model(torch.rand(2, 4)).sum().backward()
             optimizer.step()
             if not step:
