@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.header import FILE
 from scarctl.peers.handshake import SECRET_BYTES
 from scarctl.peers.host import Host
 from scarctl.peers.sender import Candidate, Sender, Source
@@ -135,6 +136,8 @@ def main() -> None:
             with measured(results, "a quarter changed", gib * quarter.size / everything.size, told):
                 copy(arena, quarter, 3)
                 until_current(sender)
+            used = (Path(base, "west", RUN, FILE).stat().st_blocks << 9) - layout.nbytes
+            note(results, "a replica: MiB more than the state", used / (1 << 20))
             sender.close(done=True, patience=30.0)
             told.send(False)
             process.join()
@@ -149,6 +152,11 @@ def main() -> None:
             note(results, "plain TCP: CPU s per GiB, sender", (time.process_time() - here) / gib)
             note(results, "plain TCP: CPU s per GiB, receiver", (raw_after - raw_before) / gib)
             raw_before = raw_after
+            plain = np.empty(layout.nbytes, np.uint8)
+            for _ in range(2):  # the first one touches the pages
+                began = time.perf_counter()
+                plain[:] = arena.memory()[: layout.nbytes]
+            note(results, "plain copy in memory: GiB/s", gib / (time.perf_counter() - began))
             arena.remove()
     print(
         f"{arguments.mib} MiB in {layout.partitions} partitions, {os.cpu_count()} cores, loopback; median (all rounds)"

@@ -3,7 +3,8 @@
 python benchmarks/shards.py [--rounds 5] [--handovers 12] [--steps 600] [--interval 5] [--step-ms 4] [--folder DIR]
 
 A state of 3.3 MiB with AdamW. First hand-overs of an eighth of it are committed: by one shard, by eight one after
-another, and by eight at once, as a session's are; milliseconds of each, and its ratio to one shard of the same round.
+another, and by eight at once, as a session's are; milliseconds of each, its ratio to one shard of the same round, and
+milliseconds of processor time, the kernel's included, which depends less on what else the machine does.
 Then the state trains with steps of a fixed length (computing takes less, the rest is slept), and its daemon saves. Lag
 is the number of iterations between now and the oldest copy that the store has not, read after every iteration of the
 run's second half. Commits are records per second of all shards together.
@@ -51,15 +52,18 @@ class Writing:
         self.each = store.blobs.write_each if at_once else map
         self.count = count
         self.step = 0
+        self.processor = 0.0
+        """Seconds of processor time in all hand-overs so far."""
 
     def __call__(self) -> float:
         """Seconds of a hand-over."""
-        started = time.perf_counter()
+        started, before = time.perf_counter(), time.process_time()
         for _ in range(self.count):
             self.step += 1
             picked = np.arange(self.step % 8, self.layout.partitions, 8)
             parts = [(shard, picked[self.shard_of[picked] == shard]) for shard in self.writer.states]
             list(self.each(self._commit, parts))
+        self.processor += time.process_time() - before
         return (time.perf_counter() - started) / self.count
 
     def _commit(self, part: tuple[int, NDArray[np.int64]]) -> None:
@@ -69,15 +73,21 @@ class Writing:
 def commits(folder: Path, rounds: int, count: int) -> None:
     """Print the table of hand-overs."""
     cases = {"1 shard": (1, True), "8 shards, one after another": (8, False), "8 shards at once": (8, True)}
-    found = interleaved(
-        {
-            name: Writing(Path(tempfile.mkdtemp(dir=folder)), shards, at_once=at_once, count=count)
-            for name, (shards, at_once) in cases.items()
-        },
-        rounds,
-    )
-    rows = [(n, spread(t, 1e-3, 1), f"{ratio(t, found['1 shard']):.1f}") for n, t in found.items()]
-    print_table(("hand-over", "ms", "of one shard"), rows)
+    each = {
+        name: Writing(Path(tempfile.mkdtemp(dir=folder)), shards, at_once=at_once, count=count)
+        for name, (shards, at_once) in cases.items()
+    }
+    found = interleaved(each, rounds)
+    rows = [
+        (
+            name,
+            spread(times, 1e-3, 1),
+            f"{ratio(times, found['1 shard']):.1f}",
+            f"{1000 * each[name].processor / each[name].step:.1f}",
+        )
+        for name, times in found.items()
+    ]
+    print_table(("hand-over", "ms", "of one shard", "processor, ms"), rows)
 
 
 def train(

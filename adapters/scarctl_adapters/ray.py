@@ -137,7 +137,8 @@ class Preemption:
     def __call__(self) -> Evacuated | None:
         """Evacuate once for each set of nodes that are about to go, and return what is safe; None otherwise.
 
-        All ranks evacuate, also those on other nodes: only a state of all of them is exact. Training may continue.
+        All ranks evacuate, also those on other nodes: only a state of all of them is exact. Training may continue. If
+        several nodes go, the store alone counts, as the node that has a copy may be one of them.
         """
         import ray.train
 
@@ -151,4 +152,4 @@ class Preemption:
         self._seen |= nodes
         seconds = NOTICE if notice.deadline_ms is None else max(0.0, notice.deadline_ms / 1000 - time.time())
         log.warning("Ray is about to take %d nodes of this run in %.0f s", len(nodes), seconds)
-        return self._session.evacuate(seconds)
+        return self._session.evacuate(seconds, to="store" if len(nodes) > 1 else None)

@@ -196,14 +196,16 @@ class Persister:
         def commit(part: tuple[int, Ids]) -> BaseException | None:
             shard, ids = part
             try:
-                with self.meter.commit():
-                    extras = handover.extras if shard == carrier else None
-                    committed[shard] = self._commit(shard, ids, handover, extras, partial(read, shard))
+                extras = handover.extras if shard == carrier else None
+                committed[shard] = self._commit(shard, ids, handover, extras, partial(read, shard))
             except BaseException as error:  # raised once the other commits have ended
                 return error
             return None
 
-        ended = self._writer.store.blobs.write_each(commit, parts, lambda part: int(sizes[part[1]].sum()))
+        with self.meter.commit(len(parts)):
+            ended = list(
+                self._writer.store.blobs.write_each(commit, parts, lambda part: int(sizes[part[1]].sum()))
+            )
         if faults := [fault for fault in ended if fault is not None]:
             raise next((fault for fault in faults if not isinstance(fault, Exception)), faults[0])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -74,29 +73,27 @@ class _Mean:
 
 
 class Meter:
-    """Measures one persister. `commit` may be used by several threads at once."""
+    """Measures one persister. Use one thread at a time."""
 
     def __init__(self) -> None:
         self._small, self._large = _Mean(), _Mean()  # bytes, seconds, commits, share
         self._most = 0
-        self._lock = threading.Lock()
         self._begin()
 
     def _begin(self) -> None:
         self._commits, self._seconds, self._delay = 0, 0.0, 0.0
 
     @contextmanager
-    def commit(self) -> Iterator[None]:
-        """Measure the commit of one shard, in the thread that makes it."""
+    def commit(self, count: int = 1) -> Iterator[None]:
+        """Measure the commits of `count` shards, in the thread that makes them, alone or with others."""
         started, before = time.perf_counter(), _run_delay()
         try:
             yield
         finally:
             seconds, delay = time.perf_counter() - started, _run_delay() - before
-            with self._lock:
-                self._commits += 1
-                self._seconds += seconds
-                self._delay += delay
+            self._commits += count
+            self._seconds += seconds
+            self._delay += delay
 
     def handed_over(self, nbytes: int, seconds: float) -> None:
         """Count a hand-over whose commits are all durable."""

@@ -29,7 +29,8 @@ class Gate:
     """
 
     def __init__(self, *, stepping: bool) -> None:
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()  # quicker to take than the condition around it
+        self._changed = threading.Condition(self._lock)
         self._stepping = stepping
         self._implied = stepping
         self._wanted = 0
@@ -49,11 +50,11 @@ class Gate:
 
     def held(self) -> _Held:
         """Exclude other threads from `held` and `quiet`. May be nested."""
-        return _Held(self._changed)
+        return _Held(self._lock)
 
     def enter(self) -> None:
         """Begin a step: wait for a running flush. The calling thread becomes the training thread."""
-        with self._changed:
+        with self._lock:
             self._trainer = threading.get_ident()
             if self._stepping:
                 return
@@ -70,7 +71,7 @@ class Gate:
 
     def leave(self, settle: float = SETTLE) -> None:
         """End the step. settle: seconds after which it counts as settled, unless `settled` is called earlier."""
-        with self._changed:
+        with self._lock:
             self._stepping = False
             self._settled_at = time.monotonic() + settle
             if self._wanted:
@@ -78,14 +79,14 @@ class Gate:
 
     def settled(self, wait: float = 0.0) -> None:
         """Note that the loop is done with the step. wait: seconds for which a flush may still wait."""
-        with self._changed:
+        with self._lock:
             self._settled_at = min(self._settled_at, time.monotonic() + wait)
             if self._wanted:
                 self._changed.notify_all()
 
     def end(self) -> None:
         """Stop every wait for a step, because no more steps will come."""
-        with self._changed:
+        with self._lock:
             self._over = True
             self._changed.notify_all()
 
@@ -132,7 +133,7 @@ class _Held:
 
     __slots__ = ("_left", "_lock")
 
-    def __init__(self, lock: threading.Condition) -> None:
+    def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
         self._left: AbstractContextManager[None] | None = None
 

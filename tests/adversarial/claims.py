@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -205,18 +206,26 @@ class Claims:
 
     def play(self, name: str) -> None:
         claim = CLAIMS[name]
-        for arguments in claim.commands:
-            usual = self._usual_cost(arguments, claim)
-            with ground(self.image) as there:
-                claim.make(there)
+        with ground(self.image) as there, tempfile.TemporaryDirectory(dir=there.root.parent) as made:
+            claim.make(there)
+            shutil.copytree(there.root, made, dirs_exist_ok=True)
+            for arguments in claim.commands:
+                usual = self._usual_cost(arguments, claim)
                 cost = run(there, arguments, there.root / "new" if claim.new else there.store)
-            seconds, memory = cost.seconds - usual.seconds, cost.memory - usual.memory
-            line = f"{name}: {arguments[0]}: {seconds:.1f} s, {memory >> 20} MiB more; exit code {cost.code}"
-            self.lines.append(line)
-            if cost.code not in claim.codes or "unexpected" in cost.output:
-                self.violations.append(f"{line}: {cost.output[-300:]!a}")
-            elif seconds > self.seconds or memory > self.memory:
-                self.violations.append(line)
+                self._judge(name, arguments, cost, usual)
+                # At the same path, which an arena's folder is named after.
+                shutil.rmtree(there.root)
+                shutil.copytree(made, there.root)
+
+    def _judge(self, name: str, arguments: list[str], cost: Cost, usual: Cost) -> None:
+        claim = CLAIMS[name]
+        seconds, memory = cost.seconds - usual.seconds, cost.memory - usual.memory
+        line = f"{name}: {arguments[0]}: {seconds:.1f} s, {memory >> 20} MiB more; exit code {cost.code}"
+        self.lines.append(line)
+        if cost.code not in claim.codes or "unexpected" in cost.output:
+            self.violations.append(f"{line}: {cost.output[-300:]!a}")
+        elif seconds > self.seconds or memory > self.memory:
+            self.violations.append(line)
 
     def _usual_cost(self, arguments: list[str], claim: Claim) -> Cost:
         """On the store as it was; of a state file, on one of the same kind."""

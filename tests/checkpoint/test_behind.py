@@ -103,11 +103,11 @@ def test_a_store_that_keeps_up_is_not_mentioned(tmp_path: Path, caplog: pytest.L
     loop.session.close()
 
 
-def _fed(small: tuple[int, float], large: tuple[int, float] | None) -> Speed:
+def _fed(small: tuple[int, float], large: tuple[int, float] | None, shards: int = 1) -> Speed:
     meter = Meter()
     for _ in range(3):
         for nbytes, seconds in (large, small) if large is not None else (small,):
-            with meter.commit():
+            with meter.commit(shards):
                 pass
             meter.handed_over(nbytes, seconds)
     speed = meter.speed()
@@ -120,6 +120,7 @@ def test_what_is_measured() -> None:
     assert commits.fixed_share is not None
     assert commits.fixed_share > 0.9
     assert commits.commits_per_second == pytest.approx(10)
+    assert _fed((1_000, 0.1), None, shards=8).commits_per_second == pytest.approx(80)
     slow = _fed((1_000_000, 0.1), (8_000_000, 0.8))
     assert slow.fixed_share == pytest.approx(0)
     assert slow.bytes_per_second == pytest.approx(1e7)

@@ -57,9 +57,10 @@ class Settings(Deferred):
 
     def __init__(self, group: Mapping[str, Any]) -> None:
         found = dict(group)
-        for key, value in group.items():
-            if type(value) not in _CONSTANT and isinstance(value, torch.Tensor) and is_savable(value):
-                found[key] = value.detach().clone()
+        if not _CONSTANT.issuperset(map(type, found.values())):
+            for key, value in group.items():
+                if isinstance(value, torch.Tensor) and is_savable(value):
+                    found[key] = value.detach().clone()
         self._found = found
 
     def value(self) -> dict[str, Any]:

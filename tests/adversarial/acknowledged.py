@@ -1,0 +1,249 @@
+"""Acknowledgements of peers as a transition system: an owner that trains, two hosts with copies, hosts that are lost.
+
+One run, two partitions; a version is a step. What others can see is one step, which names its function of scarctl. The
+owner asks (`Run.await_peers`), and is answered by one host ("next") or by both ("all"). What was answered must survive
+the loss of as many hosts as the answer is good for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Copies = tuple[int, int]
+NOTHING: Copies = (0, 0)
+PARTITIONS = (0, 1)
+
+
+class Frame(NamedTuple):
+    """`kind`: "batch" with one partition's copy, "mark", or "ack" of a round."""
+
+    kind: str
+    number: int
+    partition: int = 0
+    version: int = 0
+
+
+class Link(NamedTuple):
+    """One sender, its wire in both directions, and the replica at the other end."""
+
+    begun: int = 0
+    acknowledged: int = 0
+    wanted: int = 0
+    under_way: bool = False
+    """A round has begun, and its mark is not sent."""
+    left: tuple[int, ...] = ()
+    """Partitions that the round still has to send."""
+    sent: Copies = NOTHING
+    wire: tuple[Frame, ...] = ()
+    back: tuple[Frame, ...] = ()
+    copies: Copies = NOTHING
+    complete: bool = False
+    """The replica has had a mark: recovery finds it."""
+    lost: bool = False
+
+
+class World(NamedTuple):
+    todo: tuple[str, ...]
+    copies: Copies = NOTHING
+    links: tuple[Link, Link] = (Link(), Link())
+    asked: tuple[int, int] | None = None
+    """Rounds whose acknowledgement is waited for."""
+    promised: int = 0
+    owner_lost: bool = False
+    losses: int = 0
+    """Hosts that may still be lost."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`words` of the training process. `ack` as in the settings. `losses`: hosts that are lost, any and at any time."""
+
+    name: str
+    ack: str
+    losses: int
+    words: str
+
+
+SHORT = (
+    Scenario("next, and one host is lost", "next", 1, "train ask"),
+    Scenario("all, and two hosts are lost", "all", 2, "train ask"),
+)
+LONG = (
+    Scenario("a question in a round", "next", 1, "train train ask"),
+    Scenario("next, twice", "next", 1, "train ask train ask"),
+    Scenario("all, twice", "all", 2, "train ask train ask"),
+)
+WINDOW = Scenario("next, and two hosts are lost", "next", 2, "train ask")
+"""What "next" does not promise: the owner, and the host that has acknowledged, at once."""
+MUTANTS = {
+    "a round that is under way answers": "a question in a round",
+    "what is sent counts as acknowledged": "next, and one host is lost",
+    "the first batch is acknowledged as the round": "next, and one host is lost",
+    "one host answers for all": "all, and two hosts are lost",
+    "a mark overtakes the copies": "next, and one host is lost",
+}
+"""Rules left out, and the scenario that shows what happens then."""
+
+
+class Broken(Exception):
+    """What was acknowledged is gone."""
+
+
+class Model:
+    def __init__(self, scenario: Scenario, mutant: str = "") -> None:
+        assert mutant in ("", *MUTANTS)
+        self.scenario = scenario
+        self.mutant = mutant
+
+    def begin(self) -> World:
+        return World(tuple(self.scenario.words.split()), losses=self.scenario.losses)
+
+    def steps(self, world: World) -> Iterator[tuple[str, World]]:
+        if not world.owner_lost:
+            yield from self._owner(world)
+            for n in PARTITIONS:
+                if not world.links[n].lost:
+                    yield from self._sender(world, n)
+        for n in PARTITIONS:
+            if not world.links[n].lost:
+                yield from self._host(world, n)
+        if world.losses:
+            yield from self._lose(world)
+
+    # -- the training process -----------------------------------------------------------------------------------
+
+    def _owner(self, world: World) -> Iterator[tuple[str, World]]:
+        if world.asked is not None:
+            yield from self._answer(world, world.asked)
+            return
+        if not world.todo:
+            return
+        word, rest = world.todo[0], world.todo[1:]
+        if word == "train":  # the engine copies one partition, then the other
+            step = max(world.copies) + (world.copies[0] == world.copies[1])
+            made = (step, world.copies[1]) if world.copies[0] < step else (step, step)
+            yield f"copies {made}", world._replace(copies=made, todo=world.todo if made[1] < step else rest)
+        else:
+            yield "asks", self._ask(world._replace(todo=rest))
+
+    def _ask(self, world: World) -> World:
+        """Sender.ask: the next round, also if one is under way."""
+        early = self.mutant == "a round that is under way answers"
+        numbers = [link.begun + (not (early and link.begun > link.acknowledged)) for link in world.links]
+        links = [
+            link._replace(wanted=max(link.wanted, n)) for link, n in zip(world.links, numbers, strict=True)
+        ]
+        return world._replace(asked=(numbers[0], numbers[1]), links=(links[0], links[1]))
+
+    def _answer(self, world: World, asked: tuple[int, int]) -> Iterator[tuple[str, World]]:
+        """Run.await_peers: it may also give up, and promises nothing then."""
+        have = sum(link.acknowledged >= n for link, n in zip(world.links, asked, strict=True))
+        count = 2 if self.scenario.ack == "all" and self.mutant != "one host answers for all" else 1
+        if have >= count:
+            yield f"{have} have it", world._replace(asked=None, promised=min(world.copies))
+        yield "waits no longer", world._replace(asked=None)
+
+    # -- a link ---------------------------------------------------------------------------------------------------
+
+    def _sender(self, world: World, n: int) -> Iterator[tuple[str, World]]:
+        """Sender._round and Follower.round."""
+        link = world.links[n]
+        if link.back:
+            got = link.back[0]
+            known = max(link.acknowledged, got.number)
+            yield (
+                f"{n} is acknowledged",
+                _with(world, n, link._replace(acknowledged=known, back=link.back[1:])),
+            )
+        if link.under_way:
+            yield from self._send(world, n, link)
+            return
+        due = link.wanted > link.acknowledged or link.sent != world.copies
+        idle = link.begun == link.acknowledged or self.mutant == "what is sent counts as acknowledged"
+        if due and idle:
+            left = tuple(p for p in PARTITIONS if link.sent[p] != world.copies[p])
+            begun = link._replace(begun=link.begun + 1, under_way=True, left=left)
+            yield f"{n} begins round {begun.begun}", _with(world, n, begun)
+
+    def _send(self, world: World, n: int, link: Link) -> Iterator[tuple[str, World]]:
+        mark = Frame("mark", link.begun)
+        early = self.mutant == "a mark overtakes the copies" and not any(f.kind == "mark" for f in link.wire)
+        if link.left and not (early and len(link.left) == 1):
+            p, version = link.left[0], world.copies[link.left[0]]
+            sent = (version, link.sent[1]) if p == 0 else (link.sent[0], version)
+            wire = (*link.wire, Frame("batch", link.begun, p, version))
+            yield f"{n} sends {p}", _with(world, n, link._replace(left=link.left[1:], sent=sent, wire=wire))
+            return
+        done = link._replace(wire=(*link.wire, mark), under_way=False)
+        if self.mutant == "what is sent counts as acknowledged":
+            done = done._replace(acknowledged=link.begun)
+        yield f"{n} sends its mark", _with(world, n, done)
+
+    def _host(self, world: World, n: int) -> Iterator[tuple[str, World]]:
+        """Host._write: what is on the wire arrives, also after its sender was lost."""
+        link = world.links[n]
+        if not link.wire:
+            return
+        frame, link = link.wire[0], link._replace(wire=link.wire[1:])
+        if frame.kind == "batch":
+            v = frame.version
+            link = link._replace(copies=(v, link.copies[1]) if frame.partition == 0 else (link.copies[0], v))
+            if self.mutant == "the first batch is acknowledged as the round":
+                link = link._replace(back=(*link.back, Frame("ack", frame.number)))
+        else:
+            link = link._replace(complete=True, back=(*link.back, Frame("ack", frame.number)))
+        yield f"host {n} takes {frame.kind}", _with(world, n, link)
+
+    def _lose(self, world: World) -> Iterator[tuple[str, World]]:
+        left = world._replace(losses=world.losses - 1)
+        if not world.owner_lost:
+            # What was not taken from the wire yet may be lost with it, or arrive.
+            yield "the owner is lost", left._replace(owner_lost=True)
+            cut = tuple(link._replace(wire=(), back=()) for link in world.links)
+            yield "the owner is lost with its wire", left._replace(owner_lost=True, links=(cut[0], cut[1]))
+        for n in PARTITIONS:
+            if not world.links[n].lost:
+                yield (
+                    f"host {n} is lost",
+                    _with(left, n, world.links[n]._replace(lost=True, wire=(), back=())),
+                )
+
+
+def _with(world: World, n: int, link: Link) -> World:
+    return world._replace(links=(link, world.links[1]) if n == 0 else (world.links[0], link))
+
+
+def check(world: World) -> None:
+    """Raise Broken if a job that starts now does not find what was acknowledged."""
+    if not world.owner_lost or not world.promised:
+        return
+    found = [min(link.copies) for link in world.links if not link.lost and link.complete]
+    if max(found, default=0) < world.promised:
+        raise Broken(f"step {world.promised} was acknowledged, and the hosts that are left have {found}")
+
+
+def explore(scenario: Scenario, mutant: str = "") -> tuple[int, str, tuple[str, ...]]:
+    """Number of states; what is broken and the shortest way there, "" if nothing is."""
+    model = Model(scenario, mutant)
+    start = model.begin()
+    seen: dict[World, tuple[World | None, str]] = {start: (None, "")}
+    waiting = deque([start])
+    while waiting:
+        world = waiting.popleft()
+        try:
+            check(world)
+        except Broken as error:
+            trace: list[str] = []
+            at: World | None = world
+            while at is not None:
+                at, what = seen[at]
+                trace.append(what)
+            return len(seen), str(error), tuple(reversed(trace[:-1]))
+        for what, after in model.steps(world):
+            if after not in seen:
+                seen[after] = (world, what)
+                waiting.append(after)
+    return len(seen), "", ()
