@@ -22,6 +22,7 @@ def _run(store: Path, steps: int) -> scarctl.Session:
     session = scarctl.attach(model, optimizer, store=store, settings=scarctl.Settings(daemon=False))
     session.resume()
     for _ in range(steps):
+        optimizer.zero_grad()
         model(torch.rand(2, 4)).sum().backward()
         optimizer.step()
     return session
