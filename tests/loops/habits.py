@@ -52,8 +52,8 @@ def no_sync(run: Run) -> None:
     run.resume()
     loader = DataLoader(Digits(40, noise=True), batch_size=4, shuffle=True)
     for _ in session.epochs(EPOCHS):
-        for number, (x, y) in enumerate(session.batches(loader)):
-            last = number % 2 == 1
+        for x, y in session.batches(loader):
+            last = session.batch % 2 == 1
             with contextlib.nullcontext() if last else model.no_sync():
                 functional.cross_entropy(model(x), y).backward()
             if last:
@@ -131,11 +131,11 @@ def critics(run: Run, *, wrong: bool = False) -> None:
     run.resume()
     loader = DataLoader(Digits(60 if not wrong else 20, noise=True), batch_size=4, shuffle=True)
     for _ in session.epochs(EPOCHS):
-        for number, (x, _) in enumerate(session.batches(loader)):
+        for x, _ in session.batches(loader):
             optimizers[0].zero_grad()
             (critic(generator(torch.randn(4, 4)).detach()).mean() - critic(x).mean()).backward()
             optimizers[0].step()
-            if not wrong and number % 3 < 2:
+            if not wrong and session.batch % 3 < 2:
                 continue
             optimizers[1].zero_grad()
             (-critic(generator(torch.randn(4, 4))).mean()).backward()

@@ -78,10 +78,10 @@ def early_break(run: Run) -> None:
     session = run.attach(model, optimizer)
     run.resume()
     for _ in session.epochs(EPOCHS):
-        for number, batch in enumerate(session.batches(loader)):
+        for batch in session.batches(loader):
             train(model, optimizer, batch)
             run.iterated()
-            if session.head_step % 4 == 0 or number > 9:
+            if session.head_step % 4 == 0:
                 break
         evaluate(model)
 

@@ -22,6 +22,7 @@ def _run(store: Path, steps: int) -> scarctl.Session:
     session = scarctl.attach(model, optimizer, store=store, settings=scarctl.Settings(daemon=False))
     session.resume()
     for _ in range(steps):
+        optimizer.zero_grad()
         model(torch.rand(2, 4)).sum().backward()
         optimizer.step()
     return session
@@ -124,6 +125,7 @@ def test_a_buffer_that_is_registered_after_the_first_step_is_said_not_to_be_save
         model, optimizer, store=tmp_path / "s", settings=scarctl.Settings(daemon=False)
     ) as session:
         for step in range(3):
+            optimizer.zero_grad()
             model(torch.rand(2, 4)).sum().backward()
             optimizer.step()
             if not step:
