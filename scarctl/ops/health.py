@@ -153,6 +153,8 @@ class Health:
 def unreadable(url: str, error: ScarError) -> Health:
     """Return the health of a store that cannot be read."""
     command = f"scarctl verify --store {shlex.quote(url)}" if error.exit_code == 13 else _doctor(url)
+    if error.kind == "store-without-settings":
+        command = ""  # none can open it
     reason = f"{error.message}{f' ({error.hint})' if error.hint else ''}"
     return Health(url, (Finding(LOSING, error.kind, reason, command),), exit_code=error.exit_code)
 

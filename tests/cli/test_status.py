@@ -64,6 +64,22 @@ def test_what_cannot_be_read_has_the_exit_code_of_its_error(run: Run, saved: Mod
     assert (finding["severity"], finding["command"]) == ("losing", "scarctl verify --store ckpt")
 
 
+def test_a_store_without_its_settings_names_no_command_that_cannot_open_it(run: Run, saved: Model) -> None:
+    kept = Path("ckpt/scarctl.json").read_bytes()
+    Path("ckpt/scarctl.json").unlink()
+    (store,) = run("status", "ckpt", "--json", code=13).document["stores"]
+    (finding,) = store["findings"]
+    assert (finding["severity"], finding["kind"], finding["command"]) == (
+        "losing",
+        "store-without-settings",
+        None,
+    )
+    assert "put that file back from a copy of this store" in finding["message"]
+    assert run("inspect", "--store", "ckpt", "--json", code=13).error["kind"] == "store-without-settings"
+    Path("ckpt/scarctl.json").write_bytes(kept)
+    run("verify", "--store", "ckpt")
+
+
 def test_an_empty_store_is_not_well(run: Run) -> None:
     Store.create("ckpt")
     assert "nothing is saved yet" in run("status", "ckpt", code=3).stdout
