@@ -11,9 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from scarctl.checkpoint.engine import Engine
+from scarctl.checkpoint.live_state import LiveState
+from scarctl.errors import LayoutMismatch
 from scarctl.session.parts import Parts
 from scarctl.state.torch_dtypes import plain, private, torched
+
+_WEIGHTS = "the loop changes weights before the first batch of an epoch, and does so again after a resume"
+_SLOTS = "the loop makes or drops optimizer state before the first batch of an epoch, and does so again after a resume"
 
 
 class Beginning:
@@ -29,17 +36,28 @@ class Beginning:
         self._finish = finish
         self._kept: Any = None
         self._counters: list[int] = []
+        self._differing: NDArray[np.bool_] | None = None
+        """Which partitions differed from the arena already, as after a change between the resume and the loop."""
+
+    def finish(self) -> None:
+        """End the current checkpoint: a copy that is repeated later would have what the loop writes from here on."""
+        with self._gate.held():
+            self._finish()
 
     def keep(self) -> None:
         """Keep the state, before the loop repeats anything."""
         self._kept = private((self._adapter.capture_early(), self._adapter.capture_late()))
+        self._counters, self._differing = [], None
         engine = self._opening.engine
-        self._counters = [] if engine is None else self._binding.live(engine.arena).all_counters()
+        live = None if engine is None else self._live(engine)
+        if live is not None:
+            self._counters, self._differing = live.all_counters(), live.changed()
 
     def put_back(self) -> str | None:
         """Put the state back. Return why that is incomplete, or None.
 
-        Parameters are loaded from the arena if one was written to. Among ranks their values stay as they are.
+        Partitions that were written to, counted by torch or not, are loaded from the arena. Among ranks their values
+        stay as they are.
         """
         kept, self._kept = self._kept, None
         engine = self._opening.engine
@@ -48,13 +66,23 @@ class Beginning:
         state: Any = torched(plain(kept))
         with self._gate.held():
             self._finish()
-            live = self._binding.live(engine.arena)
-            changed = live.written(self._counters)
-            if changed and not self._together.several:
-                everything = np.arange(engine.layout.partitions)
-                live.load(everything)
-                engine.equal(everything)
+            live = self._live(engine)
+            if live is None or self._differing is None:
+                return _SLOTS
+            changed = np.flatnonzero(live.changed() & ~self._differing)
+            before = set(live.layout.group_of(np.flatnonzero(self._differing)).tolist())
+            kept_back = self._together.several and bool(changed.size)
+            if changed.size and not kept_back:
+                live.load(changed)
+                engine.equal(changed)
             self._adapter.restore(*state)
-        if changed and self._together.several:
-            return "the loop changes weights before the first batch of an epoch, and does so again after a resume"
+            # What differed from the arena before has no copy.
+            if kept_back or before & live.written(self._counters):
+                return _WEIGHTS
         return None
+
+    def _live(self, engine: Engine) -> LiveState | None:
+        try:
+            return self._binding.live(engine.arena)
+        except LayoutMismatch:
+            return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,27 +17,40 @@ from scarctl.stateful import restore_state, state_of
 
 _INNER = ("sampler", "batch_sampler", "base_dataloader", "dataset", "dl", "transform")
 """Attributes of loaders, samplers and datasets that may have generators."""
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _SAMPLES = 4096
 """Values of a large tensor that are compared."""
 
 
-def hidden_generators(loader: Any) -> list[Any]:
-    """Return the generators that a loader, its samplers and its dataset have as attributes, in a stable order.
+@functools.lru_cache(1024)
+def _is_generator(kind: type) -> bool:
+    """Return whether these are generators with a state. The system's have none."""
+    return issubclass(kind, _KINDS) and not issubclass(kind, random.SystemRandom)
+
+
+class Hidden:
+    """The generators that a loader, its samplers and its dataset have as attributes, in a stable order.
 
     Those that `generators_of` returns are left out.
     """
-    known = set(map(id, generators_of(loader)))
-    owners, found = [loader], list[Any]()
-    for owner in owners:
-        values = list(vars(owner).values()) if hasattr(owner, "__dict__") else []
-        for value in values:
-            kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-            if isinstance(value, kinds) and id(value) not in known:
-                known.add(id(value))
-                found.append(value)
-        inner = (getattr(owner, name, None) for name in _INNER)
-        owners += [item for item in inner if item is not None and all(item is not other for other in owners)]
-    return found
+
+    def __init__(self, loader: Any) -> None:
+        self._known = set(map(id, generators_of(loader)))
+        self._owners = owners = [loader]
+        for owner in owners:
+            inner = (getattr(owner, name, None) for name in _INNER)
+            owners += [
+                item for item in inner if item is not None and all(item is not other for other in owners)
+            ]
+
+    def find(self) -> list[Any]:
+        """Return those that are there now: some are made with the first item."""
+        found: dict[int, Any] = {}
+        for owner in self._owners:
+            for value in list(getattr(owner, "__dict__", {}).values()):
+                if _is_generator(type(value)) and id(value) not in self._known:
+                    found[id(value)] = value
+        return list(found.values())
 
 
 def states_of(generators: Sequence[Any]) -> list[Any]:
@@ -44,11 +58,13 @@ def states_of(generators: Sequence[Any]) -> list[Any]:
     return [state_of(generator) for generator in generators]
 
 
-def restore_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
-    """Restore the result of `states_of`, unless there are more or fewer generators now."""
-    if len(generators) == len(states):
-        for generator, state in zip(generators, states, strict=True):
-            restore_state(generator, state)
+def restore_states(generators: Sequence[Any], states: Sequence[Any]) -> bool:
+    """Restore the result of `states_of`. Return False, and do nothing, if there are more or fewer generators now."""
+    if len(generators) != len(states):
+        return False
+    for generator, state in zip(generators, states, strict=True):
+        restore_state(generator, state)
+    return True
 
 
 class Given(Deferred):

@@ -20,6 +20,10 @@ from scarctl.session.passes import END, Pass, Rng, leave
 from scarctl.state.caveats import Caveats
 
 T = TypeVar("T")
+_OTHERS = (
+    "the data have other random generators than when the run stopped: make them in the constructor, or put them into "
+    "extras"
+)
 
 
 class Host(Protocol):
@@ -38,6 +42,9 @@ class Host(Protocol):
 
     def handed_out(self) -> None:
         """Note that the loop continues with a batch."""
+
+    def begins(self) -> None:
+        """Note that the loop is about to change state before the batches of an epoch."""
 
     def repeating(self) -> None:
         """Note that the loop is about to repeat what it did before the batches of an epoch."""
@@ -101,6 +108,7 @@ class Loop:
                 restore_rng(self._begun)
             else:
                 self._proceed()
+                self._host.begins()
                 self._begun = raw()
             yield epoch
             if self.epoch == epoch:
@@ -131,8 +139,9 @@ class Loop:
             self._next_epoch()
         saved = self._again.pop(0) if self._again else None
         number = len(self._passes)
-        if saved is None and id(loader) not in self._known and number < len(self._left):
-            leave(loader, self._left[number])
+        unknown = saved is None and id(loader) not in self._known and number < len(self._left)
+        if unknown and not leave(loader, self._left[number]):
+            self._host.doubt(_OTHERS)
         self._known.add(id(loader))
         this = Pass(loader, self._workers)
         if saved is None:
@@ -145,6 +154,8 @@ class Loop:
             self._passes.append(this)
             with undisturbed():
                 iterator = this.begin_again(saved, same_rank=self._rank == saved["rank"])
+            if this.others:
+                self._host.doubt(_OTHERS)
             if this.differs:
                 self._host.doubt(
                     f"batch {this.count - 1} of the epoch, the last one before the run stopped, is another one now: "

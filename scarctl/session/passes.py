@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from scarctl.checkpoint.randomness import Raw, generators_of, raw, restore_rng
 from scarctl.errors import UsageError
-from scarctl.session.loader import Given, hidden_generators, restore_states, states_of
+from scarctl.session.loader import Given, Hidden, restore_states, states_of
 from scarctl.state.caveats import Caveats
 
 Rng = Raw | Mapping[str, Any]
@@ -32,7 +32,9 @@ class Pass:
         """Batches handed out."""
         self.done = False
         self._own = generators_of(loader)
-        self._hidden = hidden_generators(loader)
+        self._hidden = Hidden(loader)
+        self.others = False
+        """Whether the loader had a number of hidden generators other than was saved, so that they were not restored."""
         self._hidden_begun: list[Any] = []
         self._hidden_before: list[Any] = []
         """States before the newest batch was requested."""
@@ -53,7 +55,7 @@ class Pass:
     def begin(self) -> Iterator[Any]:
         self._begun = raw()
         self._own_begun = [generator.get_state() for generator in self._own]
-        self._hidden_begun = states_of(self._hidden)
+        self._hidden_begun = states_of(self._hidden.find())
         if self._first:
             self._workers[id(self._loader)] = self._begun
         iterator: Iterator[Any] = iter(self._loader)
@@ -65,7 +67,7 @@ class Pass:
         Raises UsageError if the data end before the saved position.
         """
         if saved["done"]:
-            leave(self._loader, saved)
+            self.others = not leave(self._loader, saved)
             self.done, self.count = True, saved["count"]
             return iter(())
         _set_iteration(self._loader, saved["iteration"])
@@ -91,13 +93,15 @@ class Pass:
                 iter(self._loader)
         restore_rng(self._begun)
         _set(self._own, self._own_begun)
-        restore_states(self._hidden, self._hidden_begun if same_rank else [])
+        if same_rank:
+            self._restore_hidden(self._hidden_begun)
         with _without_first(self._loader, skip):
             iterator: Iterator[Any] = iter(self._loader)
             for number in range(skip, count):
                 if number == count - 1 and self._before is not None:
                     restore_rng(self._before)
-                    restore_states(self._hidden, self._hidden_before)
+                    # A dataset may have made its generator for the batch before.
+                    self._restore_hidden(self._hidden_before)
                 batch = next(iterator, END)
                 if batch is END:
                     raise UsageError(
@@ -110,14 +114,18 @@ class Pass:
             self.differs = now is not None and now != self._given
         if same_rank:
             _set(self._own, saved["own_now"])
-            restore_states(self._hidden, saved.get("hidden_now", []))
+            self._restore_hidden(saved.get("hidden_now", []))
         return iterator
+
+    def _restore_hidden(self, states: list[Any]) -> None:
+        if not restore_states(self._hidden.find(), states):
+            self.others = True
 
     @contextlib.contextmanager
     def fetching(self, caveats: Caveats) -> Iterator[None]:
         """Record the random numbers around a request for a batch, and report draws that cannot be repeated."""
         before = self._before = raw()
-        self._hidden_before = states_of(self._hidden)
+        self._hidden_before = states_of(self._hidden.find())
         yield
         if self._stays and not self._first:
             caveats.say(
@@ -165,15 +173,15 @@ class Pass:
         return {
             "iteration_now": getattr(self._loader, "iteration", None),
             "own_now": [generator.get_state() for generator in self._own],
-            "hidden_now": states_of(self._hidden),
+            "hidden_now": states_of(self._hidden.find()),
         }
 
 
-def leave(loader: Any, state: Mapping[str, Any]) -> None:
-    """Set a loader to the state that `Pass.left` returned."""
+def leave(loader: Any, state: Mapping[str, Any]) -> bool:
+    """Set a loader to the state that `Pass.left` returned. Return whether its hidden generators are as many as then."""
     _set_iteration(loader, state["iteration_now"])
     _set(generators_of(loader), state["own_now"])
-    restore_states(hidden_generators(loader), state.get("hidden_now", []))
+    return restore_states(Hidden(loader).find(), state.get("hidden_now", []))
 
 
 def _set_iteration(loader: Any, iteration: int | None) -> None:

@@ -79,6 +79,7 @@ class Progress:
         self._usual: list[bool] | None = None
         """Whether the loop usually changes each of them after a step."""
         self._checks = _CHECKED
+        self.finish: Callable[[], None] = lambda: None
         self.keep: Callable[[], None] = lambda: None
         self.put_back: Callable[[], str | None] = lambda: None
         """See `scarctl.session.beginning`."""
@@ -165,6 +166,10 @@ class Progress:
     def handed_out(self) -> None:
         """See `Host`."""
         self.witness.given(self.head_step)
+
+    def begins(self) -> None:
+        """See `Host`."""
+        self.finish()
 
     def repeating(self) -> None:
         """See `Host`."""

@@ -80,6 +80,7 @@ class Saving:
             validate=parts.settings.validate,
         )
         beginning = Beginning(parts, self.finish)
+        parts.progress.finish = beginning.finish
         parts.progress.keep, parts.progress.put_back = beginning.keep, beginning.put_back
 
     @property

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import copy
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from scarctl.errors import UsageError
@@ -111,6 +113,7 @@ class Deferred:
 
 
 _AS_THEY_ARE = frozenset((int, float, bool, str, bytes, type(None)))
+_CHANGED_IN_PLACE = (np.ndarray, set, Counter)
 
 
 def plain(value: object) -> object:
@@ -135,6 +138,8 @@ def private(value: object) -> object:
         return value
     if isinstance(value, torch.Tensor):
         return to_raw(value)
+    if isinstance(value, _CHANGED_IN_PLACE):
+        return copy.copy(value)
     return _rebuild(value, private)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -13,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.data import DataLoader
 
-from tests.loops.rig import EPOCHS, Digits, Run, evaluate, net, train
+from tests.loops.rig import EPOCHS, PER_EPOCH, Digits, Run, evaluate, net, train
 
 
 def shuffled(**options: Any) -> DataLoader[Any]:
@@ -119,6 +120,35 @@ def loaded(run: Run) -> None:
             model.load_state_dict(first)
         for batch in session.batches(shuffled()):
             train(model, optimizer, batch)
+            run.iterated()
+
+
+def scaled(run: Run) -> None:
+    """Weights that are written as each epoch begins, through `.data`, which torch does not count."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    session = run.attach(model, optimizer)
+    run.resume()
+    for _ in session.epochs(EPOCHS):
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+        for batch in session.batches(shuffled()):
+            train(model, optimizer, batch)
+            run.iterated()
+
+
+def reordered(run: Run) -> None:
+    """An order in an array in extras, shuffled in place as each epoch begins."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    state, rng, data = {"order": np.arange(4 * PER_EPOCH)}, np.random.default_rng(3), Digits()
+    session = run.attach(model, optimizer, extras={"state": state, "rng": rng})
+    run.resume()
+    for _ in session.epochs(EPOCHS):
+        rng.shuffle(state["order"])
+        for number in session.batches(range(PER_EPOCH)):
+            ids = state["order"][4 * number : 4 * number + 4]
+            train(model, optimizer, (data.x[ids], data.y[ids]))
             run.iterated()
 
 
@@ -272,6 +302,8 @@ HABITS = {
     "closure, LBFGS": lambda run: closure(run, kind=torch.optim.LBFGS, max_iter=3),
     "swapped": swapped,
     "loaded": loaded,
+    "scaled through .data": scaled,
+    "shuffled in extras": reordered,
     "critics": critics,
     "wrong order": lambda run: critics(run, wrong=True),
     "patched step": patched,

@@ -105,6 +105,46 @@ def own(run: Run, *, sampler: bool) -> None:
             run.iterated()
 
 
+class Lazy(Digits):
+    """Makes its generator with the first item; another one that has no state is the system's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.system = random.SystemRandom()
+
+    def __getitem__(self, index: int) -> Any:
+        if not hasattr(self, "rng"):
+            self.rng = np.random.default_rng(3)
+        x, y = super().__getitem__(index)
+        return x + torch.from_numpy(self.rng.standard_normal(8)).float(), y
+
+
+def lazy(run: Run) -> None:
+    """A dataset that makes its generator when it is first read."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    session = run.attach(model, optimizer)
+    run.resume()
+    loader = DataLoader(Lazy(), batch_size=4, shuffle=True)
+    for _ in session.epochs(EPOCHS):
+        for batch in session.batches(loader):
+            train(model, optimizer, batch)
+            run.iterated()
+
+
+def cleared(run: Run) -> None:
+    """An optimizer that begins each epoch anew."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    session = run.attach(model, optimizer)
+    run.resume()
+    for _ in session.epochs(EPOCHS):
+        optimizer.state.clear()
+        for batch in session.batches(shuffled()):
+            train(model, optimizer, batch)
+            run.iterated()
+
+
 def carried(run: Run, *, scale: float) -> None:
     """Gradients that are not set to zero, but scaled."""
     model = net()
@@ -166,6 +206,8 @@ OVERSIGHTS = {
     "other data": lambda run: other_size(run, data=Digits(24)),
     "own sampler": lambda run: own(run, sampler=True),
     "own augmentation": lambda run: own(run, sampler=False),
+    "lazy augmentation": lazy,
+    "cleared": cleared,
     "carried gradients": lambda run: carried(run, scale=1.0),
     "scaled gradients": lambda run: carried(run, scale=0.5),
     "target": target,
