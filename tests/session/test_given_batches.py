@@ -1,4 +1,4 @@
-"""The batch that a loop was given last is compared after a resume, whatever it consists of, and costs the loop little."""
+"""The batch that a loop was given last is compared after a resume, whatever is in it, and costs the loop little."""
 
 from __future__ import annotations
 
