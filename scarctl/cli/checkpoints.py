@@ -174,7 +174,9 @@ def memory_lines(copies: Sequence[MemoryCheck]) -> list[str]:
         whose = "own memory" if copy.replica_of is None else f"copy of {printable(copy.replica_of)}"
         rest = [f"{copy.newer} newer than the store"] if copy.newer else []
         rest += [f"{copy.moving} without a whole copy"] if copy.moving else []
-        verdict = f"{copy.damaged} damaged" if copy.damaged else "intact"
+        verdict = (
+            f"{copy.damaged} damaged" if copy.damaged else "intact" if copy.compared else "nothing to compare"
+        )
         compared = f"{plural(copy.compared, 'partition')} compared"
         lines.append(f"{copy.folder} ({whose}, step {copy.step}): {', '.join([compared, *rest])}: {verdict}")
         lines += [

@@ -80,9 +80,11 @@ def command(
 
 def _lines(host: Host) -> list[str]:
     lines = [line for store in host.stores for line in _of_store(store)]
-    unsaved = "copies that no daemon saves; the next session of that run on this host does"
+    unsaved = "copies or hand-overs that no daemon saves; the next session of that run on this host does"
     lines += [f"{folder}: {unsaved}" for folder in host.in_memory]
-    return lines or ["nothing to evacuate: no session saves through this host's daemon"]
+    return lines or [
+        "nothing to evacuate: no session saves through this host's daemon, and nothing waits in memory"
+    ]
 
 
 def _of_store(store: Store) -> list[str]:

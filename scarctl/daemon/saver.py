@@ -338,11 +338,7 @@ class DaemonSaver:
                         self._arena.begin_epoch(self._ask("open", again=True)["epoch"], again=True)
                         if not self._stopped:
                             self._ask("resume")
-                        if self._copied is not None:
-                            admitted, asked = self._copied
-                            self._ask("admit", **admitted)
-                            if asked:
-                                self._ask("follow", **asked)
+                        self._follow_again()
                     log.warning("the daemon has ended: another one continues")
                     self._trouble = None
                     return
@@ -358,6 +354,23 @@ class DaemonSaver:
                     log.warning("the daemon has ended, and another one cannot continue yet: %s", error)
             pause = min(_LONGEST_PAUSE, pause + _PAUSE)
             time.sleep(pause)
+
+    def _follow_again(self) -> None:
+        """Have the new daemon keep copies of memory, too. If it cannot, only the store has what is saved from now on.
+
+        Raises Unavailable (kind "daemon-gone") if it has ended as well.
+        """
+        if self._copied is None:
+            return
+        admitted, asked = self._copied
+        try:
+            self._ask("admit", **admitted)
+            if asked:
+                self._ask("follow", **asked)
+        except ScarError as error:
+            if error.kind == "daemon-gone":
+                raise
+            log.warning("other hosts no longer keep copies of this one's memory: %s", error)
 
 
 _savers: weakref.WeakSet[DaemonSaver] = weakref.WeakSet()

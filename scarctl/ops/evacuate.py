@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from scarctl.arena.folder import host_folder
-from scarctl.arena.stale import survey
+from scarctl.arena.header import FILE
+from scarctl.arena.kinship import ASIDE
+from scarctl.arena.owner import read_owner
+from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.stale import run_folders
 from scarctl.arena.view import peek
 from scarctl.daemon import client
 from scarctl.daemon.request import Wish
@@ -91,7 +95,7 @@ class Host:
 
     stores: tuple[Store, ...]
     in_memory: tuple[str, ...] = ()
-    """Folders of arenas with pending copies that no daemon saves."""
+    """Folders of arenas, of dead or live processes, with copies or hand-overs that wait and that no daemon saves."""
 
     @property
     def safe(self) -> bool:
@@ -106,35 +110,37 @@ def evacuate_host(
 
     run_id: of a store: only its processes, all ranks of it. to: see `Session.evacuate`.
 
-    Raises UsageError (`kind` "no-session") if none of them saves to that store, and (`kind` "unknown-host") if none of
-    them can use `to`; AccessDenied.
+    Raises UsageError (`kind` "no-session") if none of them saves to that store, unless copies for it wait in memory.
+    Raises UsageError (`kind` "unknown-host") if none of them can use `to`; AccessDenied.
     """
     deadline = time.monotonic() + seconds
     folder = host_folder(arena_dir)
     runs = _runs(folder, run_id, min(0.2 * seconds, _PATIENCE))
-    if run_id is not None and not runs:
-        raise UsageError(
-            "no running session saves to this store through this host's daemon",
-            hint="what the store has is safe; `scarctl inspect --store` shows it",
-            kind="no-session",
-        )
     flushed = _flush(folder, [run for run in runs if run["phase"] == "attached"], deadline, seconds)
     processes = _evacuate(folder, runs, flushed, before(deadline, seconds), to)
     by_store: dict[str, list[Process]] = {}
     for process in processes:
         by_store.setdefault(process.store, []).append(process)
     known = frozenset(run["id"] for run in runs)
-    waiting = () if run_id is not None or not folder.is_dir() else _only_in_memory(folder, known)
+    waiting = _only_in_memory(folder, known, run_id)
+    if run_id is not None and not runs and not waiting:
+        raise UsageError(
+            "no running session saves to this store through this host's daemon",
+            hint="what the store has is safe; `scarctl inspect --store` shows it",
+            kind="no-session",
+        )
     return Host(tuple(Store(url, tuple(found)) for url, found in by_store.items()), waiting)
 
 
 def _runs(folder: Path, run_id: str | None, patience: float) -> list[RunStatus]:
     answer = client.ask_status(folder, patience=max(patience, _POLL))
-    runs = [] if answer is None else [run for run in answer["runs"] if run["phase"] != "closing"]
+    return [] if answer is None else [run for run in answer["runs"] if _saves_to(run["id"], run_id)]
+
+
+def _saves_to(name: str, run_id: str | None) -> bool:
+    """Return whether a run's id is that of a store, or of a rank that saves to it. run_id: None for any store."""
     # A rank's id is the store's, followed by the number of its shard.
-    return [
-        run for run in runs if run_id is None or run["id"] == run_id or run["id"].startswith(f"{run_id}-")
-    ]
+    return run_id is None or name == run_id or name.startswith(f"{run_id}-")
 
 
 def _flush(folder: Path, runs: Sequence[RunStatus], deadline: float, seconds: float) -> dict[str, bool]:
@@ -180,19 +186,18 @@ def _evacuate(
 
     def one(run: RunStatus) -> None:
         who = {"store": run["store"], "rank": run.get("rank"), "pid": run["pid"]}
+
+        def gone() -> bool:
+            return run["phase"] == "closing" or _has_ended(folder, run["id"])
+
         try:
             seconds = max(0.0, deadline - time.monotonic())
-            found = client.evacuate(
-                folder, run["id"], seconds, to, ended=lambda: _has_ended(folder, run["id"])
-            )
+            found = client.evacuate(folder, run["id"], seconds, to, ended=gone)
             found = replace(found, flushed=flushed.get(run["id"], True))
             made[run["id"]] = Process(**who, found=found)  # type: ignore[arg-type]
         except ScarError as error:
-            if (
-                error.kind in client.UNKNOWN
-                and _has_ended(folder, run["id"])
-                and not _waits(folder, run["id"])
-            ):
+            released = error.kind in (*client.UNKNOWN, "not-saving")
+            if released and gone() and not _waits(folder / run["id"]):
                 return  # the daemon has saved all of it meanwhile
             if error.kind == "unknown-host":
                 unknown.append(error)
@@ -219,12 +224,23 @@ def _has_ended(folder: Path, run_id: str) -> bool:
     return view is None or not view.alive
 
 
-def _waits(folder: Path, run_id: str) -> bool:
-    """Return whether the memory of a process that has ended may have copies that are not durable."""
-    return any(arena.folder.name == run_id and not arena.durable for arena in survey(folder))
+def _waits(path: Path) -> bool:
+    """Return whether the arena in a folder may have copies or hand-overs that are nowhere else. Takes no lock."""
+    if read_owner(path) is not None:
+        return False  # a replica: its owner's host has them
+    view = peek(str(path.parents[1]), path.name)
+    if view is None:
+        return (path / FILE).exists()  # what cannot be read counts as unsaved
+    return view.pending > 0 or bool(HandOverQueue(path).numbers())
 
 
-def _only_in_memory(folder: Path, live: frozenset[str]) -> tuple[str, ...]:
+def _only_in_memory(folder: Path, known: frozenset[str], run_id: str | None) -> tuple[str, ...]:
+    """Return the folders of arenas in which something waits, without those of `known` runs and what was set aside."""
     return tuple(
-        str(arena.folder) for arena in survey(folder, live) if not arena.aside and arena.pending != 0
+        str(path)
+        for path in run_folders(folder)
+        if path.name not in known
+        and not path.name.endswith(ASIDE)
+        and _saves_to(path.name, run_id)
+        and _waits(path)
     )

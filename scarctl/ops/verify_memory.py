@@ -5,12 +5,13 @@ Only a copy that the store has in the same version can be compared. Newer ones a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena, arena_folder
 from scarctl.arena.owner import read_owner
@@ -63,25 +64,25 @@ def verify_memory(store: Store, arena_dir: str | None) -> list[MemoryCheck]:
         arena = Arena.share(folder, run_id=view.run_id)
         if arena is not None:
             own = shards if view.part is None else [view.part.shard]
-            found.append(_check(arena, folder, view.run_id, store.states(own)))
+            found.append(_check(arena, folder, view.run_id, store, own))
     return found
 
 
-def _check(arena: Arena, folder: Path, run: str, states: Mapping[int, ShardState]) -> MemoryCheck:
+def _check(arena: Arena, folder: Path, run: str, store: Store, shards: Sequence[int]) -> MemoryCheck:
     owner = read_owner(folder)
     layout, step = arena.layout, arena.head_step
-    has = arena.intact()
+    # Noted before the records are read: of what is durable now, and stays unchanged, they have the checksums.
+    generation, version, durable = arena.generation.copy(), arena.version.copy(), arena.durable.copy()
+    has = ((generation & np.uint64(1)) == 0) & (version >= 0)
     compared, damaged = 0, [np.empty(0, np.int64)]
-    for state in states.values():
+    for state in store.states(shards).values():
         if state.layout != layout:
             continue
         at = np.flatnonzero(state.saved & ~state.doubt)
         ids = state.ids[at]
         # A later copy of the same version may have other values; then it is not acknowledged as durable.
-        same = (
-            has[ids] & (arena.version[ids] == state.version[at]) & (arena.durable[ids] == arena.version[ids])
-        )
-        for looked, differs in _compare(arena, ids[same], state, at[same]):
+        same = has[ids] & (version[ids] == state.version[at]) & (durable[ids] == version[ids])
+        for looked, differs in _compare(arena, ids[same], state, at[same], generation):
             compared += looked
             damaged.append(differs)
     bad = np.concatenate(damaged)
@@ -98,8 +99,13 @@ def _check(arena: Arena, folder: Path, run: str, states: Mapping[int, ShardState
     )
 
 
-def _compare(arena: Arena, ids: Ids, state: ShardState, at: Ids) -> Iterator[tuple[int, Ids]]:
-    """Yield how many partitions were compared, and which of them differ. at: places of `ids` in the state."""
+def _compare(
+    arena: Arena, ids: Ids, state: ShardState, at: Ids, generation: NDArray[np.uint64]
+) -> Iterator[tuple[int, Ids]]:
+    """Yield how many partitions were compared, and which of them differ.
+
+    at: places of `ids` in the state. generation: of every partition, even for `ids`, noted before the state was read.
+    """
     layout = arena.layout
     for g, first, last in by_group(layout, ids):
         sizes = np.cumsum(layout.partition_bytes[ids[first:last]])
@@ -108,11 +114,12 @@ def _compare(arena: Arena, ids: Ids, state: ShardState, at: Ids) -> Iterator[tup
             done = int(sizes[a - first - 1]) if a > first else 0
             b = max(a + 1, first + int(np.searchsorted(sizes, done + _BATCH, side="right")))
             part, places = ids[a:b], at[a:b]
-            before, version = arena.generation[part], arena.version[part].copy()
             data = read_rows(arena, part, np.empty(int(layout.partition_bytes[part].sum()), np.uint8))
             sums = partition_checksums(layout.groups[g], b - a, _by_tensor(layout, g, part, data))
             # What changed while it was read says nothing.
-            still = (arena.generation[part] == before) & (version == state.version[places])
+            still = (arena.version[part] == state.version[places]) & (
+                arena.generation[part] == generation[part]
+            )
             differs = still & (sums != state.checksum[places])
             yield int(still.sum()), part[differs]
             a = b

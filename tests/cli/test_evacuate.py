@@ -102,8 +102,9 @@ def test_nothing_to_evacuate(tmp_path: Path) -> None:
         },
     )
     model, optimizer = stepper.build()
-    with stepper.attach(model, optimizer, str(tmp_path / "store"), daemon=False):
+    with stepper.attach(model, optimizer, str(tmp_path / "store"), daemon=False) as session:
         optimizer.step()
+        session.checkpoint(full=True, wait=True)
         code, found = evacuate("--deadline", "5s", "--store", str(tmp_path / "store"))
     assert (code, found["error"]["kind"]) == (2, "no-session")
 

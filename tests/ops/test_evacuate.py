@@ -10,10 +10,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from scarctl.arena.arena import Arena
+from scarctl.arena.kinship import ASIDE
+from scarctl.arena.owner import Owner, write_owner
+from scarctl.arena.queue import HandOverQueue
+from scarctl.daemon import client
 from scarctl.daemon.client import ask_status
+from scarctl.errors import UsageError
 from scarctl.ops import evacuate
+from scarctl.state.version import pack
+from tests.daemon.rig import fill, small_layout
 from tests.support import stepper
 from tests.support.process import Forked, Tell
 
@@ -21,6 +30,26 @@ pytestmark = [
     pytest.mark.leaves_arena,
     pytest.mark.usefixtures("warm_torch", "daemon_folder"),
 ]
+
+
+RUN = f"{'ab' * 16}.{'cd' * 8}"
+LAYOUT = small_layout()
+VERSION = pack(1, 1)
+
+
+def in_memory(folder: Path, name: str, *, pid: int, pending: bool = True) -> Path:
+    """The arena of a process that saved to a store, with copies that the store has or has not."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    arena = Arena.create(folder / name, LAYOUT, run_id=name, epoch=1)
+    everything = np.arange(LAYOUT.partitions)
+    arena.begin(everything)
+    fill(arena, everything, 1)
+    arena.end(everything, VERSION)
+    if not pending:
+        arena.acknowledge(everything, VERSION)
+    arena.take_over(pid)
+    arena.close()
+    return folder / name
 
 
 def trains(store: Path, tell: Tell) -> None:
@@ -130,3 +159,53 @@ def test_a_daemon_that_is_late_is_asked_again(
     after("_runs", is_late, monkeypatch)
     host = evacuate.evacuate_host(60.0, arena_dir=str(daemon_folder.parent))
     assert host.safe, host
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_copies_of_a_run_that_was_released_are_not_safe(daemon_folder: Path, lives: bool) -> None:
+    """A session could not save its last copies in time and was closed; its process may do something else now."""
+    folder = in_memory(daemon_folder, RUN, pid=os.getpid() if lives else 0)
+    host = evacuate.evacuate_host(1.0, arena_dir=str(daemon_folder.parent))
+    assert (host.safe, host.in_memory) == (False, (str(folder),))
+
+
+def test_a_released_rank_of_the_store_that_is_asked_for_is_not_safe(daemon_folder: Path) -> None:
+    """Its saving had failed for good, and only the other ranks' runs are left."""
+    base = str(daemon_folder.parent)
+    folder = in_memory(daemon_folder, f"{RUN}-1", pid=0)
+    assert evacuate.evacuate_host(1.0, arena_dir=base, run_id=RUN).in_memory == (str(folder),)
+    with pytest.raises(UsageError) as caught:
+        evacuate.evacuate_host(1.0, arena_dir=base, run_id=RUN.replace("ab", "ef"))
+    assert caught.value.kind == "no-session"
+
+
+def test_a_hand_over_that_waits_alone_is_not_safe(daemon_folder: Path) -> None:
+    """The store has the copies, and neither the seal nor what else a resume needs."""
+    folder = in_memory(daemon_folder, RUN, pid=0, pending=False)
+    base = str(daemon_folder.parent)
+    assert evacuate.evacuate_host(1.0, arena_dir=base).safe
+    ids = np.arange(LAYOUT.partitions)
+    HandOverQueue(folder).put(version=VERSION, ids=ids, whole="ef" * 16, extras={"step": 1})
+    assert evacuate.evacuate_host(1.0, arena_dir=base).in_memory == (str(folder),)
+
+
+def test_copies_that_are_elsewhere_or_of_no_use_are_no_alarm(daemon_folder: Path) -> None:
+    """A replica's owner has them, and no session uses what was set aside."""
+    replica = in_memory(daemon_folder, RUN, pid=0)
+    write_owner(replica, Owner("east", "11" * 16, 1))
+    in_memory(daemon_folder, f"{RUN}-2", pid=0).rename(daemon_folder / f"{RUN}-2{ASIDE}")
+    assert evacuate.evacuate_host(1.0, arena_dir=str(daemon_folder.parent)).safe
+
+
+@pytest.mark.parametrize("pending", [True, False])
+def test_a_run_that_is_being_released_is_asked_too(
+    daemon_folder: Path, monkeypatch: pytest.MonkeyPatch, pending: bool
+) -> None:
+    """Its store hangs in its last write, and the daemon ends before the answer."""
+    in_memory(daemon_folder, RUN, pid=os.getpid(), pending=pending)
+    run = {"id": RUN, "store": "/s", "pid": os.getpid(), "phase": "closing", "open": True, "peers": []}
+    monkeypatch.setattr(client, "ask_status", lambda *_, **__: {"runs": [run]})
+    host = evacuate.evacuate_host(1.0, arena_dir=str(daemon_folder.parent))
+    assert host.safe is not pending
+    errors = [process.error for store in host.stores for process in store.processes]
+    assert errors == (["no daemon is running on this host"] if pending else [])
