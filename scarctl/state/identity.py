@@ -2,7 +2,7 @@
 
 The step does not identify a state: weights may be replaced without a step and saved again. So a name is a hash of facts
 that all ranks know without communicating: the start of the job, the recoveries since, the step, the writes to
-parameters after it, and which of this rank's whole commits since then it is. Not every write is counted. If a process
+parameters after it, and the number of whole commits since then. Not every write is counted. If a process
 reaches a used name with another state, it takes a random name instead, which no other rank shares.
 """
 
