@@ -15,6 +15,7 @@ from scarctl.arena.header import FIELDS, FIELDS_AT, FILE, read_header, read_plac
 from scarctl.arena.lines import Noted, noted
 from scarctl.errors import AccessDenied, Corruption, ScarError
 from scarctl.state.layout import Layout
+from scarctl.state.version import step_of
 
 log = logging.getLogger("scarctl")
 
@@ -60,6 +61,16 @@ class ArenaView:
     def pending(self) -> int:
         """Number of partitions with a pending copy."""
         return int(((self.version != self.durable) & (self.version >= 0)).sum())
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone, and the store has all of its newest step, sealed."""
+        return (
+            not self.alive
+            and not self.pending
+            and self.sealed >= 0
+            and step_of(self.sealed) == self.head_step
+        )
 
 
 def peek(base: str | None, run_id: str) -> ArenaView | None:

@@ -61,10 +61,11 @@ def _store(one: Health) -> Iterator[str]:
 def _run(one: Health) -> str:
     assert one.survey is not None
     assert one.survey.run is not None
-    run, ranks = one.survey.run, one.survey.ranks
-    here = [rank for rank in ranks if rank.alive is not None]
-    if here:
-        return f"{sum(bool(rank.alive) for rank in here)} of {counted(len(here), 'rank')} on this host alive"
+    run, view = one.survey.run, one.survey
+    here = [rank for rank in view.ranks if rank.alive is not None and rank.replica_of is None]
+    if here and view.topology is not None:
+        alive = sum(bool(rank.alive) for rank in here)
+        return f"{alive} of {counted(len(here), view.topology.noun)} on this host alive"
     return f"process {run.pid} {'alive' if run.alive else 'dead'}"
 
 

@@ -21,6 +21,9 @@ LOSING, AT_RISK, NOTE = 2, 1, 0
 """Severities: something is not being saved; something is not protected as it should be; worth knowing."""
 SEVERITIES = {LOSING: "losing", AT_RISK: "at-risk", NOTE: "note"}
 
+_UNPROTECTED = frozenset(("absent", "lost", "replaced", "fenced"))
+"""States of a link (`scarctl.peers.link.State`) in which the other host does not get new copies."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -150,6 +153,8 @@ class Health:
 def unreadable(url: str, error: ScarError) -> Health:
     """Return the health of a store that cannot be read."""
     command = f"scarctl verify --store {shlex.quote(url)}" if error.exit_code == 13 else _doctor(url)
+    if error.kind == "store-without-settings":
+        command = ""  # none can open it
     reason = f"{error.message}{f' ({error.hint})' if error.hint else ''}"
     return Health(url, (Finding(LOSING, error.kind, reason, command),), exit_code=error.exit_code)
 
@@ -186,8 +191,9 @@ def _saving(runs: Iterable[RunStatus]) -> tuple[Saving, ...]:
 
 
 def _of_saving(view: Survey, runs: Iterable[RunStatus]) -> Iterable[Finding]:
-    """Yield what the daemon reports: failures of saving, by rank."""
+    """Yield what the daemon reports: failures of saving, and copies on other hosts that are not kept, by rank."""
     for run in runs:
+        yield from _of_links(run)
         if run.get("last_error") is None:
             continue
         who = "" if run.get("rank") is None else f"rank {run['rank']}: "
@@ -196,15 +202,33 @@ def _of_saving(view: Survey, runs: Iterable[RunStatus]) -> Iterable[Finding]:
         yield Finding(LOSING, "stopped" if run["stopped"] else "failing", message, _doctor(view.url))
 
 
+def _of_links(run: RunStatus) -> Iterable[Finding]:
+    """Yield the copies of a run's memory that no other host keeps up to date. A run that begins has nothing to send."""
+    who = "" if run.get("rank") is None else f"rank {run['rank']}: "
+    for link in run.get("peers", ()) if "head_step" in run else ():
+        state = link.rpartition(": ")[2].partition(",")[0]
+        if state in _UNPROTECTED:
+            text = f"{who}the copy on {link}: the loss of this host may lose what is not durable"
+            yield Finding(AT_RISK, "copy", text, "scarctl daemon status")
+
+
 def _of_processes(view: Survey) -> Iterable[Finding]:
     """Yield what the arenas on this host show: processes that have died, and copies that wait for the store."""
     run = view.run
     if run is None:
         return
-    dead = [rank for rank in view.ranks if rank.alive is False]
+    apart = view.topology is not None and view.topology.independent
+    noun = "rank" if view.topology is None else view.topology.noun
+    here = [rank for rank in view.ranks if rank.alive is not None and rank.replica_of is None]
+    # A member may end while the others train. A rank may not.
+    dead = [rank for rank in here if rank.alive is False and not (apart and rank.rank in view.ended)]
     if not run.alive:
-        what = f"process {run.pid}" if view.topology is None else "every rank on this host"
-        if run.pending_partitions:
+        what = f"process {run.pid}" if view.topology is None else f"every {noun} on this host"
+        if len(view.ended) == max(1, len(here)):
+            steps = {rank.head_step for rank in here} or {run.head_step}
+            of = "all of their newest steps" if len(steps) > 1 else f"all of step {steps.pop()}"
+            yield Finding(NOTE, "ended", f"{what} has ended; the store has {of}", _resume(view))
+        elif run.pending_partitions:
             text = f"{what} has died; {_pending(run.pending_partitions)}: start the run again on this host"
             yield Finding(LOSING, "died", text, _resume(view))
         else:
@@ -213,9 +237,12 @@ def _of_processes(view: Survey) -> Iterable[Finding]:
     elif dead:
         names = ", ".join(str(rank.rank) for rank in dead)
         pending = sum(rank.pending_partitions or 0 for rank in dead)
-        text = f"{'rank' if len(dead) == 1 else 'ranks'} {names} of {len(view.ranks)} died"
+        text = f"{noun if len(dead) == 1 else f'{noun}s'} {names} of {len(view.ranks)} died"
         text += f"; {_pending(pending)}" if pending else ""
-        text += ": the launcher starts the ranks again, otherwise start the job again on this host"
+        if apart:
+            text += f": start the {noun if len(dead) == 1 else f'{noun}s'} again on this host"
+        else:
+            text += ": the launcher starts the ranks again, otherwise start the job again on this host"
         yield Finding(LOSING, "rank-died", text, f"scarctl inspect --store {_name(view)}")
     elif run.errors and run.pending_partitions:
         text = f"{counted(run.errors, 'error')} while saving; {_pending(run.pending_partitions)}"

@@ -95,7 +95,8 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         age_of(store, states, [share.arena for share in shares if share.layout.partitions]),
         outlook,
         snapshots=tuple(snapshots(store)),
-        run=_run(arenas),
+        run=_run([share.arena for share in shares if share.arena is not None and share.replica_of is None]),
+        ended=frozenset(n for n, share in enumerate(shares) if _has_ended(share)),
         topology=topology,
         ranks=() if topology is None else _ranks(topology, shares, arena_dir),
         others=() if topology is None else tuple(_others(store, topology)),
@@ -199,6 +200,10 @@ def _distance(share: _Share) -> NDArray[np.float64]:
 
 def _kept(share: _Share) -> NDArray[np.int64]:
     return np.full(share.layout.partitions, -1) if share.arena is None else step_of(share.arena.version)
+
+
+def _has_ended(share: _Share) -> bool:
+    return share.arena is not None and share.replica_of is None and share.arena.ended
 
 
 def _run(arenas: Sequence[ArenaView]) -> RunStatus | None:

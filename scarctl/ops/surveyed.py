@@ -139,7 +139,9 @@ class Survey:
     """The convergence of the run, for predictions."""
     snapshots: tuple[Snapshot, ...] = ()
     run: RunStatus | None = None
-    """Status of the run; None if no arena of it is on this host."""
+    """Status of the run; None if none of its processes was on this host: copies for other hosts do not count."""
+    ended: frozenset[int] = frozenset()
+    """Ranks of this host that have ended, and of which the store has all of the newest step; 0 for a process alone."""
     topology: Topology | None = None
     """Topology of the ranks that save to the store; None for a process that saves alone."""
     ranks: tuple[RankLine, ...] = ()

@@ -21,7 +21,8 @@ from scarctl.state.layout import Layout
 from scarctl.store.backends.address import S3_SCHEMES, Address
 from scarctl.store.backends.base import Blobs
 from scarctl.store.backends.connect import blobs_at
-from scarctl.store.backends.probe import exclusive_here, is_left_over, probe
+from scarctl.store.backends.probe import exclusive_here, probe
+from scarctl.store.foreign import refuse_foreign
 from scarctl.store.format import (
     FORMAT,
     LOCK,
@@ -126,7 +127,7 @@ class Store:
         address = Address.parse(url, storage_options)
         blobs = blobs_at(address)
         if not blobs.has(SETTINGS):
-            _refuse_foreign(address, blobs, "nothing was created")
+            refuse_foreign(address, blobs, "nothing was created")
             blobs.begin()
             # Only concurrent creations reveal a server that checks first and then writes.
             rounds = 0 if address.scheme in S3_SCHEMES else _RACES
@@ -163,7 +164,7 @@ class Store:
     def _open(cls, address: Address, blobs: Blobs, *, strict: bool = False) -> Store:
         what = blobs.where(SETTINGS)
         if not blobs.has(SETTINGS):
-            _refuse_foreign(address, blobs, "use the folder of a store")
+            refuse_foreign(address, blobs, "use the folder of a store")
             if not blobs.has(SETTINGS):  # another process may have just created it
                 raise NoStore(
                     f"{address.root or address.shown}: there is no store here",
@@ -434,14 +435,3 @@ class Store:
             if state.layout is not None:
                 live += int(state.layout.bytes_of(state.ids[state.saved]).sum())
         return {"bytes": total, "live_bytes": live, "segments": segments, "records": records}
-
-
-def _refuse_foreign(address: Address, blobs: Blobs, hint: str) -> None:
-    """Raise NoStore if the place is not an empty folder. Files that a crash left do not count."""
-    others = [name for name in blobs.top() if name != LOCK and not is_left_over(name)]
-    if others and SETTINGS not in others:  # another process may create the store meanwhile
-        raise NoStore(
-            f"{address.root or address.shown}: this folder holds other files ({sorted(others)[0]!r}), but no store",
-            hint=hint,
-            kind="foreign-store",
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import scarctl
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder, host_folder
+from scarctl.arena.owner import Owner, write_owner
 from scarctl.cli.status_view import page
 from scarctl.daemon.status import RunStatus
 from scarctl.errors import NoStore
-from scarctl.ops.health import LOSING, health_of, unreadable, worst_first
+from scarctl.ops.health import AT_RISK, LOSING, health_of, unreadable, worst_first
 from scarctl.ops.survey import survey
 from scarctl.state.version import pack
 from scarctl.store import Store
@@ -59,6 +62,22 @@ def test_what_cannot_be_read_has_the_exit_code_of_its_error(run: Run, saved: Mod
     fields = run("status", "ckpt", "--json", code=13).document
     (finding,) = fields["stores"][0]["findings"]
     assert (finding["severity"], finding["command"]) == ("losing", "scarctl verify --store ckpt")
+
+
+def test_a_store_without_its_settings_names_no_command_that_cannot_open_it(run: Run, saved: Model) -> None:
+    kept = Path("ckpt/scarctl.json").read_bytes()
+    Path("ckpt/scarctl.json").unlink()
+    (store,) = run("status", "ckpt", "--json", code=13).document["stores"]
+    (finding,) = store["findings"]
+    assert (finding["severity"], finding["kind"], finding["command"]) == (
+        "losing",
+        "store-without-settings",
+        None,
+    )
+    assert "put that file back from a copy of this store" in finding["message"]
+    assert run("inspect", "--store", "ckpt", "--json", code=13).error["kind"] == "store-without-settings"
+    Path("ckpt/scarctl.json").write_bytes(kept)
+    run("verify", "--store", "ckpt")
 
 
 def test_an_empty_store_is_not_well(run: Run) -> None:
@@ -215,3 +234,89 @@ def test_ranks_are_one_run(run: Run, tmp_path: Path, arena_dir: Path) -> None:
     assert "$ scarctl inspect --store " in done
     alive.remove()
     dead.remove()
+
+
+@pytest.mark.leaves_arena
+def test_a_copy_for_another_host_is_no_rank_of_this_one(run: Run, tmp_path: Path, arena_dir: Path) -> None:
+    """Each of two hosts keeps a copy of the other's memory. Its process is not on this host."""
+    made = RankStore(tmp_path / "ckpt", 2)
+    made.save(9)
+    made.close()
+    own, copy = made.arena(arena_dir, 0, 9), made.arena(arena_dir, 1, 12)
+    copy.take_over(0)
+    write_owner(copy.folder, Owner("east", "11" * 16, 1))
+    waiting = int(own.pending().sum())
+    for arena in (own, copy):
+        arena.close()
+    (store,) = run("status", "ckpt", "--json").document["stores"]
+    assert store["findings"] == []
+    assert store["run"]["pending_partitions"] == waiting
+    assert "1 of 1 rank on this host alive" in run("status", "ckpt").stdout
+
+
+@pytest.mark.parametrize("state", ["lost", "replaced", "fenced", "absent", "lost, 4 behind"])
+def test_a_copy_on_another_host_that_is_not_kept(saved: Model, state: str) -> None:
+    view = survey(Store.open("ckpt"), None)
+    run: Any = {
+        "store": "ckpt", "id": view.url, "pid": 1, "phase": "attached", "open": True, "rank": 1, "head_step": 4,
+        "durable_step": 4, "queued_bytes": 0, "bytes_per_second": 0, "errors": 0, "last_error": None, "stopped": False,
+        "peers": ["a: following, up to date", f"lost: b: {state}", "c: behind, 9 behind", "d: full", "e: connecting"],
+    }  # fmt: skip
+    (finding,) = health_of(view, [run]).findings
+    assert (finding.severity, finding.kind, finding.command) == (AT_RISK, "copy", "scarctl daemon status")
+    assert finding.message.startswith(f"rank 1: the copy on lost: b: {state}: the loss of this host may lose")
+    assert health_of(view, [{**run, "peers": run["peers"][:1]}]).well
+    begun = {name: run[name] for name in ("store", "id", "pid", "phase", "peers")}
+    assert health_of(view, [{**begun, "open": False}]).well  # type: ignore[list-item]
+
+
+@pytest.mark.leaves_arena
+def test_a_process_that_has_ended_with_everything_saved(
+    run: Run, trainer: Trainer, tmp_path: Path, arena_dir: Path
+) -> None:
+    """As after SIGTERM: the arena stays, and the store has all of it."""
+    trainer.save(trainer.everything, 4)
+    trainer.drained()
+    trainer.die()
+    stop(host_folder(str(arena_dir)))
+    (store,) = run("status", tmp_path / "run", "--json", code=3).document["stores"]
+    assert [finding["kind"] for finding in store["findings"]] == ["died"], (
+        "no seal: the step may have begun to change"
+    )
+    again = Trainer(tmp_path / "run", arena_dir)
+    again.save(again.everything, 5, sealed=True)
+    again.drained()
+    again.die()
+    stop(host_folder(str(arena_dir)))
+    (store,) = run("status", tmp_path / "run", "--json").document["stores"]
+    (finding,) = store["findings"]
+    assert (finding["severity"], finding["kind"]) == ("note", "ended")
+    assert finding["message"].endswith("has ended; the store has all of step 5")
+    assert finding["command"].startswith("scarctl run --store ")
+
+
+@pytest.mark.leaves_arena
+def test_a_member_may_end_while_others_train(tmp_path: Path, arena_dir: Path) -> None:
+    state = {"own": np.zeros(3)}
+    with scarctl.attach(
+        state, store=tmp_path / "s", member=(0, 2), settings=scarctl.Settings(daemon=False)
+    ) as live:
+        live.step()
+        other = scarctl.attach(
+            {"own": np.ones(3)}, store=tmp_path / "s", member=(1, 2), settings=scarctl.Settings(daemon=False)
+        )
+        other.step()
+        other.checkpoint(full=True, wait=True)
+        folder = arena_folder(str(arena_dir), other.store.run_id)
+        kept = folder.with_name("kept")
+        shutil.copytree(folder, kept)
+        other.close(seal=False)
+        kept.rename(folder)
+        arena = Arena.open_existing(folder, run_id=other.store.run_id)
+        assert arena is not None
+        arena.take_over(0x7FFFFFF0)
+        arena.close()
+        view = survey(Store.open(tmp_path / "s"), str(arena_dir))
+        assert [rank.alive for rank in view.ranks] == [True, False]
+        assert view.ended == {1}
+        assert not [finding for finding in health_of(view, []).findings if finding.kind == "rank-died"]

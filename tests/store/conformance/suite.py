@@ -358,6 +358,18 @@ class StoreConformance:
             assert caught.value.kind == "foreign-store"
         assert place.raw.names() == ["somebody/else.txt"]
 
+    def test_a_store_without_its_settings_is_no_foreign_folder(self, place: Place) -> None:
+        store = self.create(place)
+        store.close()
+        for folder in ("layout", "shards"):
+            place.raw.put(f"{folder}/0/x", b"x")
+        place.raw.remove(SETTINGS)
+        for use in (self.open, self.create):
+            with pytest.raises(Corruption, match=r"without its scarctl\.json") as caught:
+                use(place)
+            assert caught.value.kind == "store-without-settings"
+        assert SETTINGS not in place.raw.names()
+
     def test_left_overs_of_a_crash_are_not_foreign(self, place: Place) -> None:
         place.raw.put(f"probe-{'0' * 32}", b"x")
         place.raw.put(".tmp-0123", b"x")
