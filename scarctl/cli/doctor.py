@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +17,7 @@ from scarctl.cli.output import (
     output_options,
     store_option,
 )
+from scarctl.config.checks import check_peer_files, parse_paths
 from scarctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +29,22 @@ Examples:
   scarctl doctor --store ckpt
   scarctl doctor --store s3://bucket/ckpt --json
   scarctl doctor --peer 10.0.0.7:41873
+  scarctl doctor --peer 10.0.0.7:41873 --peer-tls host.pem,host.key,ca.pem
 """
+
+
+class Files(click.ParamType[Any]):
+    """Three paths with commas between them, or a list of three in `scarctl.toml`."""
+
+    name = "files"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        """Return the paths. Raises UsageError unless there are three."""
+        files = parse_paths(value) if isinstance(value, str) else value
+        check_peer_files(files, None)
+        return tuple(files)
 
 
 @click.command(cls=Command, epilog=EXAMPLES)
@@ -44,9 +60,22 @@ Examples:
     metavar="HOST:PORT",
     help="Where a daemon listens for peers; its log says so.",
 )
+@click.option(
+    "--peer-tls",
+    metavar="CERT,KEY,CA",
+    type=Files(),
+    help="PEM files of a host, to test a daemon that uses TLS with --peer.",
+)
 @store_option()
 @output_options
-def command(store: str | None, peer: str | None, rounds: int, as_json: bool, debug: bool) -> int:
+def command(
+    store: str | None,
+    peer: str | None,
+    peer_tls: tuple[str, ...] | None,
+    rounds: int,
+    as_json: bool,
+    debug: bool,
+) -> int:
     """Test a place for a store: its guarantees, their consequences, and its speed.
 
     This creates files in a folder of its own, and deletes them. An existing store is not touched. Exit code 14: a
@@ -55,7 +84,7 @@ def command(store: str | None, peer: str | None, rounds: int, as_json: bool, deb
     if (store is None) == (peer is None):
         raise UsageError("give either --store or --peer")
     if peer is not None:
-        return _peer(peer, as_json=as_json)
+        return _peer(peer, peer_tls, as_json=as_json)
     assert store is not None
     from scarctl.store.doctor import diagnose
 
@@ -64,10 +93,12 @@ def command(store: str | None, peer: str | None, rounds: int, as_json: bool, deb
     return EXIT_OK if found.sound else EXIT_NO_GUARANTEE
 
 
-def _peer(peer: str, *, as_json: bool) -> int:
+def _peer(peer: str, files: tuple[str, ...] | None, *, as_json: bool) -> int:
     from scarctl.peers.probe import parse_peer, probe
+    from scarctl.peers.tls import Tls
 
-    found = probe(*parse_peer(peer))
+    host, port = parse_peer(peer)
+    found = probe(host, port, None if files is None else Tls(files))
     emit(found.to_json(), as_json=as_json, text=_peer_text(found))
     return EXIT_OK
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import ssl
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from scarctl.errors import Corruption, ScarError, Unavailable, UsageError
 from scarctl.peers.channel import Channel, Gone
 from scarctl.peers.frames import Kind, encode
 from scarctl.peers.handshake import Hello
+from scarctl.peers.tls import Tls
 
 ROUNDS = 5
 SECONDS = 5.0
@@ -44,43 +46,77 @@ def parse_peer(text: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def probe(host: str, port: int, *, rounds: int = ROUNDS) -> PeerDiagnosis:
+def probe(host: str, port: int, tls: Tls | None = None, *, rounds: int = ROUNDS) -> PeerDiagnosis:
     """Connect to a daemon and be refused by it, some times. No secret is needed, and nothing is kept.
 
-    Raises Unavailable if nothing answers there in time, Corruption if it is no daemon that keeps replicas.
+    tls: certificate to show to a daemon that uses TLS.
+
+    Raises Unavailable if nothing answers there in time, or (kind "peer-tls") if a certificate is necessary;
+    AccessDenied (kind "peer-tls") if one end refuses the other's; Corruption if it is no daemon that keeps replicas.
     """
-    found = [_once(host, port) for _ in range(rounds)]
+    found = [_once(host, port, tls) for _ in range(rounds)]
     source, _, _ = found[0]
     return PeerDiagnosis(host, port, source, min(one[1] for one in found), min(one[2] for one in found))
 
 
-def _once(host: str, port: int) -> tuple[str, float, float]:
+def _once(host: str, port: int, tls: Tls | None) -> tuple[str, float, float]:
     began = time.monotonic()
+    connection = _connect(host, port)
+    connected = time.monotonic()
     try:
-        connection = socket.create_connection((host, port), SECONDS)
+        source = str(connection.getsockname()[0])
+        connection.settimeout(SECONDS)
+        if tls is not None:
+            connection = tls.secure(connection, server=False, seconds=SECONDS)
+        channel = Channel(connection, seconds=SECONDS)
+        # The daemon does not know this start: its answer is a refusal.
+        hello = Hello.new(secrets.token_hex(16), "doctor", 1)
+        channel.send(encode(Kind.HELLO, hello.to_json()))
+        channel.expect(Kind.CHALLENGE)
+    except Gone as error:
+        if tls is None and _asks_for_certificate(host, port):
+            raise Unavailable(
+                f"{host} port {port} answers with TLS, and asks for a certificate",
+                hint="give --peer-tls CERT,KEY,CA",
+                kind="peer-tls",
+            ) from error
+        raise _stranger(host, port) from error
+    except Corruption as error:
+        raise _stranger(host, port) from error
+    except ScarError as error:
+        if error.kind == "unknown-start":
+            return source, connected - began, time.monotonic() - connected
+        raise type(error)(f"{host} port {port}: {error.message}", hint=error.hint, kind=error.kind) from error
+    finally:
+        connection.close()
+    raise _stranger(host, port)
+
+
+def _connect(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_connection((host, port), SECONDS)
     except OSError as error:
         raise Unavailable(
             f"{host} port {port} cannot be reached: {error.strerror or error}",
             hint="a firewall, another network, or the daemon has ended; its log says where it listens",
             kind="peer-unreachable",
         ) from error
-    connected = time.monotonic()
-    with connection:
-        source = str(connection.getsockname()[0])
-        connection.settimeout(SECONDS)
-        channel = Channel(connection, seconds=SECONDS)
+
+
+def _asks_for_certificate(host: str, port: int) -> bool:
+    """Return whether a TLS server is there that refuses clients without a certificate, as a daemon with TLS does."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with _connect(host, port) as plain:
         try:
-            # The daemon does not know this start: its answer is a refusal.
-            hello = Hello.new(secrets.token_hex(16), "doctor", 1)
-            channel.send(encode(Kind.HELLO, hello.to_json()))
-            channel.expect(Kind.CHALLENGE)
-        except (Gone, Corruption) as error:
-            raise _stranger(host, port) from error
-        except ScarError as error:
-            if error.kind != "unknown-start":
-                raise
-            return source, connected - began, time.monotonic() - connected
-    raise _stranger(host, port)
+            with context.wrap_socket(plain) as secured:
+                secured.recv(1)  # with TLS 1.3 the refusal comes after this end's handshake
+        except ssl.SSLError as error:
+            return (error.reason or "").endswith(("CERTIFICATE_REQUIRED", "HANDSHAKE_FAILURE"))
+        except OSError:
+            return False
+    return False
 
 
 def _stranger(host: str, port: int) -> Corruption:

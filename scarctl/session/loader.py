@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ _INNER = ("sampler", "batch_sampler", "base_dataloader", "dataset", "dl", "trans
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _SAMPLES = 4096
 """Values of a large tensor that are compared."""
+_MOST = 1024
+"""Parts of a batch that are looked at. The loop waits while they are noted."""
 
 
 @functools.lru_cache(1024)
@@ -73,10 +76,22 @@ class Given(Deferred):
     __slots__ = ("_parts",)
 
     def __init__(self, batch: Any) -> None:
-        self._parts = [(part, getattr(part, "_version", 0)) for part in _parts_of(batch, 3)]
+        parts = itertools.islice(_parts_of(batch, 3), _MOST)
+        self._parts = [(part, getattr(part, "_version", 0)) for part in parts if part is not None]
 
     def value(self) -> str | None:
-        """Return the digest: of all values, or of samples of large tensors. None if the loop has changed a tensor."""
+        """Return the digest: of all values, or of samples of large tensors.
+
+        None if the loop has changed a tensor, or if one cannot be read.
+        """
+        try:
+            return self._digest()
+        except (
+            Exception
+        ):  # of a subclass, a freed storage or a device: without a comparison the checkpoint is whole
+            return None
+
+    def _digest(self) -> str | None:
         total = hashlib.blake2b(digest_size=12)
         for part, version in self._parts:
             if not isinstance(part, torch.Tensor):
@@ -93,15 +108,15 @@ class Given(Deferred):
 
 
 def _parts_of(batch: Any, depth: int) -> Iterator[Any]:
-    """Yield the strided tensors and plain values of a batch."""
+    """Yield the strided tensors, plain values and lengths of a batch, and None for each item of another kind."""
     if isinstance(batch, torch.Tensor):
-        if batch.layout is torch.strided and not batch.is_inference():
-            yield batch
+        comparable = batch.layout is torch.strided and not batch.is_nested and not batch.is_inference()
+        yield batch if comparable else None
     elif isinstance(batch, int | float | str | bool):
         yield batch
-    elif depth and isinstance(batch, Mapping):
-        for item in batch.values():
+    elif depth and isinstance(batch, Mapping | list | tuple):
+        yield len(batch)
+        for item in batch.values() if isinstance(batch, Mapping) else batch:
             yield from _parts_of(item, depth - 1)
-    elif depth and isinstance(batch, list | tuple):
-        for item in batch:
-            yield from _parts_of(item, depth - 1)
+    else:
+        yield None

@@ -183,6 +183,7 @@ class Loop:
             self._host.handed_out()
             # A loop that leaves here breaks, and the next epoch settles it; or it fails at an unknown place.
             yield batch
+            del batch  # not kept while the next one is loaded
             if self._stale():
                 self._settle()
         this.end()

@@ -144,7 +144,7 @@ class Pass:
     def gives(self, batch: Any) -> None:
         """Note the batch that the loop is given."""
         self.count += 1
-        self._given = Given(batch)
+        self._given = Given(batch) if _is_plain(self._loader) else None
 
     def end(self) -> None:
         self.done, self._given = True, None

@@ -218,7 +218,7 @@ def _digest(inputs: list[tuple[torch.Tensor, int]]) -> str | None:
     """Digest all values of the inputs, or a sample on a GPU; None without inputs, or if one was written to since."""
     total = hashlib.blake2b(digest_size=12)
     for tensor, version in inputs:
-        if tensor._version != version or tensor.layout != torch.strided:
+        if tensor._version != version or tensor.layout != torch.strided or tensor.is_nested:
             return None
         flat = tensor.detach().reshape(-1)
         if flat.device.type != "cpu" and flat.numel() > _SAMPLES:

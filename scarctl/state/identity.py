@@ -2,8 +2,8 @@
 
 The step does not identify a state: weights may be replaced without a step and saved again. So a name is a hash of facts
 that all ranks know without communicating: the start of the job, the recoveries since, the step, the writes to
-parameters after it, and how often extras have differed since. Not every write is counted. If a process reaches a used
-name with another state, it takes a random name instead, which no other rank shares.
+parameters after it, and the number of whole commits since then. Not every write is counted. If a process
+reaches a used name with another state, it takes a random name instead, which no other rank shares.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ class Identities:
         self._at: tuple[int, int] | None = None
         """The newest step, and the number of writes at its end."""
         self._given: set[str] = set()
-        self._extras: list[bytes] = []
-        """Digests of the extras that were saved after the newest step."""
+        self._commits = 0
+        """Number of calls of `of` after the newest step."""
+        self._newest: tuple[str, bytes] | None = None
+        """The name of the newest of them, and the digest of its extras."""
 
     def turn(self) -> None:
         """Note that a recovery changed the state, on all ranks and without a step."""
@@ -51,7 +53,7 @@ class Identities:
         if self._at is None or self._at[0] != step:
             self._at = step, self._lockstep.writes()
             self._given.clear()
-            self._extras.clear()
+            self._commits, self._newest = 0, None
 
     def of(self, step: int, there: str, *, changed: bool, extras: Callable[[], bytes]) -> str:
         """Return the name of the current whole state, after `step`: 32 hex digits.
@@ -63,14 +65,16 @@ class Identities:
         self.stepped(step)
         assert self._at is not None
         written = self._lockstep.writes() - self._at[1]
-        text = f"{self._lockstep.start}/{self._turns}/{step}/{written}"
+        text, digest = f"{self._lockstep.start}/{self._turns}/{step}/{written}", b""
         if self._lockstep.several:
-            digest = extras()
-            if digest not in self._extras:
-                self._extras.append(digest)
-            text += f"/{self._extras.index(digest)}"
+            digest, number = extras(), self._commits
+            self._commits += 1
+            if not changed and self._newest == (there, digest):
+                return there
+            text += f"/{number}"
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
         if name in self._given and (changed or there != name):
             name = uuid.uuid4().hex
         self._given.add(name)
+        self._newest = (name, digest)
         return name

@@ -173,7 +173,9 @@ class StoreWriter:
         self._publish_next(record, tail)
         self.ledger.handed(shard, record.nbytes)
         self._floor[shard] = step
-        half = state.unindexed_records >= INDEX_LEAST and 0 < len(state.ids) <= 2 * state.unindexed
+        # Until there is an index, one small segment has the only list of the members, and all else needs it.
+        none = state.unindexed_records > state.seq
+        half = (none or state.unindexed_records >= INDEX_LEAST) and 0 < len(state.ids) <= 2 * state.unindexed
         if half or state.unindexed_records >= INDEX_RECORDS:
             self._write_index(shard)
         return record

@@ -73,7 +73,7 @@ SETTINGS = [
     "arena_dir", "assume_single_writer", "bandwidth", "convergence", "debug", "dry_run", "duration",
     "deadline", "every", "format", "fraction", "from", "gain", "hosts", "json", "keep_every", "keep_last", "limit",
     "max_rework", "max_shard_size", "memory_bandwidth", "metrics", "metrics_listen",
-    "mode", "mtbf", "overhead", "partition_bytes", "peer", "peers", "policy",
+    "mode", "mtbf", "overhead", "partition_bytes", "peer", "peer_tls", "peers", "policy",
     "read_data", "read_data_subset", "restart", "restarts", "rounds", "shards", "state_bytes", "step",
     "step_time", "store", "timeout", "to", "watch",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,9 @@ import torch
 from scarctl.arena.folder import arena_folder
 from scarctl.arena.owner import Owner, write_owner
 from scarctl.peers.host import Host
+from scarctl.peers.tls import Tls
 from tests.cli.conftest import Run
+from tests.support.certificates import Authority
 from tests.support.ranks import RankStore
 
 pytestmark = pytest.mark.leaves_arena
@@ -98,3 +101,54 @@ def test_doctor_finds_that_something_else_listens(run: Run) -> None:
         done = run("doctor", "--peer", f"127.0.0.1:{listener.getsockname()[1]}", "--json", code=13)
         thread.join()
     assert done.error["kind"] == "no-peer"
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def tls_daemon(tmp_path: Path, authority: Authority, request: pytest.FixtureRequest) -> Iterator[int]:
+    """The port at which a daemon keeps replicas of hosts that show a certificate; parameter: its newest version."""
+    (tmp_path / "north").mkdir(mode=0o700)
+    host = Host(tmp_path / "north")
+    tls = Tls(authority.host("north"))
+    tls._server.maximum_version = getattr(request, "param", ssl.TLSVersion.TLSv1_3)
+    yield host.admit("11" * 16, secrets.token_bytes(32), "ab" * 16, "127.0.0.1", 0, tls)
+    host.close()
+
+
+def test_doctor_finds_a_daemon_that_uses_tls(
+    run: Run, tls_daemon: int, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("doctor", "--peer", f"127.0.0.1:{tls_daemon}")
+    files = list(authority.host("east"))
+    assert run(*asked, "--peer-tls", ",".join(files), "--json").document["port"] == tls_daemon
+    monkeypatch.setenv("SCARCTL_PEER_TLS", ", ".join(files))
+    assert "reachable" in run(*asked).stdout
+    monkeypatch.delenv("SCARCTL_PEER_TLS")
+    (tmp_path / "scarctl.toml").write_text(f"peer_tls = {files}\n")
+    assert "reachable" in run(*asked).stdout
+
+
+@pytest.mark.parametrize("tls_daemon", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3], indirect=True)
+def test_doctor_says_that_a_certificate_is_needed(run: Run, tls_daemon: int) -> None:
+    error = run("doctor", "--peer", f"127.0.0.1:{tls_daemon}", "--json", code=17).error
+    assert (error["kind"], error["hint"]) == ("peer-tls", "give --peer-tls CERT,KEY,CA")
+    assert "asks for a certificate" in error["message"]
+
+
+def test_doctor_says_whose_certificate_is_not_accepted(run: Run, tls_daemon: int, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    files = ",".join(Authority(tmp_path / "other").host("east"))
+    asked = ("doctor", "--peer", f"127.0.0.1:{tls_daemon}", "--peer-tls", files, "--json")
+    error = run(*asked, code=12).error
+    assert error["kind"] == "peer-tls"
+    assert error["message"].startswith(f"127.0.0.1 port {tls_daemon}: its certificate is not accepted")
+
+
+def test_doctor_says_that_a_daemon_uses_no_tls(run: Run, daemon: int, authority: Authority) -> None:
+    files = ",".join(authority.host("east"))
+    error = run("doctor", "--peer", f"127.0.0.1:{daemon}", "--peer-tls", files, "--json", code=12).error
+    assert (error["kind"], error["hint"]) == ("peer-tls", "give peer_tls on all hosts, or on none")

@@ -88,6 +88,8 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "--store ckpt --peer west:4": (2, "either --store or --peer"),
         "--peer west": (2, "HOST:PORT"),
         "--peer west:0": (2, "HOST:PORT"),
+        "--peer west:4 --peer-tls host.pem,host.key": (2, "peer_tls is not three paths"),
+        "--peer west:4 --peer-tls a.pem,a.key,ca.pem": (2, "a.pem"),
         "--peer 127.0.0.1:1": (17, "cannot be reached"),
         "--store ckpt --rounds 0": (2, "--rounds"),
         "--store page.html": (10, "file"),

@@ -87,6 +87,6 @@ def test_the_loop_of_the_earlier_session_is_not_saved(
 ) -> None:
     first = Loop(tmp_path / "store")
     with caplog.at_level(logging.WARNING, "scarctl"), Loop(tmp_path / "store").session:
-        assert "a loop that still uses it is not saved any more" in caplog.text
+        assert "a loop that still uses it is no longer saved" in caplog.text
         first.train(2)
         assert first.session.head_step == 0

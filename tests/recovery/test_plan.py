@@ -307,7 +307,10 @@ class TestRollback:
         with pytest.raises(NoIntactCopy, match="no older state"):
             run(job, self.rollback(job))
 
-    def test_a_damaged_record_of_the_newest_sealed_state_is_told(self, job: Job) -> None:
+    def test_a_damaged_record_of_the_newest_sealed_state_is_told(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("scarctl.store.writer.INDEX_LEAST", 1)
         for step in (3, 5):
             job.change(job.all, step)
             job.save(job.all, step, sealed=step == 3)  # and an index after each

@@ -278,3 +278,46 @@ def test_sigterm_with_on_error_raise(tmp_path: Path) -> None:
         child.expect("there")
         child.signal(signal.SIGTERM)
         assert child.wait(60) == -signal.SIGTERM
+
+
+class Centres(nn.Module):
+    """A criterion with trained parameters. moves: and with a buffer that each pass changes."""
+
+    mean: torch.Tensor
+
+    def __init__(self, *, moves: bool) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.rand(4))
+        self.moves = moves
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.moves:
+            self.mean.add_(1)
+        return (x - self.centres).square().sum()
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_the_trained_parameters_of_a_criterion_are_saved(tmp_path: Path, moves: bool) -> None:
+    def train(steps: int) -> tuple[Any, scarctl.Session, list[str]]:
+        torch.manual_seed(steps)
+        model, criterion = nn.Linear(4, 4), Centres(moves=moves)
+        optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+        settings = grouped(daemon=False)
+        with scarctl.attach(model, optimizer, store=tmp_path / "s", interval=1, **settings) as session:
+            session.resume()
+            found = criterion.centres.detach().clone()
+            for _ in range(steps):
+                optimizer.zero_grad()
+                criterion(model(torch.rand(2, 4))).backward()
+                optimizer.step()
+                drained([session])
+            kinds = [caveat.kind for caveat in session.caveats]
+        return (found, criterion.centres.detach().clone()), session, kinds
+
+    (_, ended), _, kinds = train(5)
+    assert kinds == (["outside-module"] if moves else [])
+    (begun, _), session, _ = train(1)
+    assert torch.equal(begun, ended)
+    assert session.resumed is not None
+    assert session.resumed.step == 5

@@ -69,6 +69,7 @@ def test_a_listing_that_lacks_a_record_and_has_the_next(
 def test_an_index_that_appears_while_records_are_checked(
     monkeypatch: pytest.MonkeyPatch, store: Store, writer: StoreWriter, data: Data
 ) -> None:
+    monkeypatch.setattr("scarctl.store.writer.INDEX_LEAST", 1)
     commit(writer, data, 1)
 
     def overtaken(files: Files) -> Files:

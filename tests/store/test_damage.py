@@ -321,3 +321,21 @@ def test_a_snapshot_of_which_record_and_index_are_gone(store: Store, writer: Sto
     (store.root / index_path(0, seq)).unlink()
     files = {problem.file for problem in verify(store, read_data=True).problems}
     assert files >= {str(store.root / record_path(0, seq)), str(store.root / index_path(0, seq))}
+
+
+def test_the_first_list_of_members_is_soon_not_the_only_one(memory_path: Path) -> None:
+    """A run that is killed early and loses its first, small segment has all else."""
+    layout = build_layout([("w", "parameter", (TensorSpec("", "F32", (64, 3)),))], rows={"w": 4})
+    store, data = Store.create(memory_path / "run"), Data(layout)
+    writer = open_writer(store, layout=layout, shard_of=layout.shards(1, 0))
+    everything = np.arange(layout.partitions)
+    writer.commit(0, everything, data, step=1, sealed=True)
+    writer.commit(0, everything[:1], data, step=2)  # not closed: as if killed
+    first = store.log(0).record(0)
+    assert first.kind == "epoch"
+    assert first.segment is not None
+    (file,) = (memory_path / "run").rglob(f"seg/{first.segment.name}*")
+    file.unlink()
+    state = Store.open(memory_path / "run").state(0)
+    assert state.ids.tolist() == everything.tolist()
+    assert bool(state.saved.all())

@@ -46,9 +46,15 @@ class _Other:
 class Outside:
     """Looks at all forward passes of the first iterations, and later at the modules found then."""
 
-    def __init__(self, model: nn.Module, saved: Iterable[Any], caveats: Caveats) -> None:
-        """saved: the objects whose state is saved next to that of `model`."""
+    def __init__(
+        self, model: nn.Module, parameters: Iterable[torch.Tensor], saved: Iterable[Any], caveats: Caveats
+    ) -> None:
+        """parameters: those of the optimizers, which are saved also where they are not the model's, as a criterion's.
+
+        saved: the objects whose state is saved next to that of `model`.
+        """
         self._caveats = caveats
+        self._parameters = list(parameters)
         self._saved = [model, *_modules_of(saved)]
         self._known = {id(module) for owner in self._saved for module in owner.modules()}
         self._others: list[_Other] = []
@@ -62,6 +68,7 @@ class Outside:
         # Wrappers around the model have its tensors. Those of a transformed function have no memory.
         with contextlib.suppress(RuntimeError):
             saved = {t.data_ptr() for owner in self._saved for t in _tensors_of(owner)}
+            saved |= {t.data_ptr() for t in _readable(self._parameters)}
             tensors = [t for t in _tensors_of(module) if t.data_ptr() not in saved]
             if tensors:
                 self._others.append(_Other(module, tensors))
@@ -110,7 +117,11 @@ def _modules_of(items: Iterable[Any]) -> list[nn.Module]:
 
 
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    tensors = (*module.parameters(), *module.buffers())
+    return _readable((*module.parameters(), *module.buffers()))
+
+
+def _readable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the plain strided tensors that have elements."""
     return [
         t
         for t in tensors

@@ -81,7 +81,7 @@ class Watch:
         """Handles of the hooks that count, by number of their parameters."""
         self._count(range(len(self._looked_at)))
         self._carried = Carried(self._looked_at, caveats)
-        self.outside = Outside(model, saved, caveats)
+        self.outside = Outside(model, [p for o in optimizers for p in params_of(o)], saved, caveats)
 
     def _count(self, numbers: Iterable[int]) -> None:
         """Count the backward passes of these parameters, and of no others. One that is frozen now can have no hook."""
