@@ -103,6 +103,8 @@ class _UnderWay:
     live: LiveState
     counters: list[int]
     snapshot: list[list[torch.Tensor]] | None
+    copied: Copied | None = None
+    """The copy, if it has ended and needs no repetition any more."""
 
 
 class Checkpoints:
@@ -200,13 +202,32 @@ class Checkpoints:
         """Wait up to `timeout` seconds for the copy that the second half needs. Return whether it is done."""
         return self._under_way is None or self._under_way.job.settle(timeout)
 
+    def end_copy(self, engine: Engine) -> None:
+        """End the copy before the second half: it is not repeated for what is written from here on."""
+        under_way = self._under_way
+        if under_way is None or under_way.copied is not None:
+            return
+        try:
+            under_way.copied = self._copy_again(under_way, under_way.job.wait(), engine)
+        except BaseException as error:
+            self._under_way = None
+            self._failed(under_way, engine, error)
+
+    def _failed(self, under_way: _UnderWay, engine: Engine, error: BaseException) -> None:
+        # After Ctrl-C, or an exception of a signal handler in the main thread, the copy itself continues.
+        under_way.job.settle()
+        engine.adopt_orphans()
+        if not isinstance(error, Exception):
+            raise error
+        self._fault(error)
+
     def finish(self, engine: Engine) -> Copied | None:
         """Do the second half of the current checkpoint. Return what was queued; None if no checkpoint was queued."""
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return None
         try:
-            copied = self._copy_again(under_way, under_way.job.wait(), engine)
+            copied = under_way.copied or self._copy_again(under_way, under_way.job.wait(), engine)
             self._count(copied, engine)
             if not copied.ids.size and not copied.sealed:
                 return None
@@ -218,12 +239,7 @@ class Checkpoints:
                 )
             engine.hand_over(copied, extras, whole)
         except BaseException as error:
-            # After Ctrl-C, or an exception of a signal handler in the main thread, the copy itself continues.
-            under_way.job.settle()
-            engine.adopt_orphans()
-            if not isinstance(error, Exception):
-                raise
-            self._fault(error)
+            self._failed(under_way, engine, error)
             return None
         return copied
 

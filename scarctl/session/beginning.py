@@ -39,11 +39,6 @@ class Beginning:
         self._differing: NDArray[np.bool_] | None = None
         """Which partitions differed from the arena already, as after a change between the resume and the loop."""
 
-    def finish(self) -> None:
-        """End the current checkpoint: a copy that is repeated later would have what the loop writes from here on."""
-        with self._gate.held():
-            self._finish()
-
     def keep(self) -> None:
         """Keep the state, before the loop repeats anything."""
         self._kept = private((self._adapter.capture_early(), self._adapter.capture_late()))

@@ -51,7 +51,8 @@ class Hidden:
         found: dict[int, Any] = {}
         for owner in self._owners:
             for value in list(getattr(owner, "__dict__", {}).values()):
-                if _is_generator(type(value)) and id(value) not in self._known:
+                kind: Any = type(value)
+                if _is_generator(kind) and id(value) not in self._known:
                     found[id(value)] = value
         return list(found.values())
 

@@ -79,7 +79,7 @@ class Progress:
         self._usual: list[bool] | None = None
         """Whether the loop usually changes each of them after a step."""
         self._checks = _CHECKED
-        self.finish: Callable[[], None] = lambda: None
+        self.end_copy: Callable[[], None] = lambda: None
         self.keep: Callable[[], None] = lambda: None
         self.put_back: Callable[[], str | None] = lambda: None
         """See `scarctl.session.beginning`."""
@@ -169,7 +169,7 @@ class Progress:
 
     def begins(self) -> None:
         """See `Host`."""
-        self.finish()
+        self.end_copy()
 
     def repeating(self) -> None:
         """See `Host`."""

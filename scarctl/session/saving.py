@@ -80,7 +80,7 @@ class Saving:
             validate=parts.settings.validate,
         )
         beginning = Beginning(parts, self.finish)
-        parts.progress.finish = beginning.finish
+        parts.progress.end_copy = self.end_copy
         parts.progress.keep, parts.progress.put_back = beginning.keep, beginning.put_back
 
     @property
@@ -133,6 +133,14 @@ class Saving:
         copied = self._checkpoints.finish(engine)
         engine.selector.settle()
         return copied is not None and copied.sealed
+
+    def end_copy(self) -> None:
+        """End the current copy, before the loop writes what its step does not have."""
+        engine = self._opening.engine
+        if engine is not None and self._checkpoints.under_way:
+            with self._gate.held():
+                engine.selector.hurry()
+                self._checkpoints.end_copy(engine)
 
     def seal(self, moment: Moment | None) -> bool:
         """Save the whole state of `moment`, both halves at once. Return whether it is sealed in this host's memory."""
