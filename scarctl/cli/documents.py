@@ -199,6 +199,8 @@ class EvacuatedProcess(_EvacuatedProcess, total=False):
     """Whether one of these hosts has the whole state of `step`."""
     flushed: bool
     """Whether the newest step of a live process was brought into memory."""
+    extras_lost: bool
+    """Whether the newest extras, such as step counters and random states, are only in this host's memory."""
 
 
 class EvacuatedStore(TypedDict):

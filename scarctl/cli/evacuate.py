@@ -112,6 +112,10 @@ def _of_store(store: Store) -> list[str]:
             lines.append(
                 f"  {who}: its newest step was not brought into memory: iterations after it are lost as well"
             )
+        if process.found.extras_lost:
+            lines.append(
+                f"  {who}: its newest step counters, random states and other extras are lost as well"
+            )
         if process.found.error and not process.safe:
             lines.append(f"  {who}: {process.found.error}")
     return lines

@@ -155,8 +155,10 @@ def _processes(view: Survey) -> list[str]:
             f"{counted(run.pending_partitions, 'partition')} not durable yet, {counted(run.errors, 'error')}",
             *pace_of(run),
         ]
-    noun, since = topology.noun, f", since epoch {topology.epoch}"
-    lines = [f"{counted(topology.world, noun)}{'' if topology.independent else since}; one shard each"]
+    noun = topology.noun
+    # The first members have no earlier ones, so nothing asks for their epoch.
+    since = "" if topology.independent and topology.epoch == 1 else f", since epoch {topology.epoch}"
+    lines = [f"{counted(topology.world, noun)}{since}; one shard each"]
     if run is not None:
         here = [rank for rank in view.ranks if rank.alive is not None and rank.replica_of is None]
         dead = [str(rank.rank) for rank in here if not rank.alive]

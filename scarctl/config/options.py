@@ -178,9 +178,12 @@ class Member:
         divided among another number of members. All others are this member's own. Default: none.
     replaces: The number of members that the store may have now. They have ended, and these members take over what they
         saved. Without effect once the store has `count` members. Default: the number never changes.
+    after: The epoch of those that are replaced, which `scarctl inspect` shows. Needed for a number that the store had
+        before: else a late start with old arguments would bring it back. Default: none.
     """
 
     number: int
     count: int
     divided: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     replaces: int | None = None
+    after: int | None = None

@@ -182,7 +182,7 @@ class Run:
     def end_sending(self) -> None:
         """End the links, once the peers have what is missing, within some seconds."""
         arena = self.saver.arena
-        done = self.closed and arena is not None and not arena.pending().any()
+        done = self.closed and arena is not None and not arena.pending().any() and not _waits(arena)
         self._stop_senders(done=done, patience=0.0 if self.saver.gives_way else _LAST_ROUND)
 
     def _stop_senders(self, *, done: bool, patience: float) -> None:
@@ -260,6 +260,14 @@ class Run:
                 zip(step_of(newest).tolist(), step_of(oldest).tolist(), strict=True)
             )
         ]
+
+
+def _waits(arena: Arena) -> bool:
+    """Return whether a hand-over waits: extras or a seal that the store has not, even if it has all copies."""
+    try:
+        return bool(HandOverQueue(arena.folder).numbers())
+    except ScarError:
+        return arena.folder.exists()  # a session that closes removes the folder once all of it is durable
 
 
 def _rank_in(store: Store) -> int | None:

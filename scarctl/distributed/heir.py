@@ -26,7 +26,7 @@ from scarctl.state.layout import Layout, build_layout
 from scarctl.state.torch_dtypes import torched
 from scarctl.state.version import step_of
 from scarctl.store import Store, Topology
-from scarctl.store.members import earlier, fence, patiently
+from scarctl.store.members import earlier, fence
 
 
 def groups_of(adapter: Adapter) -> list[Group]:
@@ -55,7 +55,7 @@ def end_earlier(
     if found is None:
         return None
     shards = overlapping(found, groups_of(adapter), number)
-    patiently(lambda: save_own([store.of_shard(shard) for shard in shards], settings))
+    save_own([store.of_shard(shard) for shard in shards], settings)
     for shard in shards:
         fence(store, shard)
     # From here on nothing changes in these shards.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from scarctl.arena.folder import arena_folder
 from scarctl.arena.header import FILE
 from scarctl.arena.kinship import take, view_of
 from scarctl.arena.owner import read_owner
 from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.view import peek
 from scarctl.config import SessionSettings
 from scarctl.daemon.claim import claim_saver
 from scarctl.distributed.collectives import Team
@@ -17,6 +19,7 @@ from scarctl.distributed.host_memory import place_of
 from scarctl.errors import ScarError, Unavailable
 from scarctl.persist.persister import adopt_orphans
 from scarctl.store import Store, newest_topology, open_writer, topology_epochs
+from scarctl.store.members import PATIENCE, patiently
 from scarctl.store.topology import read_topology
 
 log = logging.getLogger("scarctl")
@@ -91,11 +94,22 @@ def _arenas(store: Store, settings: SessionSettings) -> list[tuple[Store, bool]]
 def save_own(views: Sequence[Store], settings: SessionSettings) -> None:
     """Save the pending copies in the arenas of these shards on this host, and remove the arenas. See `save_leftovers`.
 
-    Raises Contention if a process still saves to one of the shards.
+    Another process may be doing the same: then this one waits, shard by shard. Raises Contention if a process still
+    saves to one of the shards.
     """
     for view in views:
-        if (arena_folder(settings.arena_dir, view.run_id) / FILE).exists():
-            _save_one(view, settings)
+        patiently(partial(_save_if_left, view, settings), partial(_patience, view, settings))
+
+
+def _save_if_left(view: Store, settings: SessionSettings) -> None:
+    if (arena_folder(settings.arena_dir, view.run_id) / FILE).exists():
+        _save_one(view, settings)
+
+
+def _patience(view: Store, settings: SessionSettings) -> float:
+    """Return how many seconds to wait for a shard: as long as saving may take, unless the arena's own process lives."""
+    left = peek(settings.arena_dir, view.run_id)
+    return PATIENCE if left is None or left.alive else PATIENCE + settings.timeout
 
 
 def _save(views: Sequence[Store], settings: SessionSettings) -> None:

@@ -25,7 +25,7 @@ from scarctl.recovery.shares import as_member
 from scarctl.session.peers import Together, refuse_peers
 from scarctl.state.layout import Layout
 from scarctl.store import Store, Topology
-from scarctl.store.members import EPOCH, MAX_MEMBERS, earlier, join_members, patiently
+from scarctl.store.members import EPOCH, MAX_MEMBERS, earlier, join_members
 
 _MOST_ROWS = 1 << 60
 
@@ -48,6 +48,13 @@ def member_of(member: object) -> Member:
         )
     if replaces is not None and (type(replaces) is not int or not 1 <= replaces <= MAX_MEMBERS):
         raise UsageError(f"replaces is {replaces!r:.80}, not a number of members")
+    if member.after is not None and (
+        type(member.after) is not int or member.after < EPOCH or replaces is None
+    ):
+        raise UsageError(
+            f"after is {member.after!r:.80}",
+            hint="give the epoch of the members that these replace, with replaces=: `scarctl inspect` shows it",
+        )
     if not _is_divided(member.divided):
         raise UsageError(
             f"divided is {member.divided!r:.80}",
@@ -78,7 +85,7 @@ class Membership(Together):
         self.rank, self.count = member.number, member.count
         self.adapter: Any = PlacedAdapter(adapter, member.divided) if member.divided else adapter
         """The adapter of the session: with the places of divided tensors."""
-        self._replaces = member.replaces
+        self._replaces, self._after = member.replaces, member.after
         self._own_extras = own_extras
         self._settings: SessionSettings | None = None
         self._topology: Topology | None = None
@@ -92,7 +99,11 @@ class Membership(Together):
         store = Store.create(settings.store, **settings.fixed(), **settings.place())
         try:
             self._topology = join_members(
-                store, self.count, self._replaces, lambda before: self._prepare(store, before)
+                store,
+                self.count,
+                self._replaces,
+                self._after,
+                before=lambda before: self._prepare(store, before),
             )
         except BaseException:
             store.close()
@@ -103,7 +114,7 @@ class Membership(Together):
         """Bring what earlier members left on this host into the store, and check that this one can take over."""
         assert self._settings is not None, "the store is being opened"
         settings = self._settings
-        patiently(lambda: save_own([store.of_shard(shard) for shard in before.shards], settings))
+        save_own([store.of_shard(shard) for shard in before.shards], settings)
         found = heritage(store, [before, *earlier(store, before)])
         if found is not None and found.saved:
             found.check(self.rank, self.count, groups_of(self.adapter), self.adapter.optimizer)

@@ -284,8 +284,9 @@ class _Recovery:
         ]
         if not here or (missing and not back):
             ranks = ", ".join(str(rank) for rank in missing if rank is not None)
+            noun = "rank" if self.state.topology is None else self.state.topology.noun
             raise UsageError(
-                f"there is no stopped run's arena {f'of rank {ranks} ' if ranks else ''}on this host",
+                f"there is no stopped run's arena {f'of {noun} {ranks} ' if ranks else ''}on this host",
                 hint="use --into to patch a state file, or --output for a new file",
                 kind="no-arena",
             )

@@ -53,20 +53,20 @@ class PeerCopies:
             sender.hurry(None)
 
     def wait(self, seconds: float) -> None:
-        """Wait until every host that is connected has all of this memory, and at most that long."""
+        """Wait until every host that is connected has all of this memory that it can get, and at most that long."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if all(
-                sender.has_acknowledged(number) or sender.state not in _MOVING
+                sender.has_ended(number) or sender.state not in _MOVING
                 for sender, number in self._rounds.items()
             ):
                 return
             time.sleep(_POLL)
 
     def versions(self) -> Ids:
-        """Return the newest version of every partition that another host has: int64 (partitions,), -1 for none."""
+        """Return the version of every copy that another host has as it is here: int64 (partitions,), -1 for none."""
         none: Ids = np.full(self._arena.layout.partitions, NEVER, np.int64)
-        newest: Ids = np.maximum.reduce([none, *(sender.versions() for sender in self._alive())])
+        newest: Ids = np.maximum.reduce([none, *(sender.versions_as_here() for sender in self._alive())])
         return newest
 
     def hosts(self) -> tuple[str, ...]:
@@ -76,6 +76,10 @@ class PeerCopies:
     def whole(self) -> str:
         """Return the name of the whole state that one of them has of this memory as it is now, "" if none has it."""
         return next((sender.whole for sender in self._alive() if sender.whole), "")
+
+    def complete(self) -> bool:
+        """Return whether one of them has all of the memory that there was at `hurry`, hand-overs included."""
+        return any(sender.has_acknowledged(self._rounds[sender]) for sender in self._alive())
 
     def _alive(self) -> list[Sender]:
         return [sender for sender in self._rounds if sender.vouched_at >= self._began]

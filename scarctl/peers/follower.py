@@ -37,6 +37,7 @@ _TORN_SECONDS = 2.0
 """Seconds to wait for copies that are under way, before a round ends without a mark."""
 _PAUSE = 0.005
 _NO_IDS: Ids = np.empty(0, np.int64)
+_NO_COPIES = (_NO_IDS, _NO_IDS, np.empty(0, np.uint64))
 
 
 def _inode_in(folder: Path) -> int:
@@ -70,8 +71,10 @@ class Follower:
         self._durable = np.full(n, NEVER, np.int64)
         self.acknowledged = self._version.copy()
         """Version of each copy that the peer has certainly: int64 of shape (partitions,), -1 for none."""
-        self._under_way: deque[tuple[Ids, Ids]] = deque()
-        """Partitions and versions in each frame that is not acknowledged yet."""
+        self.confirmed: NDArray[np.uint64] = np.ones(n, np.uint64)
+        """Generation of each copy that the peer has certainly: uint64 of shape (partitions,), 1 for none."""
+        self._under_way: deque[tuple[Ids, Ids, NDArray[np.uint64]]] = deque()
+        """Partitions, versions and generations in each frame that is not acknowledged yet."""
         self.rank: Ids | None = None
         """Place of each partition in the order of sending: int64 of shape (partitions,). None: ascending ids."""
         self._sent: set[int] = set()
@@ -86,6 +89,8 @@ class Follower:
         """Counters when the newest round began."""
         self.marked: Counters = ()
         """Counters of the newest mark that was sent."""
+        self.withheld = False
+        """Whether a hand-over waited in the newest round that is too large to be sent: the peer lacks it."""
 
     def has(self, have: Sequence[Ids]) -> None:
         """Note what the peer has: what `Replica.have` returned. Raises Corruption for arrays of another length."""
@@ -94,14 +99,18 @@ class Follower:
         generation, version, durable = have
         self._generation[:] = np.where(generation < 0, np.int64(1), generation).astype(np.uint64)
         self._version[:], self._durable[:] = version, durable
+        self.confirmed = np.ones(
+            len(version), np.uint64
+        )  # before the versions, which are of another peer's copies
         self.acknowledged = np.where(generation < 0, np.int64(NEVER), version)
+        self.confirmed = self._generation.copy()
         self._under_way.clear()
         self._sent.clear()
 
     def confirm(self) -> None:
         """Note that the peer has acknowledged the oldest frame of those that `round` has yielded since."""
-        ids, version = self._under_way.popleft()
-        self.acknowledged[ids] = version
+        ids, version, generation = self._under_way.popleft()
+        self.acknowledged[ids], self.confirmed[ids] = version, generation
 
     def lags(self) -> bool:
         """Return whether anything has changed since the newest round began. Cheap: counters only."""
@@ -142,13 +151,13 @@ class Follower:
         self._require_place()
         for number, data in handovers.items():
             if data is not None:
-                self._under_way.append((_NO_IDS, _NO_IDS))
+                self._under_way.append(_NO_COPIES)
                 yield encode(Kind.HANDOVER, {"number": number}, data)
                 self._sent.add(number)
         # Copies equal those of the commit `whole` if none has begun since its name was read.
         same = bool((arena.generation == self._generation).all()) and arena.whole == whole
-        named = whole if same else ""
-        self._under_way.append((_NO_IDS, _NO_IDS))
+        named = whole if same and not self.withheld else ""
+        self._under_way.append(_NO_COPIES)
         # Lines may be of later records than the copies say, but never of earlier ones.
         yield Mark(epoch, base, head, errors, sealed, named, sorted(handovers), arena.lines).frame()
         self._sent &= handovers.keys()
@@ -172,8 +181,12 @@ class Follower:
             )
 
     def _handovers(self) -> dict[int, bytes | None]:
-        """Return the hand-overs that wait, by number: their files; None for those that the peer has."""
+        """Return the hand-overs that wait, by number: their files; None for those that the peer has.
+
+        Those that are too large are not among them; then `withheld` is True.
+        """
         found: dict[int, bytes | None] = {}
+        self.withheld = False
         for number in self._queue.numbers():
             if number in self._sent:
                 found[number] = None
@@ -185,6 +198,7 @@ class Follower:
                 if number not in self._too_large:
                     log.warning("hand-over %d of %d bytes is too large for a peer", number, len(data))
                 self._too_large.add(number)
+                self.withheld = True
                 continue
             found[number] = data
         return found
@@ -196,7 +210,7 @@ class Follower:
             batches, under_way = self._read(part)
             missed.append(under_way)
             for kind, batch in batches:
-                self._under_way.append((batch.ids, batch.version))
+                self._under_way.append((batch.ids, batch.version, batch.generation))
                 yield encode(kind, {"count": len(batch.ids)}, *batch.parts())
                 at = adjacent(batch.ids)
                 self._generation[at], self._version[at] = batch.generation, batch.version

@@ -113,8 +113,8 @@ class Sender:
         self.avoided: set[Candidate] = set()
         """Those that another copy of this run has taken."""
         self._channel: Channel | None = None
-        self._begun = self._acknowledged = self._wanted = 0
-        """Numbers of rounds: the newest that has begun, acknowledged by the peer, and wanted by a waiting caller."""
+        self._begun = self._ended = self._acknowledged = self._wanted = 0
+        """Numbers of rounds: the newest that has begun, ended with a mark, brought all, and is wanted by a caller."""
         self._asking = threading.Lock()
         self._hurrying = False
         self._vouched_at = -math.inf
@@ -122,6 +122,8 @@ class Sender:
         self._wake = threading.Event()
         self._done = False
         self._said = ""
+        self._lacked = False
+        """Whether the newest mark that was acknowledged lacked a hand-over."""
         self._thread = threading.Thread(target=self._run, name="scarctl-sender", daemon=True)
 
     def start(self) -> None:
@@ -151,8 +153,12 @@ class Sender:
         return wanted
 
     def has_acknowledged(self, number: int) -> bool:
-        """Return whether the peer has acknowledged round `number`, or a later one."""
+        """Return whether the peer has acknowledged all of round `number`, or of a later one, hand-overs included."""
         return self._acknowledged >= number
+
+    def has_ended(self, number: int) -> bool:
+        """Return whether round `number`, or a later one, has ended: a hand-over may have been too large for it."""
+        return self._ended >= number
 
     @property
     def state(self) -> State:
@@ -169,7 +175,8 @@ class Sender:
         host, behind = self._candidates[self.link.at].host, self.behind
         if behind is None:
             return f"{host}: {self.state.value}"
-        return f"{host}: {self.state.value}, {'up to date' if self.current else f'{behind} behind'}"
+        lacks = ", without a hand-over that is too large" if self._follower.withheld else ""
+        return f"{host}: {self.state.value}, {'up to date' if self.current else f'{behind} behind'}{lacks}"
 
     @property
     def current(self) -> bool:
@@ -189,6 +196,15 @@ class Sender:
     def versions(self) -> Ids:
         """Return the version of every copy that the peer has acknowledged: int64 (partitions,), -1 for none."""
         return self._follower.acknowledged.copy()
+
+    def versions_as_here(self) -> Ids:
+        """Return the same, but -1 for copies that are other ones here by now, even if of the same version."""
+        follower = self._follower
+        confirmed = follower.confirmed
+        found = np.where(confirmed == self._arena.generation, follower.acknowledged, np.int64(NEVER))
+        if follower.confirmed is not confirmed:  # another peer has just been connected
+            found[:] = NEVER
+        return found
 
     @property
     def whole(self) -> str:
@@ -289,7 +305,9 @@ class Sender:
             follower.has(_have(body, arena.layout.partitions))
             if peer != self._marker:
                 self._marker, self._marked = peer, NEVER
-            self._current, self._whole = (), ""  # which hand-overs it has is not known before the next mark
+            # Which hand-overs it has is not known before the next mark.
+            self._current, self._whole = (), ""
+            self._ended = self._acknowledged = 0
             self._handle(Accepted(time.monotonic(), head.get("complete") is True))
             self._channel = channel
             try:
@@ -311,7 +329,7 @@ class Sender:
             began = time.monotonic()
             if (
                 closing
-                or self._wanted > self._acknowledged
+                or self._wanted > self._ended
                 or self._follower.lags()
                 or (began > looked + _LOOK_SECONDS and self._follower.changed().any())
                 or began > rounded + _SIGN_SECONDS
@@ -343,8 +361,18 @@ class Sender:
         for _ in range(waiting):
             self._confirm(channel)
         if marked:
-            self._acknowledged = number
-            self._marked, self._current = self._follower.marked_step, self._follower.marked
+            self._ended = number
+            lacks, self._lacked = self._follower.withheld and not self._lacked, self._follower.withheld
+            if lacks:
+                host = self.host.host
+                self._warn(
+                    f"the copy of this rank's memory on {host} lacks extras, which are too large to be sent"
+                )
+            if self._follower.withheld:
+                self._current = ()
+            else:
+                self._acknowledged, self._current = number, self._follower.marked
+            self._marked = self._follower.marked_step
             self._whole = self._follower.marked_whole
             self._said = ""
             self._handle(Marked(time.monotonic()))

@@ -79,7 +79,10 @@ class Copies(Protocol):
         """Wait until the other hosts have all of this memory, or cannot get more, and at most that long."""
 
     def versions(self) -> Ids:
-        """Return the newest version of every partition that another host has: int64 (partitions,), -1 for none."""
+        """Return the version of every copy that another host has as it is here: int64 (partitions,), -1 for none."""
+
+    def complete(self) -> bool:
+        """Return whether another host has all of this memory, hand-overs with their extras included."""
 
     def hosts(self) -> tuple[str, ...]:
         """Return the names of the hosts that have any."""
@@ -122,13 +125,15 @@ class Evacuated:
     """One of these hosts has the whole state of `step`: a resume from there is exact."""
     flushed: bool = True
     """False if a live process's newest step could not be brought into memory: more is lost than is counted here."""
+    extras_lost: bool = False
+    """Whether the newest extras are only in this host's memory: step counters, random states, what the user added."""
     error: str | None = None
     """Why saving stopped before the deadline, or failed last."""
 
     @property
     def safe(self) -> bool:
         """Whether losing the host loses nothing."""
-        return self.flushed and not self.lost_partitions
+        return self.flushed and not self.lost_partitions and not self.extras_lost
 
     @property
     def rework(self) -> Rework:
@@ -214,6 +219,8 @@ class Evacuation:
         self._order: _Order | None = None
         self._extras: HandOver | None = None
         """The hand-over whose extras are not saved yet."""
+        self._unread = False
+        """Whether the queue could not be read: then nothing is known of extras."""
         self._look()
 
     def _look(self) -> None:
@@ -221,7 +228,7 @@ class Evacuation:
         try:
             self._waiting = self._queue.pending()
         except ScarError as error:
-            self.error = error.message
+            self.error, self._unread = error.message, True
             return
         self._unsaved = unsaved_distances(self._waiting, self._arena.layout.partitions)
         self._extras = next((one for one in reversed(self._waiting) if one.extras is not None), None)
@@ -337,6 +344,8 @@ class Evacuation:
         written = self._tier.persist(handover)
         if handover.sealed:
             self._committed(written, started)
+        if self._extras is handover and (written or handover.sealed):
+            self._extras = None
         self._queue.remove(handover.number)
         del self._waiting[0]
         return True
@@ -378,8 +387,15 @@ class Evacuation:
             peer_bytes=int(sizes[there].sum()),
             peers=peers,
             peer_exact=exact and arena.head_step == newest,
+            extras_lost=self._lacks_extras(),
             error=self.error,
         )
+
+    def _lacks_extras(self) -> bool:
+        """Return whether neither the store nor another host has the newest extras."""
+        if self._copies is not None and self._copies.complete():
+            return False
+        return self._extras is not None or self._unread
 
 
 def not_evacuated(

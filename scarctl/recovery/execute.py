@@ -1,4 +1,4 @@
-"""Carry out a recovery plan: verify every copy, and replace damaged ones by the next best.
+"""Carry out a recovery plan: verify every copy from the store, and replace damaged ones by the next best.
 
 The result is a `Report`: the executed plan, and the changes that it made.
 """
@@ -137,7 +137,7 @@ class Report:
 
 
 def execute(plan: Plan, store: Store | None, arena: Arena | None, sink: Sink) -> Report:
-    """Write the plan's partitions to `sink`, each one verified.
+    """Write the plan's partitions to `sink`. Those from the store are verified; copies in memory have no checksums.
 
     A damaged copy is replaced by the next best: the newer of the copy in memory and an older version in the store. A
     rollback takes the next older sealed state instead. The report is then `degraded`.
@@ -210,7 +210,7 @@ class _Piece:
 
 
 class _Run:
-    """One pass over a plan: yields verified pieces, and records their actual sources."""
+    """One pass over a plan: yields pieces, verified if they are the store's, and records their actual sources."""
 
     def __init__(
         self, plan: Plan, store: Store | None, arena: Arena | None, problems: Sequence[str] = ()

@@ -128,6 +128,7 @@ def said(found: Evacuated) -> str:
         return f"step {found.step} is {where}{' (exact)' if found.sealed or found.peer_exact else ''}"
     lost = f"{found.lost_partitions} of {found.total_partitions} partitions"
     newest = "" if found.flushed else "; the newest step was not brought into memory"
+    newest += "; the newest extras are lost as well" if found.extras_lost else ""
     why = f" ({found.error})" if found.error else ""
     safe = found.total_bytes - found.lost_bytes
     return (

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from scarctl.errors import Contention, SettingsConflict, UsageError
 from scarctl.state.group import Group
-from scarctl.store.format import LOCK, canonical
+from scarctl.store.format import LOCK, MAX_SHARD, canonical
 from scarctl.store.lock import NoLock, StoreLock
 from scarctl.store.shard_state import ShardState
 from scarctl.store.store import Store
@@ -33,7 +33,7 @@ EPOCH = 1
 
 MAX_MEMBERS = 100_000
 
-_PATIENCE = 5.0
+PATIENCE = 5.0
 """Seconds to wait for a lock that another member may hold for a moment, to fence the same shard."""
 _POLL = 0.02
 
@@ -48,16 +48,19 @@ def join_members(
     store: Store,
     count: int,
     replaces: int | None = None,
+    after: int | None = None,
+    *,
     before: Callable[[Topology], object] = lambda _: None,
 ) -> Topology:
     """Make the store one of `count` members, or check that it is one, and return its topology.
 
-    replaces: see `scarctl.Member`. before: called with the topology of these members before theirs is replaced. It may
-    raise, and then nothing was changed.
+    replaces, after: see `scarctl.Member`. before: called with the topology of these members before theirs is
+    replaced. It may raise, and then nothing was changed.
 
     Raises SettingsConflict for another number of members; UsageError (kind "store-of-ranks", or
-    "store-of-one-process") if others have saved to it; Contention if another process writes to the whole store, or if
-    a member that is to be replaced still runs; Corruption, AccessDenied, Unavailable.
+    "store-of-one-process") if others have saved to it, or if no shard is left for so many members; Contention if
+    another process writes to the whole store, or if a member that is to be replaced still runs; Corruption,
+    AccessDenied, Unavailable.
     """
     found = newest_topology(store)
     if found is None:
@@ -69,15 +72,20 @@ def join_members(
             hint="omit member=, or use another store",
             kind="store-of-ranks",
         )
-    if found.world != count and found.world == replaces:
+    had = found.world != count and any(one.world == count for one in earlier(store, found))
+    named = after == found.epoch if had or after is not None else True
+    if found.world != count and found.world == replaces and named:
         _replace(store, found, count, before)
         found = newest_topology(store)
         assert found is not None, "a topology was created"
     if found.world != count:
+        # A process that was started for the members before may still have their arguments.
+        since = f" since epoch {found.epoch}; it had {count} before" if had else ""
+        asked = f"replaces={found.world}" + (f", after={found.epoch}" if had or after is not None else "")
         raise SettingsConflict(
-            f"{store.where}: this store has {found.world} members, not {count}",
+            f"{store.where}: this store has {found.world} members, not {count}{since}",
             hint=f"attach with member=(k, {found.world}). To change the number, end these members and start others "
-            f"with scarctl.Member(k, {count}, divided=..., replaces={found.world}): see docs/members.md",
+            f"with scarctl.Member(k, {count}, divided=..., {asked}): see docs/members.md",
             kind="other-members",
         )
     return found
@@ -110,6 +118,12 @@ def _replace(store: Store, found: Topology, count: int, before: Callable[[Topolo
 
     On a remote store a member that still runs is not seen. It is fenced when its shard is taken over.
     """
+    first = found.shards[-1] + 1
+    if first + count - 1 > MAX_SHARD:
+        raise UsageError(
+            f"{store.where}: the shards are used up: {MAX_SHARD - first + 1} are left for {count} new members",
+            hint="`scarctl export` gives the saved state to a new store; nothing was changed",
+        )
     before(found)
     for number, shard in enumerate(found.shards):
         view = store.of_shard(shard)
@@ -122,7 +136,7 @@ def _replace(store: Store, found: Topology, count: int, before: Callable[[Topolo
             ) from error
     # Epoch and shards follow from the topology that is replaced. So of several creations at one moment one succeeds.
     with contextlib.suppress(Contention):
-        create_topology(store, topology_of_members(count, found.epoch + 1, found.shards[-1] + 1))
+        create_topology(store, topology_of_members(count, found.epoch + 1, first))
 
 
 def earlier(store: Store, topology: Topology) -> list[Topology]:
@@ -143,15 +157,18 @@ def fence(store: Store, shard: int) -> None:
         patiently(lambda: open_writer(view, layout=layout, shard_of=view.shard_of(layout)).close())
 
 
-def patiently(call: Callable[[], object]) -> None:
-    """Repeat a call while it raises Contention, for some seconds: other members take the same locks for a moment."""
-    deadline = time.monotonic() + _PATIENCE
+def patiently(call: Callable[[], object], seconds: Callable[[], float] = lambda: PATIENCE) -> None:
+    """Repeat a call while it raises Contention: other members take the same locks for a moment.
+
+    seconds: returns how long, from the first call on. It is asked after each Contention.
+    """
+    began = time.monotonic()
     while True:
         try:
             call()
             return
         except Contention:
-            if time.monotonic() > deadline:
+            if time.monotonic() - began > seconds():
                 raise
         time.sleep(_POLL)
 

@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from scarctl.cli.evacuate import _lines
+from scarctl.ops.evacuate import Host, Process, Store
+from scarctl.persist.evacuation import Evacuated
+from scarctl.session.departure import said
 from tests.cli.conftest import Done
 from tests.support import stepper
 from tests.support.process import Forked, Tell
@@ -87,6 +91,17 @@ def test_the_memory_of_a_process_that_was_killed(tmp_path: Path) -> None:
         code, found = evacuate("--deadline", "60s")
     assert code == 0, found
     assert found["safe"]
+
+
+def test_extras_that_are_lost_are_said() -> None:
+    """The command, and the log of a session that leaves."""
+    found = Evacuated(7, 10, 100, 100, 1, 0, 0, 0.0, False, extras_lost=True)
+    host = Host((Store("/s", (Process("/s", 2, 12, found),)),))
+    assert not host.safe
+    assert "  rank 2: its newest step counters, random states and other extras are lost as well" in _lines(
+        host
+    )
+    assert "the newest extras are lost as well" in said(found)
 
 
 def test_nothing_to_evacuate(tmp_path: Path) -> None:

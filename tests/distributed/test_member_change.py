@@ -12,6 +12,9 @@ import pytest
 import torch
 
 import scarctl
+from scarctl.arena.arena import Arena
+from scarctl.arena.folder import arena_folder
+from scarctl.distributed import leftover_arenas
 from scarctl.errors import Contention, Fenced, LayoutMismatch, SettingsConflict, UsageError
 from scarctl.ops.export import ExportSettings, export
 from scarctl.store import Store, newest_topology, open_writer, topology_epochs, verify
@@ -145,7 +148,9 @@ def test_back_to_the_number_before_and_on_to_another_one_at_half_way(tmp_path: P
     rows = before(tmp_path / "s", 4)
     run_member(tmp_path / "s", 1, 3, 5, replaces=4)  # rows 8 to 15, of the members 1 and 2
     first = rows[:8] + [step + 5 for step in rows[8:16]] + rows[16:]
-    found = after(tmp_path / "s", 4, 3)
+    with pytest.raises(SettingsConflict, match="it had 4 before"):
+        after(tmp_path / "s", 4, 3)
+    found = after(tmp_path / "s", 4, 3, after=2)
     assert found == first
     assert after(tmp_path / "s", 2, 4) == first
     assert topology_epochs(Store.open(tmp_path / "s")) == [1, 2, 3, 4]
@@ -164,7 +169,7 @@ def test_the_number_changes_only_where_it_is_asked_for_and_is_the_one_expected(t
 
 
 def test_a_member_that_still_runs_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scarctl.store.members._PATIENCE", 0.2)
+    monkeypatch.setattr("scarctl.distributed.leftover_arenas.PATIENCE", 0.2)
     state = state_of(1, 2)
     before(tmp_path / "s", 2)
     with attached(tmp_path / "s", 1, 2, state) as session:
@@ -174,6 +179,44 @@ def test_a_member_that_still_runs_is_not_replaced(tmp_path: Path, monkeypatch: p
         assert topology_epochs(Store.open(tmp_path / "s")) == [1]
         train(session, state, 1, 2, 2)
     assert after(tmp_path / "s", 3, 2) == [3] * 12 + [6] * 12
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.parametrize("lives", [False, True])
+def test_one_waits_while_another_saves_what_earlier_ones_left(
+    lives: bool, tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one has the shard's lock for longer than a moment. Nobody's process runs, unless the arena's does."""
+    monkeypatch.setattr("scarctl.distributed.leftover_arenas.PATIENCE", 0.1)
+    before(tmp_path / "s", 2)
+    view = Store.open(tmp_path / "s").of_shard(1)
+    layout = view.current_layout()
+    assert layout is not None
+    folder = arena_folder(str(arena_dir), view.run_id)
+    arena = Arena.create(folder, layout, run_id=view.run_id, epoch=1)
+    arena.begin_lines(view.lines())
+    arena.take_over(None if lives else 0x7FFFFFF0)
+    lock, tries = view.take_lock(), 0
+    took = leftover_arenas._save_if_left
+
+    def counted(shard: Store, settings: Any) -> None:
+        nonlocal tries
+        tries += shard.run_id == view.run_id
+        if tries == 40 and not lives:  # much later than the moment
+            arena.remove()
+            lock.release()
+        took(shard, settings)
+
+    monkeypatch.setattr(leftover_arenas, "_save_if_left", counted)
+    if lives:
+        with pytest.raises(Contention):
+            run_member(tmp_path / "s", 0, 3, 0, replaces=2, daemon=False)
+        assert topology_epochs(Store.open(tmp_path / "s")) == [1]
+        lock.release()
+        arena.remove()
+    else:
+        run_member(tmp_path / "s", 0, 3, 0, replaces=2, daemon=False)
+        assert tries >= 40
 
 
 def test_two_members_of_one_number(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_the_members_before_can_come_back(kill: str, when: str, tmp_path: Path) 
     store = tmp_path / "s"
     prepared(store)
     killed(store, 1, 3, tmp_path, replaces=2, kill=kill, when=when)
-    assert all_rows(store, 2, replaces=3) == ROWS
+    assert all_rows(store, 2, replaces=3, after=2) == ROWS
     topology = newest_topology(Store.open(store))
     assert topology is not None
     assert (topology.world, topology.epoch) == (2, 3)
@@ -100,7 +100,7 @@ def test_a_rollback_takes_over_what_was_sealed(tmp_path: Path) -> None:
     options: dict[str, Any] = {"replaces": 2, "daemon": False}
     assert all_rows(store, 3, mode="rollback", **options) == ROWS
     assert step_of(Store.open(store).state(1).version).max() > 4, "there were newer copies"
-    assert all_rows(store, 2, replaces=3, daemon=False) == ROWS
+    assert all_rows(store, 2, replaces=3, after=2, daemon=False) == ROWS
 
 
 def test_all_of_the_new_ones_start_at_one_moment(tmp_path: Path) -> None:

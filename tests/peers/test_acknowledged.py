@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.queue import HandOverQueue
 from scarctl.config import SessionSettings
 from scarctl.daemon.run import Run
 from scarctl.errors import UsageError
+from scarctl.peers import follower as followers
 from scarctl.peers.host import Host
 from scarctl.peers.link import State
 from scarctl.peers.replica import Replica
 from scarctl.peers.sender import Candidate, Sender
 from scarctl.session.peers import check_wait
 from scarctl.store import Store
-from tests.peers.test_host import LAYOUT, RUN, SECRET, START, STORE, save, source, wait_until
+from tests.peers.test_host import EVERYTHING, LAYOUT, RUN, SECRET, START, STORE, save, source, wait_until
 
 pytestmark = pytest.mark.leaves_arena
 
@@ -113,6 +115,50 @@ def test_a_peer_that_never_will_is_not_waited_for(run: Run, hosts: Hosts) -> Non
     assert run.await_peers(2, 60.0)[0] < 2
     assert time.monotonic() - began < 30
     assert run.await_peers(1, 30.0)[0] == 1
+
+
+def test_a_hand_over_that_is_too_large_is_not_acknowledged(
+    run: Run, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peers have the copies, and not what a resume needs besides, until the store has that."""
+    arena = run.saver.arena
+    assert arena is not None
+    assert run.await_peers(2, 30.0)[0] == 2
+    monkeypatch.setattr(followers, "MAX_BODY", 100)
+    save(arena, 2)
+    arena.name_whole("cd" * 16)
+    asked = [sender.ask() for sender in run._senders]
+    wait_until(lambda: all(map(Sender.has_ended, run._senders, asked)))
+    have, links = run.await_peers(1, 0.3)
+    assert have == 0
+    assert "host0: following, 0 behind, without a hand-over that is too large" in links
+    assert [hosts.step(0), hosts.step(1)] == [2, 2]
+    assert [sender.whole for sender in run._senders] == ["", ""]
+    said = [run.events.get(timeout=30.0)["warn"] for _ in run._senders]
+    text = "the copy of this rank's memory on {} lacks extras, which are too large to be sent"
+    assert sorted(said) == [text.format("host0"), text.format("host1")]
+    begun = [sender._begun for sender in run._senders]
+    time.sleep(0.5)
+    assert [sender._begun for sender in run._senders] == begun, "it sends what there is once"
+    queue = HandOverQueue(arena.folder)
+    queue.remove(queue.numbers()[-1])  # the persister has saved it
+    assert run.await_peers(2, 30.0)[0] == 2
+    assert [sender.whole for sender in run._senders] == ["cd" * 16] * 2
+    assert run.events.empty(), "it is said once"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_replica_goes_with_its_run_only_if_no_hand_over_waits(run: Run, hosts: Hosts, waits: bool) -> None:
+    """The store may have all copies, and neither the extras nor the seal."""
+    arena = run.saver.arena
+    assert arena is not None
+    assert run.await_peers(2, 30.0)[0] == 2
+    arena.acknowledge(EVERYTHING, arena.version.copy())
+    if not waits:
+        HandOverQueue(arena.folder).clear()
+    run.closed = True
+    run.end_sending()
+    assert [hosts.step(0), hosts.step(1)] == ([1, 1] if waits else [-1, -1])
 
 
 def test_without_links_the_answer_comes_at_once(run: Run) -> None:

@@ -20,6 +20,7 @@ from scarctl.peers.frames import Kind, decode_batch
 from scarctl.peers.handshake import SECRET_BYTES
 from scarctl.peers.host import Host
 from scarctl.peers.link import State
+from scarctl.peers.replica import Replica
 from scarctl.peers.sender import Candidate, Sender, Source
 from scarctl.persist.thread import PersisterThread
 from scarctl.state.version import step_of
@@ -124,6 +125,48 @@ def test_a_link_that_is_cut_leaves_the_most_changed_at_the_peer_and_only_that_co
     assert not found.safe
     assert not found.peer_exact
     assert found.squared == pytest.approx(np.square(RISING[: ROWS - found.peer_partitions]).sum())
+
+
+def test_other_bytes_of_the_same_version_do_not_count(slow: Slow, relay: Relay, sender: Sender) -> None:
+    """Weights were loaded without a step: the peer has copies of this version, and they are the old ones."""
+    copies = PeerCopies(slow.arena, [sender])
+    relay.refuse()
+    wait_until(lambda: sender.state is State.LOST)
+    slow.flush(1, RISING)
+    relay.allow(SOME * ROW)
+    copies.hurry()
+    relay.accept()
+    wait_until(lambda: relay.stuck and (copies.versions() != -1).any())
+    assert set(step_of(sender.versions())) == {1}
+    found = slow.evacuation(0.0, copies=copies).report()
+    assert 0 < found.peer_partitions <= SOME
+    assert found.lost_partitions == ROWS - found.peer_partitions
+    assert not found.safe
+
+
+def test_extras_that_a_peer_has_not_acknowledged_are_lost(
+    slow: Slow, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deadline comes between the copies and the hand-over."""
+    stuck, keep = threading.Event(), Replica.keep
+
+    def held(self: Replica, number: int, data: bytes) -> None:
+        assert stuck.wait(60.0)
+        keep(self, number, data)
+
+    monkeypatch.setattr(Replica, "keep", held)
+    slow.flush(7, RISING)
+    copies = PeerCopies(slow.arena, [sender])
+    copies.hurry()
+    try:
+        wait_until(lambda: set(step_of(copies.versions())) == {7})
+        found = slow.evacuation(0.0, copies=copies).report()
+        assert (found.lost_partitions, found.extras_lost, found.safe) == (0, True, False)
+    finally:
+        stuck.set()
+    copies.wait(60.0)
+    found = slow.evacuation(0.0, copies=copies).report()
+    assert (found.extras_lost, found.safe, found.peer_exact) == (False, True, True)
 
 
 def test_the_store_begins_with_what_no_other_host_has(slow: Slow, relay: Relay, sender: Sender) -> None:

@@ -197,10 +197,33 @@ def test_extras_too_large_for_a_commit_do_not_keep_partitions_from_it(slow: Slow
     assert slow.clock() <= 10.0
     assert (slow.stored()[0] == 7).sum() >= 6
     assert slow.extras()["step"] == 1
+    for _ in range(20):  # in each of them there is time for copies, never for the extras
+        evacuation = slow.evacuation(6.0)
+        evacuation.run()
+        if not evacuation.report().lost_partitions:
+            break
+    found = evacuation.report()
+    assert set(slow.stored()[0]) == {7}
+    assert slow.extras()["step"] == 1
+    assert (found.lost_partitions, found.extras_lost, found.safe) == (0, True, False)
     rest = slow.evacuation(500.0)
     rest.run()
     assert rest.report().sealed
+    assert rest.report().safe
     assert slow.extras()["step"] == 7
+
+
+def test_a_queue_that_cannot_be_read_says_nothing_of_extras(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow.flush(7, RISING)
+    hidden = slow.queue._folder.with_name("hidden")
+    monkeypatch.setattr(slow.queue, "_folder", hidden)
+    evacuation = slow.evacuation(500.0)
+    evacuation.run()
+    found = evacuation.report()
+    assert (found.lost_partitions, found.extras_lost, found.safe) == (0, True, False)
+    monkeypatch.undo()
 
 
 def test_a_deadline_that_is_over_writes_nothing(slow: Slow) -> None:

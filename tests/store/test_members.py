@@ -21,7 +21,7 @@ from scarctl.store import (
     topology_epochs,
     verify,
 )
-from scarctl.store.format import dump_json, topology_path
+from scarctl.store.format import MAX_SHARD, dump_json, topology_path
 from scarctl.store.lock import StoreLock
 from scarctl.store.members import MAX_MEMBERS, join_members, topology_of_members
 from scarctl.store.topology import read_topology
@@ -185,6 +185,42 @@ def test_a_flipped_bit_in_the_topology_stops_everything_and_the_file_can_be_made
     join_members(other, 2)
     path.write_bytes((tmp_path / "other" / topology_path(1)).read_bytes())
     join_members(store, 2)
+
+
+def test_a_number_that_the_store_had_before_does_not_come_back_by_old_arguments(tmp_path: Path) -> None:
+    """A late start of one of the twelve would have fenced the eight that took over from them."""
+    store = Store.create(tmp_path / "s")
+    join_members(store, 8)
+    join_members(store, 12, 8)
+    with pytest.raises(SettingsConflict, match="12 members, not 8 since epoch 2; it had 8 before") as caught:
+        join_members(store, 8, 12)
+    assert "replaces=12, after=2)" in caught.value.hint
+    with pytest.raises(SettingsConflict):
+        join_members(store, 8, 12, 1)
+    assert join_members(store, 8, 12, 2).epoch == 3
+    assert join_members(store, 8, 12, 2).epoch == 3, "those that come later"
+    for replaces, after in ((8, None), (8, 2), (None, None)):
+        with pytest.raises(SettingsConflict, match="it had 12 before"):
+            join_members(store, 12, replaces, after)
+    assert join_members(store, 12, 8, 3).epoch == 4
+    with pytest.raises(SettingsConflict):
+        join_members(store, 8, 12, 2)
+    with pytest.raises(SettingsConflict):
+        join_members(store, 6, 12, 2)
+    assert topology_epochs(store) == [1, 2, 3, 4]
+
+
+def test_members_for_which_no_shard_is_left_are_refused(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "s")
+    join_members(store, 2)
+    create_topology(store, topology_of_members(3, 2, MAX_SHARD - 5))
+    called: list[Topology] = []
+    with pytest.raises(UsageError, match="the shards are used up: 3 are left for 4") as caught:
+        join_members(store, 4, 3, before=called.append)
+    assert "scarctl export" in caught.value.hint
+    assert (called, topology_epochs(store)) == ([], [1, 2])
+    assert join_members(store, 1, 3).shards == (MAX_SHARD - 2,)
+    assert verify(store, read_data=False).problems == []
 
 
 def test_topologies_of_ranks_are_written_as_before(tmp_path: Path) -> None:

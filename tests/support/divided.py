@@ -3,7 +3,7 @@
     python -m tests.support.divided STORE NUMBER COUNT STEPS OPTIONS
 
 Every step adds the row's number plus one to a row, so that a row says after how many steps it was saved. `OPTIONS` are
-those of `attach`, and `replaces`, `kill` (a name such as "scarctl.distributed.heir.fence") and `when`.
+those of `attach`, and `replaces`, `after`, `kill` (a name such as "scarctl.distributed.heir.fence") and `when`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,17 @@ def state_of(number: int, count: int) -> dict[str, np.ndarray]:
 
 
 def attached(
-    store: Path | str, number: int, count: int, state: Any, *, replaces: int | None = None, **options: Any
+    store: Path | str,
+    number: int,
+    count: int,
+    state: Any,
+    *,
+    replaces: int | None = None,
+    after: int | None = None,
+    **options: Any,
 ) -> scarctl.Session:
     settings = {"interval": 1, "rows": {"table": 1}, "on_error": "raise", "timeout": 30.0, **options}
-    member = scarctl.Member(number, count, {"table": (rows_of(number, count)[0], ROWS)}, replaces)
+    member = scarctl.Member(number, count, {"table": (rows_of(number, count)[0], ROWS)}, replaces, after)
     return scarctl.attach(state, store=store, member=member, **grouped(**settings))
 
 
