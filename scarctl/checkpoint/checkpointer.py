@@ -104,7 +104,7 @@ class _UnderWay:
     counters: list[int]
     snapshot: list[list[torch.Tensor]] | None
     copied: Copied | None = None
-    """The copy, if it has ended and needs no repetition any more."""
+    """The copy, if it has ended and is not to be repeated."""
 
 
 class Checkpoints:

@@ -122,6 +122,8 @@ class Sender:
         self._wake = threading.Event()
         self._done = False
         self._said = ""
+        self._lacked = False
+        """Whether the newest mark that was acknowledged lacked a hand-over."""
         self._thread = threading.Thread(target=self._run, name="scarctl-sender", daemon=True)
 
     def start(self) -> None:
@@ -360,6 +362,12 @@ class Sender:
             self._confirm(channel)
         if marked:
             self._ended = number
+            lacks, self._lacked = self._follower.withheld and not self._lacked, self._follower.withheld
+            if lacks:
+                host = self.host.host
+                self._warn(
+                    f"the copy of this rank's memory on {host} lacks extras, which are too large to be sent"
+                )
             if self._follower.withheld:
                 self._current = ()
             else:

@@ -1,12 +1,15 @@
 """Find hyperparameters of modules that a loop has changed, and that are not saved: a dropout, what is frozen.
 
-They are compared with those at `attach`. A run that resumes must have made the same changes.
+They are compared with those at `attach`. A run that resumes must have made the same changes. Left out is what says
+nothing about that: a `requires_grad` that is set and set back within each iteration, as in a GAN, because it depends on
+when it is read. Of a run that was closed, also what the loop sets again and again, as a function of the step.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,6 +18,11 @@ from torch import nn
 _MOST = 1000
 """Most changes that are saved by name."""
 _NAMED = 3
+_WINDOWS = 3
+"""Iterations in which the hyperparameters are read at several moments."""
+_MOVING = 3
+"""Changes of one hyperparameter, after which the loop is taken to set it again and again."""
+_FROZEN = ".requires_grad"
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -23,7 +31,16 @@ class Changes:
 
     def __init__(self, modules: Callable[[], Iterable[nn.Module]] | None) -> None:
         self._modules = modules
-        self._first = self._read()
+        self._first = self._last = self._read()
+        self._moves: Counter[str] = Counter()
+        """How often a hyperparameter was found changed since it was last read."""
+        self._toggled: set[str] = set()
+        self._ends = 0
+        """Ends of iterations, up to the last that is looked at."""
+        self._ended: dict[str, Any] = {}
+        """Hyperparameters at the newest of them."""
+        self._within: list[dict[str, Any]] = []
+        """Those that were read since then."""
 
     def _read(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -38,26 +55,79 @@ class Changes:
                     found[f"{number} {kind.__name__}.{name}.requires_grad"] = parameter.requires_grad
         return found
 
-    def now(self) -> dict[str, str]:
-        """Return the changed hyperparameters and their values as texts."""
-        now = self._read()
+    def _look(self) -> dict[str, Any]:
+        last, self._last = self._last, self._read()
+        if self._last != last:
+            self._moves.update(name for name, value in self._last.items() if last.get(name, ...) != value)
+        return self._last
+
+    def iteration_ends(self) -> None:
+        """Find, in the first iterations, what is set within one and set back before its end."""
+        if self._ends > _WINDOWS:
+            return
+        self._ends += 1
+        before, self._ended = self._ended, self._look()
+        within, self._within = self._within, []
+        back = (name for name in before if name.endswith(_FROZEN) and self._ended.get(name) == before[name])
+        self._toggled |= {n for n in back if any(values.get(n, before[n]) != before[n] for values in within)}
+        if self._ends > _WINDOWS:
+            self._ended = {}
+
+    def within(self) -> Mapping[str, Any] | None:
+        """Return the hyperparameters now, as the forward pass or the optimizer's step begins; None in later iterations.
+
+        Reading all modules takes time.
+        """
+        if self._ends > _WINDOWS:
+            return None
+        now = self._look()
+        self._within.append(now)
+        return now
+
+    def found(self, read: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return what is saved for `differences`: changed values as texts, and the names that are left out.
+
+        read: the result of `within` for the next iteration. None: they are read now.
+        """
+        moving = sorted(name for name, count in self._moves.items() if count >= _MOVING)
+        return {
+            "changed": self._changed(read),
+            "toggled": sorted(self._toggled)[:_MOST],
+            "moving": moving[:_MOST],
+        }
+
+    def _changed(self, read: Mapping[str, Any] | None) -> dict[str, str]:
+        now = self._look() if read is None else read
         if now == self._first:
             return {}
         changed = {name: repr(value) for name, value in now.items() if self._first.get(name, ...) != value}
         return dict(sorted(changed.items())[:_MOST])
 
-    def differences(self, saved: object, *, followed: bool) -> list[str]:
+    def expect(self, saved: Mapping[str, Any]) -> None:
+        """Take over the names that the earlier run left out: this run may end before it finds them.
+
+        Takes hostile input.
+        """
+        self._toggled |= _toggled(saved) & self._first.keys()
+        for name in _names(saved, "moving") & self._first.keys():
+            self._moves[name] = _MOVING
+
+    def differences(
+        self, saved: Mapping[str, Any], read: Mapping[str, Any] | None, *, followed: bool
+    ) -> list[str]:
         """Return what says that this run has made other changes than the earlier one; takes hostile input.
 
-        saved: the result of `now` in the earlier run. followed: whether that was read when its next iteration had
-        begun. Otherwise a change may have followed.
+        saved: the result of `found` in the earlier run. read: that of `within` in this one. followed: whether the
+        earlier was read when its next iteration had begun. Otherwise a change may have followed.
         """
-        if not isinstance(saved, Mapping):
+        earlier = saved.get("changed")
+        if not isinstance(earlier, Mapping):
             return []
-        now = self.now()
-        other = {name for name in {*saved, *now} if saved.get(name) != now.get(name)}
+        now = self._changed(read)
+        other = {name for name in {*earlier, *now} if earlier.get(name) != now.get(name)}
+        other -= self._toggled | _toggled(saved)
         if not followed:
-            other &= saved.keys()
+            other &= earlier.keys() - _names(saved, "moving")
         if not other:
             return []
         names = sorted(map(str, other))
@@ -76,3 +146,12 @@ def _hyperparameters(kind: type[nn.Module]) -> tuple[str, ...]:
         return tuple(inspect.signature(kind.__init__).parameters)[1:]
     except (TypeError, ValueError):
         return ()
+
+
+def _names(saved: Mapping[str, Any], key: str) -> set[str]:
+    names = saved.get(key)
+    return {name for name in names if isinstance(name, str)} if isinstance(names, list | tuple) else set()
+
+
+def _toggled(saved: Mapping[str, Any]) -> set[str]:
+    return {name for name in _names(saved, "toggled") if name.endswith(_FROZEN)}

@@ -40,6 +40,8 @@ class _Gap:
     ended: Raw | None = None
     inputs: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """Inputs of the forward pass, with their counts of writes then."""
+    values: Mapping[str, Any] | None = None
+    """Hyperparameters at its end; None in later iterations. See `Changes.within`."""
 
     def drawn(self) -> list[int] | None:
         return None if self.ended is None else draws(self.begun, self.ended)
@@ -86,6 +88,7 @@ class Witness:
         if self._modules is None:
             return
         self._gaps = [*self._gaps[1 - _GAPS :], _Gap(step, now or raw())]
+        self._changes.iteration_ends()
         self._seen = seen
         if not self._ids:
             self._ids = frozenset(map(id, self._modules()))
@@ -104,9 +107,11 @@ class Witness:
 
     def step_begins(self) -> None:
         """Stop observing this gap, because the next step is about to change parameters."""
+        values = self._changes.within()
         if self._gaps and self._looking:
             gap = self._gaps[-1]
-            gap.ended = gap.ended or raw()
+            if gap.ended is None:
+                gap.ended, gap.values = raw(), values
             self.stop()
             self._seen()
 
@@ -126,7 +131,7 @@ class Witness:
         gap = self._gaps[-1]
         first = gap.ended is None
         if first:
-            gap.ended = raw()
+            gap.ended, gap.values = raw(), self._changes.within()
         gap.inputs = [(tensor, tensor._version) for tensor in _tensors(args)]
         self._left -= 1
         # If the inputs are keywords, an inner module gets them unchanged.
@@ -139,7 +144,8 @@ class Witness:
         gap = next((gap for gap in self._gaps if gap.step == step), None)
         if not self.looks:
             return None
-        found: dict[str, Any] = {"rank": self._rank, "changed": self._changes.now()}
+        values = None if gap is None else gap.values
+        found: dict[str, Any] = {"rank": self._rank, **self._changes.found(values)}
         if gap is not None and gap.ended is not None:
             found |= {"drawn": digests(gap.ended), "inputs": _digest(gap.inputs)}
         elif self._kept is not None and self._kept[0] == step:
@@ -153,6 +159,8 @@ class Witness:
         mine = following if following is not None and following.get("rank") == self._rank else None
         self._expected = mine
         self._kept = None if mine is None else (step, mine)
+        if mine is not None:
+            self._changes.expect(mine)
 
     def forget(self) -> None:
         """Expect nothing, because the loop continues from another state than the resumed one."""
@@ -168,7 +176,7 @@ class Witness:
         if expected is None or not self._gaps or self._gaps[-1].ended is None:
             return []
         gap = self._gaps[-1]
-        found = self._changes.differences(expected.get("changed"), followed="drawn" in expected)
+        found = self._changes.differences(expected, gap.values, followed="drawn" in expected)
         if isinstance(expected.get("drawn"), dict):
             now = digests(gap.ended)  # type: ignore[arg-type]
             moved = [name for name, digest in now.items() if expected["drawn"].get(name) != digest]

@@ -134,6 +134,9 @@ def test_a_hand_over_that_is_too_large_is_not_acknowledged(
     assert "host0: following, 0 behind, without a hand-over that is too large" in links
     assert [hosts.step(0), hosts.step(1)] == [2, 2]
     assert [sender.whole for sender in run._senders] == ["", ""]
+    said = [run.events.get(timeout=30.0)["warn"] for _ in run._senders]
+    text = "the copy of this rank's memory on {} lacks extras, which are too large to be sent"
+    assert sorted(said) == [text.format("host0"), text.format("host1")]
     begun = [sender._begun for sender in run._senders]
     time.sleep(0.5)
     assert [sender._begun for sender in run._senders] == begun, "it sends what there is once"
@@ -141,6 +144,7 @@ def test_a_hand_over_that_is_too_large_is_not_acknowledged(
     queue.remove(queue.numbers()[-1])  # the persister has saved it
     assert run.await_peers(2, 30.0)[0] == 2
     assert [sender.whole for sender in run._senders] == ["cd" * 16] * 2
+    assert run.events.empty(), "it is said once"
 
 
 @pytest.mark.parametrize("waits", [True, False])
