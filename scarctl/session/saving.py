@@ -135,7 +135,7 @@ class Saving:
         return copied is not None and copied.sealed
 
     def end_copy(self) -> None:
-        """End the current copy, before the loop writes what its step does not have."""
+        """End the current copy, before the loop changes weights after the step."""
         engine = self._opening.engine
         if engine is not None and self._checkpoints.under_way:
             with self._gate.held():
