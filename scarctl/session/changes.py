@@ -1,7 +1,7 @@
 """Find hyperparameters of modules that a loop has changed, and that are not saved: a dropout, what is frozen.
 
 They are compared with those at `attach`. A run that resumes must have made the same changes. Left out is what says
-nothing about that: a `requires_grad` that is set and set back within each iteration, as in a GAN, because it depends on
+nothing about that: a `requires_grad` that is set and set back within an iteration, as in a GAN, because it depends on
 when it is read. Of a run that was closed, also what the loop sets again and again, as a function of the step.
 """
 
