@@ -40,10 +40,11 @@ def test_the_memory_of_a_killed_rank_is_there() -> None:
     output = lost_rank("moe")
     # How new its copies are depends on how fast the daemon is: before the first is durable there is no second one.
     found = re.search(
-        r"^1 lost +[1-9]\d* +0 +[\d.]+  (\d+) to (\d+): up to (\d+) steps old$", output, re.MULTILINE
+        r"^1 lost +(\d+) +(\d+) +[\d.]+  (\d+) to (\d+): up to (\d+) steps old$", output, re.MULTILINE
     )
     assert found is not None, output
-    oldest, newest, age = map(int, found.groups())
+    memory, store, oldest, newest, age = map(int, found.groups())
+    assert store < 0.1 * memory, "what was being copied when the rank was killed"
     head = re.search(r"all ranks continue after step (\d+)$", output, re.MULTILINE)
     assert head is not None
     assert 1 <= oldest <= newest <= int(head[1]) == oldest + age

@@ -234,7 +234,7 @@ def test_another_model_is_refused_and_nothing_is_written(store: Store, layout: L
 def test_opening_reads_one_index_and_the_records_after_it(
     store: Store, writer: StoreWriter, layout: Layout, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for step in range(18):
+    for step in range(27):
         writer.commit(0, np.arange(step, step + 3), data, step=step)
     state = writer.states[0]
     assert 0 < state.unindexed * 4 < layout.partitions
