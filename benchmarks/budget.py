@@ -18,14 +18,13 @@ One line per rank, medians over rounds with the range.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from ranked import build, here, torchrun
-from timing import arenas, interleaved, parser, print_table, scratch, spread
+from ranked import build, run
+from timing import interleaved, parser, print_table, spread
 from torch import distributed as dist
 
 import scarctl
@@ -124,16 +123,7 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=0.05, help="of work between two steps")
     options.add_argument("--block", type=float, default=10.0, help="seconds of a block")
     options.add_argument("--warm", type=float, default=30.0, help="seconds before the first block")
-    options.add_argument("--work-folder", help="given to the ranks")
-    options.add_argument("--arena-dir", help="given to the ranks")
-    args = options.parse_args()
-    if args.work_folder:
-        torch.set_num_threads(1)
-        worker(args)
-        return
-    with scratch(args.folder) as folder, arenas(folder) as arena_dir:
-        given = [*sys.argv[1:], "--work-folder", str(folder), "--arena-dir", arena_dir]
-        torchrun(here(__file__), given, args.ranks)
+    run(options, __file__, worker)
 
 
 if __name__ == "__main__":

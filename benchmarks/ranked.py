@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from timing import arenas, scratch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -41,6 +43,28 @@ def torchrun(script: str, options: Sequence[str], ranks: int, restarts: int = 0)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if subprocess.run(command, env=environment, check=False).returncode:
         sys.exit("the ranks failed")
+
+
+def run(
+    options: argparse.ArgumentParser,
+    script: str,
+    worker: Callable[[argparse.Namespace], None],
+    *,
+    restarts: Callable[[argparse.Namespace], int] = lambda _: 0,
+    report: Callable[[Path, argparse.Namespace], None] = lambda *_: None,
+) -> None:
+    """Parse the options, run `worker` in `--ranks` processes of this script, and then `report`, given their folder."""
+    options.add_argument("--work-folder", help="given to the ranks")
+    options.add_argument("--arena-dir", help="given to the ranks")
+    args = options.parse_args()
+    if args.work_folder:
+        torch.set_num_threads(1)
+        worker(args)
+        return
+    with scratch(args.folder) as folder, arenas(folder) as arena_dir:
+        given = [*sys.argv[1:], "--work-folder", str(folder), "--arena-dir", arena_dir]
+        torchrun(here(script), given, args.ranks, restarts(args))
+        report(folder, args)
 
 
 def build(mb: float) -> tuple[nn.Module, torch.optim.AdamW]:

@@ -20,7 +20,6 @@ import json
 import os
 import signal
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from ranked import build, here, latest, make_slots, tensors, torchrun, wait_durable
-from timing import arenas, parser, print_table, scratch, spread
+from ranked import build, latest, make_slots, run, tensors, wait_durable
+from timing import parser, print_table, spread
 from torch import distributed as dist
 
 import scarctl
@@ -192,17 +191,7 @@ def main() -> None:
     options.add_argument("--interval", type=int, default=2)
     options.add_argument("--steps", type=int, default=20, help="between two kills, at least")
     options.add_argument("--seconds", type=float, default=0.25, help="of work between two steps")
-    options.add_argument("--work-folder", help="given to the ranks")
-    options.add_argument("--arena-dir", help="given to the ranks")
-    args = options.parse_args()
-    if args.work_folder:
-        torch.set_num_threads(1)
-        worker(args)
-        return
-    with scratch(args.folder) as folder, arenas(folder) as arena_dir:
-        given = [*sys.argv[1:], "--work-folder", str(folder), "--arena-dir", arena_dir]
-        torchrun(here(__file__), given, args.ranks, restarts=args.kills)
-        report(folder, args)
+    run(options, __file__, worker, restarts=lambda args: args.kills, report=report)
 
 
 if __name__ == "__main__":

@@ -23,16 +23,14 @@ from __future__ import annotations
 import functools
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
-from ranked import build, here, latest, tensors, torchrun, total, wait_durable
-from timing import arenas, interleaved, parser, print_table, ratio, scratch, settle, spread
+from ranked import build, latest, run, tensors, total, wait_durable
+from timing import interleaved, parser, print_table, ratio, settle, spread
 from torch import distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -213,16 +211,7 @@ def main() -> None:
     options.add_argument("--mb", type=float, default=200, help="of parameters and moments on every rank")
     options.add_argument("--interval", type=int, default=2)
     options.add_argument("--seconds", type=float, default=0.25, help="of work between two steps")
-    options.add_argument("--work-folder", help="given to the ranks")
-    options.add_argument("--arena-dir", help="given to the ranks")
-    args = options.parse_args()
-    if args.work_folder:
-        torch.set_num_threads(1)
-        worker(args)
-        return
-    with scratch(args.folder) as folder, arenas(folder) as arena_dir:
-        given = [*sys.argv[1:], "--work-folder", str(folder), "--arena-dir", arena_dir]
-        torchrun(here(__file__), given, args.ranks)
+    run(options, __file__, worker)
 
 
 if __name__ == "__main__":
