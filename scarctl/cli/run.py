@@ -211,7 +211,6 @@ class _Forwarding:
         # A terminal sends key presses and its hang-up to every foreground process, so the command receives them anyway.
         self._shared = _BY_TERMINAL if _in_foreground() else ()
         self._lock = threading.RLock()
-        self._heard: list[signal.Signals] = []
         self._listener = threading.Thread(target=self._listen, name="scarctl-signals", daemon=True)
         self._ended = False
 
@@ -221,20 +220,19 @@ class _Forwarding:
                 signal.getsignal(number) is not signal.SIG_IGN
             ):  # nohup's SIG_IGN stays, here and in the command
                 self._previous[number] = signal.signal(number, self._forward)
-        if sys.platform == "linux":
-            self._heard = [number for number in _BY_TERMINAL if number in self._previous]
-        if self._heard:
-            # Blocked, so that they wait for the listener.
-            signal.pthread_sigmask(signal.SIG_BLOCK, self._heard)
+        if self._previous:
+            # Blocked in every thread, so that they wait for the listener: one that another thread takes would not be
+            # handled before the command ends, because Python's handlers run in the main thread, which waits for it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, self._previous)
             self._listener.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._heard and self._listener.ident is not None:
+        if self._listener.ident is not None:
             self._ended = True
-            signal.pthread_kill(self._listener.ident, self._heard[0])
+            signal.pthread_kill(self._listener.ident, next(iter(self._previous)))
             self._listener.join()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._heard)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -242,11 +240,11 @@ class _Forwarding:
         """Run the command; return its exit code, 128+N if signal N ended it. Raises OSError if it cannot start."""
         if self.asked is not None:
             return EXIT_SIGNAL + self.asked
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._heard)  # the command would inherit it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)  # the command would inherit it
         try:
             process = subprocess.Popen(command, env=environment, close_fds=False)
         finally:
-            signal.pthread_sigmask(signal.SIG_BLOCK, self._heard)
+            signal.pthread_sigmask(signal.SIG_BLOCK, self._previous)
         with self._lock:
             self._process = process
             while self._early:
@@ -260,14 +258,20 @@ class _Forwarding:
         self._take(number, pass_on=number not in self._shared)
 
     def _listen(self) -> None:
-        """Take the signals that a terminal can send, in a thread, because a handler cannot see the sender."""
-        while sys.platform == "linux":
-            info = signal.sigwaitinfo(self._heard)
+        """Take the signals, in a thread. Where the system says who sent one, forward what the terminal did not send."""
+        while True:
+            if sys.platform == "linux":
+                info = signal.sigwaitinfo(self._previous)
+                number = info.si_signo
+                # A terminal's hang-up reaches only the session's leader.
+                alone = number == signal.SIGHUP and os.getsid(0) == os.getpid()
+                pass_on = number not in _BY_TERMINAL or alone or info.si_code != _SI_KERNEL
+            else:
+                number = signal.sigwait(self._previous)
+                pass_on = number not in self._shared
             if self._ended:
                 return
-            # A terminal's hang-up reaches only the session's leader.
-            alone = info.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid()
-            self._take(info.si_signo, pass_on=alone or info.si_code != _SI_KERNEL)
+            self._take(number, pass_on=pass_on)
 
     def _take(self, number: int, *, pass_on: bool) -> None:
         with self._lock:

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,12 +20,24 @@ from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 from safetensors.torch import save_file
 
+from scarctl.arena.folder import host_folder
 from scarctl.cli.main import cli
 from scarctl.cli.schemas import schemas
+from scarctl.errors import ScarError
 from scarctl.store import Store, verify
+from tests.daemon.trainer import stop
 from tests.support.ranks import RankStore
 
 ERROR_KEYS = {"schema_version", "command", "error"}
+
+
+@pytest.fixture
+def folder(arena_dir: Path) -> Iterator[Path]:
+    """The host's folder, where a test's daemon is. Ends that daemon, which would end by itself only after a while."""
+    folder = host_folder(str(arena_dir))
+    yield folder
+    with suppress(ScarError):
+        stop(folder)
 
 
 @cache

@@ -24,14 +24,7 @@ from scarctl.ops import live
 from scarctl.store import Store
 from scarctl.store.snapshot import SealedSet, Snapshot
 from tests.cli.conftest import Run
-from tests.daemon.trainer import Trainer, assert_sound, status, stop, wait_until
-
-
-@pytest.fixture
-def folder(arena_dir: Path) -> Iterator[Path]:
-    folder = host_folder(str(arena_dir))
-    yield folder
-    stop(folder)
+from tests.daemon.trainer import Trainer, assert_sound, status, wait_until
 
 
 def test_start_status_stop(run: Run, folder: Path) -> None:

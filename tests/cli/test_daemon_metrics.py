@@ -5,22 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from scarctl.arena.folder import host_folder
 from tests.cli.conftest import Run
 from tests.daemon.test_metrics import open_samples, samples
-from tests.daemon.trainer import Trainer, status, stop, wait_until
-
-
-@pytest.fixture
-def folder(arena_dir: Path) -> Iterator[Path]:
-    folder = host_folder(str(arena_dir))
-    yield folder
-    stop(folder)
+from tests.daemon.trainer import Trainer, status, wait_until
 
 
 def test_figures_of_a_run_in_a_file_and_over_http(

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import save_file
 
-from scarctl.arena.folder import host_folder
 from tests.cli.conftest import Model, Run, examples
 from tests.cli.test_daemon import Training
-from tests.daemon.trainer import stop
-
-
-@pytest.fixture
-def folder(arena_dir: Path) -> Iterator[Path]:
-    folder = host_folder(str(arena_dir))
-    yield folder
-    stop(folder)
 
 
 def test_examples_on_a_running_session(run: Run, folder: Path) -> None:

@@ -1,108 +1,28 @@
-"""`scarctl run`, as a process, with commands that are processes and signals that are sent."""
+"""`scarctl run`, as a process, with commands that are processes."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
-import pty
 import resource
 import signal
 import subprocess
 import sys
-import termios
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
 from scarctl.arena.folder import host_folder
-from scarctl.cli.run import _Forwarding
 from scarctl.daemon import client
-from scarctl.daemon.__main__ import LOCK
-from scarctl.errors import ScarError
 from scarctl.state.version import step_of
 from scarctl.store import Store
 from tests.cli.conftest import Run
-from tests.daemon.trainer import Trainer, assert_sound, idle, status, stop, wait_until
+from tests.cli.running import Running
+from tests.daemon.trainer import Trainer, assert_sound, idle, status, wait_until
 
 ROOT = Path(__file__).parents[2]
-HEARS = """
-import signal, sys
-wanted = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
-print("ready", flush=True)
-while (number := signal.sigwait(wanted)) != signal.SIGTERM:
-    print(signal.Signals(number).name, flush=True)
-print("SIGTERM", flush=True)
-sys.exit(9)
-"""
-"""A command that tells which signals come, until it is SIGTERM."""
-HEARING = [sys.executable, "-S", "-c", HEARS]
-
-
-@pytest.fixture
-def folder(arena_dir: Path) -> Iterator[Path]:
-    """Where the daemon is. Ends it: it would end by itself, but after a while."""
-    folder = host_folder(str(arena_dir))
-    yield folder
-    with contextlib.suppress(ScarError):
-        stop(folder)
-
-
-@pytest.fixture(autouse=True)
-def heeded() -> Iterator[None]:
-    """What is started here heeds these signals, also where this process was told to ignore them (`nohup`)."""
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGHUP)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-class Running:
-    """`scarctl run`, in the folder `place`, without a terminal; its output goes to files there."""
-
-    def __init__(self, place: Path, *arguments: object, **options: Any) -> None:
-        self._out, self._err = place / "out", place / "err"
-        settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True, **options}
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "scarctl", "run", *map(str, arguments)],
-                cwd=place,
-                # With threads of numpy's, which could take a signal that is not theirs.
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"},
-                **{"stdout": out, "stderr": err, **settings},
-            )
-
-    @property
-    def stdout(self) -> str:
-        return self._out.read_text()
-
-    @property
-    def stderr(self) -> str:
-        return self._err.read_text()
-
-    def says(self, text: str, count: int = 1) -> None:
-        """Wait until its output has so many of `text`."""
-        wait_until(lambda: self.stdout.count(text) >= count or self.process.poll() is not None)
-        assert self.stdout.count(text) >= count, (self.stdout, self.stderr)
-
-    def handles_signals(self) -> None:
-        """Wait until it does. The others come first, so SIGUSR2 tells."""
-        path, bit = Path(f"/proc/{self.process.pid}/status"), 1 << (signal.SIGUSR2 - 1)
-        wait_until(lambda: int(path.read_text().split("SigCgt:\t")[1].split()[0], 16) & bit)
-
-    def ends(self, code: int, seconds: float = 30.0) -> Running:
-        """Wait until it ends, with this exit code."""
-        assert self.process.wait(seconds) == code, (self.stdout[-500:], self.stderr)
-        assert "Traceback" not in self.stderr
-        return self
-
-
 # -- the command -------------------------------------------------------------------------------------------------
 
 
@@ -192,94 +112,6 @@ def test_restarts(folder: Path, tmp_path: Path) -> None:
     assert "exit code 2: restart 1 of 5" in done.stderr
     assert "exit code 1: restart 2 of 5" in done.stderr
     assert Running(tmp_path, "--restarts", 1, "--", *third).ends(1).stdout == "0\n1\n"
-
-
-# -- signals -----------------------------------------------------------------------------------------------------
-
-
-def test_signals_are_forwarded(folder: Path, tmp_path: Path) -> None:
-    running = Running(tmp_path, "--restarts", 3, "--", *HEARING)
-    running.says("ready")
-    sent = ["SIGUSR1", "SIGINT", "SIGUSR2", "SIGHUP", "SIGUSR1", "SIGTERM"]
-    for count, name in enumerate(sent):
-        running.process.send_signal(signal.Signals[name])
-        running.says("\n", count + 2)
-    done = running.ends(9)
-    assert done.stdout.split() == ["ready", *sent]
-    assert done.stderr == "", "it was asked to end, and so it is not run again"
-
-
-def test_a_signal_before_the_command_has_started(folder: Path, tmp_path: Path) -> None:
-    """Somebody has the daemon's lock, and so the daemon takes long to start."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        stop(folder)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        with (folder / LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            running = Running(tmp_path, "--", "sh", "-c", "touch ran; sleep 60")
-            running.handles_signals()
-            running.process.send_signal(number)
-            time.sleep(0.05)
-        running.ends(128 + number)
-        if number == signal.SIGTERM:
-            assert not (tmp_path / "ran").exists()
-
-
-def test_an_interrupt_by_the_terminal_comes_once(folder: Path, tmp_path: Path) -> None:
-    """The terminal sends it to the command as well: both are in its foreground."""
-    ours, theirs = pty.openpty()
-    try:
-        running = Running(
-            tmp_path,
-            "--",
-            *HEARING,
-            stdin=theirs,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        running.says("ready")
-        os.write(ours, b"\x03")
-        running.says("SIGINT")
-        running.process.send_signal(signal.SIGTERM)
-        assert running.ends(9).stdout.split() == ["ready", "SIGINT", "SIGTERM"]
-    finally:
-        os.close(ours)
-        os.close(theirs)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells where a signal came from")
-def test_what_is_sent_to_it_alone_on_a_terminal_is_forwarded(folder: Path, tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    try:
-        running = Running(
-            tmp_path,
-            "--",
-            *HEARING,
-            stdin=theirs,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        running.says("ready")
-        for count, name in enumerate(("SIGINT", "SIGHUP")):
-            running.process.send_signal(signal.Signals[name])
-            running.says("\n", count + 2)
-        os.write(ours, b"\x03")
-        running.says("SIGINT", 2)
-        os.close(ours)  # the terminal hangs up
-        running.says("SIGHUP", 2)
-        running.process.send_signal(signal.SIGTERM)
-        assert running.ends(9).stdout.split() == ["ready", "SIGINT", "SIGHUP", "SIGINT", "SIGHUP", "SIGTERM"]
-    finally:
-        os.close(theirs)
-
-
-def test_signals_are_as_before_afterwards(folder: Path) -> None:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)]
-    with _Forwarding() as forwarding:
-        os.kill(os.getpid(), signal.SIGHUP)
-        wait_until(lambda: forwarding.asked == signal.SIGHUP)
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)] == handlers
-    assert not any(thread.name == "scarctl-signals" for thread in threading.enumerate())
 
 
 # -- what the command leaves -------------------------------------------------------------------------------------

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from scarctl.arena.folder import host_folder
 from scarctl.cli.run import _Unattached
 from scarctl.daemon import client
-from scarctl.errors import ScarError
-from tests.cli.test_run import Running
-from tests.daemon.trainer import Trainer, stop
-
-
-@pytest.fixture
-def folder(arena_dir: Path) -> Iterator[Path]:
-    """Where the daemon is. Ends it."""
-    folder = host_folder(str(arena_dir))
-    yield folder
-    with contextlib.suppress(ScarError):
-        stop(folder)
+from tests.cli.running import Running
+from tests.daemon.trainer import Trainer
 
 
 def test_a_command_that_attaches_nothing_is_warned_of(folder: Path, tmp_path: Path) -> None:
