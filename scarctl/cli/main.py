@@ -221,7 +221,7 @@ def default_map(folder: Path) -> dict[str, dict[str, Any]]:
     for key in shared:
         _refuse_verb(key)
         if key not in KNOWN_NAMES and key not in OPTIONS:
-            raise UsageError(f"scarctl.toml has {key!r}, which is no setting and no option")
+            raise UsageError(f"scarctl.toml has {key!r}, which is not a setting and no option")
     shared = {key: value for key, value in shared.items() if key not in OF_EACH_COMMAND}
     return {
         name: ({} if name in _OF_STUDIES else shared) | _options(tables.get(name, {})) for name in COMMANDS
@@ -232,7 +232,7 @@ def _refuse_verb(key: str) -> None:
     if key in VERBS:
         option = f"--{key.replace('_', '-')}"
         raise UsageError(
-            f"scarctl.toml has {key!r}, which is no setting", hint=f"say {option} on the command line"
+            f"scarctl.toml has {key!r}, which is not a setting", hint=f"say {option} on the command line"
         )
 
 

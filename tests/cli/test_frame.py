@@ -166,7 +166,7 @@ def test_a_table_of_a_command_with_commands_holds_for_all_of_them(  # type: igno
     }
     (tmp_path / "scarctl.toml").write_text("[live]\nfull = true\n")
     done = run("live", "checkpoint", "--store", "ckpt", code=2)
-    assert "'full', which is no setting" in done.stderr
+    assert "'full', which is not a setting" in done.stderr
 
 
 class TestErrors:
