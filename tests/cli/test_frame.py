@@ -255,9 +255,9 @@ class TestWhereValuesComeFrom:
         [
             ("store = ", "not TOML"),
             ("\xff", "not TOML"),
-            ("[unheard_of]\na = 1", "no command"),
-            ("fracton = 0.5", "no setting"),
-            ('[inspect]\nlimt = 5\nstore = "x"', "no option"),
+            ("[unheard_of]\na = 1", "not a command"),
+            ("fracton = 0.5", "neither a setting nor an option"),
+            ('[inspect]\nlimt = 5\nstore = "x"', "not an option"),
             (f"a = {'1' * 5000}", "not TOML"),
             (f"a = {'[' * 5000}", "not TOML"),
         ],
