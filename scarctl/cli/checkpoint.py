@@ -112,10 +112,7 @@ def save_state(state: Path, settings: CheckpointSettings, *, dry_run: bool) -> i
         warn(f"{reason}; its partitions are saved again")
     if done.nonfinite_partitions:
         warn(_about_nonfinite(done))
-    emit(
-        {**done.to_json(), "policy": settings.policy if snapshot is None else "full", "dry_run": dry_run},
-        text=_text(done, shown_url(settings.store), dry_run),
-    )
+    emit(done.to_json(), text=_text(done, shown_url(settings.store), dry_run))
     if done.left_out_partitions:
         note(
             f"exit code 3: not everything that was due is saved{', no snapshot is made' if snapshot else ''}"

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+from scarctl.arena.stale import StaleArena
 from scarctl.cli.document_parts import (
     ErrorFields,
     Health,
     Restored,
     RestoredRanks,
-    Saved,
     SavedByProcess,
     SavedByRank,
     Snapshot,
@@ -31,46 +31,6 @@ class Error(TypedDict):
     """A command that failed."""
 
     error: ErrorFields
-
-
-class _SavedFile(Saved):
-    seq: dict[str, int]
-    """Number of the commit, by shard."""
-    nonfinite_partitions: int
-    left_out_partitions: int
-    """Due, and not saved: not finite, with an earlier copy."""
-    credit: int
-    """Bytes that a checkpoint left unused, for the next one."""
-    snapshot: str | None
-    policy: str
-    dry_run: bool
-
-
-class Checkpoint(_SavedFile):
-    """`scarctl checkpoint STATE`."""
-
-
-class LeftArena(TypedDict):
-    """Memory that a run has left on this host."""
-
-    id: str
-    store: str | None
-    folder: str
-    bytes: int
-    idle_seconds: float
-    pid: int
-    head_step: int
-    durable_step: int
-    pending_partitions: int | None
-    """None if it cannot be read."""
-    handovers: int
-    durable: bool
-    """Whether the store has all of it."""
-    foreign: bool
-    """Whether another run has saved to the store since."""
-    aside: bool
-    owner: str | None
-    """Host of whose memory it is a copy."""
 
 
 class _DaemonStarted(TypedDict):
@@ -93,7 +53,7 @@ class _DaemonShown(TypedDict):
     runs: list[RunStatus]
     replicas: list[ReplicaStatus]
     metrics: MetricsStatus | None
-    stale: list[LeftArena]
+    stale: list[StaleArena]
 
 
 class DaemonShown(_DaemonShown, total=False):
@@ -107,8 +67,8 @@ class DaemonStopped(TypedDict):
 
     pid: int | None
     live_runs: int
-    reaped: list[LeftArena]
-    stale: list[LeftArena]
+    reaped: list[StaleArena]
+    stale: list[StaleArena]
 
 
 class Races(TypedDict, total=False):
@@ -276,10 +236,6 @@ class RecoverOfRanks(RestoredRanks):
 
 class SnapshotCreatedLive(LiveCheckpoint):
     """`scarctl snapshot create NAME` of a running session."""
-
-
-class SnapshotCreated(_SavedFile):
-    """`scarctl snapshot create NAME STATE`."""
 
 
 class SnapshotList(TypedDict):

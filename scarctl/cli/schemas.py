@@ -19,12 +19,13 @@ from scarctl.cli import document_workbench as workbench
 from scarctl.cli import documents
 from scarctl.cli.document_parts import Event
 from scarctl.cli.output import SCHEMA_VERSION
+from scarctl.ops.checkpoint import Checkpoint
 from scarctl.ops.export import Exported
 from scarctl.peers.probe import PeerDiagnosis
-from scarctl.util.document import Document
+from scarctl.util.document import Document, document_fields
 
 DOCUMENTS: dict[str, tuple[type, ...]] = {
-    "checkpoint": (documents.Checkpoint,),
+    "checkpoint": (Checkpoint,),
     "daemon": (documents.DaemonStarted, documents.DaemonShown, documents.DaemonStopped),
     "diff": (workbench.Diff,),
     "doctor": (documents.DoctorOfPlace, PeerDiagnosis),
@@ -38,7 +39,7 @@ DOCUMENTS: dict[str, tuple[type, ...]] = {
     "recover": (documents.Recover, documents.RecoverOfRanks),
     "report": (studies.Report,),
     "simulate": (studies.Simulate,),
-    "snapshot create": (documents.SnapshotCreatedLive, documents.SnapshotCreated),
+    "snapshot create": (documents.SnapshotCreatedLive, Checkpoint),
     "snapshot delete": (documents.Prune, documents.PruneOfRanks),
     "snapshot list": (documents.SnapshotList,),
     "status": (documents.Status,),
@@ -97,6 +98,8 @@ def _object(kind: type, found: dict[type, Any]) -> dict[str, Any]:
     """Return the schema of a type of objects; those that it refers to are added to `found`."""
     about = dict(_described(kind))
     hints = get_type_hints(kind)
+    if issubclass(kind, Document):
+        hints = {field.name: hints[field.name] for field in document_fields(kind)}
     # A TypedDict that inherits lists its base's fields first.
     properties = {
         name: {**_schema(hint, found), **({"description": about[name]} if name in about else {})}

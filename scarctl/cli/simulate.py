@@ -15,7 +15,7 @@ import click
 from scarctl.cli.groups import Command
 from scarctl.cli.output import EXIT_OK, emit, note, output_options, warn
 from scarctl.errors import UsageError
-from scarctl.util.text import counted
+from scarctl.util.text import aligned, counted
 
 if TYPE_CHECKING:
     from scarctl.simulate.intervals import Mean
@@ -250,10 +250,7 @@ def _text(summary: Summary) -> str:
                 f"{line.perturbation:.4g}",
             )
         )
-    widths = [max(len(row[k]) for row in rows) for k in range(len(columns))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    lines = aligned(rows)
     lines.append(
         f"{counted(summary.trials, 'trial')}; undisturbed, a run takes {summary.undisturbed:.1f} iterations"
     )
