@@ -106,35 +106,7 @@ class _EvacuatedProcess(TypedDict):
 
 
 class EvacuatedProcess(_EvacuatedProcess, total=False):
-    """What one process has brought to safety. The other fields are missing if it did not answer."""
-
-    step: int
-    total_partitions: int
-    total_bytes: int
-    written_bytes: int
-    commits: int
-    lost_partitions: int
-    """Partitions whose newest copy is neither in the store nor on another host."""
-    lost_bytes: int
-    squared: float | None
-    """Sum of squared distances of these parameters from the store's copies, an upper bound."""
-    sealed: bool
-    ages: list[int]
-    """Distinct ages, in iterations, of the store's copies of what would be lost."""
-    counts: list[int]
-    """Number of partitions of each of these ages."""
-    parameters: int
-    peer_partitions: int
-    """Partitions whose newest copy is in the memory of other hosts, and not in the store."""
-    peer_bytes: int
-    peers: list[str]
-    """Names of hosts that have copies of this memory."""
-    peer_exact: bool
-    """Whether one of these hosts has the whole state of `step`."""
-    flushed: bool
-    """Whether the newest step of a live process was brought into memory."""
-    extras_lost: bool
-    """Whether the newest extras, such as step counters and random states, are only in this host's memory."""
+    """What one process has brought to safety: all of `Evacuated` but `points`, if it answered."""
 
 
 class EvacuatedStore(TypedDict):

@@ -251,7 +251,7 @@ def _copies(rank: RankLine) -> tuple[str, ...]:
 
 def _cost(line: ShardLine) -> tuple[str, ...]:
     """Return the cells "change if lost" and "rework"."""
-    change, rework = line.perturbation, line.rework
+    change, rework = line.perturbation.value, line.rework
     return (
         "unknown" if change is None else f"{change:.4g}",
         "unknown" if rework.iterations is None else str(rework),

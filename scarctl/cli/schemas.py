@@ -17,11 +17,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 from scarctl.cli import document_studies as studies
 from scarctl.cli import document_workbench as workbench
 from scarctl.cli import documents
-from scarctl.cli.document_parts import Event
+from scarctl.cli.document_parts import Event, RankCopies
 from scarctl.cli.output import SCHEMA_VERSION
 from scarctl.ops.checkpoint import Checkpoint
 from scarctl.ops.export import Exported
+from scarctl.ops.surveyed import ShardLine
 from scarctl.peers.probe import PeerDiagnosis
+from scarctl.persist.evacuation import Evacuated
 from scarctl.util.document import Document, document_fields
 
 DOCUMENTS: dict[str, tuple[type, ...]] = {
@@ -49,6 +51,11 @@ DOCUMENTS: dict[str, tuple[type, ...]] = {
 """The kinds of documents that each command prints, by its options."""
 _OPEN: dict[type, Any] = {Event: str | float | bool | None}
 """Types with more fields than they name, and the type of those fields."""
+_WITH: dict[type, tuple[type, frozenset[str]]] = {
+    documents.EvacuatedProcess: (Evacuated, frozenset(("points",))),
+    RankCopies: (ShardLine, frozenset()),
+}
+"""Types with all fields of a result but some."""
 _SIMPLE: dict[Any, str] = {
     bool: "boolean",
     int: "integer",
@@ -106,6 +113,11 @@ def _object(kind: type, found: dict[type, Any]) -> dict[str, Any]:
         for name, hint in hints.items()
     }
     required: frozenset[str] = getattr(kind, "__required_keys__", frozenset(properties))
+    if kind in _WITH:
+        result, but = _WITH[kind]
+        more = _object(result, found)["properties"]
+        properties = {name: more[name] for name in more if name not in but} | properties
+        required = frozenset(properties) if kind.__total__ else required  # type: ignore[attr-defined]
     return {
         "description": " ".join((kind.__doc__ or "").split()),
         "type": "object",
