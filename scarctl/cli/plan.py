@@ -94,17 +94,14 @@ _TITLES = {
 def command(
     state_bytes: float | None,
     step_time: float | None,
-    bandwidth: float,
     mtbf: float,
     shards: int | None,
     source: str | None,
     restart: float,
-    gain: float,
-    convergence: float,
-    memory_bandwidth: float,
     duration: float,
     peers: int | None,
     hosts: int | None,
+    **of_job: Any,
 ) -> int:
     """Recommend how often to save how much of the state, and report whether partial checkpoints pay.
 
@@ -129,14 +126,11 @@ def command(
     job = Job(
         state_bytes=state_bytes,
         step_seconds=step_time,
-        bandwidth=bandwidth,
         mtbf_seconds=mtbf,
         shards=shards or stored_shards or 1,
         restart_seconds=restart,
-        memory_bandwidth=memory_bandwidth,
-        convergence=convergence,
-        gain=gain,
         duration_seconds=duration,
+        **of_job,
     )
     advice = advise(job)
     copies = None if peers is None or hosts is None else _copies(state_bytes, hosts, peers)

@@ -112,18 +112,12 @@ def command(
     fraction: str,
     policy: str,
     mode: str,
-    interval: int,
     trials: int,
-    seed: int,
-    failure_rate: float | None,
-    fail_after: int | None,
-    iterations: int | None,
-    target: float | None,
-    norm: str | None,
     jobs: int | None,
     results: Path | None,
     plot: Path | None,
     predictions: bool,
+    **of_study: Any,
 ) -> int:
     """Fail runs of WORKLOAD, and show how many iterations each failure costs.
 
@@ -142,13 +136,7 @@ def command(
         fractions=tuple(map(parse_share, _items(fraction))),
         policies=tuple(_items(policy)),
         modes=tuple(_items(mode)),
-        interval=interval,
-        failure_rate=failure_rate,
-        fail_after=fail_after,
-        iterations=iterations,
-        target=target,
-        norm=norm,
-        seed=seed,
+        **of_study,
     )
     if plot is not None:
         _check_plot(plot)
