@@ -258,8 +258,8 @@ def schedule(
         for rounding. With momentum it is in the limit. Other optimizers need it.
 
     Memory: one copy of the gradients, and one more of what is lent. Raises UsageError for a process group other than
-    gloo's (others order their work by streams, and do not tell when it has arrived), for another communication hook,
-    and for an optimizer that needs `resync`.
+    gloo's: those order their work by streams, and do not say when it has arrived. Also for an optimizer that needs
+    `resync`, or lacks parameters of the model.
 
     A gradient scaler that skips steps is not supported: the next backward pass raises UsageError.
     """
