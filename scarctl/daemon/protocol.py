@@ -89,6 +89,14 @@ def writable(connection: socket.socket) -> bool:
     return _ready(connection, select.POLLOUT)
 
 
+def hung_up(connection: socket.socket) -> bool:
+    """Return whether the peer has ended the connection, even if requests that it sent before are not read yet."""
+    try:
+        return _ready(connection, getattr(select, "POLLRDHUP", select.POLLHUP))
+    except ValueError:  # closed on this side, too
+        return True
+
+
 def _ready(connection: socket.socket, event: int) -> bool:
     # select() cannot handle descriptors above 1023.
     poll = select.poll()

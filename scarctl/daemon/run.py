@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,10 +60,17 @@ class _Speeds:
             self._events.put({"speed": speed.to_json()})
 
 
+class Owner(Protocol):
+    """The connection of a training process."""
+
+    def hung_up(self) -> bool:
+        """Return whether the training process has ended the connection."""
+
+
 class Run:
     """A training process that saves to one store. `saver` saves the copies in its arena."""
 
-    def __init__(self, store: Store, folder: Path, pid: int, owner: object) -> None:
+    def __init__(self, store: Store, folder: Path, pid: int, owner: Owner) -> None:
         self.id = store.run_id
         self.store = store
         self.pid = pid
@@ -202,6 +209,13 @@ class Run:
         except PermissionError:
             pass
         return True
+
+    def in_use(self) -> bool:
+        """Return whether the training process exists, and has not ended its connection.
+
+        A busy daemon may read the session's farewell later than the next session's claim.
+        """
+        return self.trainer_lives() and not self.owner.hung_up()
 
     def status(self, phase: Phase) -> RunStatus:
         """Return the figures for `scarctl daemon status`."""
