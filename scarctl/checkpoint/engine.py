@@ -170,7 +170,7 @@ class Engine:
             return True  # the checkpoint will meet the same fault, and report it
 
     def owes_seal(self) -> bool:
-        """Return whether a seal was lost before it was durable, and has to be made again. Return so once."""
+        """Return whether a seal was lost before it was durable, and must be repeated. True once for each lost seal."""
         try:
             return self._protection.owes_seal()
         except ScarError:

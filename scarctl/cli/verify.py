@@ -63,7 +63,7 @@ def command(
     and files are compared with each other, and values that are NaN or infinite are counted.
 
     Each problem names the file, the partition or tensor, and the reason. Segments that no record names are harmless
-    left-overs of a crash. Exit code 13: there are problems, or damaged copies in memory. 16: the store is empty, so
+    leftovers of a crash. Exit code 13: there are problems, or damaged copies in memory. 16: the store is empty, so
     there is nothing to recover from.
     """
     part = read_data_subset
