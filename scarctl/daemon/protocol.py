@@ -202,6 +202,14 @@ def number(message: dict[str, Any], key: str) -> int:
     return value
 
 
+def token(message: dict[str, Any]) -> str:
+    """Return the hex digits that identify a repeated request, "" without any. Raises UsageError."""
+    value = message.get("token", "")
+    if value != "" and not is_hex(value, 32):
+        raise UsageError("token is 32 hex digits")
+    return str(value)
+
+
 def secret(message: dict[str, Any]) -> tuple[str, bytes]:
     """Return the name and the secret of the start of a job. Raises UsageError, which does not quote them."""
     start, found = message.get("start"), message.get("secret")

@@ -82,6 +82,7 @@ class Run:
         self.answers: dict[int, dict[str, Any]] = {}
         """Answers of the training process to the newest wishes, by their number."""
         self._wishes = 0
+        self._tokens: dict[str, int] = {}
         self.saver = HostSaver(store, folder, _Speeds(self.events))
         self.closed = False
         """The training process has ended by closing its session."""
@@ -98,10 +99,19 @@ class Run:
         self._rank = _rank_in(self.store)
         return epoch
 
-    def ask(self, wish: Wish) -> int:
-        """Pass a wish to the training process, and return its number."""
+    def ask(self, wish: Wish, token: str = "") -> int:
+        """Pass a wish to the training process, and return its number.
+
+        token: identifies the wish, "" if it is never repeated. A wish that was passed on is not passed on again.
+        """
+        if token and token in self._tokens:
+            return self._tokens[token]
         self._wishes += 1
         self.events.put({"wish": replace(wish, number=self._wishes).to_json()})
+        if token:
+            self._tokens[token] = self._wishes
+            for old in list(self._tokens)[:-_ANSWERS]:
+                del self._tokens[old]
         return self._wishes
 
     def answer(self, number: int, answer: dict[str, Any]) -> None:

@@ -308,9 +308,10 @@ class Daemon:
     def ask(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Pass a wish on to a running session."""
         wish = Wish.from_json(message.get("wish"))
+        token = protocol.token(message)
         with self.runs.changed:
             run = self.runs.attached(protocol.text(message, "store"))
-            return {"pid": run.pid, "number": run.ask(wish)}
+            return {"pid": run.pid, "number": run.ask(wish, token)}
 
     def answer(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Keep a session's answer to a wish."""
