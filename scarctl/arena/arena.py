@@ -126,7 +126,7 @@ class Arena(Fields):
         lock, arena = lock_folder(folder), None
         try:
             if os.path.lexists(folder / FILE):
-                raise UsageError(f"an arena exists already in {folder}", hint="open it, or remove it")
+                raise UsageError(f"an arena already exists in {folder}", hint="open it, or remove it")
             clear_queue(folder)
             (folder / LINES).unlink(missing_ok=True)
             (folder / OWNER).unlink(missing_ok=True)

@@ -63,7 +63,7 @@ _PATIENCE = 1.0
     default=0,
     show_default=True,
     metavar="N",
-    help="Run CMD again so often if it fails.",
+    help="Times to run CMD again if it fails.",
 )
 @timeout_option("Seconds to wait at the end until all is durable.")
 @arena_option

@@ -38,7 +38,7 @@ class MemoryCheck:
     compared: int
     """Partitions whose checksum was compared with a record's."""
     newer: int
-    """Partitions with a copy of which the store has no record yet, or another one."""
+    """Partitions whose copy has no record in the store, or a record of another version."""
     moving: int
     """Partitions that have no copy, or were being copied."""
     damaged: int
@@ -71,7 +71,7 @@ def verify_memory(store: Store, arena_dir: str | None) -> list[MemoryCheck]:
 def _check(arena: Arena, folder: Path, run: str, store: Store, shards: Sequence[int]) -> MemoryCheck:
     owner = read_owner(folder)
     layout, step = arena.layout, arena.head_step
-    # Noted before the records are read: of what is durable now, and stays unchanged, they have the checksums.
+    # Noted before the records are read: they have the checksums of copies that are durable now and stay unchanged.
     generation, version, durable = arena.generation.copy(), arena.version.copy(), arena.durable.copy()
     has = ((generation & np.uint64(1)) == 0) & (version >= 0)
     compared, damaged = 0, [np.empty(0, np.int64)]
@@ -102,7 +102,7 @@ def _check(arena: Arena, folder: Path, run: str, store: Store, shards: Sequence[
 def _compare(
     arena: Arena, ids: Ids, state: ShardState, at: Ids, generation: NDArray[np.uint64]
 ) -> Iterator[tuple[int, Ids]]:
-    """Yield how many partitions were compared, and which of them differ.
+    """Yield the number of partitions compared, and those that differ.
 
     at: places of `ids` in the state. generation: of every partition, even for `ids`, noted before the state was read.
     """
@@ -116,7 +116,7 @@ def _compare(
             part, places = ids[a:b], at[a:b]
             data = read_rows(arena, part, np.empty(int(layout.partition_bytes[part].sum()), np.uint8))
             sums = partition_checksums(layout.groups[g], b - a, _by_tensor(layout, g, part, data))
-            # What changed while it was read says nothing.
+            # A partition that changed while it was read cannot be compared.
             still = (arena.version[part] == state.version[places]) & (
                 arena.generation[part] == generation[part]
             )
@@ -126,7 +126,7 @@ def _compare(
 
 
 def _by_tensor(layout: Layout, g: int, ids: Ids, data: Bytes) -> list[Bytes]:
-    """Split what `read_rows` returned of one group's partitions into its tensors."""
+    """Split the result of `read_rows` for one group's partitions into tensors."""
     group = layout.groups[g]
     local = ids - layout.base[g]
     rows = np.minimum(group.rows_per_partition, group.rows - local * group.rows_per_partition)

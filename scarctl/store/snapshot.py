@@ -133,7 +133,7 @@ def check_new_snapshot(store: Store, name: str) -> None:
 
 def _taken(name: str) -> UsageError:
     return UsageError(
-        f"a snapshot {name!r} exists already",
+        f"a snapshot {name!r} already exists",
         hint="use another name, or delete it: `scarctl snapshot delete`",
         kind="snapshot-exists",
     )

@@ -136,9 +136,9 @@ def test_an_index_that_does_not_fit_its_files(run: Run) -> None:
     save_file({}, "x/model-00004-of-00004.safetensors")
     found = reasons(run, "x")
     assert sum("does not have the tensor" in reason for reason in found) == 2
-    assert f"the index says that it is in {files[1]}" in found
+    assert f"the index places it in {files[1]}" in found
     assert "the index does not name this tensor" in found
-    assert "the index does not name this file: it is of another save" in found
+    assert "the index does not name this file, which belongs to another save" in found
     Path("x", files[0]).unlink()
     assert any("does not exist" in reason for reason in reasons(run, index))
     run("inspect", "x", code=13)

@@ -48,7 +48,7 @@ def to_orbax(
     """
     target = Path(os.path.abspath(output))
     if os.path.lexists(target):
-        raise UsageError(f"{output} exists already", hint="use another name, or delete it")
+        raise UsageError(f"{output} already exists", hint="use another name, or delete it")
     plan = divide(like, parameters)
     leaves, structure = jax.tree_util.tree_flatten(like)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -186,7 +186,7 @@ class LocalBlobs:
             try:
                 os.link(temporary, path)
             except FileExistsError:
-                raise FileExistsError(errno.EEXIST, "exists already", path) from None
+                raise FileExistsError(errno.EEXIST, "already exists", path) from None
             except OSError as error:
                 if error.errno in _NO_LINKS:
                     raise MissingGuarantee(
@@ -203,7 +203,7 @@ class LocalBlobs:
         except FileNotFoundError:
             return False
         if found != data:
-            raise FileExistsError(errno.EEXIST, "exists already", path)
+            raise FileExistsError(errno.EEXIST, "already exists", path)
         # A new file with a new entry: after a failed sync, syncing again would prove nothing.
         with self._temporary(path, [data]) as temporary:
             try:

@@ -160,7 +160,7 @@ def create(path: str, mode: int) -> int:
     try:
         return os.open(path, flags, mode)
     except FileExistsError:
-        raise FileExistsError(errno.EEXIST, "exists already", path) from None
+        raise FileExistsError(errno.EEXIST, "already exists", path) from None
     except FileNotFoundError as error:
         # The folder is not created again: a record in a new folder would lack the earlier records.
         raise Unavailable(
