@@ -53,7 +53,7 @@ def command(
 ) -> int:
     """Save this host's memory to other hosts and the store, before the host shuts down.
 
-    The sessions on this host bring their newest step into memory. Then the daemon sends copies that are only here to
+    The sessions on this host bring their newest step into memory. Then the daemon sends what exists only here to
     the hosts that keep copies, and to the stores, in commits that end before the deadline. Partitions that changed
     most per byte come first. A commit counts whenever the host shuts down. Training continues without checkpoints.
 

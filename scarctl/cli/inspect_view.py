@@ -158,7 +158,7 @@ def _processes(view: Survey) -> list[str]:
             *pace_of(run),
         ]
     noun = topology.noun
-    # The first members replaced nobody, so no command needs their epoch.
+    # The first members replaced no others, so no command needs their epoch.
     since = "" if topology.independent and topology.epoch == 1 else f", since epoch {topology.epoch}"
     lines = [f"{counted(topology.world, noun)}{since}; one shard each"]
     if run is not None:
