@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.cli.output import human_bytes, stdout_takes
-from scarctl.ops.surveyed import RankLine, RunStatus, ShardLine, Survey
+from scarctl.ops.surveyed import RankLine, RunOnHost, ShardLine, Survey
 from scarctl.store.saved import describe
 from scarctl.util.text import counted
 
@@ -137,8 +137,8 @@ def summary(view: Survey) -> list[str]:
     return lines
 
 
-def pace_of(run: RunStatus) -> list[str]:
-    """Return one line about a run's interval and overhead; no line if they are unknown."""
+def pace_of(run: RunOnHost) -> list[str]:
+    """Return how often a run saves, and what that costs it, as far as is known: no line or one."""
     if run.interval is None:
         return []
     every = "iteration" if run.interval == 1 else f"{run.interval:,} iterations"
