@@ -138,7 +138,7 @@ def summary(view: Survey) -> list[str]:
 
 
 def pace_of(run: RunOnHost) -> list[str]:
-    """Return how often a run saves, and what that costs it, as far as is known: no line or one."""
+    """Return one line about a run's interval and overhead; no line if they are unknown."""
     if run.interval is None:
         return []
     every = "iteration" if run.interval == 1 else f"{run.interval:,} iterations"

@@ -66,7 +66,7 @@ def command(
     emit({**document, "output": str(target)}, as_json=as_json, text=f"wrote {target}")
     if found.history.damage is None:
         return EXIT_OK
-    warn(f"the history cannot be shown: {found.history.damage}; `scarctl verify` says what else is damaged")
+    warn(f"the history cannot be shown: {found.history.damage}; `scarctl verify` lists all damage")
     return EXIT_PARTLY
 
 

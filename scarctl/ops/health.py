@@ -20,9 +20,9 @@ from scarctl.util.text import counted
 
 Severity: TypeAlias = Literal["losing", "at-risk", "note"]
 LOSING: Final = "losing"
-"""Something is not being saved."""
+"""Something is not saved."""
 AT_RISK: Final = "at-risk"
-"""Something is not protected as it should be."""
+"""Something is not protected as requested."""
 NOTE: Final = "note"
 """Worth knowing."""
 _RANK: dict[Severity, int] = {NOTE: 0, AT_RISK: 1, LOSING: 2}
@@ -251,7 +251,7 @@ def _of_damage(view: Survey) -> Iterable[Finding]:
 
 
 def _losses(view: Survey) -> dict[str, Loss]:
-    """Return what is lost with the process, with this host, and with the store."""
+    """Return the cost of losing the process, this host, and the store."""
     if view.layout is None:
         return {}
     kept, saved = view.kept_step, view.saved_step

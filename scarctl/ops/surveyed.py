@@ -140,7 +140,7 @@ class Survey:
     """The convergence of the run, for predictions."""
     snapshots: tuple[Snapshot, ...] = ()
     run: RunOnHost | None = None
-    """Status of the run; None if none of its processes was on this host: copies for other hosts do not count."""
+    """Status of the run; None if no process of it was on this host. Copies for other hosts do not count."""
     ended: frozenset[int] = frozenset()
     """Ended ranks of this host whose newest step is completely in the store; 0 for a process that trains alone."""
     topology: Topology | None = None

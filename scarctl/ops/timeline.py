@@ -44,7 +44,7 @@ class Point(Document):
 
 @dataclass(frozen=True, slots=True)
 class Start(Document):
-    """A writer's beginning."""
+    """The beginning of a writer."""
 
     at: str
     epoch: int
