@@ -1,4 +1,4 @@
-"""Refuse a place that holds no store, and say what it holds."""
+"""Refuse a place that holds no store, and name its content."""
 
 from __future__ import annotations
 

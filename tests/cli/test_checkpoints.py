@@ -152,7 +152,7 @@ def test_a_shard_of_another_kind(run: Run) -> None:
     index = save_index({"w": torch.ones(2)}, Path("x"), shards=1)
     torch.save({"w": torch.ones(2)}, "x/model.bin")
     index.write_text(json.dumps({"weight_map": {"w": "model.bin"}}))
-    assert "model.bin is no safetensors file" in reasons(run, index)
+    assert "model.bin is not a safetensors file" in reasons(run, index)
 
 
 def test_a_folder_of_dcp_and_its_files(run: Run) -> None:
@@ -163,7 +163,7 @@ def test_a_folder_of_dcp_and_its_files(run: Run) -> None:
     assert any("but the file has" in reason for reason in reasons(run, "x"))
     file.write_bytes(data)
     (folder / "__9_0.distcp").write_bytes(b"")
-    assert reasons(run, "x") == ["no metadata name this file: it is of another save"]
+    assert reasons(run, "x") == ["the metadata do not name this file, which belongs to another save"]
     (folder / "__9_0.distcp").unlink()
     run("verify", "x/.metadata")
     file.unlink()

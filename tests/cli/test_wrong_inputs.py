@@ -51,7 +51,7 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
             "--fraction has no effect",
         ),
         "state.safetensors --store new --step 0 --partition-bytes 4XB": (2, "'4XB' is not a number of bytes"),
-        "state.safetensors --store new --step 0 --partition-bytes 0": (2, "no number of bytes above 0"),
+        "state.safetensors --store new --step 0 --partition-bytes 0": (2, "not a number of bytes above 0"),
         "state.safetensors --store new --step 0 --shards 0": (2, "shards is 0"),
         "state.safetensors --store ckpt --step 1 --shards 9": (2, "shards"),
         "state.safetensors --store page.html --step 0": A_FILE,
@@ -107,7 +107,7 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "--store ckpt folder": (2, "folder already exists"),
         "--store ckpt out --snapshot best": (2, "no snapshot 'best'"),
         "--store ckpt out --format zip": (2, "'zip' is not one of"),
-        "--store ckpt out --max-shard-size 5QB": (2, "no number of bytes"),
+        "--store ckpt out --max-shard-size 5QB": (2, "not a number of bytes"),
         "--store ckpt out.pt --format pt --max-shard-size 4KiB": (
             2,
             "--max-shard-size splits the files of a folder",

@@ -134,7 +134,7 @@ def test_a_layout_with_one_foreign_value_is_corruption_or_sound(value: object, d
         ("shape", [8, 2**58], "bytes exceeds the limit"),
         ("shape", [2**40], "partitions exceed the limit"),
         ("dtype", "F128", "unknown dtype"),
-        ("slot", "m", "own values do not come before its slots"),
+        ("slot", "m", "values do not come before its slots"),
         ("slot", None, "slot of a tensor is not of type str"),
     ],
 )

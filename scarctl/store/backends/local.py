@@ -34,7 +34,7 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _HELPERS = Helpers(max(1, min(4, os.cpu_count() or 1) - 1), patient=True)
 _SYNCING = Helpers()
 _SMALL = 8 << 20
-"""Bytes of several files from which on hashing and writing them in several threads is faster than taking turns."""
+"""Bytes of several files above which hashing and writing them in several threads is faster than taking turns."""
 
 
 class LocalBlobs:
@@ -75,7 +75,7 @@ class LocalBlobs:
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
-            # A failing disk must not look like an absent file: a writer whose files are absent gives up permanently.
+            # A failing disk must not look like absence: a writer whose files are absent gives up permanently.
             raise os_error(error, path, "look for") from error
         return True
 

@@ -112,7 +112,7 @@ class LocalWriter:
     def _start_writeback(self) -> None:
         # On Linux this advice starts writing dirty pages without waiting: the disk works during hashing.
         if sys.platform == "linux":
-            with contextlib.suppress(OSError):  # advice only
+            with contextlib.suppress(OSError):  # the advice is optional
                 os.posix_fadvise(
                     self._fd, self._started, self._length - self._started, os.POSIX_FADV_DONTNEED
                 )

@@ -1,4 +1,4 @@
-"""Keep a store's files on any file system of fsspec; `scarctl.store.backends.s3` has the special case S3.
+"""Keep a store's files on any file system of fsspec; `scarctl.store.backends.s3` handles S3.
 
 After an error of a request that creates a file, the file is read back: the request may have succeeded.
 """
