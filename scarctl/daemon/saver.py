@@ -320,6 +320,8 @@ class DaemonSaver:
                     self._on_request(Wish.from_json(event["wish"]))
                 elif "warn" in event:
                     log.warning("%s", event["warn"])
+                elif "note" in event:
+                    log.info("%s", event["note"])
                 elif "speed" in event:
                     self._speed = Speed.from_json(event["speed"])
             except (protocol.Closed, OSError, Corruption):
