@@ -62,7 +62,6 @@ class HostSaver(LocalSaver):
             super().notify()
 
     def stop(self) -> None:
-        """See `Saver`."""
         with self._lock:
             super().stop()
 

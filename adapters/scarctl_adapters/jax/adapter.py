@@ -177,7 +177,6 @@ class JaxAdapter:
     # -- the protocol -----------------------------------------------------------------------------------------------
 
     def mix_late(self, theirs: Any, own: Any) -> Any:
-        """See `Adapter`."""
         return theirs
 
     @property
