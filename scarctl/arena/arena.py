@@ -89,7 +89,7 @@ class Arena(Fields):
         self._lines: Lines | None = None
         """Set if this process has the store's writer."""
         self.replica_of: str | None = None
-        """Host of which it was a replica when it was opened; see `scarctl.arena.kinship.believed`."""
+        """Host whose arena this was a replica of when it was opened; see `scarctl.arena.kinship.believed`."""
         n, at = layout.partitions, geometry.arrays_at
         self.generation: NDArray[np.uint64] = np.frombuffer(memory, np.uint64, n, at)
         self.version: Ids = np.frombuffer(memory, np.int64, n, at + 8 * n)

@@ -55,7 +55,7 @@ class Files(click.ParamType[Any]):
     show_default=True,
     help="Number of races of 16 writers for one file.",
 )
-@click.option("--peer", metavar="HOST:PORT", help="Where a daemon listens for peers; its log says so.")
+@click.option("--peer", metavar="HOST:PORT", help="Where a daemon listens for peers, according to its log.")
 @click.option(
     "--peer-tls",
     metavar="CERT,KEY,CA",

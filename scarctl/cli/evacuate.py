@@ -49,7 +49,7 @@ Examples:
 @arena_option
 @output_options
 def command(deadline: str, store: str | None, to: str | None, arena_dir: str | None) -> int:
-    """Save what this host has in memory, before the host goes.
+    """Save this host's memory to other hosts and the store, before the host shuts down.
 
     The sessions on this host bring their newest step into memory. Then the daemon sends what exists only here to
     the hosts that keep copies, and to the stores, in commits that end before the deadline. Partitions that changed

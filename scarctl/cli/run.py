@@ -179,7 +179,7 @@ class _Unattached:
             return
         self._said = True
         warn(
-            f"{self._name} {what}, and no session has attached through this host's daemon: nothing of it is saved. "
+            f"{self._name} {what}, and no session has attached through this host's daemon: none of it is saved. "
             "Does it call scarctl.attach, without Settings(daemon=False)?"
         )
 

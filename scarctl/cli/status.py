@@ -50,7 +50,7 @@ Examples:
 @arena_option
 @output_options
 def command(place: str | None, store: str | None, follow: bool, every: float, arena_dir: str | None) -> int:
-    """Show what is not well, worst first, what would be lost now, and what to do next.
+    """Show problems, worst first, what would be lost now, and what to do next.
 
     Without STORE: all stores that this host's daemon and memory know. Exit code 3: there are problems; 10: no store is
     known here; the error's code if STORE cannot be read.

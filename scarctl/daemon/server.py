@@ -177,7 +177,7 @@ class Daemon:
         connection.settimeout(None if peer.run else _PATIENCE)
 
     def _watch(self, connection: socket.socket, run: Run) -> NoReturn:
-        """Send a session the events of its run until it disconnects. The end of the connection reports our end."""
+        """Send a session its run's events until it disconnects. The end of the connection reports the daemon's end."""
         reported, trouble = False, Trouble()
         while not self.runs.ended.is_set():
             with contextlib.suppress(queue.Empty):

@@ -105,7 +105,7 @@ def _compare(
     for g, part in pieces(arena.layout, ids):
         some = ids[part]
         sums = checksums(arena, g, some)
-        # What changed while it was read says nothing.
+        # A partition that changed while it was read cannot be compared.
         still = (arena.version[some] == version[some]) & (arena.generation[some] == generation[some])
         differs = still & (sums != state.checksum[at[part]])
         yield int(still.sum()), some[differs]

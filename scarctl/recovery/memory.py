@@ -26,7 +26,7 @@ _NAMED = 5
 
 
 def comparable(arena: Arena, ids: Ids, state: ShardState) -> tuple[Ids, Ids]:
-    """Return those of `ids` of which the store has the same copy as memory, and their indices in `state`.
+    """Return the `ids` whose copy in the store is the same as in memory, and their indices in `state`.
 
     A copy that was made again has the same version and perhaps other bytes. It is not durable until it is saved.
     """

@@ -186,6 +186,6 @@ class Watch:
     def _say_no_step(self, what: str) -> None:
         self._caveats.say(
             "no-step",
-            f"{what}, without a step of an optimizer that attach was given: nothing of it is saved. {_HINT[0].upper()}"
+            f"{what}, without a step of an optimizer that attach was given: none of it is saved. {_HINT[0].upper()}"
             f"{_HINT[1:]}",
         )
