@@ -64,7 +64,7 @@ def test_differences() -> None:
         "tensor 'emb.weight/exp_avg_sq' resized (10, 4) -> (12, 4)",
         "tensor 'layers.0.weight/exp_avg_sq' missing",
         "tensor 'layers.0.weight' rows per partition 2 -> 3",
-        "tensor 'layers.0.bias' was a parameter, is a buffer",
+        "tensor 'layers.0.bias' was a parameter, and is a buffer",
         "tensor 'scale' dtype F32 -> BF16",
         "tensor 'scale/exp_avg' dtype F32 -> BF16",
         "tensor 'scale/exp_avg_sq' dtype F32 -> BF16",
