@@ -20,7 +20,7 @@ _GROUPED = {field.name: name for name, group in _GROUPS.items() for field in fie
 
 
 def unknown_option(name: str, known: Collection[str]) -> UsageError:
-    """Return the error for an option that is none of the `known` ones. It may be in a group, or misspelt."""
+    """Return the error for an option that is not among the `known` ones. It may be in a group, or misspelt."""
     close = [name] if name in _GROUPED else difflib.get_close_matches(name, [*known, *_GROUPED], 1)
     if not close:
         hint = f"options: {', '.join(known)}"
