@@ -22,7 +22,7 @@ JAX := .venv-jax
 RAY := .venv-ray
 DOCS := .venv-docs
 PYTHON_OF := .venv-python
-# Those of the files that are programs.
+# The files that are programs.
 BENCHMARKS = $(filter-out benchmarks/soak.py,$(shell grep -l __main__ benchmarks/*.py))
 SETUP := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
@@ -108,9 +108,9 @@ types: $(VENV)/.dev
 layers: $(VENV)/.dev
 	$(BIN)/lint-imports
 
-# Hundreds of the tests' processes import scarctl: it is compiled once, whatever the environment says.
+# Hundreds of the tests' processes import scarctl, so it is compiled once, whatever the environment says.
 quick unit long oldest pythons optimizers frameworks: export PYTHONDONTWRITEBYTECODE =
-# A worker runs thousands of tests with threads: glibc would give most of them 64 MB of their own, which each fork copies.
+# A worker runs thousands of tests with threads. glibc would give most threads 64 MB, which each fork copies.
 quick unit long oldest pythons optimizers frameworks: export MALLOC_ARENA_MAX = 2
 
 quick: $(VENV)/.dev
