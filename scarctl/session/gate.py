@@ -126,7 +126,7 @@ class Gate:
                 return True
             if now >= deadline or (self._stepping and not self._trains()):
                 return False
-            # A thread that ends notifies nobody.
+            # A thread that ends does not notify.
             limit = min(deadline, now + _ALIVE) if self._stepping else min(deadline, self._settled_at)
             self._changed.wait(limit - now)
         return False
