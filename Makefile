@@ -1,7 +1,7 @@
-# `make demo` and `make test` do all their own set-up: they need python3 (3.10 or newer) and make, nothing else.
+# `make demo` and `make test` do all their own set-up: they need only make and python3 (3.10 or newer).
 
 PYTHON ?= python3
-# More than cores: tests wait for processes and deadlines about half of the time.
+# More workers than cores, because tests wait for processes and deadlines about half of the time.
 WORKERS ?= 4
 ROUNDS ?= 500
 RUNS ?= 150
@@ -10,6 +10,7 @@ DATA ?= ../shared/data
 SEED ?= 0
 MINUTES ?= 30
 QUICK ?= $(addprefix tests/,config formats ops policy recovery state store theory util) tests/test_documents.py tests/test_prose.py
+PYTHONS ?= 3.10 3.11 3.12 3.13 3.14
 ATTACKS ?= model episodes same_step hosts crash power races creations clocks faults corruption fuzz hostile claims secrets
 
 VENV := .venv
@@ -20,14 +21,15 @@ TORCHREC := .venv-torchrec
 JAX := .venv-jax
 RAY := .venv-ray
 DOCS := .venv-docs
-# Those of the files that are programs.
+PYTHON_OF := .venv-python
+# The files that are programs.
 BENCHMARKS = $(filter-out benchmarks/soak.py,$(shell grep -l __main__ benchmarks/*.py))
 SETUP := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick servers servers-quick man schemas pictures quick test lint types layers unit long oldest optimizers frameworks docs package format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick servers servers-quick man schemas pictures quick test lint types layers unit long oldest pythons optimizers frameworks docs package format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
@@ -43,6 +45,7 @@ help:
 	@echo "make test     lint, types, layers and unit, in this order"
 	@echo "make long     tests that unit leaves out: some minutes"
 	@echo "make oldest   the adapters' tests with the oldest versions of their frameworks, in $(OLDEST): some minutes, most of it set-up"
+	@echo "make pythons  the quick tests, and some with torch, under every Python that is found: minutes each, in $(PYTHON_OF)-*: PYTHONS=\"$(PYTHONS)\""
 	@echo "make optimizers  train with every optimizer of other packages, stop, resume: some minutes, in $(OPTIMIZERS)"
 	@echo "make frameworks  tests with frameworks that have an environment of their own: $(TORCHREC), $(RAY), $(JAX): some minutes"
 	@echo "make man      the manual page, docs/scarctl.1, from what the commands say of their options"
@@ -68,7 +71,7 @@ demo-ranks: $(VENV)/.examples
 demo-rows: $(VENV)/.examples
 	$(BIN)/python -m examples.embedding.compare
 
-# One thread: sums in one order are the same on every machine.
+# One thread, because sums in one order are the same on every machine.
 paper paper-quick beyond beyond-quick: export OMP_NUM_THREADS = 1
 paper paper-quick beyond beyond-quick: export OPENBLAS_NUM_THREADS = 1
 paper paper-quick beyond beyond-quick: export MKL_NUM_THREADS = 1
@@ -99,16 +102,16 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.dev
-	@# It was seen to die of an internal error (2) once, with nothing to read from; what it finds is 1.
+	@# It once died of an internal error (2) without any output; findings exit with 1.
 	$(BIN)/mypy || { test $$? -eq 2 && $(BIN)/mypy --show-traceback; }
 
 layers: $(VENV)/.dev
 	$(BIN)/lint-imports
 
-# Hundreds of the tests' processes import scarctl: it is compiled once, whatever the environment says.
-quick unit long oldest optimizers frameworks: export PYTHONDONTWRITEBYTECODE =
-# A worker runs thousands of tests with threads: glibc would give most of them 64 MB of their own, which each fork copies.
-quick unit long oldest optimizers frameworks: export MALLOC_ARENA_MAX = 2
+# Hundreds of the tests' processes import scarctl, so it is compiled once, whatever the environment says.
+quick unit long oldest pythons optimizers frameworks: export PYTHONDONTWRITEBYTECODE =
+# A worker runs thousands of tests with threads. glibc would give most threads 64 MB, which each fork copies.
+quick unit long oldest pythons optimizers frameworks: export MALLOC_ARENA_MAX = 2
 
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -p tests.support.quick -m "not slow and not long" -r fE $(QUICK)
@@ -121,9 +124,22 @@ long: $(VENV)/.dev
 	$(MAKE) optimizers
 
 oldest: $(OLDEST)/.oldest
-	@# Of setuptools, whenever this Lightning is imported.
+	@# setuptools warns whenever this Lightning is imported.
 	$(OLDEST)/bin/python -m pytest -n $(WORKERS) -W "ignore:pkg_resources is deprecated" -W "ignore:Deprecated call to" \
 	    tests/adapters
+
+# pyenv's commands for versions that are not chosen exist, and fail.
+pythons:
+	@failed=; for version in $(PYTHONS); do \
+	    python=; for one in python$$version "$$HOME"/.pyenv/versions/$$version.*/bin/python; do \
+	        if "$$one" -c "" 2>/dev/null; then python=$$one; break; fi; done; \
+	    test -n "$$python" || { echo "== Python $$version: not found"; continue; }; \
+	    echo "== Python $$version: $$python"; own=$(PYTHON_OF)-$$version; \
+	    { test -x $$own/bin/python || "$$python" -m venv $$own; } \
+	    && $$own/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . hypothesis pytest pytest-timeout \
+	    && $$own/bin/python -m pytest -p tests.support.quick -m "not slow and not long" $(filter-out %.py,$(QUICK)) \
+	    && $$own/bin/python -m pytest tests/test_api.py || failed="$$failed $$version"; \
+	done; test -z "$$failed" || { echo "failed with:$$failed" >&2; exit 1; }
 
 optimizers: $(OPTIMIZERS)/.optimizers
 	$(OPTIMIZERS)/bin/python -m tests.optimizers
@@ -131,7 +147,7 @@ optimizers: $(OPTIMIZERS)/.optimizers
 	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party --killed
 
 frameworks: $(TORCHREC)/.torchrec $(RAY)/.ray $(JAX)/.jax
-	@# Of TorchRec's own, when it is imported and used.
+	@# TorchRec warns when it is imported and used.
 	$(TORCHREC)/bin/python -m pytest -n $(WORKERS) -W ignore::DeprecationWarning -W ignore::FutureWarning \
 	    tests/adapters/torchrec
 	$(RAY)/bin/python -m pytest -rs -o faulthandler_timeout=900 tests/adapters/test_ray.py tests/adapters/test_actor.py
@@ -146,7 +162,7 @@ man: $(VENV)/.dev
 pictures: $(VENV)/.dev
 	$(BIN)/python docs/site/pictures.py
 
-# Warnings fail. This one is about a program that this project does not use.
+# Warnings are errors. This one is about a program that this project does not use.
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(DOCS)/.docs
 	$(DOCS)/bin/mkdocs build --strict
@@ -179,7 +195,7 @@ ceph: $(VENV)/.dev
 	$(BIN)/python -m tests.store.conformance.real_server
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) $(TORCHREC) $(RAY) $(JAX) $(DOCS) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) $(TORCHREC) $(RAY) $(JAX) $(DOCS) $(PYTHON_OF)-* build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp per set of extras; the development set contains the one for the examples.
@@ -207,7 +223,7 @@ $(OPTIMIZERS)/.optimizers: $(SETUP) constraints-optimizers.txt | $(BIN)/python
 	$(OPTIMIZERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-optimizers.txt
 	@touch $@
 
-# What TorchRec asks for by name is not on PyPI (fbgemm-gpu without a GPU has another one), or too old: see the file.
+# TorchRec's named requirements are not on PyPI (fbgemm-gpu for CPUs has another name), or too old: see the file.
 $(TORCHREC)/.torchrec: $(SETUP) constraints-torchrec.txt | $(BIN)/python
 	$(BIN)/python -m venv $(TORCHREC)
 	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . hypothesis pytest \

@@ -40,7 +40,7 @@ class _DaemonStarted(TypedDict):
 
 
 class DaemonStarted(_DaemonStarted, total=False):
-    """`scarctl daemon start`. `metrics` is there if it was asked for."""
+    """`scarctl daemon start`. `metrics` is present if requested."""
 
     metrics: MetricsStatus
 
@@ -57,7 +57,7 @@ class _DaemonShown(TypedDict):
 
 
 class DaemonShown(_DaemonShown, total=False):
-    """`scarctl daemon status`. `error` is there if no daemon runs."""
+    """`scarctl daemon status`. `error` is present if no daemon runs."""
 
     error: ErrorFields
 
@@ -106,7 +106,7 @@ class _EvacuatedProcess(TypedDict):
 
 
 class EvacuatedProcess(_EvacuatedProcess, total=False):
-    """What one process has brought to safety: all of `Evacuated` but `points`, if it answered."""
+    """The evacuated copies of one process. The fields of `Evacuated` are missing if it did not answer."""
 
 
 class EvacuatedStore(TypedDict):
@@ -139,7 +139,7 @@ class _LiveSaved(SavedByProcess):
 
 
 class LiveCheckpoint(_LiveSaved, total=False):
-    """`scarctl live checkpoint`. The last ones are there if several ranks or members save to the store."""
+    """`scarctl live checkpoint`. The last fields are present if several ranks or members save to the store."""
 
     snapshot: str
     world: int

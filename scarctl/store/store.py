@@ -22,7 +22,7 @@ from scarctl.store.backends.address import S3_SCHEMES, Address
 from scarctl.store.backends.base import Blobs
 from scarctl.store.backends.connect import blobs_at
 from scarctl.store.backends.probe import exclusive_here, probe
-from scarctl.store.foreign import refuse_foreign
+from scarctl.store.foreign import damaged_settings, refuse_foreign
 from scarctl.store.format import (
     FORMAT,
     LOCK,
@@ -165,18 +165,20 @@ class Store:
         what = blobs.where(SETTINGS)
         if not blobs.has(SETTINGS):
             refuse_foreign(address, blobs, "use the folder of a store")
-            if not blobs.has(SETTINGS):  # another process may have just created it
+            if not blobs.has(SETTINGS):  # another process may just have created it
                 raise NoStore(
                     f"{address.root or address.shown}: there is no store here",
                     hint="check the path; `scarctl status` shows the stores that this host knows",
                 )
-        obj = load_json(blobs.read(SETTINGS, MAX_SETTINGS), what)
-        f = Fields(obj, what)
-        if f.text("kind") != "store":
-            raise corrupt(what, "it is not a store's file")
+        with damaged_settings():
+            obj = load_json(blobs.read(SETTINGS, MAX_SETTINGS), what)
+            f = Fields(obj, what)
+            if f.text("kind") != "store":
+                raise corrupt(what, "it is not a store's file")
+            run, settings = f.hex("id", 32), Settings.from_json(f.raw("settings"), what)
         if address.root is None:
             blobs.exclusive = exclusive_here(blobs, obj.get("probe"), what, strict=strict)
-        return cls(address, blobs, f.hex("id", 32), Settings.from_json(f.raw("settings"), what))
+        return cls(address, blobs, run, settings)
 
     def again(self) -> Store:
         """Return the same store, opened again, without cached files."""
@@ -190,7 +192,7 @@ class Store:
         return self.of_part(Part(shard, epoch, current))
 
     def of_part(self, part: Part) -> Store:
-        """Return the view with one shard: see `of_shard`."""
+        """Return the view of one shard: see `of_shard`."""
         twin = Store(self.address, self.blobs, self.id, self.settings)
         twin.part = part
         twin._layouts = self._layouts  # a digest names the same layout in both
@@ -229,7 +231,7 @@ class Store:
             lock.release()
 
     def take_lock(self) -> Lock:
-        """Take the lock, from this store if it holds it. Give it back with `return_lock`. Raises Contention."""
+        """Take the lock, from this store if it holds one. Give it back with `return_lock`. Raises Contention."""
         lock, self._lock = self._lock, None
         if lock is not None and lock.held:
             return lock
@@ -355,7 +357,7 @@ class Store:
         """Read and verify the copies of `ids` that `state` names, about `Blobs.batch` bytes at a time.
 
         corrupt: gets (ids, reason) for partitions whose copy is missing or damaged, or that were never saved.
-        room: memory to read into. Its contents mean nothing before they are yielded.
+        room: memory to read into. Its contents are not verified before they are yielded.
 
         Yields the others by segment, group and id. Raises Unavailable, AccessDenied.
         """

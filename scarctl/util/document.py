@@ -12,7 +12,7 @@ INTERNAL: Mapping[str, bool] = {"internal": True}
 
 
 class Document:
-    """A dataclass of which every field is one of its JSON object, under the same name, unless it is `INTERNAL`.
+    """A dataclass whose fields are those of its JSON object, under the same names, unless they are `INTERNAL`.
 
     `scarctl.cli.schemas` publishes the types of the fields, with the text below each.
     """
