@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 INTERNAL: Mapping[str, bool] = {"internal": True}
-"""The metadata of a field that is no part of the document."""
+"""The metadata of a field that is not a part of the document."""
 
 
 class Document:
