@@ -26,12 +26,12 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl.session.opening scarctl.session.origin scarctl.session.parts scarctl.session.passes
         scarctl.session.progress scarctl.session.recover scarctl.session.resume scarctl.session.saving
         scarctl.session.snapshot scarctl.session.steps scarctl.session.witness
-        scarctl_adapters.torch.attributes scarctl_adapters.torch.light scarctl_adapters.torch.watch""",
+        scarctl_adapters.torch.light scarctl_adapters.torch.watch""",
     ("distributed", "several ranks: each needs processes that agree"): """
         scarctl.checkpoint.selector scarctl.distributed.coordinator scarctl.distributed.copies
         scarctl.distributed.heir scarctl.distributed.own_extras scarctl.distributed.placed_adapter
         scarctl.distributed.rescue scarctl.distributed.reshard scarctl.session.peers
-        scarctl_adapters.torch.lost scarctl_adapters.torch.mixing scarctl_adapters.torch.sharding""",
+        scarctl_adapters.torch.mixing scarctl_adapters.torch.sharding""",
     ("theory", "what is measured is checked with the theory that reads it"): """
         scarctl.checkpoint.motion scarctl.checkpoint.trend""",
     ("policy/test_interval.py", "what is measured is checked with the policy that reads it"): """
@@ -72,6 +72,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl_adapters.jax.tree
         scarctl_adapters.lightning.late_state scarctl_adapters.lightning.loops
         scarctl_adapters.lightning.position
+        scarctl_adapters.torch.attributes scarctl_adapters.torch.lost
         scarctl_adapters.torch.carried scarctl_adapters.torch.checking scarctl_adapters.torch.homes
         scarctl_adapters.torch.names scarctl_adapters.torch.outside scarctl_adapters.torch.packing
         scarctl_adapters.torchrec.lookups scarctl_adapters.torchrec.optimizers
