@@ -179,7 +179,7 @@ def test_predictions_beside_what_failures_cost(run: Run) -> None:
     text = simulate(run, "quadratic", *given).stdout
     assert re.search(r"^distances +priority 1/8 +1/2 +0 +6 of 6 ", text, re.MULTILINE)
     refused = simulate(run, "quadratic", *given, "--mode", "rollback", "--json", code=2)
-    assert "predictions are of partial" in refused.error["message"]
+    assert "only partial recoveries have predictions" in refused.error["message"]
 
 
 def test_results_of_before_have_no_predictions(run: Run, tmp_path: Path) -> None:
