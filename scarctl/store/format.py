@@ -33,7 +33,7 @@ MAX_TOPOLOGY = 16 << 20
 MAX_FLAT = 64
 """Most lists and objects in a file that lists shards: a snapshot, a topology."""
 MAX_SHARDS = 1 << 18
-"""Most shards in such a file."""
+"""Most shards in a snapshot or topology."""
 MAX_SHARD = 999_999
 MAX_SEQ = 10**18
 
@@ -251,7 +251,7 @@ def load_json(
         raise corrupt(what, "not a JSON object")
     try:
         intact = _is_intact(obj, data)
-    except (ValueError, RecursionError):  # 1e999 parses as infinity, which canonical JSON cannot represent
+    except (ValueError, RecursionError):  # 1e999 parses as infinity, which canonical JSON does not have
         intact = False
     if not intact:
         raise corrupt(what, "its checksum does not match its content")

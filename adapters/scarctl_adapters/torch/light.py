@@ -18,7 +18,7 @@ from scarctl_adapters.torch.packing import LEAVES
 def light_of(late: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> list[Any]:
     """Return pairs of names and states: of the schedulers and scalers in `late`, then each optimizer's param_groups.
 
-    Does not wait for a GPU: tensors there are copied there.
+    Does not wait for a GPU: its tensors are copied on the GPU.
     """
     found: list[Any] = []
     for name, item in late.items():
@@ -47,7 +47,7 @@ def with_light(late: Mapping[str, Any], light: Sequence[Any]) -> dict[str, Any]:
 
 
 _CONSTANT = frozenset((*LEAVES, list, tuple))
-"""Types of values that are no tensors."""
+"""Types of values other than tensors."""
 
 
 class Settings(Deferred):
@@ -64,12 +64,12 @@ class Settings(Deferred):
         self._found = found
 
     def value(self) -> dict[str, Any]:
-        """Return those that extras can hold."""
+        """Return the settings that extras can hold."""
         return {key: value for key, value in self._found.items() if key != "params" and is_savable(value)}
 
 
 def _scale_of(scaler: GradScaler) -> Any:
-    """Return the list [scale, growth tracker], which no other state is; {} if the scaler is disabled."""
+    """Return [scale, growth tracker], a form that no other state has; {} if the scaler is disabled."""
     if not scaler.is_enabled():
         return {}
     scale, growth = scaler._scale, scaler._growth_tracker  # state_dict() would wait for the GPU
