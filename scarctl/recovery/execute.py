@@ -264,9 +264,9 @@ class _Run:
         near = plan.tier == MEMORY
         yield from self._from_memory(plan.ids[near], plan.version[near])
         far = plan.ids[plan.tier == STORE]
-        shard_of = plan.shard_of[far]
-        for shard in distinct(shard_of).tolist():
-            yield from self._from_store(shard, far[shard_of == shard])
+        log_of = plan.log_of[far]
+        for log in distinct(log_of).tolist():
+            yield from self._from_store(log, far[log_of == log])
 
     def _from_memory(self, ids: Ids, versions: Ids) -> Iterator[_Piece]:
         arena, layout = self.arena, self.plan.layout
@@ -282,9 +282,9 @@ class _Run:
                 tensors = [arena.rows(g, t)[rows] for t in range(len(group.tensors))]
                 yield _Piece(MEMORY, g, ids[part], versions[part], tensors)
 
-    def _from_store(self, shard: int, ids: Ids) -> Iterator[_Piece]:
+    def _from_store(self, log: int, ids: Ids) -> Iterator[_Piece]:
         assert self.store is not None
-        state: ShardState | None = self.plan.states[shard]
+        state: ShardState | None = self.plan.states[log]
         while ids.size:
             if state is None:
                 raise no_copy(self.plan.layout, ids, "has no intact copy", self.problems)
@@ -307,7 +307,7 @@ class _Run:
                 raise SealedStateDamaged(self.problems[-1])
             self.fell_back = True
             sums = _checksums(state, ids)
-            state = self.store.older(shard, ids, state)
+            state = self.store.older(log, ids, state)
             far = yield from self._nearer(ids, state)
             if state is not None:
                 self._settle(far, STORE, versions_of(state, far))

@@ -20,7 +20,9 @@ from scarctl.util.json_size import MAX_CONTAINERS, MAX_VALUES, too_much
 FORMAT = 1
 MIXED_FORMAT = 2
 """Format number of commits with copies of several steps, and of their segments."""
-NEWEST_FORMAT = MIXED_FORMAT
+ONE_LOG_FORMAT = 3
+"""Format number of a store whose process has one log for several shards."""
+NEWEST_FORMAT = ONE_LOG_FORMAT
 
 MAX_RECORD = 64 << 10
 MAX_SETTINGS = 1 << 20

@@ -74,7 +74,7 @@ class Rig:
         )
         self.arena.begin_epoch(self.writer.epoch, again=True)
         self.queue = HandOverQueue(self.arena.folder)
-        self.persister = Persister(self.arena, self.writer, self.shard_of)
+        self.persister = Persister(self.arena, self.writer)
 
     def version(self, step: int) -> int:
         return pack(self.writer.epoch, step)

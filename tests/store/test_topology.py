@@ -23,6 +23,7 @@ from scarctl.store import (
     topology_epochs,
     verify,
 )
+from scarctl.store.format import NEWEST_FORMAT
 from scarctl.store.prune import Retention, plan_prune, prune
 from scarctl.store.shard_state import Seal
 from scarctl.store.topology import read_topology
@@ -59,7 +60,7 @@ def test_of_two_jobs_that_begin_at_one_moment_one_fails(tmp_path: Path) -> None:
         {"epoch": 2},
         {"kind": "snapshot"},
         {"division": "xyz"},
-        {"format": 3},
+        {"format": NEWEST_FORMAT + 1},
     ],
 )
 def test_a_topology_that_lies_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
