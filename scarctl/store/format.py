@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -350,10 +351,7 @@ class Header:
 
 def nbytes(dtype: str, shape: Iterable[int]) -> int:
     """Return the bytes of a tensor, as an exact integer."""
-    size = DTYPES[dtype]
-    for n in shape:
-        size *= n
-    return size
+    return DTYPES[dtype] * math.prod(shape)
 
 
 def dump_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Header:
