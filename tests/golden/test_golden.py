@@ -82,7 +82,7 @@ def test_one_process_recovers_it(store: Store) -> None:
 @pytest.mark.parametrize("store", OF_ONE, ids=lambda path: f"{path.parent.name}-{path.name}", indirect=True)
 def test_one_process_goes_on_with_it(store: Store) -> None:
     found = layout()
-    with open_writer(store, layout=found, shard_of=store.shard_of(found)) as writer:
+    with open_writer(store, layout=found) as writer:
         for shard, state in writer.states.items():
             writer.commit(shard, state.ids, Source(9), step=9, sealed=True, whole="ab" * 16)
         Collector(writer, floor=0).collect()

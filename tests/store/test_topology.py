@@ -96,7 +96,7 @@ def test_one_process_may_not_write_to_a_store_of_ranks(tmp_path: Path) -> None:
     layout = layout_of(0, 4)
     store = Store.open(tmp_path / "s")
     with pytest.raises(UsageError, match="written by 4 ranks") as error:
-        open_writer(store, layout=layout, shard_of=store.shard_of(layout))
+        open_writer(store, layout=layout)
     assert error.value.kind == "store-of-ranks"
     store.take_lock().release()  # it is not held
 
@@ -110,7 +110,7 @@ def test_a_rank_that_owns_nothing_has_a_log_all_the_same(tmp_path: Path) -> None
     store = ranks.store
     create_topology(store, Topology(9, (0, 1, 2), "ab" * 32))
     view, empty = store.of_shard(2, 9), Layout([], "Adam")
-    with open_writer(view, layout=empty, shard_of=view.shard_of(empty)) as writer:
+    with open_writer(view, layout=empty) as writer:
         writer.commit(2, np.empty(0, np.int64), ranks.source(0, 3), step=3, sealed=True, extras={"step": 3})
     state = store.state(2)
     assert (state.step, len(state.ids), state.sealed) == (3, 0, [Seal(1, 9, 3)])
