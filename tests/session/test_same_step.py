@@ -1,7 +1,7 @@
 """Two states of one step: saved, replaced without a step, and saved again. Their mix is never called exact.
 
-A second save that is cut by SIGKILL leaves some logs with the first state, and others with the second. Several logs have
-the shards of a process in a store of an earlier version, and ranks.
+A second save that is cut by SIGKILL leaves some logs with the first state, and others with the second. In a store of an
+earlier version a process has several logs; so have ranks.
 """
 
 from __future__ import annotations
