@@ -1,4 +1,4 @@
-"""An arena is believed where the store still says what it noted, and nowhere else."""
+"""Test that an arena is used only if the store still has the line that the arena noted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that is behind: said, measured, with what to change. And the lines at attach, resume and close."""
+"""Test the warning about a store that is behind, with measurements and remedy; and lines at attach, resume, close."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What names and sizes show of damage: of what the newest copies need, and never of what a writer collects."""
+"""Test the damage that names and sizes show: of files that the newest copies need, never of collected ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another number of members takes over what the members before have saved."""
+"""Test that another number of members takes over the state that the previous members have saved."""
 
 from __future__ import annotations
 
