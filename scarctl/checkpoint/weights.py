@@ -77,7 +77,9 @@ class _Value:
         return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
     def read(self) -> bytes | torch.Tensor:
-        """Return a private copy."""
+        """Return a private copy; b"" if the adapter has released the memory, as that of JAX does between two steps."""
+        if not self._tensor.numel():
+            return b""
         if self._tensor.data_ptr() != self._address:
             self._find()
         if self._memory is not None:
@@ -98,7 +100,9 @@ class _Value:
 def _equal(first: bytes | torch.Tensor, last: bytes | torch.Tensor) -> bool:
     if isinstance(first, torch.Tensor) and isinstance(last, torch.Tensor):
         return torch.equal(first, last)
-    return first == last
+    if isinstance(first, bytes) and isinstance(last, bytes):
+        return first == last or not (first and last)  # of released memory nothing is known
+    return False
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
