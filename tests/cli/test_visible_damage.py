@@ -10,6 +10,15 @@ from scarctl.store import Store
 from scarctl.store.shard_state import ShardState
 from scarctl.store.visible_damage import visible_damage
 from tests.cli.conftest import Model, Run
+from tests.support.log_per_shard import store_with_a_log_per_shard
+
+
+@pytest.fixture
+def saved_in_logs(run: Run, model: Model) -> Model:
+    """The model, saved at step 0 in a store whose four shards have a log each."""
+    store_with_a_log_per_shard("ckpt", shards=4, partition_bytes=256).close()
+    run("checkpoint", model.path, "--store", "ckpt", "--step", 0)
+    return model
 
 
 def look(place: str = "ckpt") -> dict[int, int]:
@@ -29,7 +38,7 @@ def test_an_intact_store_has_none(saved: Model) -> None:
     assert look() == {}
 
 
-def test_a_segment_that_is_missing_or_cut_short(run: Run, saved: Model) -> None:
+def test_a_segment_that_is_missing_or_cut_short(run: Run, saved_in_logs: Model) -> None:
     for path in segments(1):
         path.unlink()
     for path in segments(2):
