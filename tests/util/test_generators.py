@@ -89,7 +89,7 @@ def test_where_memory_is_not_as_expected_the_official_functions_are_used(
 ) -> None:
     monkeypatch.setattr(generators, "_python_is_known", lambda: False)
     monkeypatch.setattr(generators, "_gauss_of_numpy", lambda: None)
-    generators._readers.cache_clear()
+    monkeypatch.setattr(generators, "_known", None)
     try:
         kept = keep_host()
         assert kept._python[0] is kept._numpy[0] is None
@@ -101,4 +101,4 @@ def test_where_memory_is_not_as_expected_the_official_functions_are_used(
         assert not kept.same_python(keep_host())
         assert not kept.same_numpy(keep_host())
     finally:
-        generators._readers.cache_clear()
+        monkeypatch.setattr(generators, "_known", None)
