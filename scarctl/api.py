@@ -26,8 +26,10 @@ from scarctl.errors import UsageError
 from scarctl.session.attached import take_over
 from scarctl.session.peers import WrittenByRanks
 from scarctl.session.session import Session
+from scarctl.util.collection import without_collection
 
 
+@without_collection()
 def attach(
     model: Any,
     optimizer: Any = None,
@@ -132,11 +134,11 @@ def attach(
 
 
 def _by_name(extras: Mapping[str, Any] | None) -> dict[str, Extra]:
-    """Return all extras wrapped. Raises UsageError unless they are None or a dict with texts as keys."""
+    """Return all extras wrapped. Raises UsageError unless they are None or a dict with strings as keys."""
     if extras is None:
         return {}
     if not (isinstance(extras, Mapping) and all(isinstance(name, str) for name in extras)):
-        raise UsageError(f"extras is no dict of objects by name: {extras!r:.80}")
+        raise UsageError(f"extras is not a dict of objects by name: {extras!r:.80}")
     return {name: item if isinstance(item, Extra) else Extra(item) for name, item in extras.items()}
 
 
@@ -148,7 +150,7 @@ def _replicated(ranks: object) -> Sequence[str]:
         raise UsageError(f"ranks is {ranks!r:.80}", hint="give True, False or scarctl.Ranks(...)")
     patterns = _as_list(ranks.replicated)
     if not all(isinstance(pattern, str) for pattern in patterns):
-        raise UsageError(f"replicated is no list of patterns of names: {ranks.replicated!r:.80}")
+        raise UsageError(f"replicated is not a list of patterns of names: {ranks.replicated!r:.80}")
     return patterns
 
 

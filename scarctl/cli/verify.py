@@ -12,6 +12,7 @@ from scarctl.cli.groups import Command
 from scarctl.cli.output import EXIT_CORRUPT, EXIT_OK, arena_option, emit, human_bytes, note, open_store
 from scarctl.cli.progress import Progress
 from scarctl.errors import NoIntactCopy, UsageError
+from scarctl.util.document import json_of
 from scarctl.util.text import counted
 
 EXAMPLES = """\b
@@ -54,8 +55,6 @@ def command(
     memory: bool,
     arena_dir: str | None,
     finite: bool,
-    as_json: bool,
-    debug: bool,
 ) -> int:
     """Check every record, segment and checksum of a store, or the structure of CHECKPOINT.
 
@@ -63,7 +62,7 @@ def command(
     and files are compared with each other, and values that are NaN or infinite are counted.
 
     Each problem names the file, the partition or tensor, and the reason. Segments that no record names are harmless
-    left-overs of a crash. Exit code 13: there are problems, or damaged copies in memory. 16: the store is empty, so
+    leftovers of a crash. Exit code 13: there are problems, or damaged copies in memory. 16: the store is empty, so
     there is nothing to recover from.
     """
     part = read_data_subset
@@ -75,24 +74,22 @@ def command(
             raise UsageError("--read-data-subset is for stores", hint="a checkpoint is read as a whole")
         if memory:
             raise UsageError("--memory is for stores: a checkpoint has no copies in memory")
-        return _of_file(checkpoint, read_data, finite, as_json)
+        return _of_file(checkpoint, read_data, finite)
     if finite:
         raise UsageError("--finite is for a CHECKPOINT that is not a store")
     assert store is not None
-    return _of_store(store, read_data, part, arena_dir if memory else False, as_json)
+    return _of_store(store, read_data, part, arena_dir if memory else False)
 
 
-def _of_file(checkpoint: str, read_data: bool, finite: bool, as_json: bool) -> int:
+def _of_file(checkpoint: str, read_data: bool, finite: bool) -> int:
     from scarctl.ops.verify_file import verify_file
 
     found = verify_file(Path(checkpoint), read_data=read_data, finite=finite, progress=Progress("verified"))
-    emit(found.to_json(), as_json=as_json, text="\n".join(verified_lines(found)))
-    return EXIT_CORRUPT if found.faults else EXIT_OK
+    emit(found.to_json(), text="\n".join(verified_lines(found)))
+    return EXIT_CORRUPT if found.problems else EXIT_OK
 
 
-def _of_store(
-    store: str, read_data: bool, part: str | None, memory: str | Literal[False] | None, as_json: bool
-) -> int:
+def _of_store(store: str, read_data: bool, part: str | None, memory: str | Literal[False] | None) -> int:
     """memory: the folder of the arenas that are compared, too; False: none are."""
     from scarctl.ops.verify_memory import verify_memory
     from scarctl.store import verify
@@ -101,7 +98,7 @@ def _of_store(
     subset = None if part is None else Subset.parse(part)
     opened = open_store(store)
     report = verify(opened, read_data=read_data, subset=subset, progress=Progress("verified"))
-    problems = [{"file": p.file, "partition": p.partition, "reason": p.reason} for p in report.problems]
+    problems = report.problems
     copies = [] if memory is False or problems else verify_memory(opened, memory)
     empty = not problems and not any(opened.state(shard).step >= 0 for shard in opened.shards())
     fields = {
@@ -116,12 +113,12 @@ def _of_store(
         "segments": report.segments,
         "orphans": len(report.orphans),
         "damaged_partitions": report.damaged_partitions,
-        "problems": problems,
-        "memory": [copy.to_json() for copy in copies],
+        "problems": json_of(problems),
+        "memory": json_of(copies),
     }
     lines = [
-        f"{p['file']}: {p['partition'] + ': ' if p['partition'] else ''}{p['reason']}"
-        for p in problems[:_SHOWN]
+        f"{one.file}: {one.partition + ': ' if one.partition else ''}{one.reason}"
+        for one in problems[:_SHOWN]
     ]
     if len(problems) > _SHOWN:
         lines.append(f"and {len(problems) - _SHOWN} more problems: --json names all")
@@ -139,7 +136,7 @@ def _of_store(
     lines = [*lines, f"{looked}: {verdict}", *memory_lines(copies)]
     if memory is not False and not copies:
         lines.append("no copies of this store's runs in this host's memory" if not problems else _SKIPPED)
-    emit(fields, as_json=as_json, text="\n".join(lines))
+    emit(fields, text="\n".join(lines))
     damaged = any(copy.damaged for copy in copies)
     if damaged:
         note(

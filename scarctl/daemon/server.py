@@ -25,6 +25,7 @@ from scarctl.daemon.request import Wish
 from scarctl.daemon.run import Run
 from scarctl.daemon.runs import Runs
 from scarctl.daemon.status import DaemonStatus, ReplicaStatus
+from scarctl.daemon.trouble import Trouble
 from scarctl.errors import ScarError, UsageError, error_fields
 from scarctl.peers.host import Host
 from scarctl.peers.sender import Source
@@ -177,11 +178,13 @@ class Daemon:
 
     def _watch(self, connection: socket.socket, run: Run) -> NoReturn:
         """Send a session the events of its run until it disconnects. The end of the connection reports our end."""
-        reported = False
+        reported, trouble = False, Trouble()
         while not self.runs.ended.is_set():
             with contextlib.suppress(queue.Empty):
                 protocol.send(connection, run.events.get(timeout=_TICK))
-            failed = run.saver.failure
+            thread, failed = run.saver.thread, run.saver.failure
+            if failed is None and (news := trouble.look(thread.last_error if thread else None)) is not None:
+                protocol.send(connection, news)
             if failed is not None and not reported:
                 reported = True
                 protocol.send(connection, {"failed": error_fields(failed)})

@@ -1,4 +1,4 @@
-"""Do a session's work before an iteration changes parameters, and after its end."""
+"""Do a session's work before an iteration changes parameters, and after it ends."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from scarctl.errors import ScarError
 from scarctl.session.parts import Parts
 from scarctl.session.requests import Requests
 from scarctl.session.saving import Saving
+from scarctl.util.collection import without_collection
 
 
 class Steps:
@@ -119,7 +120,8 @@ class Steps:
     def _due(self, step: int) -> Extent | None:
         engine = self._opening.engine
         if engine is None:
-            self._opening.start(self._binding.build_layout(), step)
+            with without_collection():
+                self._opening.start(self._binding.build_layout(), step)
             return Extent.WHOLE
         if self._regular:
             engine.expect(step)
