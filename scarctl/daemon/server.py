@@ -131,7 +131,7 @@ class Daemon:
 
     def _converse(self, connection: socket.socket) -> None:
         """Answer one peer until it disconnects. No message of a peer ends the daemon by an exception."""
-        peer = _Peer()
+        peer = _Peer(connection)
         try:
             with connection:
                 connection.settimeout(_PATIENCE)
@@ -311,9 +311,10 @@ class Daemon:
     def ask(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Pass a wish on to a running session."""
         wish = Wish.from_json(message.get("wish"))
+        token = protocol.token(message)
         with self.runs.changed:
             run = self.runs.attached(protocol.text(message, "store"))
-            return {"pid": run.pid, "number": run.ask(wish)}
+            return {"pid": run.pid, "number": run.ask(wish, token)}
 
     def answer(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Keep a session's answer to a wish."""
@@ -363,11 +364,16 @@ class Daemon:
 class _Peer:
     """One connection: the process at its other end, and the run that it has claimed."""
 
-    def __init__(self) -> None:
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
         self.pid = 0
         self.run: str | None = None
         self.watched: Run | None = None
         """The run whose events are sent over this connection, if any."""
+
+    def hung_up(self) -> bool:
+        """See `Owner`."""
+        return protocol.hung_up(self._connection)
 
 
 _Operation = Callable[[Daemon, _Peer, dict[str, Any]], Mapping[str, Any] | None]
