@@ -19,6 +19,7 @@ from scarctl.config import (
     flatten,
 )
 from scarctl.config.environment import warn_of_unread
+from scarctl.config.unknown import explains_options
 from scarctl.distributed.collectives import Solo, Team, world_size
 from scarctl.distributed.coordinator import Crew
 from scarctl.distributed.members import Membership, member_of
@@ -29,6 +30,7 @@ from scarctl.session.session import Session
 from scarctl.util.collection import without_collection
 
 
+@explains_options
 @without_collection()
 def attach(
     model: Any,
