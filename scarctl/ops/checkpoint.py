@@ -40,6 +40,7 @@ from scarctl.store import (
 from scarctl.store.snapshot import check_new_snapshot, check_snapshot_name
 from scarctl.store.topology import refuse_ranks
 from scarctl.util.arrays import Ids
+from scarctl.util.document import INTERNAL, Document
 
 if TYPE_CHECKING:
     from scarctl.checkpoint.live_state import LiveState
@@ -83,7 +84,7 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(Document):
     """Report of a checkpoint, or of a dry run."""
 
     step: int
@@ -99,31 +100,17 @@ class Checkpoint:
     """The whole running checkpoint is of this step."""
     nonfinite_partitions: int
     """Number of partitions with values that are not finite."""
-    left_out: tuple[str, ...] = ()
+    policy: str
+    dry_run: bool
+    left_out: tuple[str, ...] = field(default=(), metadata=INTERNAL)
     """Names of the first few of these partitions whose last good copy was kept."""
     left_out_partitions: int = 0
-    damaged: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = field(default=(), metadata=INTERNAL)
     """Faults of unreadable copies in the store, whose partitions were saved again."""
     snapshot: str | None = None
     """Name of the snapshot that was created."""
     credit: int = 0
     """Bytes of unused budget that the next checkpoint may use in addition to its own."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "total_partitions": self.total_partitions,
-            "saved_partitions": self.saved_partitions,
-            "total_bytes": self.total_bytes,
-            "saved_bytes": self.saved_bytes,
-            "seq": {str(shard): seq for shard, seq in self.seq.items()},
-            "durable": self.durable,
-            "exact": self.exact,
-            "nonfinite_partitions": self.nonfinite_partitions,
-            "left_out_partitions": self.left_out_partitions,
-            "credit": self.credit,
-            "snapshot": self.snapshot,
-        }
 
 
 @dataclass(slots=True)
@@ -391,6 +378,8 @@ def _result(
         nonfinite_partitions=len(choice.nonfinite),
         left_out=tuple(layout.name(int(i)) for i in choice.left_out[:5]),
         left_out_partitions=len(choice.left_out),
+        policy="full" if settings.snapshot is not None else settings.policy,
+        dry_run=not durable,
         damaged=damaged,
         credit=choice.memory.credit,
         snapshot=snapshot,

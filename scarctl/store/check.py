@@ -107,7 +107,7 @@ class _Check:
         """Records of each shard that snapshots keep."""
 
     def run(self) -> Report:
-        self.total = store_bytes(self.store)
+        self.total = self.store.usage({})["bytes"]
         with self._noting(SETTINGS):
             self.store.again()
         self._count(SETTINGS)
@@ -381,8 +381,3 @@ class _Check:
             self.note(path, reason, layout.name(i))
         if len(bad) > _NAMED:
             self.note(path, f"{reason}: {len(bad) - _NAMED} more partitions")
-
-
-def store_bytes(store: Store) -> int:
-    """Return the bytes of all files in the store."""
-    return store.usage({})["bytes"]

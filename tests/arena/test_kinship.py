@@ -157,8 +157,8 @@ def test_what_was_contradicted_is_set_aside_and_said(
     assert [r.levelno for r in caplog.records if "set aside" in r.message] == [logging.WARNING]
     host.die()
     aside = folder.with_name(folder.name + kinship.ASIDE)
-    assert [s.folder for s in survey(folder.parent) if s.aside] == [aside]
-    assert aside in [s.folder for s in reap(folder.parent)]
+    assert [Path(s.folder) for s in survey(folder.parent) if s.aside] == [aside]
+    assert aside in [Path(s.folder) for s in reap(folder.parent)]
     assert not aside.exists()
 
 

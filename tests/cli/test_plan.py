@@ -51,7 +51,7 @@ def test_the_document_is_what_the_model_says(run: Run) -> None:
     assert set(document) == wanted
     assert document["copies"] is None
     assert document["command"] == "plan"
-    job = Job(state_bytes=100e9, step_seconds=1.0, bandwidth=1e9, mtbf=3 * HOUR, shards=16)
+    job = Job(state_bytes=100e9, step_seconds=1.0, bandwidth=1e9, mtbf_seconds=3 * HOUR, shards=16)
     advice = advise(job)
     assert list(document["ways"]) == ["nothing", "full", "background", "scar"]
     for way in advice.ways:
