@@ -95,7 +95,7 @@ class _Check:
         self, store: Store, read_data: bool, subset: Subset | None, progress: Progress | None
     ) -> None:
         # A new store object, because the caller's has cached files that may be damaged by now.
-        self.store = Store(store.address, store.blobs, store.id, store.settings)
+        self.store = Store(store.address, store.blobs, store.id, store.settings, one_log=store.one_log)
         self.layouts: dict[str, Layout | None] = {}
         self.blobs = store.blobs
         self.read_data = read_data

@@ -1,4 +1,4 @@
-"""Arenas of dead runs: what is removed loses nothing."""
+"""Test that removing arenas of dead runs loses nothing."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class TestFromAStore:
         store = Store.open("ckpt")
         layout = store.current_layout()
         assert layout is not None
-        with open_writer(store, layout=layout, shard_of=layout.shards(4, 0)) as writer:
+        with open_writer(store, layout=layout) as writer:
             for minute, step in enumerate((10, 20, 30)):
                 # Written in a moment, as if a minute had passed in between.
                 created = f"2030-01-01T00:{minute:02}:00+00:00"
