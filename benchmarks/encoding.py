@@ -1,4 +1,4 @@
-"""Copies in fewer bits, simulated: what they leave of the perturbation when as many bytes are saved.
+"""Simulate copies in fewer bits: the remaining perturbation when as many bytes are saved.
 
 PYTHONPATH=. python benchmarks/encoding.py [--seeds 4] [--only NAME]
 

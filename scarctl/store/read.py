@@ -21,8 +21,8 @@ from scarctl.store.shard_state import ShardState
 from scarctl.util.arrays import Bytes, Ids, adjacent
 
 Room: TypeAlias = Callable[[int, Ids], Sequence[Bytes | None] | None]
-"""Returns where copies of adjacent partitions of a group may be read to before they are verified: of every tensor
-uint8[bytes], their rows one after another. None: into memory of their own. Called in several threads."""
+"""Returns buffers for reading copies of adjacent partitions of a group before they are verified: for every tensor
+uint8[bytes], for their rows one after another. None: new memory is used. Called in several threads."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def units(state: ShardState, layout: Layout, at: NDArray[np.int64], batch: int) 
 
 
 def read_unit(blobs: Blobs, state: ShardState, layout: Layout, unit: Unit, room: Room | None = None) -> Found:
-    """Read a unit's copies, in the order of the layout. What is read into `room` is verified there."""
+    """Read a unit's copies, in the order of the layout. Copies that are read into `room` are verified there."""
     ref = state.segments[unit.segment]
     path = segment_path(state.shard, ref.name)
     at = adjacent(unit.at)
