@@ -28,8 +28,8 @@ _SECONDS = 900
 class Mutant:
     """One claim, and a change of the code after which it no longer holds."""
 
-    claim: str
-    """How its line in docs/guarantees.md begins."""
+    test: str
+    """A test that the claim's line in docs/guarantees.md names, without its file."""
     file: str
     old: str
     """Text that occurs once in the file."""
@@ -38,91 +38,91 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
-        "Memory is used only by the store and line",
+        "test_what_was_contradicted_is_set_aside_and_said",
         "scarctl/arena/lines.py",
         "return found.keys() == lines.keys() and all(lines[shard] in found[shard] for shard in lines)",
         "return True",
     ),
     Mutant(
-        "A copy in memory whose bytes have changed",
+        "test_the_stores_copy_is_taken_instead",
         "scarctl/recovery/memory.py",
         "    return ids[wrong]",
         "    return ids[:0]",
     ),
     Mutant(
-        "Two whole states of one step",
+        "test_a_second_state_of_a_step_that_is_cut_between_two_shards",
         "scarctl/state/identity.py",
         "            name = uuid.uuid4().hex",
         "            pass",
     ),
     Mutant(
-        "Places that look before they create",
+        "test_file_systems_of_fsspec_that_look_first",
         "scarctl/store/backends/exclusive.py",
         'if owner.__module__.startswith("fsspec."):',
         "if True:\n        return None\n    if not owner:",
     ),
     Mutant(
-        "A session more than the daemon can serve",
+        "test_one_too_many_saves_from_a_thread",
         "scarctl/daemon/crowd.py",
         "resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))",
         "pass",
     ),
     Mutant(
-        "A `scarctl.toml` that others may write",
+        "test_one_that_others_may_write_is_ignored",
         "scarctl/util/trust.py",
-        '        return f"{who} may write it"',
-        "        return None",
+        "    if who := _writers(opened):",
+        "    if who := None:",
     ),
     Mutant(
-        "A loop that is closed between",
+        "test_it_resumes_exactly",
         "scarctl/session/saving.py",
         "(kept if begun else self.take())",
         "self.take()",
     ),
     Mutant(
-        "Reading extras leaves all generators alone",
+        "test_only_what_was_drawn_inside_is_put_back",
         "scarctl/checkpoint/randomness.py",
         "            torch.set_rng_state(before.torch)",
         "            pass",
     ),
     Mutant(
-        "`session.step()` next to hooks",
+        "test_a_step_beside_the_hooks_is_refused_at_once",
         "scarctl/session/session.py",
         "        if self._hooked:\n            raise UsageError(",
         "        if False:\n            raise UsageError(",
     ),
     Mutant(
-        "A partial recovery leaves no lost value",
+        "test_a_lost_parameter_comes_back_with_all_its_optimizer_has",
         "scarctl/session/completing.py",
         "            restore(lost_rows(engine.layout, ids), found.newest)",
         "            pass",
     ),
     Mutant(
-        "A cell that is run again",
+        "test_the_same_cell_again_continues_after_its_newest_step",
         "scarctl/session/attached.py",
         "        earlier._close(Ending.FAILED)",
         "        earlier._close(Ending.CLOSED)",
     ),
     Mutant(
-        "An unknown mode is refused",
+        "test_the_arguments_of_resume_are_checked_on_an_empty_store",
         "scarctl/session/session.py",
         "        check_mode(mode)\n",
         "",
     ),
     Mutant(
-        "A store that falls behind",
+        "test_a_store_that_falls_behind_is_said_with_reason_and_remedy",
         "scarctl/checkpoint/behind.py",
         "            self._caveats.say(KIND, self._text(lag, step, saver.speed), inexact=False)",
         "            pass",
     ),
     Mutant(
-        "Ages are lower bounds",
+        "test_a_store_that_was_copied_away_says_that_the_run_may_be_further",
         "scarctl/ops/ages.py",
         "not alive or not all(alive)",
         "False",
     ),
     Mutant(
-        "One line each at attach",
+        "test_one_line_each_at_attach_resume_and_close",
         "scarctl/session/recover.py",
         '        log.info("resumed %s at %s", store.url, resumed)',
         "        pass",
@@ -130,14 +130,13 @@ MUTANTS = (
 )
 
 
-def named_by(claim: str) -> list[str]:
-    """Return the ids of the tests that the claim's line names. Raises ValueError unless one line begins so."""
-    found = [
-        line for line in GUARANTEES.read_text(encoding="utf-8").splitlines() if line[2:].startswith(claim)
-    ]
+def claim_of(mutant: Mutant) -> tuple[str, list[str]]:
+    """Return the mutant's claim, and the ids of all tests that its line names. Raises ValueError without one line."""
+    lines = GUARANTEES.read_text(encoding="utf-8").splitlines()
+    found = [line for line in lines if f"::{mutant.test}`" in line]
     if len(found) != 1:
-        raise ValueError(f"{len(found)} lines of {GUARANTEES.name} begin with {claim!r}")
-    return re.findall(r"`(tests/[^`]+::[^`]+)`", found[0])
+        raise ValueError(f"{len(found)} lines of {GUARANTEES.name} name {mutant.test}")
+    return found[0].split("|")[1].strip(), re.findall(r"`(tests/[^`]+::[^`]+)`", found[0])
 
 
 def applied(mutant: Mutant, text: str) -> str:
@@ -169,7 +168,7 @@ def survives(tree: Path, mutant: Mutant) -> bool:
     before = path.read_text(encoding="utf-8")
     path.write_text(applied(mutant, before), encoding="utf-8")
     try:
-        return passes(tree, named_by(mutant.claim))
+        return passes(tree, claim_of(mutant)[1])
     finally:
         path.write_text(before, encoding="utf-8")
 
@@ -182,9 +181,9 @@ def main() -> int:
         "word", nargs="*", help="run mutants of claims that contain one of these; default: all"
     )
     given = parser.parse_args()
-    chosen = [m for m in MUTANTS if not given.word or any(word in m.claim for word in given.word)]
+    chosen = [m for m in MUTANTS if not given.word or any(word in claim_of(m)[0] for word in given.word)]
     if given.list:
-        print("\n".join(mutant.claim for mutant in chosen))  # noqa: T201
+        print("\n".join(claim_of(mutant)[0] for mutant in chosen))  # noqa: T201
         return 0
     alive = 0
     with tempfile.TemporaryDirectory(prefix="scarctl-") as folder:
@@ -192,13 +191,13 @@ def main() -> int:
         for name in ("scarctl", "adapters", "tests", "benchmarks", "examples", "docs"):
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", tree)
-        if not passes(tree, sorted({test for mutant in chosen for test in named_by(mutant.claim)})):
+        if not passes(tree, sorted({test for mutant in chosen for test in claim_of(mutant)[1]})):
             print("the tests do not pass as the code is")  # noqa: T201
             return 1
         for mutant in chosen:
             left = survives(tree, mutant)
             alive += left
-            print(f"{'NOT NOTICED' if left else 'noticed':12} {mutant.claim}", flush=True)  # noqa: T201
+            print(f"{'NOT NOTICED' if left else 'noticed':12} {claim_of(mutant)[0]}", flush=True)  # noqa: T201
     print(f"{len(chosen)} mutants, {alive} not noticed")  # noqa: T201
     return 1 if alive else 0
 
