@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from scarctl.util.json_size import MAX_CONTAINERS, MAX_VALUES, too_much
 FORMAT = 1
 MIXED_FORMAT = 2
 """Format number of commits with copies of several steps, and of their segments."""
-NEWEST_FORMAT = MIXED_FORMAT
+ONE_LOG_FORMAT = 3
+"""Format number of a store whose process has one log for several shards."""
+NEWEST_FORMAT = ONE_LOG_FORMAT
 
 MAX_RECORD = 64 << 10
 MAX_SETTINGS = 1 << 20
@@ -33,7 +36,7 @@ MAX_TOPOLOGY = 16 << 20
 MAX_FLAT = 64
 """Most lists and objects in a file that lists shards: a snapshot, a topology."""
 MAX_SHARDS = 1 << 18
-"""Most shards in such a file."""
+"""Most shards in a snapshot or topology."""
 MAX_SHARD = 999_999
 MAX_SEQ = 10**18
 
@@ -348,10 +351,7 @@ class Header:
 
 def nbytes(dtype: str, shape: Iterable[int]) -> int:
     """Return the bytes of a tensor, as an exact integer."""
-    size = DTYPES[dtype]
-    for n in shape:
-        size *= n
-    return size
+    return DTYPES[dtype] * math.prod(shape)
 
 
 def dump_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Header:

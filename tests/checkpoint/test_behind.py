@@ -1,4 +1,4 @@
-"""A store that is behind: said, measured, with what to change. And the lines at attach, resume and close."""
+"""Test the warning about a store that is behind, with measurements and remedy; and lines at attach, resume, close."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from scarctl.checkpoint.behind import KIND
 from scarctl.cli.inspect_view import summary
 from scarctl.config import grouped
 from scarctl.ops.survey import survey
-from scarctl.persist.speed import Meter, Speed
 from scarctl.store import Store
+from tests.support.log_per_shard import store_with_a_log_per_shard
 
 
 class Loop:
@@ -59,6 +59,7 @@ def test_a_store_that_falls_behind_is_said_with_reason_and_remedy(
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
+    store_with_a_log_per_shard(tmp_path / "run", shards=4, partition_bytes=256).close()
     loop = Loop(tmp_path, interval=1, fraction=0.25, partition_bytes=256)
     for _ in range(4):  # the store keeps up, so that checkpoints of a part are measured
         loop.step()
@@ -72,7 +73,7 @@ def test_a_store_that_falls_behind_is_said_with_reason_and_remedy(
     lags = [int(text.split("store is ")[1].split()[0]) for text in said]
     assert lags[0] > 2 * 4
     assert all(after >= 2 * before for before, after in itertools.pairwise(lags))
-    assert "a larger fraction, or fewer than 4 shards" in said[-1]
+    assert "a larger fraction, or a new store: here each checkpoint is 4 commits" in said[-1]
     assert "interval=" in said[-1]
     [caveat] = loop.session.caveats
     assert (caveat.kind, caveat.inexact) == (KIND, False)
@@ -101,41 +102,6 @@ def test_a_store_that_keeps_up_is_not_mentioned(tmp_path: Path, caplog: pytest.L
         assert loop.session._engine.saver.drain(20)
     assert _behind(caplog) == []
     loop.session.close()
-
-
-def _fed(small: tuple[int, float], large: tuple[int, float] | None, shards: int = 1) -> Speed:
-    meter = Meter()
-    for _ in range(3):
-        for nbytes, seconds in (large, small) if large is not None else (small,):
-            with meter.commit(shards):
-                pass
-            meter.handed_over(nbytes, seconds)
-    speed = meter.speed()
-    assert speed is not None
-    return speed
-
-
-def test_what_is_measured() -> None:
-    commits = _fed((1_000, 0.1), (8_000, 0.11))
-    assert commits.fixed_share is not None
-    assert commits.fixed_share > 0.9
-    assert commits.commits_per_second == pytest.approx(10)
-    assert _fed((1_000, 0.1), None, shards=8).commits_per_second == pytest.approx(80)
-    slow = _fed((1_000_000, 0.1), (8_000_000, 0.8))
-    assert slow.fixed_share == pytest.approx(0)
-    assert slow.bytes_per_second == pytest.approx(1e7)
-    assert slow.handover_seconds == pytest.approx(0.1)
-    assert _fed((1_000, 0.1), None).fixed_share is None
-    assert Meter().speed() is None
-    assert Speed.from_json(slow.to_json()) == slow
-    for nothing in (
-        None,
-        {},
-        [],
-        {**slow.to_json(), "handover_seconds": "1"},
-        {**slow.to_json(), "fixed_share": -1},
-    ):
-        assert Speed.from_json(nothing) is None
 
 
 def test_the_daemon_says_how_fast_it_is(tmp_path: Path, arena_dir: Path) -> None:
