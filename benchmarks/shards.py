@@ -1,13 +1,15 @@
 """What eight shards cost a small, fast run, next to one: time of a hand-over, and how far the store falls behind.
 
-python benchmarks/shards.py [--rounds 5] [--handovers 12] [--steps 600] [--interval 5] [--step-ms 4] [--folder DIR]
+python benchmarks/shards.py [--rounds 5] [--handovers 12] [--steps 600] [--interval 5] [--step-ms 4]
+    [--width 304] [--folder DIR]
 
-A state of 3.3 MiB with AdamW. First hand-overs of an eighth of it are committed: by one shard, by eight one after
-another, and by eight at once, as a session's are; milliseconds of each, its ratio to one shard of the same round, and
-milliseconds of processor time, the kernel's included, which depends less on what else the machine does.
+A state of 3.3 MiB with AdamW. First hand-overs of an eighth of it are committed: of one shard, of eight shards in one
+log, as a session's are, and of eight with a log for each, at once, as in stores of earlier versions. Printed are the
+milliseconds of each, its ratio to one shard of the same round, and milliseconds of processor time, the kernel's
+included, which depends less on what else the machine does.
 Then the state trains with steps of a fixed length (computing takes less, the rest is slept), and its daemon saves. Lag
 is the number of iterations between now and the oldest copy that the store has not, read after every iteration of the
-run's second half. Commits are records per second of all shards together.
+run's second half. Commits are records per second, of all logs together.
 """
 
 from __future__ import annotations
@@ -27,14 +29,13 @@ import scarctl
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.store import Store, open_writer
 
-WIDTH = 304
 LAYERS = 3
 
 
-def state() -> Layout:
+def state(width: int) -> Layout:
     """Three linear layers with AdamW."""
-    shapes = [(f"{n}.weight", (WIDTH, WIDTH)) for n in range(LAYERS)]
-    shapes += [(f"{n}.bias", (WIDTH,)) for n in range(LAYERS)]
+    shapes = [(f"{n}.weight", (width, width)) for n in range(LAYERS)]
+    shapes += [(f"{n}.bias", (width,)) for n in range(LAYERS)]
     return build_layout(
         (name, "parameter", tuple(TensorSpec(slot, "F32", shape) for slot in SLOTS)) for name, shape in shapes
     )
@@ -43,13 +44,12 @@ def state() -> Layout:
 class Writing:
     """One store, and commits of an eighth of the state to it."""
 
-    def __init__(self, folder: Path, shards: int, *, at_once: bool, count: int) -> None:
-        self.layout = state()
+    def __init__(self, folder: Path, shards: int, *, log_each: bool, count: int, width: int) -> None:
+        self.layout = state(width)
         self.memory = Memory(self.layout)
         store = Store.create(folder / "run", shards=shards)
-        self.shard_of = self.layout.shards(shards, 0)
-        self.writer = open_writer(store, layout=self.layout, shard_of=self.shard_of)
-        self.each = store.blobs.write_each if at_once else map
+        self.log_of = self.layout.shards(shards, 0) if log_each else store.log_of(self.layout)
+        self.writer = open_writer(store, layout=self.layout, shard_of=self.log_of)
         self.count = count
         self.step = 0
         self.processor = 0.0
@@ -61,8 +61,8 @@ class Writing:
         for _ in range(self.count):
             self.step += 1
             picked = np.arange(self.step % 8, self.layout.partitions, 8)
-            parts = [(shard, picked[self.shard_of[picked] == shard]) for shard in self.writer.states]
-            list(self.each(self._commit, parts))
+            parts = [(log, picked[self.log_of[picked] == log]) for log in self.writer.states]
+            list(self.writer.store.blobs.write_each(self._commit, parts))
         self.processor += time.process_time() - before
         return (time.perf_counter() - started) / self.count
 
@@ -70,12 +70,12 @@ class Writing:
         self.writer.commit(*part, self.memory.source, step=self.step)
 
 
-def commits(folder: Path, rounds: int, count: int) -> None:
+def commits(folder: Path, rounds: int, count: int, width: int) -> None:
     """Print the table of hand-overs."""
-    cases = {"1 shard": (1, True), "8 shards, one after another": (8, False), "8 shards at once": (8, True)}
+    cases = {"1 shard": (1, False), "8 shards": (8, False), "8 shards, a log for each": (8, True)}
     each = {
-        name: Writing(Path(tempfile.mkdtemp(dir=folder)), shards, at_once=at_once, count=count)
-        for name, (shards, at_once) in cases.items()
+        name: Writing(Path(tempfile.mkdtemp(dir=folder)), shards, log_each=log_each, count=count, width=width)
+        for name, (shards, log_each) in cases.items()
     }
     found = interleaved(each, rounds)
     rows = [
@@ -91,13 +91,20 @@ def commits(folder: Path, rounds: int, count: int) -> None:
 
 
 def train(
-    folder: Path, arena_dir: str, shards: int, *, steps: int, interval: int, step_seconds: float
+    folder: Path,
+    arena_dir: str,
+    shards: int,
+    *,
+    width: int,
+    steps: int,
+    interval: int,
+    step_seconds: float,
 ) -> dict[str, float]:
     """One run; what came of it."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(LAYERS)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = torch.randn(8, WIDTH)
+    data = torch.randn(8, width)
     lags = []
     store = folder / "run"
     with scarctl.attach(
@@ -120,7 +127,8 @@ def train(
             if step >= steps // 2:
                 lags.append(session.lag)
         seconds = time.perf_counter() - started
-        records = sum(state.seq + 1 for state in Store.open(store).states(range(shards)).values())
+        saved = Store.open(store)
+        records = sum(state.seq + 1 for state in saved.states(saved.shards()).values())
     return {
         "lag": statistics.median(lags),
         "worst": max(lags),
@@ -137,18 +145,20 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--runs", type=int, default=2, help="of the training")
     options.add_argument("--handovers", type=int, default=12, help="of each case in a round")
+    options.add_argument("--width", type=int, default=304, help="of the three layers")
     options.add_argument("--shards", type=int, nargs="+", default=[1, 8])
     args = options.parse_args()
     torch.set_num_threads(1)
     rows = []
     with scratch(args.folder) as folder, arenas(args.folder) as arena_dir:
-        commits(folder, args.rounds, args.handovers)
+        commits(folder, args.rounds, args.handovers, args.width)
         for _ in range(args.runs):
             for shards in args.shards:
                 found = train(
                     Path(tempfile.mkdtemp(dir=folder)),
                     arena_dir,
                     shards,
+                    width=args.width,
                     steps=args.steps,
                     interval=args.interval,
                     step_seconds=args.step_ms / 1000,

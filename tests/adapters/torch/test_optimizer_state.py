@@ -1,4 +1,4 @@
-"""What optimizers keep beside slots comes back, or is refused at the first step, or is said."""
+"""Test that optimizers' state outside slots is restored, refused at the first step, or reported."""
 
 from __future__ import annotations
 
@@ -317,8 +317,8 @@ def test_what_lies_nowhere_in_memory_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"extras": [1]}, "extras is no dict"),
-        ({"extras": {1: {}}}, "extras is no dict"),
+        ({"extras": [1]}, "extras is not a dict"),
+        ({"extras": {1: {}}}, "extras is not a dict"),
         ({"store": 5}, "store is 5, not a folder"),
         ({"arena_dir": 5}, "arena_dir is 5, not a folder"),
         ({"ranks": scarctl.Ranks(replicated=[1])}, "replicated is not a list of patterns"),  # type: ignore[list-item]
