@@ -19,8 +19,8 @@ from scarctl.util.json_size import MAX_CONTAINERS, MAX_VALUES, too_much
 
 FORMAT = 1
 MIXED_FORMAT = 2
-"""Format number of commits with copies of several steps, and of their segments."""
-NEWEST_FORMAT = MIXED_FORMAT
+ENCODED_FORMAT = NEWEST_FORMAT = 3
+"""MIXED_FORMAT: commits with copies of several steps. ENCODED_FORMAT: records and indexes with encoded copies."""
 
 MAX_RECORD = 64 << 10
 MAX_SETTINGS = 1 << 20

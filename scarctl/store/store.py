@@ -350,12 +350,19 @@ class Store:
     # data
 
     def read(
-        self, state: ShardState, ids: Ids, *, corrupt: list[tuple[Ids, str]], room: Room | None = None
+        self,
+        state: ShardState,
+        ids: Ids,
+        *,
+        corrupt: list[tuple[Ids, str]],
+        room: Room | None = None,
+        as_stored: bool = False,
     ) -> Iterator[Batch]:
         """Read and verify the copies of `ids` that `state` names, about `Blobs.batch` bytes at a time.
 
         corrupt: gets (ids, reason) for partitions whose copy is missing or damaged, or that were never saved.
         room: memory to read into. Its contents mean nothing before they are yielded.
+        as_stored: do not decode encoded copies.
 
         Yields the others by segment, group and id. Raises Unavailable, AccessDenied.
         """
@@ -371,14 +378,14 @@ class Store:
         gone: list[tuple[Ids, str]] = []
         # A remote read that is no longer wanted ends by its own deadline. By then it must not write anywhere.
         room = room if self.address.root is not None else None
-        read = partial(read_unit, self.blobs, state, state.layout, room=room)
+        read = partial(read_unit, self.blobs, state, state.layout, room=room, as_stored=as_stored)
         parts = units(state, state.layout, at[saved], self.blobs.batch)
         for found in self.blobs.each(read, parts, attrgetter("nbytes")):
             yield from found.batches
             corrupt += found.corrupt
             gone += found.gone
         if gone:
-            yield from self._read_again(state, gone, corrupt, room)
+            yield from self._read_again(state, gone, corrupt, room, as_stored)
 
     def _read_again(
         self,
@@ -386,6 +393,7 @@ class Store:
         gone: list[tuple[Ids, str]],
         corrupt: list[tuple[Ids, str]],
         room: Room | None,
+        as_stored: bool,
     ) -> Iterator[Batch]:
         """Yield copies whose segment is missing from the segments to which the writer has moved them.
 
@@ -400,7 +408,7 @@ class Store:
             moved.append(ids[taken])
         again = np.concatenate(moved)
         if len(again):
-            yield from self.read(state, again, corrupt=corrupt, room=room)
+            yield from self.read(state, again, corrupt=corrupt, room=room, as_stored=as_stored)
 
     def read_extras(self, state: ShardState) -> tuple[int, object] | None:
         """Return the newest extras, verified, as (version, object); None if no extras were saved. Raises Corruption."""
@@ -433,5 +441,5 @@ class Store:
             total += file.size
         for state in states.values():
             if state.layout is not None:
-                live += int(state.layout.bytes_of(state.ids[state.saved]).sum())
+                live += int(state.bytes_of(np.flatnonzero(state.saved)).sum())
         return {"bytes": total, "live_bytes": live, "segments": segments, "records": records}

@@ -74,7 +74,7 @@ def test_hostile_json_is_corruption(text: bytes) -> None:
 
 def test_a_newer_format_is_refused_and_says_so() -> None:
     with pytest.raises(Corruption, match="newer") as info:
-        load_json(dump_json({"format": 3}), "file.json")
+        load_json(dump_json({"format": 4}), "file.json")
     assert info.value.kind == "newer-format"
     for value in (0, -1, True, "1", None, 1.5):
         with pytest.raises(Corruption):

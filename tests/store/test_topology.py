@@ -59,7 +59,7 @@ def test_of_two_jobs_that_begin_at_one_moment_one_fails(tmp_path: Path) -> None:
         {"epoch": 2},
         {"kind": "snapshot"},
         {"division": "xyz"},
-        {"format": 3},
+        {"format": 4},
     ],
 )
 def test_a_topology_that_lies_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
