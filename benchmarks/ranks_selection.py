@@ -22,10 +22,11 @@ import time
 from datetime import timedelta
 
 import numpy as np
+from numpy.typing import NDArray
 from timing import print_table
 
 from scarctl.distributed.global_selection import BINS, MOST, SUMS, Books, Offer, Turn, pick
-from scarctl.policy.select import select
+from scarctl.policy.select import Candidates, select
 
 FRACTION = 1 / 8
 HEAD = 4
@@ -39,14 +40,17 @@ KINDS = {
 
 def offer_of(kind: str, rank: int, n: int) -> Offer:
     rng = np.random.default_rng([rank, n])
-    return Offer(
-        "priority",
-        distance_sq=KINDS[kind](rng, n),
+    return Offer("priority", candidates(KINDS[kind](rng, n), step=10), shard=rank)
+
+
+def candidates(distance_sq: NDArray[np.float64], step: int) -> Candidates:
+    n = distance_sq.size
+    return Candidates(
+        distance_sq=distance_sq,
         nbytes=np.full(n, 4096),
         staleness=np.zeros(n, dtype=np.int64),
         eligible=np.ones(n, dtype=bool),
-        shard=rank,
-        step=10,
+        step=step,
     )
 
 
@@ -65,22 +69,17 @@ def rounds(turns: list[Turn]) -> int:
 
 def of_one(n: int, repeats: int) -> list[str]:
     rng = np.random.default_rng(n)
-    arrays = {
-        "distance_sq": KINDS["skewed"](rng, n),
-        "nbytes": np.full(n, 4096),
-        "staleness": np.zeros(n, dtype=np.int64),
-        "eligible": np.ones(n, dtype=bool),
-    }
+    distance_sq = KINDS["skewed"](rng, n)
     budget = int(FRACTION * 4096 * n)
     shared, alone, levels = [], [], 0
     for number in range(repeats + 1):
         started = time.perf_counter()
-        offer = Offer("priority", **arrays, shard=0, step=number)
+        offer = Offer("priority", candidates(distance_sq, number), shard=0)
         turn = Turn(Books(), offer, budget=budget)
         levels = rounds([turn])
         picked = pick(offer, turn.threshold)
         middle = time.perf_counter()
-        whole = select("priority", **arrays, budget=budget)
+        whole = select("priority", candidates(distance_sq, 0), budget)
         if number:
             shared.append(middle - started)
             alone.append(time.perf_counter() - middle)

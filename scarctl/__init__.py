@@ -69,7 +69,7 @@ _HOMES = {
     "Resumed": "scarctl.session.recover",
     **dict.fromkeys(("Extra", "Member", "Partitioning", "Ranks", "Selection", "Settings"), "scarctl.config"),
 }
-"""Modules of the names that are no errors, imported when a name is first used."""
+"""Module of each public name that is not an error. A module is imported when its name is first used."""
 
 
 def __getattr__(name: str) -> Any:

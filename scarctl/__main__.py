@@ -1,4 +1,4 @@
-"""`python -m scarctl`."""
+"""Run the command line as `python -m scarctl`."""
 
 from scarctl.cli.main import main
 

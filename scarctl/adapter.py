@@ -45,7 +45,7 @@ class StateGroup:
     "replica": the same values, but without the optimizer's slots, which only groups of the role "shared" have.
     """
     scope: str = ""
-    """Ranks with the same text mean the same tensor by the name. "": all ranks do."""
+    """Ranks with the same scope mean the same tensor by the name. "": all ranks do."""
     frozen: bool = False
     """Whether training currently leaves it unchanged. Any other write is counted by torch (`_version`), or covers most
     of the tensor."""

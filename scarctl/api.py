@@ -132,11 +132,11 @@ def attach(
 
 
 def _by_name(extras: Mapping[str, Any] | None) -> dict[str, Extra]:
-    """Return all extras wrapped. Raises UsageError unless they are None or a dict with texts as keys."""
+    """Return all extras wrapped. Raises UsageError unless they are None or a dict with strings as keys."""
     if extras is None:
         return {}
     if not (isinstance(extras, Mapping) and all(isinstance(name, str) for name in extras)):
-        raise UsageError(f"extras is no dict of objects by name: {extras!r:.80}")
+        raise UsageError(f"extras is not a dict of objects by name: {extras!r:.80}")
     return {name: item if isinstance(item, Extra) else Extra(item) for name, item in extras.items()}
 
 
@@ -148,7 +148,7 @@ def _replicated(ranks: object) -> Sequence[str]:
         raise UsageError(f"ranks is {ranks!r:.80}", hint="give True, False or scarctl.Ranks(...)")
     patterns = _as_list(ranks.replicated)
     if not all(isinstance(pattern, str) for pattern in patterns):
-        raise UsageError(f"replicated is no list of patterns of names: {ranks.replicated!r:.80}")
+        raise UsageError(f"replicated is not a list of patterns of names: {ranks.replicated!r:.80}")
     return patterns
 
 

@@ -148,5 +148,5 @@ def error_from(fields: object) -> ScarError:
     """Return the error of `error_fields`. Raise Corruption if `fields` are not those of an error."""
     names = ("type", "kind", "message", "hint")
     if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in names):
-        raise Corruption("another process has sent an error without its fields")
+        raise Corruption("another process sent an error without its fields")
     return by_kind(fields["type"])(fields["message"], hint=fields["hint"], kind=fields["kind"])

@@ -25,7 +25,7 @@ def check_stateful(name: str, item: Any) -> None:
 
 
 def check_names(what: str, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise UsageError if a run is resumed with other objects than those in the store, compared by name."""
+    """Raise UsageError if the names of the given objects differ from those in the store."""
     if saved.keys() != given.keys():
         raise UsageError(
             f"the store has the {what} {sorted(saved)}, but attach was given {sorted(given)}",

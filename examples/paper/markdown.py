@@ -18,7 +18,7 @@ def pick(
     wanted = (mode, policy, fraction, None if mode == "rollback" else lost)
     return next(
         line
-        for line in summary.lines
+        for line in summary.cells
         if (line.cell.mode, line.cell.policy, line.cell.fraction, line.cell.lost) == wanted
     )
 

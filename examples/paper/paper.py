@@ -130,7 +130,7 @@ def _scatter(title: str, panels: list[perturb.Costs]) -> str:
 def _lost(summaries: dict[str, Summary]) -> str:
     panels = []
     for name, summary in summaries.items():
-        rollback, *partial = summary.lines
+        rollback, *partial = summary.cells
         shares = [float(line.cell.lost or 1) for line in partial]
         means = [line.rework.mean for line in partial]
         ends = [(line.rework.low, line.rework.high) for line in partial]

@@ -135,7 +135,7 @@ class Runs:
             assert mine["failed_after"] == theirs["failed_after"], "same seed, same run"
             columns = {key: [theirs[key][0], mine[key][0]] for key in ("rework", "perturbation", "arrived")}
             both.append({**mine, **columns})
-        return summarise(Study(workload="both:both", fractions=(ONE,)), both).lines[1].reduction
+        return summarise(Study(workload="both:both", fractions=(ONE,)), both).cells[1].reduction
 
 
 @cache

@@ -62,7 +62,7 @@ def _batches(groups: Sequence[Group], live: Sequence[torch.Tensor]) -> Iterator[
 
 
 def _is_packed(dtype: torch.dtype) -> bool:
-    # Complex numbers have no order of their own in a vector of reals, and few operations know of floats of 8 bits.
+    # Complex values do not fit into a vector of reals, and few operations support floats of 8 bits.
     return not dtype.is_complex and not (dtype.is_floating_point and dtype.itemsize == 1)
 
 

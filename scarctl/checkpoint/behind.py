@@ -23,7 +23,7 @@ log = logging.getLogger("scarctl")
 KIND = "behind"
 """Kind of the caveat."""
 TURNS = 2
-"""A longer lag is reported, in turns: a turn is the iterations in which the whole state is saved once."""
+"""Turns above which a lag is reported. A turn is the iterations in which the whole state is saved once."""
 _STUCK = 60
 """Seconds after which copies that wait for the store are reported."""
 _LONG = 10
@@ -98,7 +98,7 @@ class Behind:
         pending, step: see `look`. If a newer copy replaces a pending one, the older change is still pending.
         """
         durable = self._arena.durable.copy()
-        # A partition that the store took meanwhile waits with another copy.
+        # If the store has taken a partition's copy meanwhile, a newer copy waits.
         begins = pending & ((self._since < 0) | (durable != self._durable))
         self._since[~pending] = NEVER
         self._since[begins] = step_of(self._arena.version[begins])
@@ -145,7 +145,7 @@ class Behind:
         return f"{text} {reason}"
 
     def _look_for_standstill(self, oldest: int, now: float) -> None:
-        """Warn once of changes of step `oldest`, NEVER for none, that have waited for too long."""
+        """Warn once if changes of step `oldest` have waited for too long. NEVER: no change waits."""
         if oldest < 0 or oldest != self._oldest:
             self._oldest, self._oldest_since = oldest, now
         elif now > self._oldest_since + _STUCK:

@@ -32,7 +32,7 @@ class Binding:
         self._views: LiveState | None = None  # mapping the arena takes longer than the rest of a hook
         self._savable = False
         self._built: tuple[list[StateGroup], Layout] | None = None
-        """The adapter's groups after the first step, and the layout that was built of them."""
+        """The adapter's groups after the first step, and the layout that was built from them."""
         self._seen: list[StateGroup] = []
         """The adapter's groups when `_views` was made, which fitted the layout."""
 
@@ -60,7 +60,8 @@ class Binding:
         self._savable = True
 
     def least_bytes(self, *, movements: bool) -> int:
-        """Return the bytes of the state, from the stored layout if possible. Else slots of the first step are missing.
+        """Return the bytes of the state, from the stored layout if possible. Without one, slots that the first step
+        creates are not counted.
 
         movements: include the file of movements, for extrapolating recoveries.
         """
@@ -152,7 +153,7 @@ def _is_missing(tensor: torch.Tensor | None) -> bool:
 
 
 def _same(groups: Sequence[StateGroup], others: Sequence[StateGroup]) -> bool:
-    """Return whether these are the same objects. An adapter returns new ones when a tensor is another one."""
+    """Return whether these are the same objects. An adapter returns a new group when one of its tensors is replaced."""
     return len(groups) == len(others) and all(map(operator.is_, groups, others))
 
 

@@ -37,14 +37,14 @@ class Stats:
 
     checkpoints: int = 0
     stall_seconds: float = 0.0
-    """Total time of the training thread in hooks and waits."""
+    """Seconds that the training thread has spent in hooks and waiting."""
     last_stall_seconds: float = 0.0
-    """The part of it for the newest checkpoint."""
+    """Seconds of these for the newest checkpoint."""
     slowed_seconds: float = 0.0
-    """Estimated time by which iterations alongside a copy and its saving took longer than others. Noise may make it
-    negative."""
+    """Estimated seconds by which iterations alongside a copy and its saving took longer than others. Noise may make
+    the estimate negative."""
     interval: int = 0
-    """Iterations between two regular checkpoints, as they are chosen now; 0 before the first step."""
+    """Iterations between two regular checkpoints, as currently chosen; 0 before the first step."""
     saved_bytes: int = 0
     """Bytes copied into the arena."""
     nonfinite_partitions: int = 0
@@ -56,7 +56,7 @@ class Stats:
     errors: int = 0
     last_error: str = ""
     since: float = field(default_factory=time.perf_counter)
-    """The session's begin (`time.perf_counter`)."""
+    """Start of the session (`time.perf_counter`)."""
 
     @property
     def overhead(self) -> float:
@@ -66,9 +66,9 @@ class Stats:
         return min(1.0, lost / seconds) if seconds > 0 else 0.0
 
     def stalled(self, since: float, *, first: bool = False, part: bool = False) -> None:
-        """Count the time since then (`time.perf_counter`) as training time lost.
+        """Count the time since `since` (`time.perf_counter`) as training time lost.
 
-        part: for the newest checkpoint too. first: that begins there.
+        part: count it for the newest checkpoint, too. first: that checkpoint began at `since`.
         """
         seconds = time.perf_counter() - since
         self.stall_seconds += seconds
@@ -120,7 +120,7 @@ class Checkpoints:
         *,
         validate: bool,
     ) -> None:
-        """Take the worker, and callbacks.
+        """Prepare, with a worker and two callbacks.
 
         fault: called with every error. An exception that it raises is passed on.
         extras: returns the extras of a moment.
@@ -222,7 +222,7 @@ class Checkpoints:
         self._fault(error)
 
     def finish(self, engine: Engine) -> Copied | None:
-        """Do the second half of the current checkpoint. Return what was queued; None if no checkpoint was queued."""
+        """Finish the current checkpoint: its second half. Return what was queued; None if nothing was."""
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return None
@@ -275,7 +275,7 @@ class Checkpoints:
         return copied
 
     def _repeat(self, live: LiveState, copied: Copied, g: int, engine: Engine) -> Copied:
-        """Repeat the copy of group `g` until no other thread writes to it meanwhile. Called in the training thread."""
+        """Copy group `g` again until no other thread writes to it during the copy. Called in the training thread."""
         self._stats.torn_copies += 1
         for _ in range(_ATTEMPTS):
             before = live.counters(g)

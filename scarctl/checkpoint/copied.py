@@ -19,8 +19,8 @@ class Extent(Enum):
     WHOLE = "whole"
     """All partitions that differ from their last copy: the state is sealed."""
     WHOLE_UNLESS_BEHIND = "whole unless behind"
-    """As WHOLE, but nothing while an earlier copy is pending. Newer copies would replace pending ones, and a slow store
-    would never get a whole state."""
+    """As WHOLE, but copies nothing while an earlier copy is pending. Newer copies would replace pending ones, and a
+    slow store would never get a whole state."""
 
 
 @dataclass(frozen=True, slots=True)

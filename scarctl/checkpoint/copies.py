@@ -80,7 +80,7 @@ class Copies:
     def fetch_lost(self, ids: Ids, survivors: str) -> Report:
         """Bring the newest copies of partitions `ids` into the arena. Raises NoIntactCopy.
 
-        survivors: the commit of the whole state that has all other live values; "" without one.
+        survivors: name of the commit of the whole state to which all other live values belong; "" without one.
         """
         arena = self._arena
         torn = ids[~arena.intact()[ids]]

@@ -37,7 +37,7 @@ from scarctl.errors import ScarError
 from scarctl.persist.persister import adopt_orphans
 from scarctl.persist.saver import Saver
 from scarctl.persist.thread import Current
-from scarctl.policy.select import squared
+from scarctl.policy.select import Candidates, squared
 from scarctl.recovery.plan import Plan
 from scarctl.state.caveats import Caveats
 from scarctl.state.extras import Extras, Notes, PolicyMemory
@@ -142,18 +142,18 @@ class Engine:
         pending = self.arena.pending()
         self._behind.look(pending, step, self.saver)
         self._protection.look()
-        chosen = self.selector.select(
-            self.settings.policy,
+        among = Candidates(
             distance_sq=squared(distance),
             nbytes=self.layout.partition_bytes,
             staleness=self._staleness(step),
             eligible=self.leaving.eligible(~self._protection.covers(pending)),
-            budget=self.budget_now,
-            credit=self.policy_memory.credit,
-            cursor=self.policy_memory.cursor,
             seed=self.store.settings.seed,
             step=step,
             max_staleness=self.settings.max_staleness,
+        )
+        memory = self.policy_memory
+        chosen = self.selector.select(
+            self.settings.policy, among, self.budget_now, credit=memory.credit, cursor=memory.cursor
         )
         self.policy_memory = PolicyMemory(chosen.credit, chosen.cursor)
         # Estimated distances have not read every value of the chosen partitions.
@@ -170,7 +170,7 @@ class Engine:
             return True  # the checkpoint will meet the same fault, and report it
 
     def owes_seal(self) -> bool:
-        """Return whether a seal was lost before it was durable, and has to be made again. Return so once."""
+        """Return whether a seal was lost before it was durable, and must be repeated. True once for each lost seal."""
         try:
             return self._protection.owes_seal()
         except ScarError:

@@ -1,4 +1,4 @@
-"""Prepare for the end of the host: how far pending copies are from the store's, and which of them a seal hands over."""
+"""Prepare for a shutdown of the host: how far pending copies are from the store's, and which a seal hands over."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scarctl.util.arrays import Ids
 
 
 class Leaving:
-    """What one session keeps for an evacuation (`scarctl.persist.evacuation`).
+    """One session's notes for an evacuation (`scarctl.persist.evacuation`).
 
     unsaved: distance of each pending copy from the store's, an upper bound; NaN if unknown: float32 (partitions,).
     """
@@ -25,16 +25,16 @@ class Leaving:
         self.unsaved[arena.pending()] = np.nan
 
     def begin(self, deadline: float) -> None:
-        """Note that the host goes at `deadline`, on the monotonic clock. Partial checkpoints rest until then."""
+        """Note that the host shuts down at `deadline`, on the monotonic clock. Partial checkpoints pause until then."""
         self._until = deadline
 
     @property
     def now(self) -> bool:
-        """Whether the host is about to go."""
+        """Whether the host is about to shut down."""
         return time.monotonic() < self._until
 
     def eligible(self, may: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return which of the partitions that a partial checkpoint may copy it copies: none while the host goes."""
+        """Return which partitions a partial checkpoint copies: those of `may`; none before a shutdown."""
         return may & (not self.now)
 
     def copying(self, ids: Ids, distance: NDArray[np.float64]) -> None:
@@ -44,10 +44,10 @@ class Leaving:
             self.unsaved[ids] = np.where(durable, 0.0, self.unsaved[ids]) + distance
 
     def gather(self, copied: Ids, nonfinite: Ids, version: int) -> Ids:
-        """Return the partitions that a seal hands over: those copied, ascending; while the host goes all that wait.
+        """Return the partitions that a seal hands over, ascending: those copied; before a shutdown all pending ones.
 
-        The latter equal the live values, as the seal has found. They count as copies of the seal's version from now on,
-        so that all can be saved in any order.
+        The seal has found that the latter equal the live values. So they now count as copies of the seal's version, and
+        all can be saved in any order.
         """
         if not self.now:
             return copied

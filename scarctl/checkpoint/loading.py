@@ -1,7 +1,7 @@
 """Copy large runs of bytes into live tensors in several threads, each of which takes the next piece when it is done.
 
-Torch's own threads share a copy evenly and wait for the slowest. Next to other processes that takes several times as
-long.
+Torch's own threads share a copy evenly and wait for the slowest. While other processes are busy, that takes several
+times as long.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _THREADS = 4
 def pieces_of(target: torch.Tensor, source: torch.Tensor) -> list[Piece]:
     """Return pieces that make up the copy of `source` into `target`, and count it as one write in place to `target`.
 
-    Return [] for what torch has to copy itself: small tensors, and those that are not plain memory of the host.
+    Return [] if torch has to copy: small tensors, and those that are not plain memory of the host.
     """
     if target.nbytes < _LARGE or not (_is_plain(target) and _is_plain(source)):
         return []

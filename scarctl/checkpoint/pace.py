@@ -1,4 +1,4 @@
-"""Keep one session's pace: ask when a checkpoint is due, log what was chosen and its cost, warn if copies get old."""
+"""Keep one session's pace: find when a checkpoint is due, log the interval and its cost, warn if copies get old."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ log = logging.getLogger("scarctl")
 KIND = "seldom"
 """Kind of the caveat."""
 OLD_SECONDS = 600.0
-"""Seconds: copies are called old if the whole state is saved once in a longer time."""
+"""Seconds for saving the whole state once, above which copies are called old."""
 LOOKS = 16
-"""Iterations before a checkpoint in which distances are computed ahead: others stay undisturbed, to compare with."""
+"""Iterations before a checkpoint in which distances are computed ahead. The others, undisturbed, are the baseline."""
 _SETTLED = 4
 """Checkpoints of known cost after which the choice is logged."""
 _OTHER = 2.0
@@ -105,7 +105,7 @@ class Pace:
         self.cadence.handed_over(time.monotonic(), number, nbytes, regular=regular)
 
     def _say(self, step: int) -> None:
-        """Say what was chosen, once it is known and when it has changed much; warn while copies get old."""
+        """Log the chosen interval when it is first known and after large changes; warn while copies get old."""
         cadence, cost = self.cadence, self.cadence.overhead.cost
         seconds = cadence.overhead.step_seconds
         self._checkpoints += 1

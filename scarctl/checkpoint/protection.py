@@ -94,7 +94,7 @@ class Protection:
         return protected
 
     def owes_seal(self) -> bool:
-        """Return whether a seal was given up, and the store has time for another one. Return so once for each.
+        """Return whether a seal was given up, and the store has time for another one. True once for each such seal.
 
         Raises ScarError if the queue cannot be read.
         """
@@ -105,7 +105,7 @@ class Protection:
         return owed
 
     def forget_seal(self) -> None:
-        """Note that older copies are about to replace the present ones: a seal that is lost by that is not owed."""
+        """Note that older copies are about to replace the present ones. A seal that this discards is not owed."""
         self._sealed = NEVER
 
     def _seal_waits(self) -> bool:

@@ -24,7 +24,7 @@ _MOST = 4096
 class Raw(Deferred):
     """The states of the global generators of Python, numpy, torch, and CUDA if it is in use, as they were read.
 
-    To read them takes a few microseconds. What is saved of them, `value`, takes longer to make.
+    Reading them takes a few microseconds. Converting them into the saved form, `value`, takes longer.
     """
 
     __slots__ = ("cuda", "host", "torch")
@@ -36,7 +36,7 @@ class Raw(Deferred):
         self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
     def value(self) -> dict[str, Any]:
-        """Return the states as they are saved."""
+        """Return the states in the form that is saved."""
         return host_rng_of(self.host) | {"torch": self.torch, "cuda": self.cuda}
 
     def same_on_host(self, other: Raw) -> bool:

@@ -31,7 +31,7 @@ class Moment:
 
     step: int
     early: Any
-    """Extras that the next batch changes, `private`. None: they are read when the loop has settled."""
+    """Extras that the next batch changes, `private`. None: they will be read when the loop has settled."""
     buffers: Mapping[str, torch.Tensor]
     """Private copies of buffers, by name. They are valid until the next moment is taken."""
     marks: Marks

@@ -50,7 +50,7 @@ class Trend:
         """Whether each partition equalled an earlier copy at the last look: it stands still, so nothing is guessed."""
         self.looked = 0
         """The iteration of the last look."""
-        # Over values; where they begin by partition, and by parameter.
+        # Arrays over sampled values, and the offsets at which each partition's and each parameter's values begin.
         self._first = np.cumsum(self._values) - self._values
         self._begin = np.cumsum([0, *(index.numel() for index in self._index[:-1])])
         self._now, self._saved, self._before = (np.zeros(int(self._values.sum())) for _ in range(3))
@@ -122,7 +122,7 @@ class Trend:
         return result
 
     def expected_gain(self, guesses: Floats) -> float | None:
-        """Predict the share of a perturbation's square that guesses save; None without guesses.
+        """Predict the share of the squared perturbation that extrapolation saves; None without extrapolated values.
 
         guesses: their squared norms, of shape (groups,). Groups that move further count more.
         """
@@ -157,12 +157,12 @@ def _pick(group: Group, seed: int) -> tuple[Ids, Ids]:
     width = math.prod(group.tensors[0].shape) // group.rows
     ids = np.arange(count)
     if group.partitions > count:
-        # One of each of `count` equal pieces.
+        # One partition of each of `count` equal pieces.
         ids = ((ids + rng.random(count)) * (group.partitions / count)).astype(np.int64)
     start = ids * group.rows_per_partition
     size = (np.minimum(start + group.rows_per_partition, group.rows) - start) * width
     values = min(int(size.max()), VALUES // count)
-    # The same among the values of a partition: all of them where it has no more.
+    # The same for the values of a partition: all of them if it has no more.
     within = (np.arange(values) + rng.random((count, values))) * (size[:, None] / values)
     return ids, start[:, None] * width + np.minimum(within.astype(np.int64), size[:, None] - 1)
 

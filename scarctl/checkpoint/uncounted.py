@@ -1,7 +1,7 @@
 """Find writes to parameters that torch does not count: through `.data`, or to a part of a sharded tensor.
 
-From a step's end to the next one parameters do not change, but for what the loop itself does. So right before the next
-step the copies equal the live values, or one was made while others were in their place.
+Between the end of a step and the next step only the loop itself can change parameters. So right before the next step
+the copies equal the live values, unless the loop had replaced the values when one was made.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from scarctl.util.arrays import Ids
 log = logging.getLogger("scarctl")
 
 _PARTITIONS = 8
-"""Partitions that are compared, at most, until the first write is found."""
+"""Most partitions that are compared until the first write is found."""
 _BYTES = 1 << 20
-"""Bytes of them, at most, but for the first."""
+"""Most bytes of these partitions. The first is always compared."""
 
 
 class Uncounted:
-    """Compares a few copies of each checkpoint, and all once it has found a write."""
+    """Compares a few copies of each checkpoint; after the first write found, all of them."""
 
     def __init__(self) -> None:
         self._found = False
@@ -48,7 +48,7 @@ class Uncounted:
         return set(live.layout.group_of(differing).tolist())
 
     def misses(self, live: LiveState) -> bool:
-        """Return whether a parameter differs from its newest copy, if there are such writes."""
+        """Return whether a parameter differs from its newest copy. False until the first such write is found."""
         everything = np.arange(live.layout.partitions)
         return self._found and bool(
             _differing(live, everything[_are_parameters(live, everything, set())]).size
@@ -65,7 +65,7 @@ def _are_parameters(live: LiveState, ids: Ids, but: Set[int]) -> NDArray[np.bool
 def _differing(live: LiveState, ids: Ids) -> Ids:
     if live.equal(ids):
         return ids[:0]
-    # NaN is no difference: such values were left out of the copy, and counted.
+    # NaN does not count as a difference: such values were left out of the copy, and counted.
     differing: Ids = ids[live.distances_at(ids) > 0]
     return differing
 

@@ -1,7 +1,7 @@
 """Notice that parameters were replaced between two steps, also by writes that torch does not count.
 
-Loops swap an average of the weights in for an evaluation, often through `.data`. A signal that comes then must not save
-the average as the state of the step without saying so.
+Loops swap in an average of the weights for an evaluation, often through `.data`. If a signal arrives then, saving the
+average as the step's state needs a caveat.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scarctl.checkpoint.live_state import LiveState
 
 
 class Weights:
-    """One value each of a few parameters: the first, the last and the largest."""
+    """Compares one value of each of three parameters: the first, the last and the largest."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._known = loop_known(adapter)
@@ -44,7 +44,7 @@ class Weights:
         if parameters:
             chosen = [parameters[0], parameters[-1], max(parameters, key=torch.Tensor.numel)]
         values = [_Value(tensor) for tensor in {id(tensor): tensor for tensor in chosen}.values()]
-        # A rank makes new views of its rows for each checkpoint. What was noted of the same memory stays valid.
+        # A rank makes new views of its rows for each checkpoint. Notes about the same memory stay valid.
         if [value.place for value in values] != [value.place for value in self._values]:
             self._noted = None
         self._values = values
@@ -61,7 +61,7 @@ class Weights:
 
 
 class _Value:
-    """The middle value of a tensor, which may get other memory. Read twice per step, so through its address."""
+    """The middle value of a tensor, whose memory may be replaced. Read through its address, because twice per step."""
 
     __slots__ = ("_address", "_memory", "_tensor")
 

@@ -116,18 +116,18 @@ def inspected_lines(fields: dict[str, Any]) -> list[str]:
 def verified_lines(found: Verified) -> list[str]:
     """Return the result of verifying a checkpoint as text: faults, values that are not finite, verdict."""
     lines = [
-        f"{shown(fault.file)}: {shown(fault.tensor) + ': ' if fault.tensor is not None else ''}{fault.reason}"
-        for fault in found.faults[:_SHOWN]
+        f"{shown(fault.file)}: {shown(fault.partition) + ': ' if fault.partition is not None else ''}{fault.reason}"
+        for fault in found.problems[:_SHOWN]
     ]
-    if len(found.faults) > _SHOWN:
-        lines.append(f"and {len(found.faults) - _SHOWN} more problems: --json names all")
-    faulty = {fault.tensor for fault in found.faults}
+    if len(found.problems) > _SHOWN:
+        lines.append(f"and {len(found.problems) - _SHOWN} more problems: --json names all")
+    faulty = {fault.partition for fault in found.problems}
     counted = [(name, values) for name, values in found.not_finite.items() if name not in faulty]
     for name, values in counted[:_SHOWN]:
         lines.append(f"{shown(name)}: {values.nan} NaN, {values.inf} infinite")
     if len(counted) > _SHOWN:
         lines.append(f"and {len(counted) - _SHOWN} more tensors with such values: --json names all")
-    problems = len(found.faults)
+    problems = len(found.problems)
     verdict = plural(problems, "problem") if problems else "intact"
     if found.not_finite:
         verdict += f", not finite in {plural(len(found.not_finite), 'tensor')}"

@@ -81,9 +81,9 @@ def command(
     from scarctl.arena.folder import host_folder
 
     if action != "stop":
-        refuse("reap", "timeout", why=f"goes with stop, not with {action}")
+        refuse("reap", "timeout", why=f"requires stop, not {action}")
     if action != "start":
-        refuse("metrics", "metrics_listen", why=f"goes with start, not with {action}")
+        refuse("metrics", "metrics_listen", why=f"requires start, not {action}")
     folder = host_folder(arena_dir)
     if action == "start":
         return _start(folder, metrics, metrics_listen, as_json)

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias, TypedDict
 
+from scarctl.ops.health import Finding, Loss, Saving
+from scarctl.ops.surveyed import OtherShard, RunOnHost
+from scarctl.recovery.plan import Perturbation
+from scarctl.state.caveats import Caveat
+from scarctl.theory.rework import Rework
+
 Tiers: TypeAlias = dict[str, int]
 """Numbers of partitions by source: "live", "memory", "peer", "store"."""
 
@@ -19,26 +25,6 @@ class ErrorFields(TypedDict):
     exit_code: int
 
 
-class Perturbation(TypedDict):
-    """The norm of a change."""
-
-    value: float | None
-    """None if unknown."""
-    kind: Literal["measured", "estimated", "unknown"]
-
-
-class Rework(TypedDict):
-    """The predicted cost of a recovery, in iterations, with an interval."""
-
-    iterations: float | None
-    low: float | None
-    high: float | None
-    basis: str | None
-    """How it is predicted."""
-    reason: str | None
-    """Why it is unknown; None if it is known."""
-
-
 class Snapshot(TypedDict):
     """A whole state of one step, kept under a name."""
 
@@ -46,15 +32,6 @@ class Snapshot(TypedDict):
     step: int
     epoch: int
     created: str
-
-
-class Caveat(TypedDict):
-    """A guarantee that does not hold."""
-
-    kind: str
-    message: str
-    inexact: bool
-    """Whether a resume is not exact for it."""
 
 
 class DamagedFile(TypedDict):
@@ -109,15 +86,6 @@ class RankCopies(ShardCopies):
     """Copies of its memory on other hosts, in words."""
 
 
-class OtherShard(TypedDict):
-    """A shard of ranks that have left the job."""
-
-    shard: int
-    epoch: int | None
-    bytes: int
-    retired: bool
-
-
 class Topology(TypedDict):
     """The ranks or members that save to a store."""
 
@@ -127,23 +95,6 @@ class Topology(TypedDict):
     shards: list[int]
     created: str
     note: str | None
-
-
-class RunOnHost(TypedDict):
-    """The processes on this host that save to a store."""
-
-    pid: int
-    alive: bool
-    head_step: int
-    pending_partitions: int
-    """Number of partitions with a copy that the store does not have yet."""
-    lag_steps: int
-    """Iterations since the oldest of these copies was made."""
-    errors: int
-    interval: int | None
-    """Iterations between two checkpoints."""
-    overhead: float | None
-    """Measured share of training time that checkpoints take."""
 
 
 class Partition(TypedDict):
@@ -243,16 +194,6 @@ class RecoveredRanks(TypedDict):
     lost: list[int]
 
 
-class Extrapolated(TypedDict):
-    """What was restored beyond its saved value."""
-
-    partitions: int
-    unknown: int
-    factors: dict[str, float]
-    """By parameter; 0: restored as saved."""
-    expected_gain: float | None
-
-
 class _Restored(TypedDict):
     mode: Literal["partial", "rollback"]
     exact: bool
@@ -314,47 +255,12 @@ class SavedByRank(SavedByProcess):
     rank: int
 
 
-class Finding(TypedDict):
-    """One observation about a store."""
-
-    severity: Literal["losing", "at-risk", "note"]
-    kind: str
-    message: str
-    command: str | None
-    """What to do next, as a command line."""
-
-
-class Loss(TypedDict):
-    """The cost if a process, this host or the store is lost now."""
-
-    steps: int | None
-    """Iterations since the oldest copy that remains; None: no copy remains, or the age is unknown."""
-    age_is_lower_bound: bool
-    partitions_without_copy: int
-    total_partitions: int
-    perturbation: float | None
-    rework: Rework
-
-
 class Losses(TypedDict, total=False):
     """What is lost with what. Empty if nothing is saved."""
 
     process: Loss
     host: Loss
     store: Loss
-
-
-class SavingNow(TypedDict):
-    """The progress of the daemon with one rank, or with a process that trains alone."""
-
-    rank: int | None
-    step: int
-    lag: int
-    """Iterations from the newest step in the store to `step`."""
-    pending_bytes: int
-    bandwidth: int
-    """Bytes per second."""
-    errors: int
 
 
 class _Health(TypedDict):
@@ -364,7 +270,7 @@ class _Health(TypedDict):
     if_lost: Losses
     shards: list[ShardCopies]
     """Those with partitions that were never saved."""
-    saving: list[SavingNow]
+    saving: list[Saving]
 
 
 class Health(_Health, total=False):
@@ -374,25 +280,3 @@ class Health(_Health, total=False):
     saved_at: str | None
     saved_seconds_ago: float | None
     run: RunOnHost | None
-
-
-class MemoryCheck(TypedDict):
-    """Copies in this host's memory, compared with the store's records: `scarctl.ops.verify_memory.MemoryCheck`."""
-
-    folder: str
-    id: str
-    replica_of: str | None
-    step: int
-    compared: int
-    newer: int
-    moving: int
-    damaged: int
-    names: list[str]
-
-
-class Problem(TypedDict):
-    """Damage."""
-
-    file: str
-    partition: str | None
-    reason: str

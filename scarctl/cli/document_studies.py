@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Literal, TypedDict
 
 from scarctl.cli.document_parts import Health, Partition, Survey
+from scarctl.ops.report import Layer
+from scarctl.ops.timeline import Timeline
+from scarctl.simulate.calibration import Comparison
+from scarctl.simulate.intervals import Mean
 
 
 class Odds(TypedDict):
@@ -95,50 +99,6 @@ class ReportedSurvey(Survey):
     stalest: list[Partition]
 
 
-class Layer(TypedDict):
-    """All partitions of one group, on all ranks."""
-
-    name: str
-    partitions: int
-    bytes: int
-    oldest: int | None
-    """Age of its oldest copy in iterations; None: a partition was never saved."""
-    distance: float | None
-
-
-class Point(TypedDict):
-    """The steps of a store's copies at one moment; -1: a partition was never saved."""
-
-    at: str
-    newest: int
-    median: float
-    oldest: int
-
-
-class Start(TypedDict):
-    """A writer's beginning."""
-
-    at: str
-    epoch: int
-    step: int
-    after_failure: bool
-
-
-class History(TypedDict):
-    """The newest part of a store's history, as far back as its logs reach."""
-
-    points: list[Point]
-    starts: list[Start]
-    layers: list[str]
-    saved: list[list[float]]
-    """By layer and span of time: partitions that were saved, as a share of the layer's."""
-    spans: list[str]
-    commits: int
-    bytes: int
-    damage: str | None
-    """Why it cannot be shown."""
-
-
 class Report(TypedDict):
     """`scarctl report`. The page has all of it but `output`."""
 
@@ -148,28 +108,18 @@ class Report(TypedDict):
     health: Health
     layers: list[Layer]
     more_layers: int
-    history: History
+    history: Timeline
     output: str
 
 
-class Cell(TypedDict):
-    """One way of saving and recovering, and the share of the state that is lost; None: all of it."""
-
+class _Cell(TypedDict):
     mode: Literal["partial", "rollback", "extrapolate"]
     policy: str
     fraction: float
     lost: float | None
 
 
-class Mean(TypedDict):
-    """A mean with its interval; None with too few trials."""
-
-    mean: float
-    low: float | None
-    high: float | None
-
-
-class CellMeans(Cell):
+class CellMeans(_Cell):
     """The means of one cell's trials, in iterations."""
 
     rework: Mean
@@ -199,40 +149,6 @@ class Study(TypedDict):
     seed: int
 
 
-class Predicted(TypedDict):
-    """Predictions of one cell, or of all of them, from distances or from ages."""
-
-    cell: Cell | None
-    basis: Literal["distances", "ages"]
-    failures: int
-    unchanged: int
-    """Failures that lost nothing which had changed."""
-    estimates: int
-    """Other failures with a prediction."""
-    predicted: float | None
-    simulated: float | None
-    within_bound: float | None
-    within_interval: float | None
-    correlation: float | None
-
-
-class ModesOfCell(TypedDict):
-    """Mean rework of a cell's failures, by mode of recovery."""
-
-    cell: Cell
-    partial: float
-    rollback: float
-    auto: float
-    rolled_back: int
-
-
-class Predictions(TypedDict):
-    """How well rework is predicted."""
-
-    rows: list[Predicted]
-    ways: list[ModesOfCell]
-
-
 class _Simulate(TypedDict):
     study: Study
     trials: int
@@ -245,4 +161,4 @@ class _Simulate(TypedDict):
 class Simulate(_Simulate, total=False):
     """`scarctl simulate`."""
 
-    predictions: Predictions
+    predictions: Comparison

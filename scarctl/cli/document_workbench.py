@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from scarctl.cli.document_parts import Problem
+from scarctl.store.check import Problem
 
 
 class Compared(TypedDict):

@@ -1,6 +1,7 @@
 """Type the JSON document of each command, as `--json` prints it. `scarctl help --schemas` publishes these types.
 
 Every document also has `schema_version` and `command`. None is null. `scarctl.cli.schemas` makes JSON Schemas of them.
+A result that is a `scarctl.util.document.Document` stands for the JSON object of its fields.
 """
 
 from __future__ import annotations
@@ -9,13 +10,9 @@ from typing import TypedDict
 
 from scarctl.cli.document_parts import (
     ErrorFields,
-    Extrapolated,
     Health,
-    MemoryCheck,
-    Problem,
     Restored,
     RestoredRanks,
-    Rework,
     Saved,
     SavedByProcess,
     SavedByRank,
@@ -23,6 +20,11 @@ from scarctl.cli.document_parts import (
     Survey,
 )
 from scarctl.daemon.status import MetricsStatus, ReplicaStatus, RunStatus
+from scarctl.ops.verify_memory import MemoryCheck
+from scarctl.store.check import Problem
+from scarctl.store.doctor import Check, Latency
+from scarctl.theory.extrapolation import Extrapolation
+from scarctl.theory.rework import Rework
 
 
 class Error(TypedDict):
@@ -109,29 +111,12 @@ class DaemonStopped(TypedDict):
     stale: list[LeftArena]
 
 
-class Guarantee(TypedDict):
-    """A guarantee of a place for stores."""
-
-    name: str
-    ok: bool
-    detail: str
-    needed: bool
-    """Whether commits rely on it."""
-
-
 class Races(TypedDict, total=False):
     """Races of several writers for one name. Empty if none was held."""
 
     racers: int
     rounds: int
     one_winner: int
-
-
-class Latency(TypedDict):
-    """Seconds of one small request."""
-
-    median: float
-    p95: float
 
 
 class DoctorOfPlace(TypedDict):
@@ -142,7 +127,7 @@ class DoctorOfPlace(TypedDict):
     has_store: bool
     sound: bool
     exclusive: bool
-    checks: list[Guarantee]
+    checks: list[Check]
     races: Races
     small_put_seconds: Latency | None
     small_get_seconds: Latency | None
@@ -150,17 +135,6 @@ class DoctorOfPlace(TypedDict):
     read_bytes_per_second: int | None
     left_behind: list[str]
     """Files that could not be deleted."""
-
-
-class DoctorOfPeer(TypedDict):
-    """`scarctl doctor --peer HOST:PORT`."""
-
-    address: str
-    port: int
-    source: str
-    """Address of this host from which it was reached."""
-    connect_seconds: float
-    answer_seconds: float
 
 
 class _EvacuatedProcess(TypedDict):
@@ -223,24 +197,6 @@ class Evacuate(TypedDict):
     """Folders of memory with copies or hand-overs that no daemon saves."""
 
 
-class Export(TypedDict):
-    """`scarctl export`."""
-
-    output: str
-    files: list[str]
-    tensors: int
-    bytes: int
-    exact: bool
-    step: int | None
-    oldest_step: int
-    newest_step: int
-    degraded: bool
-    problems: list[str]
-    format: str
-    snapshot: str | None
-    weights: bool
-
-
 class InspectedStore(Survey):
     """`scarctl inspect --store S`."""
 
@@ -279,7 +235,7 @@ class _LiveRecover(Restored):
 class LiveRecover(_LiveRecover, total=False):
     """`scarctl live recover`."""
 
-    extrapolation: Extrapolated
+    extrapolation: Extrapolation
 
 
 class Prune(TypedDict):

@@ -98,7 +98,7 @@ def command(
         else f"mixed, of steps {done.oldest_step} to {done.newest_step}"
     )
     emit(
-        {**done.to_json(), "format": settings.form, "snapshot": snapshot, "weights": weights},
+        done.to_json(),
         as_json=as_json,
         text=f"wrote {counted(done.tensors, 'tensor')}, {human_bytes(done.bytes)}, to {output} "
         f"({counted(len(done.files), 'file')}): {label}",

@@ -95,9 +95,9 @@ def command(
     from scarctl.ops.survey import survey
 
     if not follow:
-        refuse("every", why="goes with --watch")
+        refuse("every", why="requires --watch")
     if not as_json:
-        refuse("limit", why="goes with --json: tables show the partitions at most risk")
+        refuse("limit", why="requires --json: tables show the partitions at most risk")
     opened = open_store(store)
     on_screen = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     if follow:

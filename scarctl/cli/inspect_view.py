@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.cli.output import human_bytes, stdout_takes
-from scarctl.ops.surveyed import RankLine, RunStatus, ShardLine, Survey
+from scarctl.ops.surveyed import RankLine, RunOnHost, ShardLine, Survey
 from scarctl.store.saved import describe
 from scarctl.util.text import counted
 
@@ -135,7 +135,7 @@ def summary(view: Survey) -> list[str]:
     return lines
 
 
-def pace_of(run: RunStatus) -> list[str]:
+def pace_of(run: RunOnHost) -> list[str]:
     """Return how often a run saves, and what that costs it, as far as is known: no line or one."""
     if run.interval is None:
         return []

@@ -130,7 +130,9 @@ class LazyGroup(Group):
             if cmd_name not in _OF_STUDIES:
                 _refuse_verb(key)
             if key not in KNOWN_NAMES | OPTIONS and not any(key in known for known in names.values()):
-                raise UsageError(f"scarctl.toml: [{cmd_name}] has {key!r}, which is no option of it")
+                raise UsageError(
+                    f"scarctl.toml: [{cmd_name}] has {key!r}, which is not an option of this command"
+                )
         defaults = {
             part: {known.get(key, key): value for key, value in given.items()}
             for part, known in names.items()
@@ -214,14 +216,14 @@ def default_map(folder: Path) -> dict[str, dict[str, Any]]:
     for name in tables:
         if name not in COMMANDS:
             raise UsageError(
-                f"scarctl.toml has a table [{name}], which is no command",
+                f"scarctl.toml has a table [{name}], which is not a command",
                 hint=f"commands: {', '.join(COMMANDS)}",
             )
     shared = _options({key: value for key, value in content.items() if key not in tables})
     for key in shared:
         _refuse_verb(key)
         if key not in KNOWN_NAMES and key not in OPTIONS:
-            raise UsageError(f"scarctl.toml has {key!r}, which is no setting and no option")
+            raise UsageError(f"scarctl.toml has {key!r}, which is neither a setting nor an option")
     shared = {key: value for key, value in shared.items() if key not in OF_EACH_COMMAND}
     return {
         name: ({} if name in _OF_STUDIES else shared) | _options(tables.get(name, {})) for name in COMMANDS
@@ -232,7 +234,7 @@ def _refuse_verb(key: str) -> None:
     if key in VERBS:
         option = f"--{key.replace('_', '-')}"
         raise UsageError(
-            f"scarctl.toml has {key!r}, which is no setting", hint=f"say {option} on the command line"
+            f"scarctl.toml has {key!r}, which is not a setting", hint=f"say {option} on the command line"
         )
 
 

@@ -1,4 +1,4 @@
-"""`scarctl prune`: delete old copies, sealed states and left-overs that need not be kept."""
+"""`scarctl prune`: delete old copies, sealed states and leftovers that need not be kept."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def command(
     """Delete old copies, records and sealed states that need not be kept.
 
     The newest copy of everything and the newest sealed state always stay. A running session keeps its store small by
-    itself; alongside it, only snapshots and left-overs of dead writers are deleted here. A remote store does not show
+    itself; alongside it, only snapshots and leftovers of dead writers are deleted here. A remote store does not show
     whether a session runs: give --no-writer when the run is over. `scarctl snapshot delete` deletes snapshots by name.
     """
     from scarctl.store.prune import Retention

@@ -64,9 +64,9 @@ def command(
     document = found.to_json()
     _write(target, page(found, document))
     emit({**document, "output": str(target)}, as_json=as_json, text=f"wrote {target}")
-    if found.damage is None:
+    if found.history.damage is None:
         return EXIT_OK
-    warn(f"the history cannot be shown: {found.damage}; `scarctl verify` says what else is damaged")
+    warn(f"the history cannot be shown: {found.history.damage}; `scarctl verify` says what else is damaged")
     return EXIT_PARTLY
 
 

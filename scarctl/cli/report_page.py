@@ -72,8 +72,8 @@ def _body(report: Report) -> list[str]:
     pace = [] if view.run is None else pace_of(view.run)
     parts += [f"<p class='soft'>{text(line)}</p>" for line in (*summary(view)[1:3], *pace)]
     history = report.history
-    if report.damage is not None:
-        parts.append(f"<p>The history cannot be shown: {text(report.damage)}</p>")
+    if report.history.damage is not None:
+        parts.append(f"<p>The history cannot be shown: {text(report.history.damage)}</p>")
     parts += _steps(report)
     if history.layers and history.spans:
         more = len(history.layers) - MOST_ROWS
@@ -204,7 +204,7 @@ def _findings(health: Health) -> str:
 
 def _losses(health: Health) -> Table:
     """Return what is lost if the process, the host or the store is lost now."""
-    return Table("", LOSS_COLUMNS, [loss_cells(loss) for loss in health.losses], names_first=True)
+    return Table("", LOSS_COLUMNS, [loss_cells(*loss) for loss in health.losses.items()], names_first=True)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import ast
 import inspect
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from textwrap import dedent
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -18,14 +19,17 @@ from scarctl.cli import document_workbench as workbench
 from scarctl.cli import documents
 from scarctl.cli.document_parts import Event
 from scarctl.cli.output import SCHEMA_VERSION
+from scarctl.ops.export import Exported
+from scarctl.peers.probe import PeerDiagnosis
+from scarctl.util.document import Document
 
 DOCUMENTS: dict[str, tuple[type, ...]] = {
     "checkpoint": (documents.Checkpoint,),
     "daemon": (documents.DaemonStarted, documents.DaemonShown, documents.DaemonStopped),
     "diff": (workbench.Diff,),
-    "doctor": (documents.DoctorOfPlace, documents.DoctorOfPeer),
+    "doctor": (documents.DoctorOfPlace, PeerDiagnosis),
     "evacuate": (documents.Evacuate,),
-    "export": (documents.Export,),
+    "export": (Exported,),
     "inspect": (documents.InspectedStore, workbench.InspectedCheckpoint),
     "live checkpoint": (documents.LiveCheckpoint,),
     "live recover": (documents.LiveRecover,),
@@ -48,6 +52,7 @@ _SIMPLE: dict[Any, str] = {
     bool: "boolean",
     int: "integer",
     float: "number",
+    Fraction: "number",
     str: "string",
     type(None): "null",
 }
@@ -59,21 +64,23 @@ def schemas() -> dict[str, Any]:
 
     It takes what any command prints.
     """
-    found: dict[str, Any] = {}
+    found: dict[type, Any] = {}
     commands = {
         name: {"anyOf": [_document(kind, {"const": name}, found) for kind in kinds]}
         for name, kinds in DOCUMENTS.items()
     }
     commands["error"] = _document(documents.Error, {"type": ["string", "null"]}, found)
+    shared = {kind.__name__: schema for kind, schema in found.items()}
+    assert len(shared) == len(found), "two types have one name"
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Documents of scarctl's commands, with --json",
         "anyOf": [{"$ref": f"#/$defs/{name}"} for name in commands],
-        "$defs": {**commands, **dict(sorted(found.items()))},
+        "$defs": {**commands, **{name: shared[name] for name in sorted(shared)}},
     }
 
 
-def _document(kind: type, command: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+def _document(kind: type, command: dict[str, Any], found: dict[type, Any]) -> dict[str, Any]:
     made = _object(kind, found)
     head = {"schema_version": {"const": SCHEMA_VERSION}, "command": command}
     made["properties"] = {**head, **made["properties"]}
@@ -81,8 +88,13 @@ def _document(kind: type, command: dict[str, Any], found: dict[str, Any]) -> dic
     return made
 
 
-def _object(kind: type, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a TypedDict; those that it refers to are added to `found`."""
+def _is_object(hint: Any) -> bool:
+    """Return whether a type is one of JSON objects: a TypedDict, or a result whose fields are those of the object."""
+    return is_typeddict(hint) or getattr(hint, "to_json", None) is Document.to_json
+
+
+def _object(kind: type, found: dict[type, Any]) -> dict[str, Any]:
+    """Return the schema of a type of objects; those that it refers to are added to `found`."""
     about = dict(_described(kind))
     hints = get_type_hints(kind)
     # A TypedDict that inherits lists its base's fields first.
@@ -90,7 +102,7 @@ def _object(kind: type, found: dict[str, Any]) -> dict[str, Any]:
         name: {**_schema(hint, found), **({"description": about[name]} if name in about else {})}
         for name, hint in hints.items()
     }
-    required: frozenset[str] = kind.__required_keys__  # type: ignore[attr-defined]
+    required: frozenset[str] = getattr(kind, "__required_keys__", frozenset(properties))
     return {
         "description": " ".join((kind.__doc__ or "").split()),
         "type": "object",
@@ -100,21 +112,21 @@ def _object(kind: type, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _schema(hint: Any, found: dict[str, Any]) -> dict[str, Any]:
+def _schema(hint: Any, found: dict[type, Any]) -> dict[str, Any]:
     """Return the schema of a type. Raises TypeError for one that JSON does not have."""
     if hint in _SIMPLE:
         return {"type": _SIMPLE[hint]}
-    if is_typeddict(hint):
-        if hint.__name__ not in found:
-            found[hint.__name__] = {}  # a type may contain itself
-            found[hint.__name__] = _object(hint, found)
+    if _is_object(hint):
+        if hint not in found:
+            found[hint] = {}  # a type may contain itself
+            found[hint] = _object(hint, found)
         return {"$ref": f"#/$defs/{hint.__name__}"}
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return {"enum": list(arguments)}
-    if origin is list:
+    if origin in (list, tuple):
         return {"type": "array", "items": _schema(arguments[0], found)}
-    if origin is dict:
+    if origin in (dict, Mapping):
         return {"type": "object", "additionalProperties": _schema(arguments[1], found)}
     if origin in _UNIONS:
         if all(one in _SIMPLE for one in arguments):
@@ -124,12 +136,12 @@ def _schema(hint: Any, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _described(kind: type) -> Iterator[tuple[str, str]]:
-    """Yield the fields of a TypedDict and its bases, with the text below each."""
+    """Yield the fields of a type of objects and its bases, with the text below each."""
     module = ast.parse(dedent(inspect.getsource(kind)))
     (body,) = (node for node in module.body if isinstance(node, ast.ClassDef))
     names = vars(sys.modules[kind.__module__])
     for base in body.bases:
-        if isinstance(base, ast.Name) and is_typeddict(names[base.id]):
+        if isinstance(base, ast.Name) and _is_object(names[base.id]):
             yield from _described(names[base.id])
     for field, text in zip(body.body, body.body[1:], strict=False):
         if (

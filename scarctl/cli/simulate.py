@@ -263,7 +263,7 @@ def _text(summary: Summary) -> str:
         "perturbation",
     )
     rows = [columns]
-    for line in summary.lines:
+    for line in summary.cells:
         cell = line.cell
         rows.append(
             (
@@ -286,7 +286,7 @@ def _text(summary: Summary) -> str:
     lines.append(
         f"{counted(summary.trials, 'trial')}; undisturbed, a run takes {summary.undisturbed:.1f} iterations"
     )
-    lost = sum(line.given_up for line in summary.lines)
+    lost = sum(line.given_up for line in summary.cells)
     if lost:
         lines.append(
             f"+: {counted(lost, 'run')} never reached the target: counted with the iterations until the stop"

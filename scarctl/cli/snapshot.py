@@ -90,7 +90,7 @@ def create(
     there is no snapshot.
     """
     if state is None:
-        refuse(*_OF_STATES, why="goes with STATE")
+        refuse(*_OF_STATES, why="requires STATE")
         return _of_session(name, store, timeout, arena_dir, as_json)
     refuse("timeout", why="cannot be combined with STATE")
     if step is None:

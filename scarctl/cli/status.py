@@ -65,7 +65,7 @@ def command(
     from scarctl.cli.status_view import page
 
     if not follow:
-        refuse("every", why="goes with --watch")
+        refuse("every", why="requires --watch")
     wanted = named_store(place, store)
 
     def look() -> list[Health]:

@@ -73,7 +73,7 @@ def _losses(one: Health) -> Iterator[str]:
     """Yield a table: what is lost if the process, the host or the store is lost now."""
     if not one.losses:
         return
-    yield from _aligned([LOSS_COLUMNS, *(loss_cells(loss) for loss in one.losses)])
+    yield from _aligned([LOSS_COLUMNS, *(loss_cells(*loss) for loss in one.losses.items())])
 
 
 def _progress(one: Health) -> Iterator[str]:
@@ -105,19 +105,20 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
 
 
-def loss_cells(loss: Loss) -> tuple[str, ...]:
+def loss_cells(what: str, loss: Loss) -> tuple[str, ...]:
     """Return the cells of one loss: its name and a sentence, or a cell for each column."""
-    name = _IF_LOST[loss.what]
-    if loss.gone == loss.total:
+    name = _IF_LOST[what]
+    gone, total = loss.partitions_without_copy, loss.total_partitions
+    if gone == total:
         return name, "everything is lost: no other copy is known here"
-    if loss.gone:
-        return name, f"{loss.gone} of {counted(loss.total, 'partition')} lost: no other copy is known here"
+    if gone:
+        return name, f"{gone} of {counted(total, 'partition')} lost: no other copy is known here"
     assert loss.steps is not None
     if not loss.steps:
-        return name, _UNSEEN if loss.lower_bound else "nothing is lost"
+        return name, _UNSEEN if loss.age_is_lower_bound else "nothing is lost"
     return (
         name,
-        f"up to {loss.steps}+ steps" if loss.lower_bound else f"up to {counted(loss.steps, 'step')}",
+        f"up to {loss.steps}+ steps" if loss.age_is_lower_bound else f"up to {counted(loss.steps, 'step')}",
         "unknown" if loss.perturbation is None else f"{loss.perturbation:.4g}",
         "unknown" if loss.rework.iterations is None else in_iterations(loss.rework),
     )

@@ -12,6 +12,7 @@ from scarctl.cli.groups import Command
 from scarctl.cli.output import EXIT_CORRUPT, EXIT_OK, arena_option, emit, human_bytes, note, open_store
 from scarctl.cli.progress import Progress
 from scarctl.errors import NoIntactCopy, UsageError
+from scarctl.util.document import json_of
 from scarctl.util.text import counted
 
 EXAMPLES = """\b
@@ -63,7 +64,7 @@ def command(
     and files are compared with each other, and values that are NaN or infinite are counted.
 
     Each problem names the file, the partition or tensor, and the reason. Segments that no record names are harmless
-    left-overs of a crash. Exit code 13: there are problems, or damaged copies in memory. 16: the store is empty, so
+    leftovers of a crash. Exit code 13: there are problems, or damaged copies in memory. 16: the store is empty, so
     there is nothing to recover from.
     """
     part = read_data_subset
@@ -87,7 +88,7 @@ def _of_file(checkpoint: str, read_data: bool, finite: bool, as_json: bool) -> i
 
     found = verify_file(Path(checkpoint), read_data=read_data, finite=finite, progress=Progress("verified"))
     emit(found.to_json(), as_json=as_json, text="\n".join(verified_lines(found)))
-    return EXIT_CORRUPT if found.faults else EXIT_OK
+    return EXIT_CORRUPT if found.problems else EXIT_OK
 
 
 def _of_store(
@@ -101,7 +102,7 @@ def _of_store(
     subset = None if part is None else Subset.parse(part)
     opened = open_store(store)
     report = verify(opened, read_data=read_data, subset=subset, progress=Progress("verified"))
-    problems = [{"file": p.file, "partition": p.partition, "reason": p.reason} for p in report.problems]
+    problems = report.problems
     copies = [] if memory is False or problems else verify_memory(opened, memory)
     empty = not problems and not any(opened.state(shard).step >= 0 for shard in opened.shards())
     fields = {
@@ -116,12 +117,12 @@ def _of_store(
         "segments": report.segments,
         "orphans": len(report.orphans),
         "damaged_partitions": report.damaged_partitions,
-        "problems": problems,
-        "memory": [copy.to_json() for copy in copies],
+        "problems": json_of(problems),
+        "memory": json_of(copies),
     }
     lines = [
-        f"{p['file']}: {p['partition'] + ': ' if p['partition'] else ''}{p['reason']}"
-        for p in problems[:_SHOWN]
+        f"{one.file}: {one.partition + ': ' if one.partition else ''}{one.reason}"
+        for one in problems[:_SHOWN]
     ]
     if len(problems) > _SHOWN:
         lines.append(f"and {len(problems) - _SHOWN} more problems: --json names all")

@@ -17,10 +17,10 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def check_store(store: object) -> None:
-    """Raise UsageError unless `store` is a non-empty text."""
+    """Raise UsageError unless `store` is a non-empty string."""
     if not isinstance(store, str) or not store:
         raise UsageError(
-            "the store is not a text"
+            "the store is not a string"
             if store
             else "the store is empty",  # not repeated: it may hold a secret
             hint="give the path of a folder, or an address such as s3://bucket/folder",
@@ -28,7 +28,7 @@ def check_store(store: object) -> None:
 
 
 def check_storage_options(options: object) -> None:
-    """Raise UsageError unless `options` is None or a dict with texts as keys. The error does not repeat the values."""
+    """Raise UsageError unless `options` is None or a dict with strings as keys. The error contains no values."""
     if options is None or (isinstance(options, Mapping) and all(isinstance(name, str) for name in options)):
         return
     raise UsageError("storage_options is not a dict with names as keys")
@@ -70,7 +70,7 @@ def check_peer_files(tls: object, secret: object) -> None:
 
 
 def parse_paths(text: str) -> tuple[str, ...]:
-    """Return the paths in a text, which has commas between them."""
+    """Return the paths in a text, which commas separate."""
     return tuple(part.strip() for part in text.split(","))
 
 

@@ -1,4 +1,4 @@
-"""Say which variables of the environment have no effect: a name that nothing reads is a setting that is not kept."""
+"""Report environment variables that have no effect, such as misspelled ones."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ log = logging.getLogger("scarctl")
 
 PREFIX = "SCARCTL_"
 OF_EACH_COMMAND = frozenset({"timeout"})
-"""Settings of a session that are options of commands too, and bound another wait there. So the variable of the option
-has the command's name (SCARCTL_RUN_TIMEOUT), and only the command's own table in the file counts."""
+"""Settings of a session whose name is also an option of commands, where it means another time limit. So the option's
+variable contains the command's name (SCARCTL_RUN_TIMEOUT), and only the command's own table in the file counts."""
 OF_COMMANDS = frozenset(
     {
         *(
@@ -70,14 +70,14 @@ OF_COMMANDS = frozenset(
         *("simulate_target", "simulate_trials"),
     }
 )
-"""Options of commands that are no settings of a session, as their variables name them."""
+"""Options of commands that are not settings of a session, as their variables spell them."""
 _NOT_TEXT = {
     "rows": "give it in scarctl.toml, or to attach",
     "storage_options": "give it in scarctl.toml, or in scarctl.Settings",
 }
 _RENAMED = {"wait": "run_timeout", "drain_timeout": "timeout"}
 _OURS = frozenset({"restart_count"})
-"""Written by scarctl for others."""
+"""Variables that scarctl sets for other programs."""
 
 
 def warn_of_unread(environ: Mapping[str, str]) -> None:

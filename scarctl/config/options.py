@@ -58,10 +58,10 @@ class Selection:
         that returns one distance per partition (see `scarctl.checkpoint.distance`). Default: "l2".
     tracker: How distances are measured. "overlapped" compares all values, a part after every iteration, while training
         continues. "exact" compares them at the checkpoint; "overlapped" does so too with less than 16 MiB of
-        parameters. "sampled" compares a few values, other ones each time, of every partition of 4,096 values or more
-        (1,024 on a GPU). "touched" compares those rows of embedding tables that got a gradient. "auto" takes "touched"
-        for sparse gradients, "sampled" for large partitions on a GPU, and "overlapped" for the rest. None of them
-        saves values that are not finite. Default: "overlapped".
+        parameters. "sampled" compares a few values, different ones each time, of every partition of 4,096 values or
+        more (1,024 on a GPU). "touched" compares those rows of embedding tables that got a gradient. "auto" takes
+        "touched" for sparse gradients, "sampled" for large partitions on a GPU, and "overlapped" for the rest. None of
+        them saves values that are not finite. Default: "overlapped".
     max_staleness: Age in iterations at which a changed partition is saved before all others. Default: no limit.
     extrapolate: In a partial recovery, continue each parameter's recent movement beyond its saved value. It continues
         as far as would have helped at earlier checkpoints (see `scarctl.theory.extrapolation`). Takes 2 bytes of memory
@@ -102,16 +102,16 @@ class Settings:
     timeout: Seconds that closing the session waits for the store. Default: 60.
     peers: Number of other hosts that keep a copy of this host's memory, each as large as the state. Needs several
         ranks, on several hosts, and the daemon. Default: 0; then no socket is open.
-    peer_domain: Name of what fails together with this host, such as its rack or zone. Copies go to other domains.
-        Default: each host is its own.
+    peer_domain: Name of the rack, zone or the like whose hosts fail together. Copies go to other domains.
+        Default: each host is a domain of its own.
     peer_bandwidth: Bytes per second that each copy may send, at most. Default: no limit.
     peer_ack: Which hosts `Session.checkpoint(wait="peers")` waits for: "next", one that has acknowledged, or "all" that
         keep a copy. Default: "next".
     peer_tls: Three PEM files of this host: its certificate, its key, and the authority that has signed those of all
-        hosts. Then all that goes between hosts is encrypted, and both sides verify each other. As text: the three
-        paths with commas. Default: none; copies cross the network as they are.
-    peer_secret_file: File with the secret by which hosts know each other, the same on all of them. Only this user may
-        read it. Default: rank 0 draws a secret for each start, and it travels over the process group.
+        hosts. Then all traffic between hosts is encrypted, and both sides verify each other. As text: the three
+        paths, separated by commas. Default: none; copies cross the network unencrypted.
+    peer_secret_file: File with the secret by which hosts recognize each other, the same on all of them. Only this user
+        may read it. Default: rank 0 draws a secret at each start, and sends it over the process group.
     """
 
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
@@ -179,7 +179,7 @@ class Member:
     replaces: The number of members that the store may have now. They have ended, and these members take over what they
         saved. Without effect once the store has `count` members. Default: the number never changes.
     after: The epoch of those that are replaced, which `scarctl inspect` shows. Needed for a number that the store had
-        before: else a late start with old arguments would bring it back. Default: none.
+        before: otherwise a late start with old arguments would bring it back. Default: none.
     """
 
     number: int

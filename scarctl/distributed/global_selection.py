@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.errors import UsageError
-from scarctl.policy.select import bytes_by_digit
+from scarctl.policy.select import Candidates, bytes_by_digit
 from scarctl.util.arrays import Ids
 from scarctl.util.splitmix import splitmix64
 
@@ -66,20 +66,8 @@ _FIRST = _first_bins()
 class Offer:
     """The candidates of one rank."""
 
-    def __init__(
-        self,
-        policy: str,
-        *,
-        distance_sq: NDArray[np.float64],
-        nbytes: Ids,
-        staleness: Ids,
-        eligible: NDArray[np.bool_],
-        shard: int,
-        seed: int = 0,
-        step: int = 0,
-        max_staleness: int | None = None,
-    ) -> None:
-        """Take arrays of shape (partitions,) with the meaning that `policy.select` gives them.
+    def __init__(self, policy: str, among: Candidates, *, shard: int) -> None:
+        """Order a rank's partitions.
 
         policy: the order of the candidates.
             "priority": largest squared distance per byte first.
@@ -88,32 +76,30 @@ class Offer:
                 Ranks then need not agree on a cursor.
         shard: number of this rank's shard. It differs between ranks and never changes, so that picks are reproducible.
 
-        Raises UsageError for another policy, and for arrays of different shapes.
+        Raises UsageError for another policy.
         """
         if policy not in POLICIES:
             raise UsageError(f"ranks cannot select by policy {policy!r}", hint=f"use {', '.join(POLICIES)}")
-        if not distance_sq.shape == nbytes.shape == staleness.shape == eligible.shape:
-            raise UsageError("the arrays of partitions have different shapes")
-        finite = np.isfinite(distance_sq)
-        self.nonfinite: Ids = np.flatnonzero(eligible & ~finite)
+        finite = np.isfinite(among.distance_sq)
+        self.nonfinite: Ids = np.flatnonzero(among.eligible & ~finite)
         """Eligible partitions left out because their distance is NaN or infinite, ascending."""
-        self.ids: Ids = np.flatnonzero(eligible & finite & (distance_sq > 0))
+        self.ids: Ids = np.flatnonzero(among.eligible & finite & (among.distance_sq > 0))
         """Candidates, ascending."""
-        self.nbytes = nbytes
+        self.nbytes = among.nbytes
         """Bytes of every partition."""
-        self.largest = int(nbytes.max(initial=0))
-        self._salt = _mixed(_mixed(_mixed(seed) ^ step) ^ shard)
-        self.keys: Keys = self._keys(policy, distance_sq, staleness)
+        self.largest = int(self.nbytes.max(initial=0))
+        self._salt = _mixed(_mixed(_mixed(among.seed) ^ among.step) ^ shard)
+        self.keys: Keys = self._keys(policy, among)
         """Keys, parallel to `ids`. The largest is saved first."""
-        if max_staleness is not None:
-            due = staleness[self.ids] >= max_staleness
-            self.keys[due] = _positive(staleness[self.ids[due]]) | np.uint64(_FORCED)
+        if among.max_staleness is not None:
+            due = among.staleness[self.ids] >= among.max_staleness
+            self.keys[due] = _positive(among.staleness[self.ids[due]]) | np.uint64(_FORCED)
 
-    def _keys(self, policy: str, distance_sq: NDArray[np.float64], staleness: Ids) -> Keys:
+    def _keys(self, policy: str, among: Candidates) -> Keys:
         if policy == "priority":
-            return (distance_sq[self.ids] / np.maximum(self.nbytes[self.ids], 1)).view(np.uint64)
+            return (among.distance_sq[self.ids] / np.maximum(self.nbytes[self.ids], 1)).view(np.uint64)
         if policy == "round":
-            return _positive(staleness[self.ids])
+            return _positive(among.staleness[self.ids])
         # The complement of the salt: `hashes` orders equal keys, and must not depend on these keys.
         return ((splitmix64(self.ids, ~self._salt) >> np.uint64(11)) * 2.0**-53).view(np.uint64)
 
@@ -125,7 +111,8 @@ class Offer:
 def no_offer() -> Offer:
     """Return the offer of a rank without candidates."""
     none = np.empty(0, dtype=np.int64)
-    return Offer("priority", distance_sq=np.empty(0), nbytes=none, staleness=none, eligible=none > 0, shard=0)
+    nobody = Candidates(distance_sq=np.empty(0), nbytes=none, staleness=none, eligible=none > 0)
+    return Offer("priority", nobody, shard=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 
-import numpy as np
-from numpy.typing import NDArray
-
 from scarctl.checkpoint.selector import Selector
 from scarctl.distributed.global_selection import Books, Offer, Turn, no_offer, pick, pick_alone
 from scarctl.distributed.rounds import Exchange, Round
-from scarctl.policy.select import Selection, select
+from scarctl.policy.select import Candidates, Selection, select
 from scarctl.util.arrays import Ids
 
 LAG = 2
@@ -82,19 +79,7 @@ class GlobalSelector(Selector):
         self._exchange.close()
 
     def select(
-        self,
-        policy: str,
-        *,
-        distance_sq: NDArray[np.float64],
-        nbytes: Ids,
-        staleness: Ids,
-        eligible: NDArray[np.bool_],
-        budget: int,
-        credit: int = 0,
-        cursor: int = 0,
-        seed: int = 0,
-        step: int = 0,
-        max_staleness: int | None = None,
+        self, policy: str, among: Candidates, budget: int, *, credit: int = 0, cursor: int = 0
     ) -> Selection:
         """Pick this rank's partitions. The arguments are those of `policy.select`, the selection for one session.
 
@@ -104,27 +89,8 @@ class GlobalSelector(Selector):
         After a common selection the result's credit is that of all ranks.
         """
         if policy == "full":
-            return select(
-                policy,
-                distance_sq=distance_sq,
-                nbytes=nbytes,
-                staleness=staleness,
-                eligible=eligible,
-                budget=budget,
-                credit=credit,
-                cursor=cursor,
-            )
-        offer = Offer(
-            policy,
-            distance_sq=distance_sq,
-            nbytes=nbytes,
-            staleness=staleness,
-            eligible=eligible,
-            shard=self._shard,
-            seed=seed,
-            step=step,
-            max_staleness=max_staleness,
-        )
+            return select(policy, among, budget, credit=credit, cursor=cursor)
+        offer = Offer(policy, among, shard=self._shard)
         if self._credit is None:
             self._credit = max(0, credit)
         expected, self._expected = self._expected, None
@@ -132,7 +98,7 @@ class GlobalSelector(Selector):
             ids, left = self._alone(offer, budget)
         else:
             ids, left = self._with_others(offer, expected[0], budget)
-        return Selection(ids, int(nbytes[ids].sum()), left, cursor, offer.nonfinite)
+        return Selection(ids, int(among.nbytes[ids].sum()), left, cursor, offer.nonfinite)
 
     def _join(self, step: int, turn: Turn) -> Round:
         joined = self._exchange.join(step, turn, (self.wish, self.proposed))

@@ -22,7 +22,7 @@ from scarctl.arena.kinship import open_stopped
 from scarctl.config import check_fixed, check_fraction, check_policy
 from scarctl.errors import Corruption, NoStore, ScarError, SettingsConflict, UsageError
 from scarctl.formats.state_file import StateFile
-from scarctl.policy.select import select, squared
+from scarctl.policy.select import Candidates, select, squared
 from scarctl.state.extras import FILE_POLICY, PolicyMemory
 from scarctl.state.layout import Layout, build_layout
 from scarctl.state.rows import take_rows
@@ -304,18 +304,16 @@ def _choose(
         return choice
     extras = _extras(store, states)
     memory = PolicyMemory.from_tree(extras.get(FILE_POLICY))
-    picked = select(
-        settings.policy,
+    among = Candidates(
         distance_sq=squared(distance),
         nbytes=layout.partition_bytes,
         staleness=np.maximum(settings.step - step_of(version), 0),
         eligible=~missing,
-        budget=int(settings.fraction * layout.nbytes),
-        credit=memory.credit,
-        cursor=memory.cursor,
         seed=store.settings.seed if memory.seed is None else memory.seed,
         step=settings.step,
     )
+    budget = int(settings.fraction * layout.nbytes)
+    picked = select(settings.policy, among, budget, credit=memory.credit, cursor=memory.cursor)
     ids = np.union1d(picked.ids, np.flatnonzero(missing))
     left_out = np.flatnonzero(~finite & ~missing)
     memory = PolicyMemory(picked.credit, picked.cursor, store.settings.seed)

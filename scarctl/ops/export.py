@@ -34,6 +34,7 @@ from scarctl.state.version import MAX_STEP, step_of
 from scarctl.store import Store
 from scarctl.store.format import header_length, parse_header
 from scarctl.util.arrays import Bytes
+from scarctl.util.document import Document
 
 FORMATS = ("safetensors", "pt", "dcp")
 
@@ -77,7 +78,7 @@ class ExportSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class Exported(Document):
     """Report of an export."""
 
     output: str
@@ -91,21 +92,9 @@ class Exported:
     newest_step: int
     degraded: bool
     problems: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields of a document."""
-        return {
-            "output": self.output,
-            "files": list(self.files),
-            "tensors": self.tensors,
-            "bytes": self.bytes,
-            "exact": self.exact,
-            "step": self.step,
-            "oldest_step": self.oldest_step,
-            "newest_step": self.newest_step,
-            "degraded": self.degraded,
-            "problems": list(self.problems),
-        }
+    format: str
+    snapshot: str | None
+    weights: bool
 
 
 def export(settings: ExportSettings, *, progress: Callable[[int, int], None] | None = None) -> Exported:
@@ -156,6 +145,9 @@ def export(settings: ExportSettings, *, progress: Callable[[int, int], None] | N
         newest_step=int(steps.max(initial=0)),
         degraded=done.degraded,
         problems=(*of_model.problems, *report.problems),
+        format=settings.form,
+        snapshot=settings.snapshot,
+        weights=settings.weights,
     )
 
 

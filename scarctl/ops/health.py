@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,69 +15,51 @@ from scarctl.errors import ScarError
 from scarctl.ops.surveyed import ShardLine, Survey
 from scarctl.recovery.forecast import parameters_of, rework_of
 from scarctl.theory.rework import Rework
+from scarctl.util.document import Document, json_of
 from scarctl.util.text import counted
 
-LOSING, AT_RISK, NOTE = 2, 1, 0
-"""Severities: something is not being saved; something is not protected as it should be; worth knowing."""
-SEVERITIES = {LOSING: "losing", AT_RISK: "at-risk", NOTE: "note"}
+Severity: TypeAlias = Literal["losing", "at-risk", "note"]
+LOSING: Final = "losing"
+"""Something is not being saved."""
+AT_RISK: Final = "at-risk"
+"""Something is not protected as it should be."""
+NOTE: Final = "note"
+"""Worth knowing."""
+_RANK: dict[Severity, int] = {NOTE: 0, AT_RISK: 1, LOSING: 2}
 
 _UNPROTECTED = frozenset(("absent", "lost", "replaced", "fenced"))
 """States of a link (`scarctl.peers.link.State`) in which the other host does not get new copies."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Document):
     """One observation about a store."""
 
-    severity: int
+    severity: Severity
     kind: str
     """Stable name for programs."""
     message: str
-    command: str = ""
-    """What to do next, as a command line; "" if there is nothing to do."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields of a document."""
-        return {
-            "severity": SEVERITIES[self.severity],
-            "kind": self.kind,
-            "message": self.message,
-            "command": self.command or None,
-        }
+    command: str | None = None
+    """What to do next, as a command line; None if there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class Loss(Document):
     """The cost if a process, this host, or the store is lost at this moment."""
 
-    what: str
-    """"process", "host" or "store"."""
     steps: int | None
-    """Iterations since the oldest copy that remains was made; None: no copy remains, or the age is unknown."""
-    gone: int
-    """Number of partitions without any copy left."""
-    total: int
-    """Number of all partitions."""
-    lower_bound: bool
-    """The run may be further than the newest known step."""
+    """Iterations since the oldest copy that remains; None: no copy remains, or the age is unknown."""
+    age_is_lower_bound: bool
+    """Whether the run may be further than the newest known step."""
+    partitions_without_copy: int
+    total_partitions: int
     perturbation: float | None
     """Norm of the change after a recovery; None: unknown."""
     rework: Rework
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields of a document."""
-        return {
-            "steps": self.steps,
-            "age_is_lower_bound": self.lower_bound,
-            "partitions_without_copy": self.gone,
-            "total_partitions": self.total,
-            "perturbation": self.perturbation,
-            "rework": self.rework.to_json(),
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class Saving:
+class Saving(Document):
     """The progress of the daemon with one rank, or with a process that trains alone."""
 
     rank: int | None
@@ -91,17 +73,6 @@ class Saving:
     """Bytes per second while the store is written."""
     errors: int
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields of a document."""
-        return {
-            "rank": self.rank,
-            "step": self.step,
-            "lag": self.lag,
-            "pending_bytes": self.pending_bytes,
-            "bandwidth": self.bandwidth,
-            "errors": self.errors,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Health:
@@ -109,7 +80,8 @@ class Health:
 
     url: str
     findings: tuple[Finding, ...]
-    losses: tuple[Loss, ...] = ()
+    losses: Mapping[str, Loss] = field(default_factory=dict)
+    """By what is lost: "process", "host" or "store". Empty if nothing is saved."""
     unwell: tuple[ShardLine, ...] = ()
     """Shards with partitions that were never saved, those with most of them first."""
     survey: Survey | None = field(default=None, repr=False)
@@ -120,9 +92,9 @@ class Health:
     """Of the error for which the store cannot be read; 0 if it can."""
 
     @property
-    def severity(self) -> int:
+    def severity(self) -> Severity:
         """The worst severity of the findings."""
-        return max((finding.severity for finding in self.findings), default=NOTE)
+        return max((finding.severity for finding in self.findings), key=_RANK.__getitem__, default=NOTE)
 
     @property
     def well(self) -> bool:
@@ -139,10 +111,10 @@ class Health:
         fields: dict[str, Any] = {
             "store": self.url,
             "well": self.well,
-            "findings": [finding.to_json() for finding in self.findings],
-            "if_lost": {loss.what: loss.to_json() for loss in self.losses},
-            "shards": [line.to_json() for line in self.unwell],
-            "saving": [one.to_json() for one in self.saving],
+            "findings": json_of(self.findings),
+            "if_lost": json_of(self.losses),
+            "shards": json_of(self.unwell),
+            "saving": json_of(self.saving),
         }
         if view is not None:
             whole = view.to_json(0)
@@ -152,9 +124,11 @@ class Health:
 
 def unreadable(url: str, error: ScarError) -> Health:
     """Return the health of a store that cannot be read."""
-    command = f"scarctl verify --store {shlex.quote(url)}" if error.exit_code == 13 else _doctor(url)
+    command: str | None = (
+        f"scarctl verify --store {shlex.quote(url)}" if error.exit_code == 13 else _doctor(url)
+    )
     if error.kind == "store-without-settings":
-        command = ""  # none can open it
+        command = None  # none can open it
     reason = f"{error.message}{f' ({error.hint})' if error.hint else ''}"
     return Health(url, (Finding(LOSING, error.kind, reason, command),), exit_code=error.exit_code)
 
@@ -170,8 +144,8 @@ def health_of(view: Survey, runs: Iterable[RunStatus]) -> Health:
     if view.note is not None:
         found.append(Finding(AT_RISK, "incomplete", view.note, f"scarctl inspect --store {_name(view)}"))
     unwell = sorted((line for line in view.shards if line.never_saved), key=lambda line: -line.never_saved)
-    found.sort(key=lambda finding: -finding.severity)
-    return Health(view.url, tuple(found), tuple(_losses(view)), tuple(unwell), view, _saving(runs))
+    found.sort(key=lambda finding: -_RANK[finding.severity])
+    return Health(view.url, tuple(found), _losses(view), tuple(unwell), view, _saving(runs))
 
 
 def _saving(runs: Iterable[RunStatus]) -> tuple[Saving, ...]:
@@ -276,10 +250,10 @@ def _of_damage(view: Survey) -> Iterable[Finding]:
     yield Finding(LOSING, "damaged", text, f"scarctl verify --store {_name(view)}")
 
 
-def _losses(view: Survey) -> Iterable[Loss]:
-    """Yield what is lost with the process, with this host, and with the store."""
+def _losses(view: Survey) -> dict[str, Loss]:
+    """Return what is lost with the process, with this host, and with the store."""
     if view.layout is None:
-        return
+        return {}
     kept, saved = view.kept_step, view.saved_step
     if view.damaged is not None:
         saved = np.where(view.damaged, -1, saved)
@@ -287,17 +261,19 @@ def _losses(view: Survey) -> Iterable[Loss]:
     nowhere = np.full_like(saved, -1)
     near = saved if kept is None else np.maximum(kept, saved)
     pending = kept is None or bool((kept > saved).any())
-    yield _loss(view, "process", near, known=kept is not None)
-    yield _loss(view, "host", saved, known=kept is not None and not pending)
     if kept is None:
         left = nowhere
     else:
         # A live process has the values; a dead one's arena has its copies.
         left = np.full_like(saved, np.maximum(view.head, 0)) if alive and (kept >= 0).all() else kept
-    yield _loss(view, "store", left, known=False)
+    return {
+        "process": _loss(view, near, known=kept is not None),
+        "host": _loss(view, saved, known=kept is not None and not pending),
+        "store": _loss(view, left, known=False),
+    }
 
 
-def _loss(view: Survey, what: str, steps: NDArray[np.int64], *, known: bool) -> Loss:
+def _loss(view: Survey, steps: NDArray[np.int64], *, known: bool) -> Loss:
     """Return the cost of continuing from copies of these steps. known: the distances are from these copies."""
     assert view.layout is not None
     gone = int((steps < 0).sum())
@@ -312,11 +288,10 @@ def _loss(view: Survey, what: str, steps: NDArray[np.int64], *, known: bool) -> 
             view.outlook, 1.0, ages=ages[parameters], distance=measured, since=view.since if known else 0
         )
     return Loss(
-        what,
         None if gone else int(ages.max(initial=0)),
+        view.age.is_lower_bound,
         gone,
         len(steps),
-        view.age.is_lower_bound,
         float(np.sqrt(np.square(distance).sum())) if distance is not None and not gone else None,
         rework,
     )
@@ -324,7 +299,7 @@ def _loss(view: Survey, what: str, steps: NDArray[np.int64], *, known: bool) -> 
 
 def worst_first(found: Iterable[Health]) -> Sequence[Health]:
     """Return the stores in the order in which they need attention."""
-    return sorted(found, key=lambda one: (-one.severity, one.url))
+    return sorted(found, key=lambda one: (-_RANK[one.severity], one.url))
 
 
 def _pending(count: int) -> str:

@@ -15,6 +15,7 @@ from scarctl.ops.survey import survey
 from scarctl.ops.surveyed import Survey
 from scarctl.ops.timeline import Timeline, timeline
 from scarctl.store import Store
+from scarctl.util.document import Document, json_of
 
 MOST_PARTITIONS = 20
 """Partitions in each list of those at risk."""
@@ -23,7 +24,7 @@ MOST_LAYERS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(Document):
     """All partitions of one group, on all ranks."""
 
     name: str
@@ -44,8 +45,6 @@ class Report:
     view: Survey
     health: Health
     history: Timeline
-    damage: str | None
-    """Why the history could not be read; None if it was."""
     layers: tuple[Layer, ...]
     """The largest first; at most `MOST_LAYERS`."""
     more_layers: int
@@ -61,12 +60,9 @@ class Report:
                 "stalest": self.view.stalest(MOST_PARTITIONS),
             },
             "health": self.health.to_json(),
-            "layers": [
-                {name: getattr(layer, name) for name in ("name", "partitions", "bytes", "oldest", "distance")}
-                for layer in self.layers
-            ],
+            "layers": json_of(self.layers),
             "more_layers": self.more_layers,
-            "history": {**self.history.to_json(), "damage": self.damage},
+            "history": self.history.to_json(),
         }
 
 
@@ -78,16 +74,13 @@ def gather(store: Store, arena_dir: str | None) -> Report:
     view = survey(store, arena_dir)
     health = _health(store, view, arena_dir)
     shards = view.topology.shards if view.topology is not None else store.shards()
-    damage, history = None, Timeline()
     try:
         history = timeline(store, shards)
     except Corruption as error:
-        damage = error.message
+        history = Timeline(damage=error.message)
     made = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     layers = _layers(view)
-    return Report(
-        made, view, health, history, damage, layers[:MOST_LAYERS], max(0, len(layers) - MOST_LAYERS)
-    )
+    return Report(made, view, health, history, layers[:MOST_LAYERS], max(0, len(layers) - MOST_LAYERS))
 
 
 def _health(store: Store, view: Survey, arena_dir: str | None) -> Health:

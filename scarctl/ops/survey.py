@@ -19,7 +19,7 @@ from scarctl.arena.view import ArenaView
 from scarctl.daemon.client import ask_status
 from scarctl.errors import ScarError
 from scarctl.ops.ages import age_of, lag_of, since_of
-from scarctl.ops.surveyed import OtherShard, RankLine, RunStatus, Survey
+from scarctl.ops.surveyed import OtherShard, RankLine, RunOnHost, Survey
 from scarctl.recovery.forecast import stored_outlook
 from scarctl.state.layout import Layout
 from scarctl.state.layouts import Layouts
@@ -206,12 +206,12 @@ def _has_ended(share: _Share) -> bool:
     return share.arena is not None and share.replica_of is None and share.arena.ended
 
 
-def _run(arenas: Sequence[ArenaView]) -> RunStatus | None:
+def _run(arenas: Sequence[ArenaView]) -> RunOnHost | None:
     """Return the common status of all ranks on this host; None without ranks."""
     if not arenas:
         return None
     alive = [arena for arena in arenas if arena.alive]
-    return RunStatus(
+    return RunOnHost(
         pid=(alive or arenas)[0].pid,
         alive=bool(alive),
         head_step=max(arena.head_step for arena in arenas),

@@ -19,12 +19,13 @@ from scarctl.state.layouts import Layouts
 from scarctl.store import Snapshot, Topology
 from scarctl.theory.rework import Outlook, Rework
 from scarctl.util.arrays import Ids
+from scarctl.util.document import Document, json_of
 
 _NO_REWORK = Rework(0.0, 0.0, 0.0, "ages")
 
 
 @dataclass(frozen=True, slots=True)
-class RunStatus:
+class RunOnHost(Document):
     """The processes on this host that save to a store, as their arenas describe them."""
 
     pid: int
@@ -106,7 +107,7 @@ class RankLine:
 
 
 @dataclass(frozen=True, slots=True)
-class OtherShard:
+class OtherShard(Document):
     """A shard of ranks that have left the job."""
 
     shard: int
@@ -138,7 +139,7 @@ class Survey:
     outlook: Outlook
     """The convergence of the run, for predictions."""
     snapshots: tuple[Snapshot, ...] = ()
-    run: RunStatus | None = None
+    run: RunOnHost | None = None
     """Status of the run; None if none of its processes was on this host: copies for other hosts do not count."""
     ended: frozenset[int] = frozenset()
     """Ranks of this host that have ended, and of which the store has all of the newest step; 0 for a process alone."""
@@ -290,14 +291,14 @@ class Survey:
             **self.age.to_json(),
             "total_partitions": total,
             "total_bytes": 0 if self.layout is None else self.layout.nbytes,
-            "shards": [line.to_json() for line in self.shards],
+            "shards": json_of(self.shards),
             "partitions": self.partitions(np.arange(total if limit is None else min(limit, total))),
             "store": dict(self.usage),
-            "snapshots": [snapshot.to_json() for snapshot in self.snapshots],
-            "run": None if self.run is None else asdict(self.run),
-            "caveats": [caveat.to_json() for caveat in self.caveats],
+            "snapshots": json_of(self.snapshots),
+            "run": json_of(self.run),
+            "caveats": json_of(self.caveats),
             "damage": [{"file": file, "reason": reason} for file, reason in self.damage],
-            "events": [event.to_json() for event in self.events],
+            "events": json_of(self.events),
             "convergence": None if self.layout is None else self.outlook.to_json(),
             "effective_staleness": self.effective_staleness,
             **self._ranks_json(),
@@ -324,7 +325,7 @@ class Survey:
                 }
                 for rank, line in self.shards_of_ranks
             ],
-            "other_shards": [asdict(shard) for shard in self.others],
+            "other_shards": json_of(self.others),
         }
 
 

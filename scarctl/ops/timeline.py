@@ -16,6 +16,7 @@ from scarctl.store import Store
 from scarctl.store.record import Record
 from scarctl.store.saved import parse
 from scarctl.util.arrays import Ids
+from scarctl.util.document import Document
 
 MOST_RECORDS = 4000
 """Records that are replayed, over all shards: the newest."""
@@ -27,7 +28,8 @@ _ATTEMPTS = 3
 """Most attempts to replay while a writer collects."""
 
 
-class Point(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Point(Document):
     """The copies that a store had at one moment."""
 
     at: str
@@ -40,7 +42,8 @@ class Point(NamedTuple):
     """Step of the oldest copy; -1: a partition was never saved."""
 
 
-class Start(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Start(Document):
     """A writer's beginning."""
 
     at: str
@@ -52,7 +55,7 @@ class Start(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class Timeline(Document):
     """The newest part of a store's history, as far back as its logs reach."""
 
     points: tuple[Point, ...] = ()
@@ -66,18 +69,8 @@ class Timeline:
     commits: int = 0
     bytes: int = 0
     """Bytes of partitions that these commits wrote."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields of a document."""
-        return {
-            "points": [point._asdict() for point in self.points],
-            "starts": [start._asdict() for start in self.starts],
-            "layers": list(self.layers),
-            "saved": [[round(share, 4) for share in row] for row in self.saved],
-            "spans": list(self.spans),
-            "commits": self.commits,
-            "bytes": self.bytes,
-        }
+    damage: str | None = None
+    """Why it cannot be shown."""
 
 
 class _Moment(NamedTuple):

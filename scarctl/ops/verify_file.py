@@ -17,15 +17,8 @@ from scarctl.formats.hf_index import INDEX_ENDING, Index, index_in, read_index
 from scarctl.formats.source import METADATA, Source, open_source
 from scarctl.formats.state_file import os_errors
 from scarctl.ops.measure import Values, is_float, measure
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Something wrong: the file, the tensor if it is of one, and the reason."""
-
-    file: str
-    tensor: str | None
-    reason: str
+from scarctl.store.check import Problem
+from scarctl.util.document import json_of
 
 
 @dataclass(slots=True)
@@ -38,14 +31,14 @@ class Verified:
     bytes: int = 0
     read_data: bool = False
     """Whether all values were read."""
-    faults: list[Fault] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     not_finite: dict[str, Values] = field(default_factory=dict)
     """Tensors with values that are NaN or infinite."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of a document."""
         return {
-            "intact": not self.faults,
+            "intact": not self.problems,
             "checkpoint": self.where,
             "format": self.format,
             "tensors": self.tensors,
@@ -57,7 +50,7 @@ class Verified:
                 {"name": name, "nan": values.nan, "inf": values.inf}
                 for name, values in self.not_finite.items()
             ],
-            "problems": [{"file": f.file, "partition": f.tensor, "reason": f.reason} for f in self.faults],
+            "problems": json_of(self.problems),
         }
 
 
@@ -78,28 +71,28 @@ def verify_file(
     found = Verified(str(path))
     try:
         with os_errors(path):
-            found.faults += _structure(path)
+            found.problems += _structure(path)
         source = open_source(path)
     except Corruption as error:
         reason = error.message.removeprefix(f"{path}: ").removeprefix(f"{path} is damaged: ")
-        if not found.faults:
-            found.faults.append(Fault(str(path), None, reason))
+        if not found.problems:
+            found.problems.append(Problem(str(path), None, reason))
         return found
     found.format, found.tensors = source.format, len(source.specs)
     found.bytes = sum(spec.nbytes for spec in source.specs.values())
-    if read_data and not found.faults:
+    if read_data and not found.problems:
         _values(source, found, finite, progress)
     return found
 
 
-def _structure(path: Path) -> Iterator[Fault]:
-    """Yield the faults that can be found before the checkpoint is opened as a whole."""
+def _structure(path: Path) -> Iterator[Problem]:
+    """Yield the problems that can be found before the checkpoint is opened as a whole."""
     folder = path if path.is_dir() else path.parent
     if path.name == METADATA or (path.is_dir() and (path / METADATA).exists()):
         from scarctl.formats.dcp_check import faults
 
         for name, tensor, reason in faults(folder):
-            yield Fault(str(folder / name), tensor, reason)
+            yield Problem(str(folder / name), tensor, reason)
         return
     file = index_in(path) if path.is_dir() else path
     if file is None:
@@ -110,7 +103,7 @@ def _structure(path: Path) -> Iterator[Fault]:
         yield from _archive(file)
 
 
-def _index(index: Index) -> Iterator[Fault]:
+def _index(index: Index) -> Iterator[Problem]:
     """Compare an index with the headers of its files."""
     size, readable, files = 0, True, index.by_file()
     for file, names in files.items():
@@ -119,26 +112,26 @@ def _index(index: Index) -> Iterator[Fault]:
             opened = index.open_shard(file)
         except Corruption as error:
             readable = False
-            yield Fault(str(path), None, error.message.removeprefix(f"{index.path}: "))
+            yield Problem(str(path), None, error.message.removeprefix(f"{index.path}: "))
             continue
         size += opened.nbytes
         for name in names:
             if name not in opened.specs:
-                yield Fault(str(path), name, "the index names this file, which does not have the tensor")
+                yield Problem(str(path), name, "the index names this file, which does not have the tensor")
         for name in opened.specs:
             other = index.files.get(name)
             if other is None:
-                yield Fault(str(path), name, "the index does not name this tensor")
+                yield Problem(str(path), name, "the index does not name this tensor")
             elif other != file:
-                yield Fault(str(path), name, f"the index says that it is in {other}")
+                yield Problem(str(path), name, f"the index says that it is in {other}")
     shard = re.compile(
         re.escape(index.path.name.removesuffix(INDEX_ENDING)) + r"-\d{5}-of-\d{5}\.safetensors"
     )
     for path in sorted(index.path.parent.iterdir()):
         if shard.fullmatch(path.name) and path.name not in files:
-            yield Fault(str(path), None, "the index does not name this file: it is of another save")
+            yield Problem(str(path), None, "the index does not name this file: it is of another save")
     if readable and index.total_size is not None and index.total_size != size:
-        yield Fault(
+        yield Problem(
             str(index.path), None, f"it claims {index.total_size} bytes of tensors, the files have {size}"
         )
 
@@ -148,7 +141,7 @@ def _begins_as_archive(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def _archive(path: Path) -> Iterator[Fault]:
+def _archive(path: Path) -> Iterator[Problem]:
     """Compare the files of a `.pt` archive with their checksums, which torch does not do."""
     open_source(path)  # refuses what must not be unpacked
     with zipfile.ZipFile(path) as archive:
@@ -160,7 +153,7 @@ def _archive(path: Path) -> Iterator[Fault]:
                     while file.read(1 << 20):
                         pass
             except zipfile.BadZipFile as error:
-                yield Fault(str(path), None, f"{info.filename}: {error}")
+                yield Problem(str(path), None, f"{info.filename}: {error}")
 
 
 def _values(
@@ -171,12 +164,12 @@ def _values(
         try:
             values = measure(source, name)
         except (Corruption, UsageError) as error:
-            found.faults.append(Fault(found.where, name, error.message))
+            found.problems.append(Problem(found.where, name, error.message))
             return
         if values.nan or values.inf:
             found.not_finite[name] = values
             if finite and is_float(spec.dtype):
-                found.faults.append(Fault(found.where, name, f"{values.nan} NaN, {values.inf} infinite"))
+                found.problems.append(Problem(found.where, name, f"{values.nan} NaN, {values.inf} infinite"))
         done += spec.nbytes
         if progress is not None:
             progress(done, found.bytes)

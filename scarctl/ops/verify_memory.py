@@ -6,9 +6,8 @@ Only a copy that the store has in the same version can be compared. Newer ones a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +19,14 @@ from scarctl.state.layout import Layout
 from scarctl.store import ShardState, Store, topology_epochs
 from scarctl.store.segment import by_group, partition_checksums
 from scarctl.util.arrays import Bytes, Ids
+from scarctl.util.document import Document
 
 _BATCH = 8 << 20
 _NAMED = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryCheck:
+class MemoryCheck(Document):
     """One arena of this host, compared with the store."""
 
     folder: str
@@ -45,10 +45,6 @@ class MemoryCheck:
     """Partitions whose bytes differ from those that were saved in the same version."""
     names: tuple[str, ...]
     """Names of the first thousand of them."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields."""
-        return {**asdict(self), "names": list(self.names)}
 
 
 def verify_memory(store: Store, arena_dir: str | None) -> list[MemoryCheck]:

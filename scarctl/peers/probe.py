@@ -6,14 +6,14 @@ import secrets
 import socket
 import ssl
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from scarctl.errors import Corruption, ScarError, Unavailable, UsageError
 from scarctl.peers.channel import Channel, Gone
 from scarctl.peers.frames import Kind, encode
 from scarctl.peers.handshake import Hello
 from scarctl.peers.tls import Tls
+from scarctl.util.document import Document
 
 ROUNDS = 5
 SECONDS = 5.0
@@ -21,7 +21,7 @@ SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class PeerDiagnosis:
+class PeerDiagnosis(Document):
     """A daemon that listens for peers, as a stranger sees it."""
 
     address: str
@@ -32,10 +32,6 @@ class PeerDiagnosis:
     """Shortest time of a connection."""
     answer_seconds: float
     """Shortest time from a greeting to its refusal."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields."""
-        return asdict(self)
 
 
 def parse_peer(text: str) -> tuple[str, int]:

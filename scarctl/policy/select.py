@@ -23,6 +23,38 @@ _CHUNK = 1 << 17
 """Values per piece of a histogram, so that temporaries stay in the cache."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """What is known of every partition, and what else decides on its rank. All arrays have shape (partitions,).
+
+    Raises UsageError for arrays of different shapes.
+    """
+
+    distance_sq: NDArray[np.float64]
+    """Squared distance from the last saved copy. If it is zero, only "full" saves the partition. If it is not finite,
+    no policy does, because the last good copy is worth more."""
+    nbytes: NDArray[np.int64]
+    staleness: NDArray[np.int64]
+    """Iterations since the last saved copy."""
+    eligible: NDArray[np.bool_]
+    """Whether the partition is owned and has no pending copy."""
+    seed: int = 0
+    step: int = 0
+    max_staleness: int | None = None
+    """Changed partitions of at least this staleness come first, the stalest first. None: there is no limit."""
+
+    def __post_init__(self) -> None:
+        shape = (self.distance_sq.size,)
+        if (
+            not self.distance_sq.shape
+            == self.nbytes.shape
+            == self.staleness.shape
+            == self.eligible.shape
+            == shape
+        ):
+            raise UsageError("the arrays of partitions have different shapes")
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The partitions to save now, and the values to pass to the next call."""
@@ -51,56 +83,35 @@ def squared(distance: NDArray[np.float64]) -> NDArray[np.float64]:
     return result
 
 
-def select(
-    policy: str,
-    *,
-    distance_sq: NDArray[np.float64],
-    nbytes: NDArray[np.int64],
-    staleness: NDArray[np.int64],
-    eligible: NDArray[np.bool_],
-    budget: int,
-    credit: int = 0,
-    cursor: int = 0,
-    seed: int = 0,
-    step: int = 0,
-    max_staleness: int | None = None,
-) -> Selection:
-    """Pick the partitions to save. All arrays have shape (partitions,).
+def select(policy: str, among: Candidates, budget: int, *, credit: int = 0, cursor: int = 0) -> Selection:
+    """Pick the partitions to save.
 
     policy: "priority" takes the largest squared distance per byte first (Qiao et al., "Fault tolerance in
         iterative-convergent machine learning", ICML 2019, section 4.2, with bytes in place of counts); "round"
         cycles through the ids from `cursor`; "random" draws an order from (seed, step); "full" takes all eligible
         partitions, regardless of the budget.
-    distance_sq: squared distance from the last saved copy. If it is zero, only "full" saves the partition. If it is
-        not finite, no policy does, because the last good copy is worth more.
-    staleness: iterations since the last saved copy.
-    eligible: whether the partition is owned and has no pending copy.
     budget, credit: bytes. At most budget + credit are selected. The rest carries over, up to one budget plus the
         largest partition.
-    max_staleness: changed partitions of at least this staleness come first, the stalest first.
 
     Equal partitions are taken in the order of their ids. Time is linear in the number of partitions. Raises UsageError
-    for an unknown policy, a negative budget, and arrays of different shapes.
+    for an unknown policy and a negative budget.
     """
     if policy not in POLICIES:
         raise UsageError(f"unknown policy {policy!r}", hint=f"use one of {', '.join(POLICIES)}")
     if budget < 0:
         raise UsageError(f"a budget of {budget} bytes is negative", hint="give 0 or more")
-    n = distance_sq.size
-    if not distance_sq.shape == nbytes.shape == staleness.shape == eligible.shape == (n,):
-        raise UsageError("the arrays of partitions have different shapes")
-
-    ids, nonfinite = _candidates(distance_sq, eligible, equal_too=policy == "full")
+    nbytes = among.nbytes
+    ids, nonfinite = _candidates(among, equal_too=policy == "full")
     if policy == "full":
         return Selection(ids, int(nbytes[ids].sum()), credit, cursor, nonfinite)
 
     cap = budget + int(nbytes.max(initial=0))
     room = budget + min(max(credit, 0), cap)
     stale = np.empty(0, dtype=np.int64)
-    if max_staleness is not None:
-        is_due = staleness[ids] >= max_staleness
+    if among.max_staleness is not None:
+        is_due = among.staleness[ids] >= among.max_staleness
         due = ids[is_due]
-        stale = _prefix(due, staleness[due].astype(np.uint64), nbytes, room)
+        stale = _prefix(due, among.staleness[due].astype(np.uint64), nbytes, room)
         # If a due partition did not fit, all others wait until the credit covers it.
         ids = ids[~is_due] if stale.size == due.size else np.empty(0, dtype=np.int64)
         room -= int(nbytes[stale].sum())
@@ -108,22 +119,21 @@ def select(
         split = np.searchsorted(ids, cursor)
         in_turn = _fitting(np.concatenate((ids[split:], ids[:split])), nbytes, room)
         if in_turn.size:
-            cursor = (int(in_turn[-1]) + 1) % n
+            cursor = (int(in_turn[-1]) + 1) % nbytes.size
         picked = np.sort(in_turn, kind="stable")
     else:
-        picked = _prefix(ids, _keys(policy, ids, distance_sq, nbytes, seed, step), nbytes, room)
+        picked = _prefix(ids, _keys(policy, ids, among), nbytes, room)
     room -= int(nbytes[picked].sum())
     taken = np.sort(np.concatenate((stale, picked))) if stale.size else picked
     return Selection(taken, int(nbytes[taken].sum()), min(room, cap), cursor, nonfinite)
 
 
-def _candidates(
-    distance_sq: NDArray[np.float64], eligible: NDArray[np.bool_], *, equal_too: bool
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _candidates(among: Candidates, *, equal_too: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the eligible ids that changed (or all, if `equal_too`), and those that are not finite. Both ascend."""
     found, bad = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-    for first in range(0, distance_sq.size, _CHUNK):
-        values, may = distance_sq[first : first + _CHUNK], eligible[first : first + _CHUNK]
+    for first in range(0, among.distance_sq.size, _CHUNK):
+        part = slice(first, first + _CHUNK)
+        values, may = among.distance_sq[part], among.eligible[part]
         finite = np.isfinite(values)
         if not finite.all():
             bad.append(np.flatnonzero(may & ~finite) + first)
@@ -131,24 +141,17 @@ def _candidates(
     return np.concatenate(found), np.concatenate(bad)
 
 
-def _keys(
-    policy: str,
-    ids: NDArray[np.int64],
-    distance_sq: NDArray[np.float64],
-    nbytes: NDArray[np.int64],
-    seed: int,
-    step: int,
-) -> NDArray[np.uint64]:
+def _keys(policy: str, ids: NDArray[np.int64], among: Candidates) -> NDArray[np.uint64]:
     """Return a rank per candidate, the largest first: uint64 of shape (candidates,)."""
     if policy == "priority":
         # Positive floats sort like their bits. A partition without bytes counts as one byte.
-        keys = distance_sq[ids]
-        keys /= np.maximum(nbytes[ids], 1)
+        keys = among.distance_sq[ids]
+        keys /= np.maximum(among.nbytes[ids], 1)
         return keys.view(np.uint64)
     # numpy keeps the raw output of a bit generator stable. It is drawn for all ids, so that an id's rank does not
     # depend on the other candidates.
-    entropy = np.random.SeedSequence([seed & 0xFFFFFFFFFFFFFFFF, step])
-    return np.random.PCG64(entropy).random_raw(distance_sq.size)[ids]
+    entropy = np.random.SeedSequence([among.seed & 0xFFFFFFFFFFFFFFFF, among.step])
+    return np.random.PCG64(entropy).random_raw(among.nbytes.size)[ids]
 
 
 def _prefix(

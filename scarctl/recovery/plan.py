@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import SealedSet, ShardState, Snapshot, Store, complete_sets, sealed_sets
 from scarctl.util.arrays import Ids, distinct
+from scarctl.util.document import Document
 
 TIERS = ("live", "memory", "peer", "store")
 """Places of copies, freshest first: a surviving process, this host's memory, another host's memory, the store."""
@@ -85,17 +86,13 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Perturbation:
+class Perturbation(Document):
     """Norm of the change that a recovery makes to the parameters."""
 
     value: float | None
     """None when unknown."""
-    kind: str
-    """"measured" against the current values, "estimated" from the last known distances, or "unknown"."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return `value` and `kind` as JSON values."""
-        return {"value": self.value, "kind": self.kind}
+    kind: Literal["measured", "estimated", "unknown"]
+    """"measured" against the current values, or "estimated" from the last known distances."""
 
 
 def plan_partial(

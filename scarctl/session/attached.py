@@ -24,7 +24,7 @@ log = logging.getLogger("scarctl")
 
 
 class Open(Protocol):
-    """A session that is not closed."""
+    """One session that is still open."""
 
     @property
     def head_step(self) -> int: ...

@@ -1,8 +1,8 @@
-"""Make what a loop does before the batches of an epoch happen once, although a resumed loop repeats it.
+"""Undo a resumed loop's repetition of its work before the batches of an epoch, so that the work counts once.
 
-A run that was stopped within an epoch resumes with that epoch. Its loop steps a schedule, resets a meter or loads
-weights again, before it asks for the next batch. The restored state has the effect of that already. So the state from
-before the repetition is put back.
+A run that was stopped within an epoch resumes with that epoch. Its loop again steps a schedule, resets a meter or loads
+weights before it requests the next batch. The restored state already includes the effect. So the state from before the
+repetition is put back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Beginning:
     """The state of one session right before its loop repeats the beginning of an epoch."""
 
     def __init__(self, parts: Parts, finish: Callable[[], bool]) -> None:
-        """Take the session's parts. finish: ends the current checkpoint."""
+        """Use the session's parts. finish: ends the current checkpoint."""
         self._adapter = parts.adapter
         self._binding = parts.binding
         self._opening = parts.opening
@@ -37,7 +37,7 @@ class Beginning:
         self._kept: Any = None
         self._counters: list[int] = []
         self._differing: NDArray[np.bool_] | None = None
-        """Which partitions differed from the arena already, as after a change between the resume and the loop."""
+        """Partitions that already differed from the arena, because they changed between the resume and the loop."""
 
     def keep(self) -> None:
         """Keep the state, before the loop repeats anything."""
@@ -71,7 +71,7 @@ class Beginning:
                 live.load(changed)
                 engine.equal(changed)
             self._adapter.restore(*state)
-            # What differed from the arena before has no copy.
+            # Partitions that already differed from the arena have no copy.
             if kept_back or before & live.written(self._counters):
                 return _WEIGHTS
         return None

@@ -1,8 +1,8 @@
-"""Find hyperparameters of modules that a loop has changed, and that are not saved: a dropout, what is frozen.
+"""Find unsaved hyperparameters of modules that a loop has changed, such as a dropout rate or frozen parameters.
 
-They are compared with those at `attach`. A run that resumes must have made the same changes. Left out is what says
-nothing about that: a `requires_grad` that is set and set back within an iteration, as in a GAN, because it depends on
-when it is read. Of a run that was closed, also what the loop sets again and again, as a function of the step.
+They are compared with those at `attach`. A run that resumes must have made the same changes. Two kinds prove nothing,
+and are left out. A `requires_grad` that is set and reset within an iteration, as in a GAN, depends on when it is read.
+After a run was closed, so does a value that the loop keeps setting as a function of the step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAMED = 3
 _WINDOWS = 3
 """Iterations in which the hyperparameters are read at several moments."""
 _MOVING = 3
-"""Changes of one hyperparameter, after which the loop is taken to set it again and again."""
+"""Changes of one hyperparameter after which the loop is assumed to set it as a function of the step."""
 _FROZEN = ".requires_grad"
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -36,11 +36,11 @@ class Changes:
         """How often a hyperparameter was found changed since it was last read."""
         self._toggled: set[str] = set()
         self._ends = 0
-        """Ends of iterations, up to the last that is looked at."""
+        """Ends of iterations so far; counting stops after the first few."""
         self._ended: dict[str, Any] = {}
-        """Hyperparameters at the newest of them."""
+        """Hyperparameters at the newest end."""
         self._within: list[dict[str, Any]] = []
-        """Those that were read since then."""
+        """Hyperparameters at each later reading."""
 
     def _read(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -62,7 +62,7 @@ class Changes:
         return self._last
 
     def iteration_ends(self) -> None:
-        """Find, in the first iterations, what is set within one and set back before its end."""
+        """Find, in the first iterations, hyperparameters that are set within one and reset before its end."""
         if self._ends > _WINDOWS:
             return
         self._ends += 1
@@ -85,7 +85,7 @@ class Changes:
         return now
 
     def found(self, read: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return what is saved for `differences`: changed values as texts, and the names that are left out.
+        """Return the fields that are saved for `differences`: changed values as text, and the names that are left out.
 
         read: the result of `within` for the next iteration. None: they are read now.
         """
@@ -106,7 +106,7 @@ class Changes:
     def expect(self, saved: Mapping[str, Any]) -> None:
         """Take over the names that the earlier run left out: this run may end before it finds them.
 
-        Takes hostile input.
+        The argument may be hostile input.
         """
         self._toggled |= _toggled(saved) & self._first.keys()
         for name in _names(saved, "moving") & self._first.keys():
@@ -115,10 +115,10 @@ class Changes:
     def differences(
         self, saved: Mapping[str, Any], read: Mapping[str, Any] | None, *, followed: bool
     ) -> list[str]:
-        """Return what says that this run has made other changes than the earlier one; takes hostile input.
+        """Return a sentence for each sign that this run has made other changes than the earlier one.
 
-        saved: the result of `found` in the earlier run. read: that of `within` in this one. followed: whether the
-        earlier was read when its next iteration had begun. Otherwise a change may have followed.
+        saved: the result of `found` in the earlier run; it may be hostile input. read: the result of `within` in this
+        one. followed: whether `saved` was read after the next iteration began. Otherwise a change may have followed.
         """
         earlier = saved.get("changed")
         if not isinstance(earlier, Mapping):
@@ -141,7 +141,7 @@ class Changes:
 
 @functools.cache
 def _hyperparameters(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Return the names of the arguments of a module's constructor."""
+    """Return the names of a module's constructor arguments."""
     try:
         return tuple(inspect.signature(kind.__init__).parameters)[1:]
     except (TypeError, ValueError):

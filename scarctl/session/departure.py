@@ -19,14 +19,14 @@ from scarctl.session.saving import FLUSH_SECONDS, Saving
 log = logging.getLogger("scarctl")
 
 _FLUSH_SHARE = 1 / 3
-"""Largest part of the time that a flush waits for a running step to end."""
+"""Largest fraction of the time left for which a flush waits for a running step to end."""
 
 
 class Departure:
     """Flushes and evacuates one session, from any thread."""
 
     def __init__(self, parts: Parts, saving: Saving, inert: Callable[[], bool]) -> None:
-        """Prepare. inert: returns whether the session is closed, or not this process's."""
+        """Use the session's parts. inert: returns whether the session is closed, or belongs to another process."""
         self._gate = parts.gate
         self._opening = parts.opening
         self._settings = parts.settings
@@ -77,7 +77,7 @@ class Departure:
     def before_signal(self, signum: int, fatal: bool) -> None:
         """Flush, after SIGTERM or SIGINT. After SIGTERM also evacuate, if there is a grace period. Called in a thread.
 
-        fatal: this process ends right after it.
+        fatal: the signal then ends this process.
         """
         began = time.monotonic()
         grace = self._grace if signum == signal.SIGTERM else None
@@ -98,7 +98,7 @@ class Departure:
             if fatal:
                 self._saving.end_now(wait=grace is None)
         if grace is not None:
-            # Outside the gate: a training thread that has to end first is not kept from it.
+            # Outside the gate: it must not block a training thread that has to end first.
             found = self._evacuate(before(began + grace, grace), flushed=flushed)
             log.log(logging.INFO if found.safe else logging.WARNING, "SIGTERM: %s", said(found))
 
@@ -120,7 +120,7 @@ class Departure:
 
 
 def said(found: Evacuated) -> str:
-    """Return one line about an evacuation, for the log."""
+    """Describe an evacuation in one line, for the log."""
     mib = 1 << 20
     there = f"{found.peer_bytes / mib:.1f} MiB only in the memory of {', '.join(found.peers)}"
     where = f"safe in the store and {there}" if found.peer_bytes else "safe in the store"

@@ -78,7 +78,7 @@ def weigh_resume(
 def _seen(
     engine: Engine, ids: Ids, step: int, newest: Ids, distance: NDArray[np.float64], history: History
 ) -> dict[str, Any]:
-    """Return one process's numbers about the loss: plain values, as small as possible."""
+    """Return what one process knows about the loss: plain values, as small as possible."""
     parameters = parameters_of(engine.layout)
     mine = ids[parameters[ids]]
     all_ages = np.maximum(step - newest[mine], 0)

@@ -1,4 +1,4 @@
-"""Find what a loop's loader keeps in addition to its position: generators of its own, and which batch it gave last."""
+"""Find a loader's state in addition to its position: its own generators, and the batch that it returned last."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Ra
 _SAMPLES = 4096
 """Values of a large tensor that are compared."""
 _MOST = 1024
-"""Parts of a batch that are looked at. The loop waits while they are noted."""
+"""Most parts of a batch that are compared. The loop waits while they are noted."""
 
 
 @functools.lru_cache(1024)
 def _is_generator(kind: type) -> bool:
-    """Return whether these are generators with a state. The system's have none."""
+    """Return whether an object is a generator with a state. The system's generator has no state."""
     return issubclass(kind, _KINDS) and not issubclass(kind, random.SystemRandom)
 
 
@@ -47,7 +47,7 @@ class Hidden:
             ]
 
     def find(self) -> list[Any]:
-        """Return those that are there now: some are made with the first item."""
+        """Return the generators that exist now: some are created with the first item."""
         found: dict[int, Any] = {}
         for owner in self._owners:
             for value in list(getattr(owner, "__dict__", {}).values()):
@@ -58,12 +58,12 @@ class Hidden:
 
 
 def states_of(generators: Sequence[Any]) -> list[Any]:
-    """Return their states."""
+    """Return the states of these generators."""
     return [state_of(generator) for generator in generators]
 
 
 def restore_states(generators: Sequence[Any], states: Sequence[Any]) -> bool:
-    """Restore the result of `states_of`. Return False, and do nothing, if there are more or fewer generators now."""
+    """Restore the result of `states_of`. Return False, and change nothing, if the number of generators differs."""
     if len(generators) != len(states):
         return False
     for generator, state in zip(generators, states, strict=True):
@@ -72,7 +72,7 @@ def restore_states(generators: Sequence[Any], states: Sequence[Any]) -> bool:
 
 
 class Given(Deferred):
-    """A batch that the loop was given. Its value is a digest, or None if nothing in it can be compared."""
+    """A batch that the loop received. Its value is a digest, or None if nothing in it can be compared."""
 
     __slots__ = ("_parts",)
 

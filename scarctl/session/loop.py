@@ -27,7 +27,7 @@ _OTHERS = (
 
 
 class Host(Protocol):
-    """The session, as its loop sees it."""
+    """The methods of a session that its loop calls."""
 
     @property
     def caveats(self) -> Caveats:
@@ -47,10 +47,10 @@ class Host(Protocol):
         """Note that the loop is about to change state before the batches of an epoch."""
 
     def repeating(self) -> None:
-        """Note that the loop is about to repeat what it did before the batches of an epoch."""
+        """Note that the loop is about to repeat its changes before the batches of an epoch."""
 
     def repeated(self) -> None:
-        """Undo what the loop has changed since `repeating`: the restored state has it already."""
+        """Undo the loop's changes since `repeating`: the restored state already includes them."""
 
     def doubt(self, reason: str) -> None:
         """Note that the loop may not continue as the earlier run would have."""
@@ -75,7 +75,7 @@ class Loop:
         self._passes: list[Pass] = []
         """Passes of this epoch."""
         self._former: list[Pass] = []
-        """Passes of the previous epoch, whose loaders the next one reads again."""
+        """Passes of the previous epoch. The next epoch reads their loaders again."""
         self._left: list[Mapping[str, Any]] = []
         """State of the loaders when the resumed run stopped, by number of their passes."""
         self._known: set[int] = set()
@@ -85,7 +85,7 @@ class Loop:
         self._held: Rng | None = None
         """Random numbers with which a resumed loop will continue, until it does."""
         self._repeating = False
-        """Whether it repeats the beginning of an epoch until then."""
+        """Whether the loop repeats the beginning of an epoch until then."""
         self._position: dict[str, Any] | None = None
         """Position of the last settled moment."""
         self._head = 0
@@ -238,7 +238,7 @@ class Loop:
         return all(made.done for made in self._passes)
 
     def position(self, step: int) -> dict[str, Any]:
-        """Return the loop's position when it was settled at `step`; its current position if it was not."""
+        """Return the loop's position when it settled at `step`; its current position if it did not settle there."""
         return self._position if self._position is not None and self._head == step else self._now()
 
     def _now(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ UNITS = {
     "rework": "iterations",
     "rework_high": "iterations",
 }
-"""Every figure that a session can have, with its unit. An unknown one is left out, never 0 or NaN."""
+"""Every figure of a session, with its unit. An unknown one is left out, never 0 or NaN."""
 
 
 def measure(
@@ -64,7 +64,7 @@ def measure(
     }
     if engine is not None:
         figures |= _of_copies(engine, step)
-        # Each of several ranks knows its own part of the state's movement only.
+        # Each of several ranks knows only its own part of the state's movement.
         figures |= _rework(engine, step) if alone else {}
     return {prefix + name: value for name, value in figures.items()}
 

@@ -1,4 +1,4 @@
-"""Find out whether a loop numbers its batches with `enumerate`, which begins at 0 in an epoch that is resumed."""
+"""Detect whether a loop numbers its batches with `enumerate`, which begins at 0 in a resumed epoch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from types import GeneratorType
 from typing import Any
 
 _LEVELS = 3
-"""Iterators around the batches that are looked through, next to generators."""
+"""Types of iterators, in addition to generators, that may stand between the batches and `enumerate`."""
 _MOST = 64
-"""Most objects per level whose holders are searched."""
+"""Most objects per level whose referrers are searched."""
 
 
 def is_enumerated(batches: Any) -> bool:
-    """Return whether an `enumerate` reads this generator, which is running, also through progress bars.
+    """Return whether an `enumerate` reads this running generator, directly or through progress bars.
 
-    Reads what every object refers to: about 0.1 s in a large process.
+    Reads the references of every object: about 0.1 s in a large process.
     """
     level = [batches, *_around(batches)]
     seen = set(map(id, level))
@@ -34,7 +34,7 @@ def is_enumerated(batches: Any) -> bool:
 
 
 def _around(batches: Any) -> list[Any]:
-    """Return the generators that read this one: while they run, the collector does not see what they refer to."""
+    """Return the generators that read this one: while they run, the collector does not see their references."""
     frame, frames = batches.gi_frame.f_back, set()
     while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
         frames.add(id(frame))

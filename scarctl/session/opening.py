@@ -28,7 +28,7 @@ log = logging.getLogger("scarctl")
 def claim(store: Store, settings: SessionSettings, binding: Binding, requests: Requests) -> Saver:
     """Return the session's saver, once no other process writes to the store.
 
-    Raises as `Saver.claim` does, and Unavailable if there is no room for the arena: before the first step, not in it.
+    Raises as `Saver.claim` does. Raises Unavailable if there is no room for the arena, so that no step fails for it.
     """
     folder = arena_folder(settings.arena_dir, store.run_id)
     require_room(folder, binding.least_bytes(movements=settings.extrapolate))
@@ -55,9 +55,9 @@ class Opening:
         self.engine: Engine | None = None
         """The engine, once it runs."""
         self._looked = False
-        """The session has resumed from the store, or supersedes its state."""
+        """Whether the session has resumed from the store, or supersedes its state."""
         self._superseding = False
-        """The session supersedes the state in the store."""
+        """Whether the session supersedes the state in the store."""
 
     def open(self, layout: Layout, *, resuming: bool = False) -> Engine:
         """Open the arena, unless it is open. Nothing is saved before `Engine.start`. resuming: see `Engine`."""

@@ -15,10 +15,10 @@ from scarctl.session.loader import Given, Hidden, restore_states, states_of
 from scarctl.state.caveats import Caveats
 
 Rng = Raw | Mapping[str, Any]
-"""States of the random generators: as they were read here, or as they were saved."""
+"""States of the random generators, as read here or as saved."""
 
 _LOOKAHEAD = 2
-"""Used batches that are loaded again, because a loader may have read ahead."""
+"""Used batches that are loaded again, because loaders may read ahead."""
 END: Any = object()
 
 
@@ -34,14 +34,14 @@ class Pass:
         self._own = generators_of(loader)
         self._hidden = Hidden(loader)
         self.others = False
-        """Whether the loader had a number of hidden generators other than was saved, so that they were not restored."""
+        """Whether the loader's hidden generators differed in number from the saved ones, so that none was restored."""
         self._hidden_begun: list[Any] = []
         self._hidden_before: list[Any] = []
         """States before the newest batch was requested."""
         self._given: Any = None
         """The newest batch, or a digest of it."""
         self.differs = False
-        """Whether the last batch of the stopped run, loaded again, was another one."""
+        """Whether the last batch of the stopped run differed when it was loaded again."""
         self._begun: Rng = {}
         """Random numbers before the iterator was made."""
         self._before: Rng | None = None
@@ -62,7 +62,7 @@ class Pass:
         return iterator
 
     def begin_again(self, saved: Mapping[str, Any], *, same_rank: bool) -> Iterator[Any]:
-        """Repeat the pass that a stopped run had begun, without the batches that it used.
+        """Repeat the pass that a stopped run had begun, without its used batches.
 
         Raises UsageError if the data end before the saved position.
         """
@@ -142,7 +142,7 @@ class Pass:
             )
 
     def gives(self, batch: Any) -> None:
-        """Note the batch that the loop is given."""
+        """Note the batch that the loop receives."""
         self.count += 1
         self._given = Given(batch) if _is_plain(self._loader) else None
 
@@ -178,7 +178,7 @@ class Pass:
 
 
 def leave(loader: Any, state: Mapping[str, Any]) -> bool:
-    """Set a loader to the state that `Pass.left` returned. Return whether its hidden generators are as many as then."""
+    """Set a loader to the state that `Pass.left` returned. Return whether it has as many hidden generators as then."""
     _set_iteration(loader, state["iteration_now"])
     _set(generators_of(loader), state["own_now"])
     return restore_states(Hidden(loader).find(), state.get("hidden_now", []))
@@ -196,7 +196,7 @@ def _set(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
 
 
 def _is_plain(loader: Any) -> bool:
-    """Return whether the loop is given a batch when the loader has made it: others may have read ahead."""
+    """Return whether the loop receives each batch as soon as the loader has made it. Other loaders may read ahead."""
     return isinstance(loader, DataLoader) and not hasattr(loader, "base_dataloader")
 
 
@@ -213,7 +213,7 @@ def _is_indexed(loader: Any) -> bool:
 
 @contextlib.contextmanager
 def _without_first(loader: Any, skip: int) -> Iterator[None]:
-    """Make an iterator over `loader`, made and first read inside, begin after `skip` batches."""
+    """Have an iterator over `loader`, made and first read inside, begin after `skip` batches."""
     if not skip:
         yield
         return
@@ -229,7 +229,7 @@ def _without_first(loader: Any, skip: int) -> Iterator[None]:
 
 
 class _Rest:
-    """A sampler without its first draws."""
+    """Iterates over a sampler without its first draws."""
 
     def __init__(self, sampler: Any, skip: int) -> None:
         self._sampler = sampler

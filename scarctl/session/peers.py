@@ -64,7 +64,7 @@ class AgreedState:
 
 
 class Elsewhere(Protocol):
-    """A state that was saved under another division."""
+    """A state that was saved under another division among processes."""
 
     layout: Layout
     """Layout of this process's share."""
@@ -74,7 +74,7 @@ class Elsewhere(Protocol):
 
 
 def refuse_peers(settings: SessionSettings) -> None:
-    """Raise UsageError if other hosts are to keep copies: processes without ranks do not know any."""
+    """Raise UsageError if other hosts are to keep copies: a process without ranks knows no other host."""
     if settings.peers:
         raise UsageError(
             f"peers={settings.peers}: a process that trains alone has no peers",
@@ -83,7 +83,7 @@ def refuse_peers(settings: SessionSettings) -> None:
 
 
 def check_wait(wait: object, settings: SessionSettings) -> None:
-    """Raise UsageError unless `Session.checkpoint` can wait so."""
+    """Raise UsageError unless `Session.checkpoint` can wait in this way."""
     if wait == "peers" and not settings.peers:
         raise UsageError(
             "wait='peers', but no other host keeps copies of this one's memory",
@@ -165,7 +165,7 @@ class Together:
     def keep_copies(self, saver: Saver, settings: SessionSettings, caveats: Caveats) -> None:
         """Have other hosts keep copies of this process's memory, if the settings say so. Its saver is open.
 
-        What cannot be kept is a caveat. Raises Unavailable if a rank is gone.
+        A copy that cannot be kept becomes a caveat. Raises Unavailable if a rank is gone.
         """
 
     def begin(self, store: Store) -> None:
@@ -180,7 +180,7 @@ class Together:
         return None if found is None else AgreedState(found.step, found.extras, found.exact)
 
     def completed(self, extras: Extras) -> Extras:
-        """Return the extras; what is this rank's own and was never saved, or by another rank, stays as it is now."""
+        """Return the extras. This rank's own values, if never saved or saved by another rank, stay as they are now."""
         return extras
 
     def elsewhere(self, store: Store, mode: str, snapshot: str | None) -> Elsewhere | None:

@@ -1,4 +1,4 @@
-"""Determine when a loop is done with a step, capture that moment for a checkpoint, and check where a run resumes.
+"""Determine when a loop is done with a step, capture that moment for a checkpoint, and check a resumed position.
 
 A loop that reads `Session.batches` is done when it requests the next batch. Any other loop counts as done when the next
 forward pass in training mode begins, or, without one, the next optimizer's step.
@@ -51,10 +51,10 @@ class Progress:
         """Begin before the first step.
 
         fault: called with the error of an object that cannot be read. hooked: whether hooks report the beginning and
-        end of steps. framework: whether a framework owns the loop and restores its position. Extras with an attribute
-        `owns_loop` do so, too.
+        end of steps. framework: whether a framework owns the loop and restores its position. An attribute `owns_loop`
+        of extras says so, too.
 
-        origin: learns why the loop does not continue as the earlier run would have.
+        origin: receives the reasons why the loop does not continue as the earlier run would have.
         """
         self.head_step = 0
         """Iterations finished."""
@@ -75,7 +75,7 @@ class Progress:
         )
         self._newest: Moment | None = None
         self._ended: Any = None
-        """Light extras at the newest step's end."""
+        """Light extras at the end of the newest step."""
         self._usual: list[bool] | None = None
         """Whether the loop usually changes each of them after a step."""
         self._checks = _CHECKED
@@ -202,7 +202,7 @@ class Progress:
             self._origin.doubt(tuple(found))
 
     def _compare(self, moment: Moment) -> None:
-        """Find out which extras the loop changes after a step."""
+        """Compare extras, to find those that the loop changes after a step."""
         if self._checks <= 0 or self._known is None or self.framework:
             return
         self._checks -= 1
@@ -222,14 +222,14 @@ class Progress:
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def settled_moment(self) -> Moment | None:
-        """Return the moment at which the loop was done with the newest step. None: nothing has said when that was."""
+        """Return the moment at which the loop was done with the newest step. None: that moment is unknown."""
         newest = self._newest
         if newest is None or not self.loop.used or newest.step != self.head_step:
             return None
         return None if newest.position is None else newest
 
     def flushed(self, moment: Moment) -> None:
-        """Find out whether the live parameters, which are about to be saved, are those of the step of `moment`."""
+        """Check whether the live parameters, which are about to be saved, are those of the step of `moment`."""
         if moment is self._newest and moment.weights.replaced():
             self.caveats.say(
                 _REPLACED,

@@ -49,8 +49,8 @@ class Resumed:
     exact: bool
     """The whole state is of `step`: training continues as if it had not stopped. Otherwise steps are mixed."""
     report: Report | None
-    """Sources of the partitions. None if the store was empty. None also if the state was saved under another division:
-    then all of it came from the store."""
+    """Sources of the partitions. None if the store was empty, or if the state was saved under another division. In the
+    latter case all of it came from the store."""
     ranks: Mapping[str, Any] | None = None
     """With several ranks: the lost ones, and the predicted cost; see `scarctl.distributed.resume_step`."""
     reasons: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class Resumed:
 
 
 def said(resumed: Resumed, store: Store) -> Resumed:
-    """Log the resumed state in one line, and return it."""
+    """Log the resumed state in one line, and return that state."""
     if resumed.new:
         log.info("%s holds no state: a new run begins", store.url)
     else:
@@ -89,7 +89,7 @@ def said(resumed: Resumed, store: Store) -> Resumed:
 
 
 def facts(report: Report) -> dict[str, Fact]:
-    """Return what the journal keeps of a recovery: see `scarctl.state.journal.Journal`."""
+    """Return the facts about a recovery that the journal keeps: see `scarctl.state.journal.Journal`."""
     rework = report.cost.rework if report.cost is not None else None
     return {
         "mode": report.mode,
@@ -116,8 +116,8 @@ def resume_live(
         assert report.step is not None
         engine.learn(shared_history(engine, sealed, report.step, together), sealed)
         return Resumed(report.step, report.exact, replace(report, cost=cost)), sealed
-    # Saving stops, because extras that move from the queue to the store meanwhile would be seen in neither. It stays
-    # stopped after a failure, because hand-overs may be of later steps than the one that another attempt continues.
+    # Saving stops, because extras that move from the queue to the store meanwhile would be seen in neither. Saving
+    # stays stopped after a failure, because hand-overs may be later than the step from which another attempt continues.
     together.agree(engine.stop)
     resumed, extras = _resume(engine, live, together)
     together.agree(engine.start)
@@ -262,7 +262,7 @@ def _fetch_lost(
 
 
 def _survivors(engine: Engine, live: LiveState, ids: Ids, head_step: int) -> str:
-    """Return the commit of the whole state, after `head_step`, that has all live values but `ids`; "" without one."""
+    """Return the name of the commit of the whole state at `head_step` with all live values but `ids`; or ""."""
     arena = engine.arena
     if not arena.whole or step_of(int(arena.newest().max(initial=NEVER))) != head_step:
         return ""
@@ -308,7 +308,7 @@ def _roll_back(
 
 @contextlib.contextmanager
 def _known_to_differ(engine: Engine, ids: Ids) -> Iterator[None]:
-    """Count live values of `ids` as moved if the block fails: the arena may have other copies of them than before."""
+    """Count live values of `ids` as moved if the block fails: the arena may have new copies of them."""
     try:
         yield
     except BaseException:

@@ -28,10 +28,10 @@ class Requests:
         self._wishes: deque[Wish] = deque()
         """Requests that all ranks have to fulfil after the same step."""
         self.flush: Callable[[Wish], None] = lambda _: None
-        """Fulfils a wish that waits for no step: called in the thread that gets it, and returns at once."""
+        """Fulfils a wish that need not wait for a step. Called in the thread that receives it; returns at once."""
 
     def add(self, wish: Wish) -> None:
-        """Take a wish, for the next step's end. Called from another thread."""
+        """Keep a wish until the next step's end. Called from another thread."""
         if wish.kind == "flush":
             self.flush(wish)
         elif wish.kind == "recover" or (wish.kind == "full" and self._together.several):
@@ -68,7 +68,7 @@ class Requests:
 
 
 def answer(recover: Callable[[], Report], step: int, together: Together) -> dict[str, Any]:
-    """Recover, and return the answer to the command. A failed recovery does not end the training."""
+    """Recover, and return the answer to the command. Training continues if the recovery fails."""
     try:
         report = recover().to_json()
         counts = together.gather([report["restored_partitions"], report["bytes"]])

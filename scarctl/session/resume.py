@@ -1,4 +1,4 @@
-"""Resume a session where an earlier run has ended, whether it saved under the same division or another one."""
+"""Resume a session where an earlier run ended, whether that run saved under the same division or another one."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ log = logging.getLogger("scarctl")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a resume."""
+    """The result of a resume."""
 
     resumed: Resumed
     reasons: tuple[str, ...] = ()
-    """Reasons of the earlier run why the state is not exact."""
+    """The earlier run's reasons why the state is not exact."""
     reshaped: bool = False
-    """The state was saved under another division: it has to be saved again."""
+    """The state was saved under another division, and must be saved again."""
 
 
 class Resumption:
@@ -74,7 +74,7 @@ class Resumption:
 
         snapshot, saved_at, missing = self._together.agree(look)
         remove_slots = self._adapter.create_slots(layout)
-        # Hand-overs of a dead process are saved only once the step is known from which this one continues.
+        # Hand-overs of a dead process are saved only after the step is known from which this process continues.
         engine = self._opening.open(layout, resuming=True)
         reached = engine.arena.head_step
         live = self._binding.live(engine.arena)

@@ -40,7 +40,7 @@ _PATIENCE = 120.0
 
 
 class Ending(Enum):
-    """The reason why a session ends."""
+    """Reasons why a session ends."""
 
     CLOSED = "closed"
     """The loop has closed it, between two iterations: the live state is saved."""
@@ -56,7 +56,7 @@ class Saving:
     def __init__(self, parts: Parts) -> None:
         self.stats = Stats()
         self.moment: Moment | None = None
-        """The end of the newest step, if every step's end is kept."""
+        """The moment at the end of the newest step, if every step's end is kept."""
         self.flushed: int | None = None
         """The newest step that a flush has sealed."""
         self.doomed = False
@@ -152,7 +152,7 @@ class Saving:
         return sealed
 
     def now(self, extent: Extent) -> bool:
-        """Save the live state, both halves at once. Return whether that succeeded."""
+        """Save the live state now, both halves at once. Return whether that succeeded."""
         self.finish()
         errors = self.stats.errors
         self.begin(self.take_between(), extent)
@@ -162,7 +162,8 @@ class Saving:
     def require(self, engine: Engine, what: bool | Literal["peers"], *, saved: bool) -> None:
         """Wait for the store, or with "peers" for other hosts: see `Session.checkpoint`.
 
-        Raises Unavailable if the checkpoint was not `saved`, or peers are late (kind "peers-late"); the store's fault.
+        Raises Unavailable if the checkpoint was not `saved`, or if peers are late (kind "peers-late"). Raises the
+        store's fault if one ended saving.
         """
         if not saved:
             raise Unavailable(
@@ -206,7 +207,7 @@ class Saving:
 
     def extras(self, engine: Engine, moment: Moment) -> Extras:
         """Return the extras of the step of `moment`. Call it right before the next step."""
-        settled = self._progress.extras(moment)  # first: it may find caveats
+        settled = self._progress.extras(moment)  # comes first, because it may find caveats
         self._note_ages(engine, moment.step)
         caveats, events = tuple(self._progress.caveats), tuple(self._journal)
         return engine.extras(settled, Notes(caveats=caveats, events=events, samples=self._journal.samples))
@@ -229,7 +230,7 @@ class Saving:
         self._moments.identities.turn()
 
     def fault(self, error: Exception) -> None:
-        """Count and log a failure of saving. Raise it only with `on_error="raise"`."""
+        """Count and log a failure to save. Raise it only with `on_error="raise"`."""
         self.stats.errors += 1
         if self._opening.opened is not None:
             self._opening.opened.arena.note_errors(self.stats.errors)
@@ -258,7 +259,7 @@ class Saving:
         return False
 
     def end_now(self, *, wait: bool) -> None:
-        """Save nothing more, because a signal ends this process. wait: for the store, for a while."""
+        """Stop saving, because a signal ends this process. wait: first wait a while for the store."""
         engine = self._opening.engine
         self.doomed = True
         if wait and engine is not None and not engine.saver.outlives:

@@ -150,7 +150,7 @@ class Session:
 
     @property
     def fencing_token(self) -> int:
-        """First epoch of this process in the store's log. A newer writer's is larger. 0 before the first step."""
+        """First epoch of this process in the store's log. A newer writer has a larger one. 0 before the first step."""
         return 0 if self._engine is None else self._engine.arena.base_epoch
 
     @property
@@ -164,7 +164,7 @@ class Session:
         return measure(prefix, self._saving.stats, self.head_step, self.caveats, self._engine, alone=alone)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of epochs that are not trained yet: use it instead of `range(count)`. See `batches`."""
+        """Yield the numbers of epochs not trained yet: use this instead of `range(count)`. See `batches`."""
         self._check_open()
         return self._progress.loop.epochs(count)
 
@@ -175,14 +175,14 @@ class Session:
 
     @property
     def batch(self) -> int:
-        """Number of the newest batch from `batches` in its epoch, from 0. `enumerate` would begin anew at a resume."""
+        """Number of the newest batch from `batches` in its epoch, from 0. `enumerate` would restart at a resume."""
         return self._progress.loop.batch
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of `loader`, any iterable, that this epoch has not used yet: use it instead of `loader`.
+        """Yield the batches of `loader`, any iterable, that this epoch has not used yet: use this instead of `loader`.
 
-        A loop that reads its data here resumes exactly: with the state of when it asked for the next batch. Other work
-        per epoch belongs in the loop over `epochs`. Raises UsageError if the data end before the batch reached.
+        A loop that reads its data here resumes exactly: with the state at its request for the next batch. Other work
+        per epoch belongs in the loop over `epochs`. Raises UsageError if the data end too early.
         """
         self._check_open()
         return self._progress.loop.batches(loader)
@@ -227,12 +227,12 @@ class Session:
             self._saving.require(engine, wait, saved=saved)
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
-        """Copy the newest step into shared memory, and queue it as one sealed checkpoint: at memory speed.
+        """Copy the newest step into shared memory at memory speed, and queue it as one sealed checkpoint.
 
         A process that restarts on this host resumes from it exactly. The checkpoint becomes durable as usual. Its
-        extras are those of the step's end, if these are kept (`flush_on_signal`). Callable from any thread.
+        extras are those of the step's end, if they are kept (`flush_on_signal`). May be called from any thread.
         timeout: seconds to wait for a running step to end.
-        Returns whether the state was sealed. It is not sealed while a step runs, or if values are not finite.
+        Returns whether the state was sealed. It cannot be sealed while a step runs, or if values are not finite.
         Raises UsageError before the first step.
         """
         self._started()
@@ -240,17 +240,17 @@ class Session:
             return quiet and not self._closed and self._saving.flush()
 
     def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
-        """Flush, then bring to `peers` and to the store what the time allows, most changed first. For any thread.
+        """Flush, then save to `peers` and the store what the time allows, most changed first. For any thread.
 
-        seconds: until the host goes, 0 or more. The call returns before, also if the store hangs.
+        seconds: time until the host shuts down, 0 or more. The call returns earlier, even if the store hangs.
         to: name or address of a host of the job: its memory, then the store. "store": the store alone.
-        Returns what is safe, what a loss would lose, and its predicted rework. Raises UsageError for any other host.
+        Returns what is safe, what would be lost, and the predicted rework. Raises UsageError for any other host.
         """
         self._started()
         return self._departure.evacuate(seconds_of("seconds", seconds), to)
 
     def snapshot(self, name: str) -> int:
-        """Save the whole state, sealed, keep it under a name until it is deleted, and return its step once durable.
+        """Save the whole state, sealed, under a name that keeps it until deleted. Return its step once durable.
 
         Raises UsageError for a name that exists or is not allowed; ScarError ("not-sealed") if values are not finite.
         """
@@ -270,7 +270,7 @@ class Session:
             the mode with the lower predicted cost in iterations (see `recover`).
         snapshot: restore the snapshot of this name, exactly.
         Returns the step after which to continue, whether the state is exact, and the report.
-        Raises LayoutMismatch (another model or optimizer), NoIntactCopy, Corruption, without changing anything.
+        Raises LayoutMismatch (another model or optimizer), NoIntactCopy, Corruption. Nothing is changed then.
         """
         self._check_open()
         check_mode(mode)
@@ -300,7 +300,7 @@ class Session:
             return resumed
 
     def supersede(self, step: int = 0) -> None:
-        """Continue with the live state instead of `resume`, and replace the state in the store.
+        """Continue with the live state instead of calling `resume`, and replace the state in the store.
 
         The first step saves the whole live state, sealed, as the newest one. Until that is durable, the store keeps the
         earlier run's state. Pending copies of that run, and newer ones in this host's memory, are discarded.

@@ -2,11 +2,11 @@
 
 Python runs a signal's handler in the main thread, between two bytecodes. A main thread that is stuck in a C call (a
 collective whose peer has died, a long kernel) never runs it. But the interpreter's own C handler writes the signal's
-number to a file at once (`signal.set_wakeup_fd`), and a thread here reads it. That thread has another one run the
-callbacks of `watch`, and then passes the signal on to the previous handler, in the main thread. Without a previous
-handler it ends the process by that signal.
+number to a file at once (`signal.set_wakeup_fd`), and a thread here reads it. That thread has another thread run
+the callbacks of `watch`. Then it passes the signal on to the previous handler, in the main thread. Without a previous
+handler, that thread ends the process by the signal.
 
-No handler waits. So the main thread continues its work meanwhile, on which callbacks may depend.
+No handler waits. So the main thread continues its work meanwhile, which callbacks may need.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ LONGEST = 120.0
 """Seconds after which a signal has its effect even if callbacks still run, unless they may take longer."""
 
 Callback = Callable[[int, bool], None]
-"""Called with the signal, and with True if the process ends right after it."""
+"""Called with the signal, and with True if the signal then ends the process."""
 
 
 # -- decisions: a pure state machine ----------------------------------------------------------------------------
 
 
 class Phase(enum.Enum):
-    """Phases of the machine."""
+    """Phases of the state machine."""
 
     QUIET = "quiet"
     SAVING = "saving"
@@ -178,7 +178,7 @@ class _Watch:
             signal.signal(signum, self._handle)
 
     def allow(self, patience: float) -> None:
-        """Let callbacks take at least so many seconds."""
+        """Allow callbacks at least `seconds` seconds."""
         self._machine.patience = max(self._machine.patience, patience + TOGETHER)
 
     def uninstall(self) -> None:
@@ -296,7 +296,7 @@ class _Watch:
             try:
                 os.write(self._chained, bytes([signum]))
             except BlockingIOError:
-                pass  # it is woken up anyway
+                pass  # the previous reader is woken up anyway
             except OSError as error:
                 log.debug("the earlier wakeup file no longer has a reader: %s", error)
                 self._chained = -1

@@ -25,7 +25,7 @@ def save_named(name: str, store: Store, together: Together, save: Callable[[], s
             together.agree(partial(_name, name, store, whole, step) if together.leads else _nothing)
             return
         except Unavailable as error:
-            if not (again and error.kind == "snapshot-late"):  # collected before it got its name
+            if not (again and error.kind == "snapshot-late"):  # collected before it was named
                 raise
 
 

@@ -1,4 +1,4 @@
-"""Do a session's work before an iteration changes parameters, and after its end."""
+"""Do a session's work before an iteration changes parameters, and after it ends."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from scarctl.session.changes import Changes
 _GAPS = 3
 """Number of gaps between steps that are kept, to learn how much the loop usually draws in one."""
 _MODULES = 64
-"""Modules without tensors as arguments, after which the search for inputs ends."""
+"""Number of modules without tensor arguments after which the search for inputs ends."""
 _SAMPLES = 4096
 """Values in the digest of one input on a GPU."""
 
@@ -39,9 +39,9 @@ class _Gap:
     begun: Raw
     ended: Raw | None = None
     inputs: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """Inputs of the forward pass, with their counts of writes then."""
+    """Inputs of the forward pass, with their counts of in-place writes at that time."""
     values: Mapping[str, Any] | None = None
-    """Hyperparameters at its end; None in later iterations. See `Changes.within`."""
+    """Hyperparameters at the gap's end; None in later iterations. See `Changes.within`."""
 
     def drawn(self) -> list[int] | None:
         return None if self.ended is None else draws(self.begun, self.ended)
@@ -53,7 +53,7 @@ class Witness:
     def __init__(
         self, modules: Callable[[], Iterable[nn.Module]] | None, rank: int, *, framework: bool
     ) -> None:
-        """modules: returns those of the trained model; None observes nothing. framework: whether one owns the loop."""
+        """modules: returns the trained model's modules; None: nothing is observed. framework: one owns the loop."""
         self._framework = framework
         self._modules = modules
         self._rank = rank
@@ -97,7 +97,7 @@ class Witness:
         if self._handle is None:
             self._handle = nn.modules.module.register_module_forward_pre_hook(self._look)
         else:
-            # What registering does, without another handle for each step.
+            # The same as registering the hook, without another handle for each step.
             self._handle.hooks_dict_ref()[self._handle.id] = self._look
 
     def given(self, step: int) -> None:
@@ -155,7 +155,7 @@ class Witness:
         return found
 
     def expect(self, following: Mapping[str, Any] | None, step: int) -> None:
-        """Expect the loop to continue after `step` as `following`, of its extras, says. Takes hostile input."""
+        """Expect the loop to continue after `step` as the extras' `following` describes. It may be hostile input."""
         mine = following if following is not None and following.get("rank") == self._rank else None
         self._expected = mine
         self._kept = None if mine is None else (step, mine)
@@ -163,7 +163,7 @@ class Witness:
             self._changes.expect(mine)
 
     def forget(self) -> None:
-        """Expect nothing, because the loop continues from another state than the resumed one."""
+        """Expect nothing, because the loop does not continue from the resumed state."""
         self._expected = self._kept = None
 
     def differences(self, *, by_hand: bool, positioned: bool) -> list[str]:
@@ -196,12 +196,12 @@ class Witness:
             same = drawn is not None and usual and all(list(counts) == drawn for counts in usual)
             if not same:
                 found.append(
-                    "random numbers are drawn before the first forward, perhaps others than the earlier run had next"
+                    "random numbers are drawn before the first forward, and may differ from the earlier run's next ones"
                 )
         if by_hand and _reads_a_loader():
             found.append("a DataLoader is read, and which batch came next is not saved")
         elif by_hand and not positioned and drawn == [0, 0, 0]:
-            found.append("nothing that is saved says which data came next: neither random numbers nor extras")
+            found.append("neither saved random numbers nor extras show which data came next")
         return found
 
 

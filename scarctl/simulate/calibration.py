@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from scarctl.errors import UsageError
 from scarctl.simulate.study import Cell, Study
 from scarctl.theory.rework import Rework, choose
+from scarctl.util.document import Document
 
 BASES = ("distances", "ages")
 _COLUMNS = (
@@ -35,7 +36,7 @@ _LEAST = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(Document):
     """Predictions of one cell, or of all of them, from distances or from ages."""
 
     cell: Cell | None
@@ -55,24 +56,9 @@ class Row:
     correlation: float | None
     """Spearman's, of predicted and simulated rework. None with fewer than 5 pairs, or if all are equal."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields as JSON values."""
-        return {
-            "cell": None if self.cell is None else self.cell.to_json(),
-            "basis": self.basis,
-            "failures": self.failures,
-            "unchanged": self.unchanged,
-            "estimates": self.estimates,
-            "predicted": self.predicted,
-            "simulated": self.simulated,
-            "within_bound": self.within_bound,
-            "within_interval": self.within_interval,
-            "correlation": self.correlation,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class Modes(Document):
     """Mean rework of a cell's failures, by mode of recovery."""
 
     cell: Cell
@@ -82,28 +68,14 @@ class Ways:
     rolled_back: int
     """Failures after which "auto" rolls back."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields as JSON values."""
-        return {
-            "cell": self.cell.to_json(),
-            "partial": self.partial,
-            "rollback": self.rollback,
-            "auto": self.auto,
-            "rolled_back": self.rolled_back,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Document):
     """The rows and the modes of a study."""
 
     rows: list[Row]
-    ways: list[Ways]
+    ways: list[Modes]
     """Empty if the study has no rollback."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields as JSON values."""
-        return {"rows": [row.to_json() for row in self.rows], "ways": [way.to_json() for way in self.ways]}
 
     def text(self) -> list[str]:
         """Return the lines of the tables."""
@@ -185,7 +157,7 @@ def _row(cell: Cell | None, basis: str, pairs: Sequence[tuple[dict[str, Any], fl
     )
 
 
-def _ways(cell: Cell, k: int, back: int, results: Sequence[dict[str, Any]]) -> Ways:
+def _ways(cell: Cell, k: int, back: int, results: Sequence[dict[str, Any]]) -> Modes:
     """Compute the rework of "auto": a rollback if that repeats fewer iterations than predicted from distances."""
     partial = np.array([result["rework"][k] for result in results], dtype=np.float64)
     rollback = np.array([result["rework"][back] for result in results], dtype=np.float64)
@@ -193,7 +165,7 @@ def _ways(cell: Cell, k: int, back: int, results: Sequence[dict[str, Any]]) -> W
         [_goes_back(result["predicted"][k]["distances"], result["rollback_steps"]) for result in results]
     )
     auto = np.where(goes, rollback, partial)
-    return Ways(cell, float(partial.mean()), float(rollback.mean()), float(auto.mean()), int(goes.sum()))
+    return Modes(cell, float(partial.mean()), float(rollback.mean()), float(auto.mean()), int(goes.sum()))
 
 
 def _goes_back(predicted: dict[str, Any], rollback_steps: int) -> bool:

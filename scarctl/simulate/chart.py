@@ -24,12 +24,12 @@ _DASHES = "stroke-dasharray='3 3'"
 
 def draw(study: Study, summary: Summary) -> str:
     """Return the picture as an SVG document."""
-    rollback = next((line for line in summary.lines if line.cell.mode == "rollback"), None)
-    partial = [line for line in summary.lines if line.cell.mode != "rollback"]
+    rollback = next((line for line in summary.cells if line.cell.mode == "rollback"), None)
+    partial = [line for line in summary.cells if line.cell.mode != "rollback"]
     panels = (
         [[line for line in partial if line.cell.lost == lost] for lost in study.lost] if partial else [[]]
     )
-    low, high = _range(summary.lines)
+    low, high = _range(summary.cells)
     parts = []
     for k, panel in enumerate(panels):
         title = f"{study.lost[k]} of the state lost" if partial else "rollback"

@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from scarctl.util.document import Document
 
 CONFIDENCE = 0.95
 LEAST_TRIALS = 5
@@ -25,16 +26,12 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
+class Mean(Document):
     """A mean, or a ratio of means, and its 95 % interval; None: too few trials, or no bounds."""
 
     mean: float
     low: float | None
     high: float | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return {"mean": self.mean, "low": self.low, "high": self.high}
 
 
 def mean_of(values: Values) -> Mean:

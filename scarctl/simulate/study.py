@@ -5,23 +5,26 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from scarctl.config import NORMS
 from scarctl.errors import UsageError
 from scarctl.simulate.workload import check_name
+from scarctl.util.document import Document
 
 POLICIES = ("priority", "round", "random")
-MODES = ("partial", "rollback", "extrapolate")
+Mode: TypeAlias = Literal["partial", "rollback", "extrapolate"]
+MODES: tuple[Mode, ...] = ("partial", "rollback", "extrapolate")
+_PARTIAL: tuple[Mode, ...] = ("partial", "extrapolate")
 USUAL_MODES = ("partial", "rollback")
 _MAX_PARTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(Document):
     """One way of saving and recovering, and the lost share."""
 
-    mode: str
+    mode: Mode
     """"partial": restore the lost share from the running checkpoint. "extrapolate": the same, extrapolated (see
     `scarctl.theory.extrapolation`). "rollback": restore everything from the newest full checkpoint."""
     policy: str
@@ -30,14 +33,6 @@ class Cell:
     """Share of the state that one checkpoint saves. The interval is scaled by it, so that bytes per time are equal."""
     lost: Fraction | None
     """Lost share of the state. None: a rollback does not depend on it."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "mode": self.mode,
-            "policy": self.policy,
-            "fraction": float(self.fraction),
-            "lost": None if self.lost is None else float(self.lost),
-        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +97,7 @@ class Study:
     def cells(self) -> list[Cell]:
         """Return the cells of a trial, in the order of its results."""
         cells = [Cell("rollback", "full", Fraction(1), None)] if "rollback" in self.modes else []
-        for mode in ("partial", "extrapolate"):
+        for mode in _PARTIAL:
             for lost in self.lost if mode in self.modes else ():
                 for fraction in self.fractions:
                     policies = ("full",) if fraction == 1 else self.policies

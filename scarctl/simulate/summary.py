@@ -14,6 +14,7 @@ import numpy as np
 
 from scarctl.simulate.intervals import Mean, mean_of, ratio_of
 from scarctl.simulate.study import Cell, Study
+from scarctl.util.document import Document
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(Document):
     """The means of a study's trials."""
 
     trials: int
@@ -52,15 +53,7 @@ class Summary:
     """Mean iterations of an undisturbed run."""
     irreproducible: int
     """Trials in which two runs of one seed differed."""
-    lines: list[Line]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "trials": self.trials,
-            "undisturbed": self.undisturbed,
-            "irreproducible": self.irreproducible,
-            "cells": [line.to_json() for line in self.lines],
-        }
+    cells: list[Line]
 
 
 def summarise(study: Study, results: Sequence[dict[str, Any]]) -> Summary:

@@ -29,7 +29,7 @@ from scarctl.checkpoint.motion import Motion
 from scarctl.checkpoint.step_end import captured
 from scarctl.checkpoint.trend import Trend
 from scarctl.errors import UsageError
-from scarctl.policy.select import select, squared
+from scarctl.policy.select import Candidates, select, squared
 from scarctl.recovery.forecast import parameters_of, rework_of
 from scarctl.simulate.study import Cell, Study
 from scarctl.simulate.workload import Workload
@@ -176,18 +176,15 @@ class _Keeper:
             return
         live, layout = self.live(adapter), self.arena.layout
         distance = live.distances(norm)
-        chosen = select(
-            self._policy,
+        among = Candidates(
             distance_sq=squared(distance),
             nbytes=layout.partition_bytes,
             staleness=np.maximum(iteration - step_of(self.arena.version), 0),
             eligible=np.ones(layout.partitions, dtype=bool),
-            budget=self._budget,
-            credit=self._credit,
-            cursor=self._cursor,
             seed=self._seed,
             step=iteration,
         )
+        chosen = select(self._policy, among, self._budget, credit=self._credit, cursor=self._cursor)
         self._credit, self._cursor = chosen.credit, chosen.cursor
         self.arena.note_distances(distance)
         self._copy(live, chosen.ids, iteration)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+
+from scarctl.util.document import Document
 
 log = logging.getLogger("scarctl")
 
@@ -18,7 +19,7 @@ _MOST = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Caveat:
+class Caveat(Document):
     """One guarantee that does not hold."""
 
     kind: str
@@ -27,10 +28,6 @@ class Caveat:
     """A sentence for users: the limit, and how to avoid it."""
     inexact: bool = True
     """Whether a run that resumes from a state saved meanwhile may end differently from one that never stopped."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields for JSON documents and extras."""
-        return {"kind": self.kind, "message": self.message, "inexact": self.inexact}
 
 
 class Caveats:

@@ -38,6 +38,7 @@ from scarctl.store.store import Store
 from scarctl.store.subset import PIECE, Subset
 from scarctl.store.topology import read_topology, topology_epochs
 from scarctl.util.arrays import Ids
+from scarctl.util.document import Document
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, total bytes)."""
@@ -47,8 +48,8 @@ _ATTEMPTS = 8
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A fault of a file. `partition`: name of the partition whose copy is damaged, if any."""
+class Problem(Document):
+    """Damage of a file, or of a partition or tensor in the file."""
 
     file: str
     partition: str | None

@@ -19,6 +19,7 @@ from scarctl.store.backends.address import Address
 from scarctl.store.backends.base import Blobs
 from scarctl.store.backends.connect import blobs_at
 from scarctl.store.backends.probe import RACERS, ROUNDS, create_twice, probe_name, race
+from scarctl.util.document import Document, json_of
 from scarctl.util.text import counted
 
 SMALL_BYTES = 1_000
@@ -32,17 +33,18 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """One guarantee. `needed`: commits rely on it."""
+class Check(Document):
+    """A guarantee of a place for stores."""
 
     name: str
     ok: bool
     detail: str
     needed: bool = True
+    """Whether commits rely on it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Latency:
+class Latency(Document):
     """Seconds of one small request."""
 
     median: float
@@ -51,7 +53,8 @@ class Latency:
     @staticmethod
     def of(seconds: list[float]) -> Latency:
         ordered = sorted(seconds)
-        return Latency(ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))])
+        p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+        return Latency(round(ordered[len(ordered) // 2], 6), round(p95, 6))
 
 
 @dataclass(slots=True)
@@ -81,21 +84,16 @@ class Diagnosis:
         return all(check.ok for check in self.checks if check.name.startswith("exclusive"))
 
     def to_json(self) -> dict[str, Any]:
-        def latency(found: Latency | None) -> dict[str, float] | None:
-            return None if found is None else {"median": round(found.median, 6), "p95": round(found.p95, 6)}
-
         return {
             "where": self.where,
             "local": self.local,
             "has_store": self.has_store,
             "sound": self.sound,
             "exclusive": self.exclusive,
-            "checks": [
-                {"name": c.name, "ok": c.ok, "detail": c.detail, "needed": c.needed} for c in self.checks
-            ],
+            "checks": json_of(self.checks),
             "races": self.races,
-            "small_put_seconds": latency(self.put),
-            "small_get_seconds": latency(self.get),
+            "small_put_seconds": json_of(self.put),
+            "small_get_seconds": json_of(self.get),
             "write_bytes_per_second": self.write_bandwidth and int(self.write_bandwidth),
             "read_bytes_per_second": self.read_bandwidth and int(self.read_bandwidth),
             "left_behind": self.left_behind,

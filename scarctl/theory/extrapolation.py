@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from scarctl.util.document import Document
+
 _KEEP = 0.9
 """Weight of a checkpoint relative to the next one."""
 _SUMS = 5
@@ -103,7 +105,7 @@ class Fits:
 
 
 @dataclass(frozen=True, slots=True)
-class Extrapolation:
+class Extrapolation(Document):
     """Report on the extrapolation of a recovery."""
 
     partitions: int
@@ -115,12 +117,3 @@ class Extrapolation:
     expected_gain: float | None
     """Expected reduction of the squared perturbation of `partitions`, as a share; None without partitions. It is the
     mean reduction at the checkpoints so far."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return {
-            "partitions": self.partitions,
-            "unknown": self.unknown,
-            "factors": dict(self.factors),
-            "expected_gain": self.expected_gain,
-        }

@@ -20,13 +20,14 @@ from scarctl.errors import ScarError
 from scarctl.theory.bounds import rework_at_angle, rework_bound_now, rework_bound_of_ages
 from scarctl.theory.convergence import Convergence, NoEstimate
 from scarctl.theory.history import History
+from scarctl.util.document import Document
 
 Mode: TypeAlias = Literal["partial", "rollback", "auto"]
 MODES: tuple[Mode, ...] = ("partial", "rollback", "auto")
 
 
 @dataclass(frozen=True, slots=True)
-class Rework:
+class Rework(Document):
     """The predicted rework of a recovery, in iterations."""
 
     iterations: float | None
@@ -41,16 +42,6 @@ class Rework:
     every part moved straight. "steps": the repeated iterations, exactly."""
     reason: str | None = None
     """Why there is no estimate."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields as JSON values."""
-        return {
-            "iterations": self.iterations,
-            "low": self.low,
-            "high": self.high,
-            "basis": self.basis,
-            "reason": self.reason,
-        }
 
     def __str__(self) -> str:
         if self.iterations is None or self.low is None or self.high is None:
@@ -218,7 +209,7 @@ def grouped(ages: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int6
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(Document):
     """The predicted cost of a recovery, for its report."""
 
     rework: Rework
@@ -227,14 +218,6 @@ class Cost:
     """Iterations that a rollback to the newest sealed state repeats; None when there is no sealed state."""
     reason: str | None = None
     """Why this mode was chosen; None when the caller named it."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields of a report as JSON values."""
-        return {
-            "rework": self.rework.to_json(),
-            "rollback_steps": self.rollback_steps,
-            "reason": self.reason,
-        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -321,7 +321,7 @@ def test_what_lies_nowhere_in_memory_is_refused(
         ({"extras": {1: {}}}, "extras is no dict"),
         ({"store": 5}, "store is 5, not a folder"),
         ({"arena_dir": 5}, "arena_dir is 5, not a folder"),
-        ({"ranks": scarctl.Ranks(replicated=[1])}, "replicated is no list of patterns"),  # type: ignore[list-item]
+        ({"ranks": scarctl.Ranks(replicated=[1])}, "replicated is not a list of patterns"),  # type: ignore[list-item]
         ({"ranks": 2}, "ranks is 2"),
         ({"hooks": "x"}, "hooks is 'x'"),
         ({"partitioning": {"shards": 2}}, "partitioning is {'shards': 2}"),

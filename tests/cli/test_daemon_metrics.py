@@ -57,7 +57,7 @@ def test_a_daemon_keeps_what_it_was_started_with(run: Run, folder: Path, tmp_pat
     for option in (("--metrics", tmp_path / "x.prom"), ("--metrics-listen", "0")):
         assert run("daemon", "start", *option, "--json", code=2).error["kind"] == "daemon-running"
     assert not (tmp_path / "x.prom").exists()
-    assert run("daemon", "status", "--metrics", "x", code=2).stderr.count("--metrics goes with start") == 1
+    assert run("daemon", "status", "--metrics", "x", code=2).stderr.count("--metrics requires start") == 1
     assert run("daemon", "start", "--metrics-listen", "host:http", "--json", code=2).error["kind"] == "usage"
 
 

@@ -166,7 +166,7 @@ def test_a_table_of_a_command_with_commands_holds_for_all_of_them(  # type: igno
     }
     (tmp_path / "scarctl.toml").write_text("[live]\nfull = true\n")
     done = run("live", "checkpoint", "--store", "ckpt", code=2)
-    assert "'full', which is no setting" in done.stderr
+    assert "'full', which is not a setting" in done.stderr
 
 
 class TestErrors:
@@ -255,9 +255,9 @@ class TestWhereValuesComeFrom:
         [
             ("store = ", "not TOML"),
             ("\xff", "not TOML"),
-            ("[unheard_of]\na = 1", "no command"),
-            ("fracton = 0.5", "no setting"),
-            ('[inspect]\nlimt = 5\nstore = "x"', "no option"),
+            ("[unheard_of]\na = 1", "not a command"),
+            ("fracton = 0.5", "neither a setting nor an option"),
+            ('[inspect]\nlimt = 5\nstore = "x"', "not an option"),
             (f"a = {'1' * 5000}", "not TOML"),
             (f"a = {'[' * 5000}", "not TOML"),
         ],

@@ -100,7 +100,7 @@ def test_a_live_run_and_what_each_loss_costs(
     }
     # What waits in memory is lost with the host, not with the process.
     trainer.copy(trainer.everything, 5)
-    process, host, left = health_of(survey(trainer.store, str(arena_dir)), []).losses
+    process, host, left = health_of(survey(trainer.store, str(arena_dir)), []).losses.values()
     assert (process.steps, host.steps, left.steps) == (0, 4, 0)
     assert left.rework.iterations in (0, None)
     trainer.save(trainer.everything, 6)

@@ -69,8 +69,8 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
     "daemon": {
         "": (2, "Missing argument"),
         "strat": (2, "'strat' is not one of"),
-        "start --reap": (2, "--reap goes with stop, not with start"),
-        "status --timeout 3": (2, "--timeout goes with stop"),
+        "start --reap": (2, "--reap requires stop, not start"),
+        "status --timeout 3": (2, "--timeout requires stop"),
         "stop --timeout -1": (2, "-1"),
         "status": (17, "no daemon is running on this host"),
     },
@@ -118,8 +118,8 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "--store nowhere": NO_STORE,
         "--store page.html": A_FILE,
         "--store ckpt --limit -3": (2, "'-3' is neither a number"),
-        "--store ckpt --limit 3": (2, "--limit goes with --json"),
-        "--store ckpt --every 3": (2, "--every goes with --watch"),
+        "--store ckpt --limit 3": (2, "--limit requires --json"),
+        "--store ckpt --every 3": (2, "--every requires --watch"),
         "--store ckpt extra": (2, "give a CHECKPOINT or --store, not both"),
         "--store ckpt --values": (2, "--values is for a CHECKPOINT"),
         "x.npz": (2, "an archive of numpy arrays"),
@@ -202,8 +202,8 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "lst --store ckpt": (2, "did you mean list?"),
         "list": MISSING,
         "list --store nowhere": NO_STORE,
-        "create best --store ckpt --step 3": (2, "--step goes with STATE"),
-        "create best --store ckpt --partition-bytes 4KiB": (2, "--partition-bytes goes with STATE"),
+        "create best --store ckpt --step 3": (2, "--step requires STATE"),
+        "create best --store ckpt --partition-bytes 4KiB": (2, "--partition-bytes requires STATE"),
         "create best state.safetensors --store ckpt": (2, "give --step with STATE"),
         "create best state.safetensors --store ckpt --step 3 --timeout 3": (
             2,
@@ -217,7 +217,7 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
     "status": {
         "": (10, "no run on this host saves to a store"),
         "ckpt --store ckpt": (2, "--store is given twice"),
-        "ckpt --every 3": (2, "--every goes with --watch"),
+        "ckpt --every 3": (2, "--every requires --watch"),
     },
     "verify": {
         "": MISSING,

@@ -25,7 +25,7 @@ from scarctl.distributed.global_selection import (
     pick_alone,
 )
 from scarctl.errors import UsageError
-from scarctl.policy.select import Selection, select
+from scarctl.policy.select import Candidates, Selection, select
 
 policies = st.sampled_from(POLICIES)
 
@@ -84,23 +84,16 @@ class Ranks:
         return picked
 
     def offer(self, policy: str, r: int, step: int = 0) -> Offer:
-        return Offer(
-            policy,
-            **vars(self.ranks[r]),
-            shard=r,
-            seed=self.seed,
-            step=step,
-            max_staleness=self.max_staleness,
-        )
+        more = {"seed": self.seed, "step": step, "max_staleness": self.max_staleness}
+        return Offer(policy, Candidates(**vars(self.ranks[r]), **more), shard=r)
 
     def at_once(self, policy: str, credit: int = 0, step: int = 0) -> Selection:
         """What one session with all partitions would pick."""
         whole = {
             name: np.concatenate([getattr(rank, name) for rank in self.ranks]) for name in vars(self.ranks[0])
         }
-        return select(
-            policy, **whole, budget=self.budget, credit=credit, max_staleness=self.max_staleness, step=step
-        )
+        among = Candidates(**whole, max_staleness=self.max_staleness, step=step)
+        return select(policy, among, self.budget, credit=credit)
 
     def flat(self, picked: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
         """Picks of all ranks as ids of all partitions together."""
@@ -341,6 +334,6 @@ def test_a_rank_alone_takes_its_own_in_the_same_order(ranks: Ranks, policy: str)
 def test_wrong_use_is_told() -> None:
     good = rank([1.0])
     with pytest.raises(UsageError, match="ranks cannot select by policy 'full'"):
-        Offer("full", **vars(good), shard=0)
+        Offer("full", Candidates(**vars(good)), shard=0)
     with pytest.raises(UsageError, match="different shapes"):
-        Offer("round", **vars(replace(good, nbytes=np.ones(2, dtype=np.int64))), shard=0)
+        Candidates(**vars(replace(good, nbytes=np.ones(2, dtype=np.int64))))

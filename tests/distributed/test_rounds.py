@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from scarctl.distributed.rounds import Exchange
 from scarctl.distributed.selector import GlobalSelector
-from scarctl.policy.select import Selection
+from scarctl.policy.select import Candidates, Selection
 from tests.support.process import Forked, Tell
 
 N, BYTES = 400, 1000
@@ -56,15 +56,14 @@ class Member:
         """The worker's part. hurried: a training thread waits for it from the beginning."""
         if hurried:
             self.selector.hurry()
-        return self.selector.select(
-            policy,
+        among = Candidates(
             distance_sq=more.pop("distance_sq", values(self.rank, step)),
             nbytes=np.full(N, BYTES),
             staleness=np.full(N, step),
             eligible=np.ones(N, dtype=bool),
-            budget=BUDGET,
             step=step,
         )
+        return self.selector.select(policy, among, BUDGET)
 
     def checkpoint(self, step: int, **more: Any) -> Selection:
         self.expect(step)
@@ -291,15 +290,13 @@ def test_one_rank_needs_no_group() -> None:
     try:
         selector.expect(1, 5)
         selector.hurry()
-        chosen = selector.select(
-            "priority",
+        among = Candidates(
             distance_sq=np.arange(10.0),
             nbytes=np.ones(10, dtype=np.int64),
             staleness=np.zeros(10, dtype=np.int64),
             eligible=np.ones(10, dtype=bool),
-            budget=5,
-            credit=2,
         )
+        chosen = selector.select("priority", among, 5, credit=2)
         assert chosen.ids.tolist() == [3, 4, 5, 6, 7, 8, 9]
         assert (chosen.credit, selector.late) == (0, 0)
     finally:

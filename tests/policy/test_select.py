@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from scarctl.errors import UsageError
-from scarctl.policy.select import POLICIES, Selection, select
+from scarctl.policy.select import POLICIES, Candidates, Selection, select
 
 BUDGETED = ("priority", "round", "random")
 budgeted = st.sampled_from(BUDGETED)
@@ -34,7 +34,9 @@ class Case:
     max_staleness: int | None = None
 
     def select(self, policy: str, **changes: Any) -> Selection:
-        return select(policy, **vars(replace(self, **changes)))
+        fields = vars(replace(self, **changes))
+        budget, credit, cursor = (fields.pop(name) for name in ("budget", "credit", "cursor"))
+        return select(policy, Candidates(**fields), budget, credit=credit, cursor=cursor)
 
     @property
     def cap(self) -> int:

@@ -29,7 +29,7 @@ def study(**settings: Any) -> Study:
 def test_a_run_that_goes_straight_is_perturbed_less() -> None:
     of = study(fractions=(EIGHTH,), interval=8)
     summary = summarise(of, [run_trial(of, Quadratic(), trial) for trial in range(30)])
-    plain, moved = summary.lines
+    plain, moved = summary.cells
     assert (plain.cell.mode, moved.cell.mode) == ("partial", "extrapolate")
     assert moved.perturbation < plain.perturbation
     assert moved.rework.mean <= plain.rework.mean

@@ -35,11 +35,11 @@ def results(rework: np.ndarray) -> list[dict[str, Any]]:
 def test_means_and_counts() -> None:
     summary = summarise(STUDY, results(np.array([[10, 5, -2], [20, 5, 2], [30, 5, 6]])))
     assert (summary.trials, summary.undisturbed, summary.irreproducible) == (3, 50, 1)
-    assert [line.rework.mean for line in summary.lines] == [20, 5, 2]
-    assert [line.given_up for line in summary.lines] == [0, 0, 1]
-    assert [line.perturbation for line in summary.lines] == [3, 4, 0]
-    assert summary.lines[0].reduction is None
-    reductions = [line.reduction for line in summary.lines[1:]]
+    assert [line.rework.mean for line in summary.cells] == [20, 5, 2]
+    assert [line.given_up for line in summary.cells] == [0, 0, 1]
+    assert [line.perturbation for line in summary.cells] == [3, 4, 0]
+    assert summary.cells[0].reduction is None
+    reductions = [line.reduction for line in summary.cells[1:]]
     assert [r.mean for r in reductions if r is not None] == pytest.approx([0.75, 0.9])
 
 
@@ -55,7 +55,7 @@ def test_intervals_cover_the_truth() -> None:
         common = rng.exponential(10, (60, 1))
         line = summarise(
             STUDY, results(common * np.array([1.0, 0.5, 0.3]) + rng.normal(0, 1, (60, CELLS)))
-        ).lines[2]
+        ).cells[2]
         assert line.reduction is not None
         for k, (mean, truth) in enumerate(((line.rework, 3.0), (line.reduction, 0.7))):
             assert mean.low is not None
@@ -66,8 +66,8 @@ def test_intervals_cover_the_truth() -> None:
 
 def test_one_trial_has_no_interval_and_a_free_rollback_no_reduction() -> None:
     summary = summarise(STUDY, results(np.array([[0, 1, 2]])))
-    assert summary.lines[1].rework.low is None
-    assert summary.lines[1].reduction is None
+    assert summary.cells[1].rework.low is None
+    assert summary.cells[1].reduction is None
 
 
 @pytest.mark.parametrize(

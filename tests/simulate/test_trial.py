@@ -25,12 +25,12 @@ class TestCosts:
     def test_priority_and_partial_recovery_pay_on_a_quadratic(self) -> None:
         of = study(fractions=(Fraction(1), EIGHTH))
         summary = summarise(of, [run_trial(of, Quadratic(), trial) for trial in range(60)])
-        rework = {(line.cell.mode, line.cell.policy): line.rework for line in summary.lines}
+        rework = {(line.cell.mode, line.cell.policy): line.rework for line in summary.cells}
         assert summary.irreproducible == 0
         assert rework["partial", "full"].high < rework["rollback", "full"].mean  # type: ignore[operator]
         assert rework["partial", "priority"].high < rework["partial", "round"].mean  # type: ignore[operator]
         assert rework["partial", "round"].high < rework["partial", "random"].mean  # type: ignore[operator]
-        reduction = next(line.reduction for line in summary.lines if line.cell.policy == "priority")
+        reduction = next(line.reduction for line in summary.cells if line.cell.policy == "priority")
         assert reduction is not None
         assert reduction.low is not None
         assert reduction.low > 0.4
@@ -162,4 +162,4 @@ class TestRefused:
         assert result["failed_after"] > 1
         assert result["arrived"] == [False]
         assert result["rework"] == [(PATIENCE - 1) * result["undisturbed"]]
-        assert summarise(of, [result]).lines[0].given_up == 1
+        assert summarise(of, [result]).cells[0].given_up == 1

@@ -102,4 +102,4 @@ def test_what_to_do_comes_from_the_command_line_only(folder: Path) -> None:
         file.write("[prune]\nyes = true\n")
     done = scarctl(folder, "prune")
     assert done.returncode == 2
-    assert "'yes', which is no setting" in done.stderr
+    assert "'yes', which is not a setting" in done.stderr
