@@ -45,6 +45,7 @@ from scarctl.config.options import (
     Tracker,
 )
 from scarctl.errors import UsageError
+from scarctl.state.encodings import ENCODINGS, Encoding
 
 VERBS = frozenset(
     {
@@ -93,6 +94,7 @@ class SessionSettings:
     policy: Policy = DEFAULT_POLICY
     norm: Norm = "l2"
     tracker: Tracker = "overlapped"
+    encoding: Encoding = "exact"
     max_staleness: int | None = None
     extrapolate: bool = False
     shards: int | None = None
@@ -148,6 +150,10 @@ class SessionSettings:
             )
         if self.tracker not in TRACKERS:
             raise UsageError(f"unknown tracker {self.tracker!r}", hint=f"use one of {', '.join(TRACKERS)}")
+        if self.encoding not in ENCODINGS:
+            raise UsageError(
+                f"unknown encoding {self.encoding!r:.80}", hint=f"use one of {', '.join(ENCODINGS)}"
+            )
         if self.tracker == "sampled" and callable(self.norm):
             raise UsageError(
                 "a norm function has to see all values, and tracker='sampled' looks at a few",
@@ -345,6 +351,7 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "policy": str,
     "norm": str,
     "tracker": str,
+    "encoding": str,
     "max_staleness": int,
     "extrapolate": _flag,
     "shards": int,

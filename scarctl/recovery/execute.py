@@ -220,6 +220,7 @@ class _Run:
         self.arena = arena
         self.tier = plan.tier.copy()
         self.version = plan.version.copy()
+        self.decoded = np.zeros(len(plan.ids), dtype=bool)
         self.problems = list(problems)
         self.fell_back = False
         self.moved_on = False
@@ -252,6 +253,7 @@ class _Run:
             self.plan,
             tier=self.tier,
             version=self.version,
+            decoded=self.decoded,
             degraded=self.plan.degraded or self.fell_back,
             step=step,
             exact=self.plan.exact and self.same and step is not None,
@@ -296,7 +298,7 @@ class _Run:
                 self.store.read(state, wanted, corrupt=corrupt, room=self.room) if wanted.size else ()
             ):
                 # If a writer collects garbage concurrently, a newer copy may have replaced the planned one.
-                self._note(batch.ids, batch.versions)
+                self._note(batch.ids, batch.versions, batch.encoded)
                 yield _Piece(STORE, batch.group, batch.ids, batch.versions, batch.tensors)
             left = [ids[~found], *(bad for bad, _ in corrupt)]
             self.problems += [reason for _, reason in corrupt]
@@ -326,8 +328,9 @@ class _Run:
         yield from self._from_memory(ids[near], memory[near])
         return ids[~near]
 
-    def _note(self, ids: Ids, versions: Ids) -> None:
+    def _note(self, ids: Ids, versions: Ids, encoded: bool) -> None:
         at = places(self.plan.ids, ids)
+        self.decoded[at] = encoded
         if (self.version[at] != versions).any():
             self.version[at] = versions
             self.moved_on = True

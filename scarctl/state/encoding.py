@@ -15,21 +15,15 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.state.encodings import Encoding
 from scarctl.state.group import DTYPES, Group, TensorSpec
 from scarctl.state.layout import Layout
 from scarctl.util.arrays import Bytes
-
-Encoding: TypeAlias = Literal["exact", "bfloat16", "int8"]
-ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
-
-ERROR_BOUND: dict[Encoding, float] = {"exact": 0.0, "bfloat16": 2.0**-8, "int8": 1 / 254}
-"""Largest error of a parameter's value, relative to the value ("bfloat16") or to the largest value of its row ("int8").
-Roots of slots in "int8" have twice that error."""
 
 _SCALE = "scarctl-scale"
 _DTYPE: dict[Encoding, str] = {"bfloat16": "BF16", "int8": "I8"}
@@ -67,6 +61,13 @@ def stored_as(layout: Layout, encoding: Encoding) -> Layout:
     if encoding == "exact":
         return layout
     return Layout([_encoded(group, encoding) for group in layout.groups], layout.optimizer)
+
+
+@functools.lru_cache(maxsize=16)
+def encoded_groups(layout: Layout, encoding: Encoding) -> NDArray[np.bool_]:
+    """Return which groups have a tensor that is not stored exactly: bool (groups,)."""
+    stored = stored_as(layout, encoding).groups
+    return np.array([mine != there for mine, there in zip(layout.groups, stored, strict=True)], dtype=bool)
 
 
 def _encoded(group: Group, encoding: Encoding) -> Group:

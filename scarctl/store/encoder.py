@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scarctl.errors import Corruption, UsageError
-from scarctl.state.encoding import Encoding, decode, encode, parts, squared_errors, stored_as
+from scarctl.state.encoding import decode, encode, encoded_groups, parts, squared_errors, stored_as
+from scarctl.state.encodings import Encoding
 from scarctl.state.layout import Layout
 from scarctl.state.rows import rows_of
 from scarctl.store.segment import Source, full_piece, partition_rows
@@ -23,10 +25,17 @@ class Encoder:
         self.layout = stored_as(layout, encoding)
         """Layout of the stored data."""
         self.ids = ids
+        self.lossy: NDArray[np.bool_] = encoded_groups(layout, encoding)[layout.group_of(ids)]
+        """Which partitions have a tensor that is not stored exactly."""
         self.error = np.zeros(len(ids))
         """Squared error of each partition's parameter, float64; infinite where it is not finite. Filled by `pieces`."""
         self._exact = layout
         self._source = source
+
+    @property
+    def errors(self) -> NDArray[np.float64]:
+        """`error` once all is written, -1 for partitions that are stored exactly: float64 (len(ids),)."""
+        return np.where(self.lossy, self.error, -1.0)
 
     def exact_piece(self, g: int, t: int) -> int:
         """Return the bytes of a full piece of the live tensor that tensor `t` of the encoded group `g` is made of."""

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scarctl.errors import Corruption, ScarError, UsageError
-from scarctl.state.encoding import ENCODINGS, stored_as
+from scarctl.state.encoding import stored_as
+from scarctl.state.encodings import ENCODINGS
 from scarctl.store.compact import Space, choose, live_bytes, parts, read_pieces
 from scarctl.store.format import (
     corrupt,

@@ -130,10 +130,11 @@ def read_unit(
             found.corrupt.append((ids[i:j][~intact], reason))
         if not intact.any():
             continue
-        if encoded and not as_stored:
+        lossy = stored.groups[g] != layout.groups[g]
+        if lossy and not as_stored:
             data = decode(layout.groups[g], ref.encoding, data)
         batch = _batch(g, stored if as_stored else layout, ids[i:j], of[i:j], data, intact)
-        found.batches.append(replace(batch, encoded=True) if encoded else batch)
+        found.batches.append(replace(batch, encoded=True) if lossy else batch)
     return found
 
 

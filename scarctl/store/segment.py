@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.state.encoding import ENCODINGS, Encoding
+from scarctl.state.encodings import ENCODINGS, Encoding
 from scarctl.state.layout import Group, Layout
 from scarctl.store import checksum
 from scarctl.store.backends.base import Buffer

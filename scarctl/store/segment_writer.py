@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from scarctl.errors import UsageError
 from scarctl.state.codec import RawTensor
-from scarctl.state.encoding import Encoding, stored_as
+from scarctl.state.encoding import stored_as
+from scarctl.state.encodings import Encoding
 from scarctl.state.layout import DTYPES, Group, Layout
 from scarctl.store import checksum
 from scarctl.store.backends.base import BlobWriter

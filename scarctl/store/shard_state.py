@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.errors import UsageError
-from scarctl.state.encoding import ENCODINGS, stored_as
+from scarctl.state.encoding import encoded_groups, stored_as
+from scarctl.state.encodings import ENCODINGS
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER
 from scarctl.store.format import corrupt
@@ -87,11 +88,19 @@ class ShardState:
         return self.version >= 0
 
     def encoding(self, at: Ids) -> NDArray[np.int8]:
-        """Return the encodings of copies of members `at`, as indices into `ENCODINGS`: int8 of the shape of `at`."""
+        """Return the encodings of copies of members `at`, as indices into `ENCODINGS`: int8 of the shape of `at`.
+
+        A partition that its segment's encoding leaves as it is, such as one of integers, counts as exact.
+        """
         kinds = np.array([ENCODINGS.index(s.encoding) for s in self.segments] + [0], np.int8)
         if not kinds.any():
             return np.zeros(len(at), np.int8)
         found: NDArray[np.int8] = kinds[self.segment[at]]
+        assert self.layout is not None
+        for n in np.unique(found[found != 0]).tolist():
+            mine = np.flatnonzero(found == n)
+            lossy = encoded_groups(self.layout, ENCODINGS[n])[self.layout.group_of(self.ids[at[mine]])]
+            found[mine[~lossy]] = 0
         return found
 
     @property

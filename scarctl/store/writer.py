@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from scarctl.errors import Contention, Corruption, Fenced, Overwritten, ScarError, Unavailable, UsageError
 from scarctl.state import codec
-from scarctl.state.encoding import Encoding
+from scarctl.state.encodings import Encoding
 from scarctl.state.layout import Layout, members_by_shard
 from scarctl.state.version import MAX_EPOCH
 from scarctl.store.commit import Publisher

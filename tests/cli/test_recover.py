@@ -32,6 +32,7 @@ KEYS = {
     "restored_partitions",
     "bytes",
     "tiers",
+    "encoded_partitions",
     "shards",
     "perturbation",
     "rework",

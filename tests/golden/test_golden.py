@@ -12,7 +12,7 @@ from scarctl.recovery.execute import execute
 from scarctl.recovery.plan import Plan, plan_partial, plan_rollback
 from scarctl.recovery.shared_plan import Nowhere, execute_shared, plan_lost, plans_back
 from scarctl.recovery.shares import open_shares
-from scarctl.state.encoding import ENCODINGS
+from scarctl.state.encodings import ENCODINGS
 from scarctl.state.version import step_of
 from scarctl.store import Collector, Store, complete_sets, open_writer, read_snapshot, verify
 from tests.golden.write import NEWEST, PART, WHOLE, Source, byte_of, encoded_layout, layout, ramp

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from scarctl.errors import UsageError
-from scarctl.state.encoding import ENCODINGS, ERROR_BOUND, Encoding, decode, encode, parts, stored_as
+from scarctl.state.encoding import decode, encode, parts, stored_as
+from scarctl.state.encodings import ENCODINGS, ERROR_BOUND, Encoding
 from scarctl.state.layout import Group, TensorSpec, build_layout
 from scarctl.util.arrays import Bytes
 

@@ -9,7 +9,8 @@ import pytest
 import safetensors.torch
 
 from scarctl.errors import Corruption, UsageError
-from scarctl.state.encoding import Encoding, decode, encode, parts, stored_as
+from scarctl.state.encoding import decode, encode, parts, stored_as
+from scarctl.state.encodings import Encoding
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.store import Collector, Store, StoreWriter, open_writer, verify
 from scarctl.store.check import Report
